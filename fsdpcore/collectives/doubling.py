@@ -1,0 +1,99 @@
+"""Recursive doubling along the canonical tree: fewest steps, for small arrays.
+
+At height h, two neighbouring blocks of up to 2**h ranks swap what they have; after ceil(lg p)
+steps every rank has everything. Where p is no power of two the right block can be smaller; its
+ranks then send to several ranks of the left one.
+
+With p ranks and n bytes (per rank for the reductions, in total for all_gather), for p = 2**k:
+
+==============  ========================================
+all_reduce      lg p (alpha + n beta + n gamma)
+reduce_scatter  the same: each rank reduces everything and keeps its part
+all_gather      lg p alpha + ((p - 1) / p) n beta
+==============  ========================================
+
+For other p, a rank sends at most p - 1 messages. Reductions are canonical; for float16 and
+bfloat16, partial sums travel as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.collectives.link import Link
+from fsdpcore.reduce_ops import Reduction
+
+
+class Step(NamedTuple):
+    """One height of the tree, for one rank.
+
+    ``mine`` and ``theirs`` are the blocks (first rank, end) that swap; ``source`` is the rank to
+    receive from, ``targets`` those to send to.
+    """
+
+    mine: tuple[int, int]
+    theirs: tuple[int, int]
+    source: int
+    targets: list[int]
+
+
+def steps(rank: int, count: int) -> Iterator[Step]:
+    """The steps of ``rank`` among ``count`` ranks, from the leaves of the tree to its top."""
+    width = 1
+    while width < count:
+        low = rank // (2 * width) * 2 * width
+        middle, high = low + width, min(low + 2 * width, count)
+        if middle < high:
+            right = high - middle
+            if rank < middle:
+                place = rank - low
+                targets = [middle + place] if place < right else []
+                yield Step((low, middle), (middle, high), middle + place % right, targets)
+            else:
+                place = rank - middle
+                targets = list(range(low + place, middle, right))
+                yield Step((middle, high), (low, middle), low + place, targets)
+        width *= 2
+
+
+def all_reduce(link: Link, data: Array, reduction: Reduction) -> None:
+    """Reduce ``data`` of all ranks into ``data`` of all ranks."""
+    total = reduction.load(data)
+    received = np.empty_like(total)
+    for step in steps(link.rank, link.size):
+        link.irecv(received, step.source)
+        for target in step.targets:
+            link.isend(total, target)
+        link.wait_all()
+        left, right = (total, received) if step.mine < step.theirs else (received, total)
+        reduction.combine(left, right, total)
+    reduction.store(total, data, link.size)
+
+
+def reduce_scatter(
+    link: Link, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
+) -> None:
+    """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]`` in ``own``.
+
+    ``own`` may be that part of ``source``.
+    """
+    everything = source.copy()
+    all_reduce(link, everything, reduction)
+    np.copyto(own, everything[bounds[link.rank] : bounds[link.rank + 1]])
+
+
+def all_gather(link: Link, own: Array, out: Array, bounds: Sequence[int]) -> None:
+    """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks.
+
+    ``own`` may be that part of ``out``.
+    """
+    np.copyto(out[bounds[link.rank] : bounds[link.rank + 1]], own)
+    for step in steps(link.rank, link.size):
+        link.irecv(out[bounds[step.theirs[0]] : bounds[step.theirs[1]]], step.source)
+        for target in step.targets:
+            link.isend(out[bounds[step.mine[0]] : bounds[step.mine[1]]], target)
+        link.wait_all()

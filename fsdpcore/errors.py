@@ -1,0 +1,93 @@
+"""Every exception that fsdpcore raises.
+
+::
+
+    FsdpcoreError
+    ├── ConfigError (ValueError)             an option, URL or variable is wrong
+    │   ├── UnknownTransportError            no transport has that scheme
+    │   └── MissingDependencyError           the transport's extra is not installed
+    ├── ArgumentError (ValueError)           a call's arguments are wrong; nothing was sent
+    ├── UnsupportedError                     this transport cannot do that
+    ├── StateError (RuntimeError)            calls in an order that the engine does not allow
+    ├── CommunicationError (RuntimeError)    the backend is broken from here on
+    │   ├── RendezvousError                  the ranks did not find each other
+    │   ├── CommTimeoutError (TimeoutError)  a deadline passed
+    │   ├── MismatchError                    ranks called different things
+    │   ├── PeerFailedError                  another rank failed or is gone
+    │   ├── ProtocolError                    bytes that no rank of this job would send
+    │   └── ClosedError                      the backend was closed
+    └── RankFailedError (RuntimeError)       what ``launch`` raises when a rank failed
+"""
+
+from __future__ import annotations
+
+
+class FsdpcoreError(Exception):
+    """Base of every exception of this package."""
+
+
+class ConfigError(FsdpcoreError, ValueError):
+    """An option, a transport URL, an environment variable or a configuration file is wrong."""
+
+
+class UnknownTransportError(ConfigError):
+    """No installed transport has the scheme that was asked for."""
+
+
+class MissingDependencyError(ConfigError):
+    """A transport needs a package that is not installed; the message says which extra has it."""
+
+
+class ArgumentError(FsdpcoreError, ValueError):
+    """A call's arguments are wrong. Nothing was sent, the backend stays usable."""
+
+
+class UnsupportedError(FsdpcoreError):
+    """The transport cannot do what was asked; ``backend.capabilities`` says what it can."""
+
+
+class StateError(FsdpcoreError, RuntimeError):
+    """A call came in an order that is not allowed; the message says what was expected."""
+
+
+class CommunicationError(FsdpcoreError, RuntimeError):
+    """Communication failed. The backend stays broken: later calls raise the first cause again."""
+
+
+class RendezvousError(CommunicationError):
+    """The ranks did not find each other before the deadline, or disagree about the job."""
+
+
+class CommTimeoutError(CommunicationError, TimeoutError):
+    """An operation's deadline passed; the message names it and the ranks that are missing."""
+
+
+class MismatchError(CommunicationError):
+    """Ranks called operations that do not fit together; the message says which and how."""
+
+
+class PeerFailedError(CommunicationError):
+    """Another rank failed, was lost or left while this rank still needed it.
+
+    ``rank`` is that rank in the whole job.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class ProtocolError(CommunicationError):
+    """A peer sent bytes that no rank of this job would send."""
+
+
+class ClosedError(CommunicationError):
+    """The backend was closed on this rank."""
+
+
+class RankFailedError(FsdpcoreError, RuntimeError):
+    """A rank of ``launch`` failed; ``rank`` says which, ``__cause__`` carries its traceback."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank

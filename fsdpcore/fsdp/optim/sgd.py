@@ -1,0 +1,75 @@
+"""Stochastic gradient descent with momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpcore.errors import ConfigError
+from fsdpcore.fsdp.optim.base import Optimizer
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """SGD with the semantics that PyTorch documents for ``torch.optim.SGD``, without dampening.
+
+    With gradient g and momentum buffer b::
+
+        g = g + weight_decay * p
+        b = momentum * b + g                   (b starts at zero, so the first step has b = g)
+        p = p - lr * (g + momentum * b)        with nesterov
+        p = p - lr * b                         without
+
+    State: ``momentum_buffer``, or nothing if ``momentum`` is 0. Raises ConfigError unless all
+    numbers are finite and not negative, and if ``nesterov`` is asked for without momentum.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set_finite("momentum", minimum=0.0)
+        self._set_finite("weight_decay", minimum=0.0)
+        if not isinstance(self.nesterov, bool):
+            raise ConfigError(f"nesterov of SGD must be True or False, got {self.nesterov!r}")
+        if self.nesterov and self.momentum == 0.0:
+            raise ConfigError("nesterov of SGD needs a momentum above 0, for instance 0.9")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The momentum buffer, if there is momentum."""
+        return ("momentum_buffer",) if self.momentum != 0.0 else ()
+
+    def update_block(
+        self,
+        param: NDArray[Any],
+        grad: NDArray[Any],
+        state: Mapping[str, NDArray[Any]],
+        scratch: tuple[NDArray[Any], NDArray[Any]],
+        *,
+        step: int,
+        lr: float,
+    ) -> None:
+        """Update one block; see ``Optimizer.update_block``."""
+        decayed, work = scratch
+        direction = grad
+        if self.weight_decay != 0.0:
+            np.multiply(param, self.weight_decay, out=work)
+            direction = np.add(grad, work, out=decayed)
+        if self.momentum != 0.0:
+            buffer = state["momentum_buffer"]
+            np.multiply(buffer, self.momentum, out=buffer)
+            np.add(buffer, direction, out=buffer)
+            if self.nesterov:
+                np.multiply(buffer, self.momentum, out=work)
+                direction = np.add(direction, work, out=work)
+            else:
+                direction = buffer
+        np.multiply(direction, lr, out=work)
+        np.subtract(param, work, out=param)

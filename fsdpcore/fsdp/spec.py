@@ -1,0 +1,58 @@
+"""A parameter that does not exist yet: its shape, dtype and initialiser.
+
+With a ``Spec`` in place of an array each rank materialises its own shard only, so a model larger
+than a rank's memory can be declared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.checks import as_dtype, as_shape
+from fsdpcore.fsdp.initializers import Initializer, zeros
+
+
+@dataclass(frozen=True, init=False)
+class Spec:
+    """Deferred initialisation of one parameter.
+
+    ``shape`` is an int or a sequence of ints (``()`` is 0-d, extents may be 0), ``dtype`` anything
+    that NumPy takes as a numeric dtype, and ``init`` an object such as ``initializers.zeros`` or
+    ``initializers.normal(std=0.02)``.
+    They are kept as a tuple of ints, an ``np.dtype`` and the object.
+    Raises ArgumentError if one of them is wrong or ``init`` cannot fill that dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    init: Initializer
+
+    # Written out because the arguments' types are wider than the fields'.
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        dtype: DTypeLike = np.float32,
+        init: Initializer = zeros,
+    ) -> None:
+        object.__setattr__(self, "shape", as_shape(shape, "a Spec"))
+        object.__setattr__(self, "dtype", as_dtype(dtype, "a Spec"))
+        if not isinstance(init, Initializer):
+            raise ArgumentError(
+                "init of a Spec must be an initialiser such as initializers.zeros or "
+                f"initializers.normal(std=0.02), got {init!r}"
+                + ("; call it first" if callable(init) else "")
+            )
+        init.check_dtype(self.dtype)
+        object.__setattr__(self, "init", init)
+
+    @property
+    def size(self) -> int:
+        """Number of elements: 1 for a 0-d parameter, 0 if any extent is 0."""
+        return math.prod(self.shape)

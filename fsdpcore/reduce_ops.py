@@ -1,0 +1,146 @@
+"""Reductions: what an op does to a dtype, and the canonical order in which ranks are combined.
+
+The canonical order is a binary tree over rank order, built bottom up: (0,1), (2,3), ...; an odd
+one out moves up unchanged. At height h a node covers the aligned block of ranks
+[k * 2**h, (k + 1) * 2**h), cut off at the number of ranks. Every algorithm that combines in this
+order gives the same bits, since floating-point addition is not associative.
+
+float16 and bfloat16 are accumulated in float32 and rounded once, at the end; a mean divides the
+accumulated sum before that rounding.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.buffers import BFLOAT16, Array
+from fsdpcore.errors import ArgumentError
+
+# 128 KiB of float32: the operands of one block stay in a core's second-level cache.
+BLOCK = 32 * 1024
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the ranks are combined. Functions also take the names as strings.
+
+    On bool, ``sum`` and ``max`` are the logical or, ``prod`` and ``min`` the logical and (as in
+    NumPy). Integers wrap around. ``mean`` needs a floating-point or complex dtype, ``min`` and
+    ``max`` an ordered one.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PROD = "prod"
+
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PROD: np.multiply,
+}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An op bound to a dtype; ``accumulator`` is the dtype in which partial results are held."""
+
+    op: ReduceOp
+    dtype: np.dtype[Any]
+    accumulator: np.dtype[Any]
+
+    @classmethod
+    def of(cls, op: ReduceOp | str, dtype: np.dtype[Any]) -> Reduction:
+        """Bind ``op`` to ``dtype``.
+
+        Raises:
+            ArgumentError: there is no such op, or it has no meaning for that dtype.
+        """
+        try:
+            op = ReduceOp(op)
+        except ValueError:
+            names = ", ".join(repr(known.value) for known in ReduceOp)
+            raise ArgumentError(f"unknown reduction {op!r}; known are {names}") from None
+        if op is ReduceOp.MEAN and dtype.kind in "biu":
+            raise ArgumentError(
+                f"the mean of {dtype} values is not {dtype} in general; "
+                "reduce with op='sum' and divide, or convert to a float dtype first"
+            )
+        if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
+            raise ArgumentError(
+                f"{op.value} is undefined for {dtype}: complex numbers have no order"
+            )
+        half = dtype in (np.dtype(np.float16), BFLOAT16)
+        return cls(op, dtype, np.dtype(np.float32) if half else dtype)
+
+    @property
+    def name(self) -> str:
+        """The op's name, as users write it."""
+        return self.op.value
+
+    def load(self, source: Array) -> Array:
+        """Return a new array with ``source`` in the accumulator dtype."""
+        return source.astype(self.accumulator)
+
+    def combine(self, left: Array, right: Array, out: Array) -> None:
+        """Write ``left op right`` into ``out`` (which may be either), in the accumulator dtype."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            _UFUNCS[self.op](left, right, out=out)
+
+    def store(self, accumulated: Array, out: Array, count: int) -> None:
+        """Finish the reduction of ``count`` ranks: divide for a mean, round, write ``out``.
+
+        ``accumulated`` may be overwritten.
+        """
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            if self.op is ReduceOp.MEAN and count > 1:
+                np.divide(accumulated, self.accumulator.type(count), out=accumulated)
+            if accumulated is not out:
+                np.copyto(out, accumulated, casting="unsafe")
+
+    def reduce(self, parts: Sequence[Array], out: Array) -> None:
+        """Reduce one flat array per rank into ``out``, in the canonical order.
+
+        ``out`` may be one of ``parts``. Works block by block, so that scratch stays small and
+        partial results stay in cache.
+        """
+        rounds = self.accumulator != self.dtype
+        rows = len(parts) if rounds else (len(parts) + 1) // 2
+        scratch = np.empty((rows, min(BLOCK, out.size)), self.accumulator)
+        for start in range(0, out.size, BLOCK):
+            target = out[start : start + BLOCK]
+            block = scratch[:, : target.size]
+            values = [part[start : start + BLOCK] for part in parts]
+            if rounds:
+                for row, value in zip(block, values, strict=True):
+                    np.copyto(row, value)
+                values = list(block)
+            self._combine_tree(values, block, None if rounds else target)
+            self.store(values[0], target, len(parts))
+
+    def _combine_tree(self, values: list[Array], scratch: Array, last: Array | None) -> None:
+        """Combine ``values`` bottom up into ``values[0]``.
+
+        The leaves of the first level may be the callers' arrays, so results go to ``scratch``;
+        the very last one goes to ``last`` if given, which saves a copy. By then every leaf has
+        been read, so ``last`` may be one of them.
+        """
+        count = len(values)
+        owned = self.accumulator != self.dtype
+        stride = 1
+        while stride < count:
+            for low in range(0, count - stride, 2 * stride):
+                target = values[low] if owned or stride > 1 else scratch[low // 2]
+                if last is not None and 2 * stride >= count:
+                    target = last
+                self.combine(values[low], values[low + stride], target)
+                values[low] = target
+            stride *= 2
