@@ -12,6 +12,7 @@ fc.launch(main, world_size=4, transport="sim")
 from importlib.metadata import version as _version
 
 from fsdpcore import errors
+from fsdpcore.adapters.layers import Layer, LayerStack
 from fsdpcore.backend import Backend, Capabilities, SubBackend
 from fsdpcore.collectives import (
     all_gather,
@@ -36,6 +37,7 @@ from fsdpcore.errors import (
     FsdpcoreError,
     MismatchError,
     MissingDependencyError,
+    NonFiniteGradientError,
     PeerFailedError,
     ProtocolError,
     RankFailedError,
@@ -44,6 +46,11 @@ from fsdpcore.errors import (
     UnknownTransportError,
     UnsupportedError,
 )
+from fsdpcore.fsdp import initializers, optim
+from fsdpcore.fsdp.engine import FSDP
+from fsdpcore.fsdp.spec import Spec
+from fsdpcore.fsdp.step import Step
+from fsdpcore.fsdp.unit import Unit
 from fsdpcore.launch import init, launch
 from fsdpcore.reduce_ops import ReduceOp
 from fsdpcore.work import Work
@@ -51,6 +58,7 @@ from fsdpcore.work import Work
 __version__ = _version("fsdpcore")
 
 __all__ = [
+    "FSDP",
     "ArgumentError",
     "Backend",
     "Capabilities",
@@ -59,15 +67,21 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "FsdpcoreError",
+    "Layer",
+    "LayerStack",
     "MismatchError",
     "MissingDependencyError",
+    "NonFiniteGradientError",
     "PeerFailedError",
     "ProtocolError",
     "RankFailedError",
     "ReduceOp",
     "RendezvousError",
+    "Spec",
     "StateError",
+    "Step",
     "SubBackend",
+    "Unit",
     "UnknownTransportError",
     "UnsupportedError",
     "Work",
@@ -81,7 +95,9 @@ __all__ = [
     "errors",
     "gather",
     "init",
+    "initializers",
     "launch",
+    "optim",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_v",

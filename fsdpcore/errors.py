@@ -9,6 +9,7 @@
     ├── ArgumentError (ValueError)           a call's arguments are wrong; nothing was sent
     ├── UnsupportedError                     this transport cannot do that
     ├── StateError (RuntimeError)            calls in an order that the engine does not allow
+    ├── NonFiniteGradientError (ArithmeticError)  inf or nan in a norm; nothing was updated
     ├── CommunicationError (RuntimeError)    the backend is broken from here on
     │   ├── RendezvousError                  the ranks did not find each other
     │   ├── CommTimeoutError (TimeoutError)  a deadline passed
@@ -48,6 +49,10 @@ class UnsupportedError(FsdpcoreError):
 
 class StateError(FsdpcoreError, RuntimeError):
     """A call came in an order that is not allowed; the message says what was expected."""
+
+
+class NonFiniteGradientError(FsdpcoreError, ArithmeticError):
+    """The gradients hold inf or nan. Every rank raises it, and no parameter was changed."""
 
 
 class CommunicationError(FsdpcoreError, RuntimeError):

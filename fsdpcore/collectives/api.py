@@ -8,6 +8,7 @@ the array first, then the backend, and share these keywords:
 - ``timeout``: seconds for the whole operation; by default ``backend.timeout``.
 - ``async_op``: return a ``Work`` at once; until its ``wait()``, the input must not change and the
   output must not be read.
+- ``label``: what the call is for; compared between the ranks and named in errors.
 
 Arrays have one of the dtypes of ``buffers.DTYPES``; any shape, contiguous or not, 0-d and empty
 ones too. Where axis 0 is split over the ranks and does not divide evenly, the first ranks get one

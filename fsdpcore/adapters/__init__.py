@@ -1,0 +1,1 @@
+"""How frameworks and models plug into the engine."""

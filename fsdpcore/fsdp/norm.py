@@ -1,0 +1,34 @@
+"""The global norm of sharded gradients, as if they were not sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array
+from fsdpcore.collectives import all_reduce
+
+_BLOCK = 128 * 1024
+
+
+def global_l2_norm(shards: Iterable[Array], backend: Backend, *, algorithm: str) -> float:
+    """Return the square root of the sum of squares over all shards of all ranks.
+
+    Every element must lie in one shard of one rank only. Squares are summed in float64, so
+    neither overflow nor the number of ranks matters at float32 precision. A collective.
+    """
+    local = sum(_sum_of_squares(shard) for shard in shards)
+    total = all_reduce(
+        np.array(local, np.float64), backend, algorithm=algorithm, label="gradient norm"
+    )
+    return float(np.sqrt(total))
+
+
+def _sum_of_squares(array: Array) -> float:
+    total = 0.0
+    for start in range(0, array.size, _BLOCK):
+        block = array[start : start + _BLOCK].astype(np.float64)
+        total += float(np.dot(block, block))
+    return total
