@@ -1,0 +1,249 @@
+"""Train a byte-level GPT, fully sharded, on the source code of the Python standard library.
+
+    python examples/train_gpt.py                          # 4 ranks, threads of this process
+    python examples/train_gpt.py --transport zmq          # 4 processes over TCP
+    fsdpcore run -n 2 examples/train_gpt.py               # ranks started by a launcher
+
+Model and gradients are plain NumPy (gpt_model.py). What makes it distributed is in ``Trainer``:
+the engine takes over the layers' parameters, and each rank computes its rows of the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from corpus import batch, load
+from gpt_model import BITS_PER_NAT, GPTConfig, build, cross_entropy, sample
+from loss_curve import save_png
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import fsdpcore as fc
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Options:
+    """One training run; the same on all ranks."""
+
+    model: GPTConfig
+    steps: int
+    batch: int
+    lr: float
+    seed: int
+    prefetch: int
+    algorithm: str
+    out: Path
+    evaluate_every: int = 50
+    evaluation_batches: int = 4
+    sample_bytes: int = 300
+
+
+class Trainer:
+    """The model on one rank."""
+
+    def __init__(self, backend: fc.Backend, options: Options) -> None:
+        if options.batch < backend.world_size:
+            raise fc.ArgumentError(
+                f"a batch of {options.batch} sequences is too small for {backend.world_size} ranks"
+            )
+        self.backend = backend
+        self.options = options
+        self.train, self.validation = load()
+        self.stack = fc.LayerStack(build(options.model))
+        self.engine = fc.FSDP(
+            self.stack.units(np.random.default_rng(options.seed)),
+            backend,
+            strategy="full_shard",
+            optimizer=fc.optim.AdamW(lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1),
+            prefetch=options.prefetch,
+            algorithm=options.algorithm,
+        )
+
+    def step(self, number: int) -> float:
+        """One step on the global batch; returns its loss in bits per byte, equal on all ranks."""
+        x, y = self._rows(self.train, number, self.options.seed)
+        # Gradients are summed over the sequences of all ranks and divided by their number, so
+        # that it does not matter how many ranks there are, or whether they get equally many.
+        with self.engine.step(divisor=self.options.batch) as step:
+            logits, saved = self.stack.forward(step, x)
+            loss, dlogits = cross_entropy(logits, y)
+            dlogits *= len(x)
+            self.stack.backward(step, saved, dlogits)
+            step.update(clip=1.0, lr=self._learning_rate(number))
+        return self._mean(loss * len(x))
+
+    def evaluate(self) -> float:
+        """The loss on the same few batches of unseen files each time, in bits per byte."""
+        total = 0.0
+        for number in range(self.options.evaluation_batches):
+            x, y = self._rows(self.validation, number, seed=0)
+            with self.engine.evaluation() as step:
+                logits, _ = self.stack.forward(step, x)
+            total += cross_entropy(logits, y)[0] * len(x)
+        return self._mean(total / self.options.evaluation_batches)
+
+    def generate(self) -> str:
+        """Continue a prompt on rank 0, with all parameters gathered; the other ranks return ''."""
+        for unit in self.engine.units:
+            unit.unshard()
+        text = b""
+        if self.backend.rank == 0:
+            params = {unit.name: unit.params for unit in self.engine.units}
+
+            def forward(x: NDArray[Any]) -> NDArray[Any]:
+                for name, layer in self.stack.layers:
+                    x, _ = layer.forward(params[name], x)
+                return x
+
+            rng = np.random.default_rng(self.options.seed)
+            context = self.options.model.context
+            text = sample(forward, b"def ", self.options.sample_bytes, context, rng, 0.8)
+        for unit in self.engine.units:
+            unit.reshard()
+        return text.decode("utf-8", "replace")
+
+    def _rows(
+        self, data: NDArray[Any], number: int, seed: int
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """This rank's rows of a global batch, which every rank draws alike."""
+        x, y = batch(
+            data,
+            step=number,
+            seed=seed,
+            batch_size=self.options.batch,
+            context=self.options.model.context,
+        )
+        mine = np.array_split(np.arange(self.options.batch), self.backend.world_size)
+        return x[mine[self.backend.rank]], y[mine[self.backend.rank]]
+
+    def _learning_rate(self, number: int) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        warmup = min(20, self.options.steps // 10 + 1)
+        if number < warmup:
+            return self.options.lr * (number + 1) / warmup
+        progress = (number - warmup) / max(1, self.options.steps - warmup)
+        return self.options.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+    def _mean(self, summed: float) -> float:
+        """Bits per byte, from this rank's sum over its sequences of their losses in nats."""
+        total = fc.all_reduce(np.float64(summed), self.backend, algorithm=self.options.algorithm)
+        return float(total) / self.options.batch * BITS_PER_NAT
+
+
+def main(backend: fc.Backend, options: Options) -> list[float]:
+    """One rank's program; returns the losses of all steps."""
+    trainer = Trainer(backend, options)
+    memory = show_memory(trainer)
+    losses: list[float] = []
+    validation = [(0, trainer.evaluate())]
+    with progress_line(backend, options.steps) as show:
+        start = time.perf_counter()
+        for number in range(options.steps):
+            losses.append(trainer.step(number))
+            done = number + 1
+            if done % options.evaluate_every == 0 or done == options.steps:
+                validation.append((done, trainer.evaluate()))
+            tokens = done * options.batch * options.model.context
+            rate = tokens / (time.perf_counter() - start)
+            show(done, losses[-1], validation[-1][1], rate, memory)
+    text = trainer.generate()
+    if backend.rank == 0:
+        finish(options, losses, validation, text)
+    return losses
+
+
+def show_memory(trainer: Trainer) -> str:
+    """Print what every rank holds between steps, measured; returns one rank's share."""
+    held = trainer.engine.held()
+    mine = [held.parameters, held.gradients, held.optimizer, held.padding, held.unsharded]
+    everyone = fc.gather(np.array([mine], np.int64), trainer.backend)
+    if everyone is not None:
+        table = Table(title="Held per rank between steps (bytes, measured)", title_justify="left")
+        for name in ("rank", "parameters", "gradients", "optimizer", "padding", "of the total"):
+            table.add_column(name, justify="right")
+        for rank, row in enumerate(everyone):
+            share = row[:3].sum() / row[4]
+            table.add_row(str(rank), *(f"{size:,}" for size in row[:4]), f"{share:.2%}")
+        console.print(table)
+    return f"{held.total / 1e6:.1f} MB/rank"
+
+
+@contextmanager
+def progress_line(backend: fc.Backend, steps: int) -> Iterator[Any]:
+    """Give a function that shows how far the training is: a live line, or text in a pipe."""
+    line = "[bold]{task.fields[info]}"
+    bar = Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(20),
+        TextColumn(line),
+        TimeRemainingColumn(),
+        console=console,
+        disable=backend.rank != 0 or not console.is_terminal,
+    )
+    task = bar.add_task("train", total=steps, info="")
+
+    def show(done: int, loss: float, validation: float, rate: float, memory: str) -> None:
+        info = f"loss {loss:.3f}  validation {validation:.3f} bits/byte"
+        info += f"  {rate:,.0f} tokens/s  {memory}"
+        bar.update(task, completed=done, info=info)
+        if backend.rank == 0 and not console.is_terminal and (done % 25 == 0 or done == steps):
+            console.print(f"step {done}/{steps}  {info}")
+
+    with bar:
+        yield show
+
+
+def finish(
+    options: Options, losses: list[float], validation: list[tuple[int, float]], text: str
+) -> None:
+    """Print a sample and the final loss, draw the curve."""
+    console.rule("a sample")
+    console.print(text, markup=False)
+    console.rule()
+    first, last = validation[0][1], validation[-1][1]
+    console.print(f"validation: {first:.2f} bits per byte before, [bold]{last:.3f}[/] after")
+    options.out.mkdir(parents=True, exist_ok=True)
+    picture = options.out / "loss.png"
+    save_png(picture, losses, validation, f"Byte-level GPT, {options.steps} steps")
+    console.print(f"loss curve: {picture}")
+
+
+def cli(
+    ranks: Annotated[int, typer.Option(min=1, help="Where no launcher decides.")] = 4,
+    transport: Annotated[str | None, typer.Option(help="sim, zmq, or a URL.")] = None,
+    steps: Annotated[int, typer.Option(min=1)] = 300,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of all ranks together.")] = 32,
+    context: Annotated[int, typer.Option(min=1, help="Bytes of a sequence.")] = 128,
+    width: Annotated[int, typer.Option(min=1)] = 128,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    hidden: Annotated[int | None, typer.Option(help="Default: 4 times the width.")] = None,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    seed: int = 1337,
+    prefetch: Annotated[int, typer.Option(min=0, max=1, help="Units gathered ahead.")] = 1,
+    algorithm: Annotated[str, typer.Option(help="auto, star, ring, direct, doubling.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Where the loss curve goes.")] = Path("runs/train_gpt"),
+) -> None:
+    """Train a small GPT, fully sharded over the ranks."""
+    try:
+        model = GPTConfig(context=context, width=width, heads=heads, layers=layers, hidden=hidden)
+        options = Options(model, steps, batch, lr, seed, prefetch, algorithm, out)
+        fc.launch(main, world_size=ranks, transport=transport, args=(options,))
+    except (fc.ConfigError, fc.ArgumentError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+if __name__ == "__main__":
+    typer.run(cli)

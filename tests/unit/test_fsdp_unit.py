@@ -1,0 +1,353 @@
+"""The state machine of a unit and of a step: what is allowed, and what is said if it is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+import fsdpcore as fc
+
+
+def run(body, world_size=1, **options):
+    return fc.launch(body, world_size=world_size, transport="sim", timeout=20, **options)
+
+
+def cause_of(body, world_size=1):
+    with pytest.raises(fc.RankFailedError) as caught:
+        run(body, world_size)
+    return caught.value.__cause__
+
+
+def arrays(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (3, 5), "b": (5,), "scale": (), "none": (0, 4)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def engine_of(backend, units=2, **options):
+    made = [fc.Unit(f"u{i}", arrays(i)) for i in range(units)]
+    return fc.FSDP(made, backend, optimizer=fc.optim.SGD(lr=1.0), **options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 30])
+def test_gathered_parameters_are_those_given_and_a_rank_holds_only_its_share(world_size):
+    def body(backend):
+        unit = engine_of(backend, 1).units[0]
+        size = sum(array.size for array in arrays().values())
+        assert unit.shard.size == -(-size // backend.world_size)
+        unit.unshard()
+        for name, array in arrays().items():
+            assert_array_equal(unit.params[name], array, strict=True)
+            assert not unit.params[name].flags.writeable
+        unit.reshard()
+        return unit.valid_size
+
+    assert sum(run(body, world_size)) == 15 + 5 + 1
+
+
+def test_unshard_in_the_background_ends_with_wait_or_a_second_unshard():
+    def body(backend):
+        unit = engine_of(backend).units[0]
+        work = unit.unshard(async_op=True)
+        with pytest.raises(fc.StateError, match="gathering; call unshard"):
+            _ = unit.params
+        work.wait()
+        unit.unshard()
+        assert_array_equal(unit.params["w"], arrays()["w"])
+        unit.reshard()
+        unit.unshard(async_op=True)
+        unit.reshard()  # waits, so that no message is left behind
+
+    run(body, 3)
+
+
+def test_reduced_gradients_are_the_mean_over_ranks_and_add_up():
+    def body(backend):
+        unit = engine_of(backend).units[0]
+        for _ in range(2):
+            grads = unit.begin_gradients()
+            grads["w"] = np.full((3, 5), backend.rank, np.float32)
+            np.add(grads["b"], backend.rank, out=grads["b"])
+            unit.reduce_gradients()
+        unit.reduce_gradients({"w": np.ones((3, 5), np.float32)}, divisor=1)
+        return unit.grad_shard[: unit.valid_size]
+
+    flat = np.concatenate(run(body, 3))
+    assert_array_equal(flat[:15], np.full(15, 2 * 1.0 + 3, np.float32))
+    assert_array_equal(flat[15:20], np.full(5, 2 * 1.0, np.float32))
+    assert flat[20] == 0  # missing counts as zero
+
+
+def test_update_changes_what_the_next_gather_gives():
+    def body(backend):
+        engine = engine_of(backend)
+        with engine.step() as step:
+            for unit in engine.units:
+                with step.forward(unit) as params:
+                    assert params["w"].shape == (3, 5)
+            for unit in reversed(engine.units):
+                with step.backward(unit) as (params, grads):
+                    grads["w"] = params["w"]
+            assert step.update() is None
+        engine.units[0].unshard()
+        return engine.units[0].params["w"].copy(), engine.units[0].params["b"].copy()
+
+    for w, b in run(body, 4):
+        assert_array_equal(w, np.zeros((3, 5), np.float32))
+        assert_array_equal(b, arrays()["b"])
+
+
+def misuse_backward_first(engine):
+    with engine.step() as step, step.backward("u0"):
+        pass
+
+
+def misuse_second_backward(engine):
+    with engine.step() as step:
+        with step.forward("u0"):
+            pass
+        for _ in range(2):
+            with step.backward("u0"):
+                pass
+
+
+def whole_pass(engine, step):
+    for unit in engine.units:
+        with step.forward(unit):
+            pass
+    for unit in reversed(engine.units):
+        with step.backward(unit):
+            pass
+
+
+def misuse_update_twice(engine):
+    with engine.step() as step:
+        whole_pass(engine, step)
+        step.update()
+        step.update()
+
+
+def misuse_update_first(engine):
+    with engine.step() as step:
+        step.update()
+
+
+def misuse_forward_after_update(engine):
+    with engine.step() as step:
+        whole_pass(engine, step)
+        step.update()
+        with step.forward("u0"):
+            pass
+
+
+def misuse_no_update(engine):
+    with engine.step() as step:
+        whole_pass(engine, step)
+
+
+def misuse_half_a_backward(engine):
+    with engine.step() as step:
+        for unit in engine.units:
+            with step.forward(unit):
+                pass
+        with step.backward("u1"):
+            pass
+        step.update()
+
+
+def misuse_nested_units(engine):
+    with engine.step() as step, step.forward("u0"), step.forward("u1"):
+        pass
+
+
+def misuse_nested_steps(engine):
+    with engine.step(), engine.step():
+        pass
+
+
+def misuse_outside_of_a_step(engine):
+    with engine.step().forward("u0"):
+        pass
+
+
+def misuse_backward_in_evaluation(engine):
+    with engine.evaluation() as step:
+        with step.forward("u0"):
+            pass
+        with step.backward("u0"):
+            pass
+
+
+def misuse_two_engines(engine):
+    fc.FSDP(engine.units, engine.backend)
+
+
+def misuse_unfinished_gradients(engine):
+    engine.units[0].begin_gradients()
+    engine.units[0].begin_gradients()
+
+
+def misuse_nothing_to_reduce(engine):
+    engine.units[0].reduce_gradients()
+
+
+def misuse_update_inside_a_unit(engine):
+    with engine.step() as step:
+        whole_pass(engine, step)
+        with step.forward("u0"):
+            step.update()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (misuse_backward_first, "backward of unit 'u0' without a forward pass in this step"),
+        (misuse_second_backward, "backward of unit 'u0' without a forward"),
+        (misuse_update_twice, "update\\(\\) was called already"),
+        (misuse_update_first, "update\\(\\) without gradients"),
+        (misuse_forward_after_update, "forward after update"),
+        (misuse_no_update, "gradients that were never applied; call step.update"),
+        (misuse_half_a_backward, "units \\['u0'\\] had a forward pass without its backward"),
+        (misuse_nested_units, "inside the context of unit 'u0'; leave"),
+        (misuse_nested_steps, "a step is open already"),
+        (misuse_outside_of_a_step, "forward outside of the step"),
+        (misuse_backward_in_evaluation, "an evaluation has no backward pass"),
+        (misuse_two_engines, "belongs to an engine already"),
+        (misuse_unfinished_gradients, "gradients that were not reduced"),
+        (misuse_nothing_to_reduce, "has no gradients to reduce"),
+        (misuse_update_inside_a_unit, "update\\(\\) inside the context of unit 'u0'"),
+    ],
+)
+def test_misuse_says_what_was_expected(misuse, message):
+    error = cause_of(lambda backend: misuse(engine_of(backend)))
+    assert isinstance(error, fc.StateError)
+    with pytest.raises(fc.StateError, match=message):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda b: fc.FSDP([], b), "at least one unit"),
+        (lambda b: fc.FSDP(["u"], b), "must be Unit objects, got str"),
+        (lambda b: engine_of(b, strategy="zero9"), "unknown strategy 'zero9'; known: 'full_shard'"),
+        (lambda b: engine_of(b, prefetch=2), "prefetch must be 0 or 1 units, got 2"),
+        (lambda b: engine_of(b, algorithm="tree"), "unknown algorithm 'tree'; known: 'auto'"),
+        (lambda b: engine_of(b)["nope"], "no unit 'nope'; it has u0, u1"),
+        (lambda b: engine_of(b)[fc.Unit("u0", arrays())], "no unit 'u0'"),
+        (lambda b: engine_of(b).step(divisor=0), "divisor must be a positive number"),
+        (lambda b: fc.FSDP([fc.Unit("a", {}), fc.Unit("a", {})], b), "two units are named 'a'"),
+        (lambda b: fc.Unit("", {}), "non-empty string"),
+        (lambda b: fc.Unit("u", {"w": np.zeros(3, np.int32)}), "u.w has dtype int32"),
+        (
+            lambda b: fc.Unit("u", {"w": np.zeros(3, np.float32), "v": np.zeros(3)}),
+            "share one dtype, got w: float32, v: float64",
+        ),
+        (
+            lambda b: engine_of(b).units[0].begin_gradients().__setitem__("w", np.zeros((5, 3))),
+            "gradient of u0.w must have shape \\(3, 5\\) and dtype float32, got \\(5, 3\\)",
+        ),
+        (
+            lambda b: engine_of(b).units[0].reduce_gradients({"x": np.zeros(3, np.float32)}),
+            "unit 'u0' has no parameter 'x'; it has w, b, scale, none",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(make, message):
+    error = cause_of(lambda backend: make(backend))
+    assert isinstance(error, fc.ArgumentError)
+    with pytest.raises(fc.ArgumentError, match=message):
+        raise error
+
+
+def test_the_same_array_twice_is_refused_instead_of_quietly_untied():
+    shared = np.ones(3, np.float32)
+
+    def body(backend):
+        fc.FSDP([fc.Unit("a", {"w": shared}), fc.Unit("b", {"v": shared})], backend)
+
+    assert "a.w and b.v are the same array" in str(cause_of(body))
+
+
+def test_a_unit_without_an_engine_says_so():
+    with pytest.raises(fc.StateError, match="belongs to no engine yet"):
+        fc.Unit("u", arrays()).unshard()
+
+
+def test_ranks_with_different_initial_values_are_told_apart():
+    def body(backend):
+        values = np.full(3, backend.rank == 1, np.float32)
+        fc.FSDP([fc.Unit("same", arrays()), fc.Unit("other", {"w": values})], backend)
+
+    error = cause_of(body, 3)
+    assert isinstance(error, fc.MismatchError)
+    assert "unit 'other' differs" in str(error)
+    assert "ranks 1" in str(error)
+
+
+def test_ranks_that_gather_different_units_get_an_error_though_the_shapes_fit():
+    def body(backend):
+        engine_of(backend).units[backend.rank].unshard()
+
+    error = cause_of(body, 2)
+    assert isinstance(error, fc.MismatchError)
+    assert "rank 0: all_gather(float32 of shape (11,), for unit u0)" in str(error)
+    assert "rank 1: all_gather(float32 of shape (11,), for unit u1)" in str(error)
+
+
+def test_not_a_number_is_noticed_on_all_ranks_and_changes_nothing():
+    def body(backend):
+        engine = engine_of(backend)
+        before = engine.units[0].shard.copy()
+        with pytest.raises(fc.NonFiniteGradientError, match="norm is nan"), engine.step() as step:
+            for unit in engine.units:
+                with step.forward(unit):
+                    pass
+            for unit in reversed(engine.units):
+                with step.backward(unit) as (_, grads):
+                    grads["b"] = np.full(5, np.nan if backend.rank else 1.0, np.float32)
+            step.update(clip=1.0)
+        assert_array_equal(engine.units[0].shard, before)
+        assert engine.steps == 0
+        with engine.step() as step:  # the engine can go on
+            whole_pass(engine, step)
+            step.update(clip=1.0)
+
+    run(body, 3)
+
+
+def test_an_exception_inside_a_unit_frees_it_and_the_engine_can_go_on():
+    def body(backend):
+        engine = engine_of(backend)
+        with pytest.raises(ZeroDivisionError), engine.step() as step, step.forward("u0"):
+            raise ZeroDivisionError
+        with pytest.raises(fc.ArgumentError), engine.step() as step:
+            with step.forward("u0"):
+                pass
+            with step.backward("u0") as (_, grads):
+                grads["w"] = np.zeros(1, np.float32)
+        with engine.step() as step:
+            whole_pass(engine, step)
+            step.update()
+        assert engine.held().buffers == 0
+
+    run(body, 3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_deferred_parameters_do_not_depend_on_the_number_of_ranks(world_size):
+    def body(backend):
+        params = {
+            "w": fc.Spec((300, 301), init=fc.initializers.normal(std=0.02)),
+            "b": fc.Spec(7),
+        }
+        engine = fc.FSDP([fc.Unit("u", params)], backend, seed=5)
+        engine.units[0].unshard()
+        return engine.units[0].params["w"].copy(), engine.units[0].params["b"].copy()
+
+    ((expected, _),) = run(body, 1)
+    assert abs(expected.std() / 0.02 - 1) < 0.02
+    for w, b in run(body, world_size):
+        assert_array_equal(w, expected)
+        assert_array_equal(b, np.zeros(7, np.float32))
