@@ -81,7 +81,7 @@ def test_spec_is_frozen() -> None:
         (((2,), object), "only numbers and bools"),
         (((2,), ">f4"), "byte order"),
         (((2,), np.float32, initializers.normal), "call it first"),
-        (((2,), np.float32, 0.0), r"must be an initialiser such as init\.zeros"),
+        (((2,), np.float32, 0.0), r"must be an initialiser such as initializers\.zeros"),
         (((2,), np.int32, initializers.normal()), "cannot fill a int32 parameter"),
         (((2,), np.complex64, initializers.uniform()), "cannot fill a complex64 parameter"),
         (((2,), ml_dtypes.int4, initializers.uniform()), "cannot fill a int4 parameter"),
