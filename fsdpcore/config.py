@@ -3,7 +3,7 @@
 Precedence: arguments (with the options in the URL of a ``transport`` argument), then
 ``FSDPCORE_*`` variables, then ``fsdpcore.toml`` or ``[tool.fsdpcore]`` of ``pyproject.toml`` in
 the working directory, then defaults. The file may hold a table named like a transport with that
-transport's options.
+transport's options. A variable that is set to nothing counts as not set.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from fsdpcore import registry
@@ -28,6 +28,9 @@ else:
     import tomli as tomllib
 
 PREFIX = "FSDPCORE_"
+# Beyond this (about 23 days) the operating system's own waits overflow.
+MAX_TIMEOUT = 2e6
+
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -51,8 +54,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "rendezvous_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT:
+                raise ConfigError(
+                    f"{name} must be more than 0 and at most {MAX_TIMEOUT:.0f} seconds, "
+                    f"got {getattr(self, name):g}"
+                )
         for name in ("world_size", "blas_threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -66,12 +72,21 @@ class Config(Settings):
         transport_class: the transport.
         host, port: of the URL; empty and 0 where it names none.
         transport_options: instance of ``transport_class.options``.
+        sources: where each setting and option that is no default comes from, in words.
     """
 
     transport_class: type[Transport] = Transport  # type: ignore[type-abstract]
     host: str = ""
     port: int = 0
     transport_options: Any = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+class Given(NamedTuple):
+    """A value, and where it comes from."""
+
+    value: Any
+    source: str
 
 
 def resolve(
@@ -92,34 +107,37 @@ def resolve(
     Raises:
         ConfigError: an unknown key or a bad value; the message names the source and the key.
     """
-    general = {field.name for field in dataclasses.fields(Settings)}
-    given = {name: value for name, value in arguments.items() if value is not None}
-    file, tables = _read_file(directory, general)
-    merged: dict[str, Any] = {
-        "transport": default_transport,
+    general = {f.name for f in dataclasses.fields(Settings)}
+    given = {k: Given(v, "argument") for k, v in arguments.items() if v is not None}
+    file, tables, path = _read_file(directory, general)
+    settings = {
+        "transport": Given(default_transport, "default"),
         **file,
         **_read_environment(environ, general),
-        **{name: value for name, value in given.items() if name in general},
+        **{name: item for name, item in given.items() if name in general},
     }
-    settings = _build(Settings, merged, "option")
-    url = parse_url(settings.transport)
+    built = _build(Settings, settings)
+    if "world_size" in settings and not built.world_size:
+        raise ConfigError(f"{settings['world_size'].source}: world_size must be at least 1, got 0")
+    url = parse_url(built.transport)
     transport = registry.load(url.scheme)
-    _check_tables(tables)
-    names = {field.name for field in dataclasses.fields(transport.options)}
-    options = {**tables.get(url.scheme, {}), **dict(parse_qsl(url.query, keep_blank_values=True))}
-    options.update({name: value for name, value in given.items() if name not in general})
-    for name in options:
-        if name not in names:
-            hint = registry.nearest(name, general | names)
-            raise ConfigError(f"unknown option {name!r} for transport {url.scheme!r}{hint}")
+    _check_tables(tables, path)
+    options = {
+        **tables.get(url.scheme, {}),
+        **_url_options(url, built.transport),
+        **{name: item for name, item in given.items() if name not in general},
+    }
+    _check_known(options, url.scheme, {f.name for f in dataclasses.fields(transport.options)})
     if url.netloc and not transport.takes_address:
-        raise ConfigError(f"transport {url.scheme!r} takes no address, got {settings.transport!r}")
+        raise ConfigError(f"transport {url.scheme!r} takes no address, got {built.transport!r}")
+    used = {**settings, **options}
     return Config(
-        **dataclasses.asdict(settings),
+        **dataclasses.asdict(built),
         transport_class=transport,
         host=url.hostname or "",
         port=url.port or 0,
-        transport_options=_build(transport.options, options, f"option of {url.scheme!r}:"),
+        transport_options=_build(transport.options, options),
+        sources={n: item.source for n, item in used.items() if item.source != "default"},
     )
 
 
@@ -145,65 +163,110 @@ def parse_url(text: str) -> SplitResult:
     return url
 
 
-def _read_environment(environ: Mapping[str, str], general: set[str]) -> dict[str, str]:
+def _url_options(url: SplitResult, text: str) -> dict[str, Given]:
+    options: dict[str, Given] = {}
+    for name, value in parse_qsl(url.query, keep_blank_values=True):
+        if name in options:
+            raise ConfigError(f"bad transport URL {text!r}: option {name!r} is given twice")
+        options[name] = Given(value, f"transport URL {text!r}")
+    return options
+
+
+def _check_known(options: Mapping[str, Given], scheme: str, names: set[str]) -> None:
+    general = {f.name for f in dataclasses.fields(Settings)}
+    for name, item in options.items():
+        if name in names:
+            continue
+        if name in general:
+            raise ConfigError(
+                f"{item.source}: {name!r} is no option of a transport; it goes into an argument, "
+                f"a variable ({PREFIX}{name.upper()}) or the top of the configuration file"
+            )
+        # Only an argument can have been meant for either.
+        known = general | names if item.source == "argument" else names
+        raise ConfigError(
+            f"{item.source}: unknown option {name!r} for transport {scheme!r}"
+            f"{registry.nearest(name, known)}; it has {', '.join(sorted(names)) or 'none'}"
+        )
+
+
+def _read_environment(environ: Mapping[str, str], general: set[str]) -> dict[str, Given]:
     found = {}
     known = {PREFIX + name.upper() for name in general} | set(LAUNCH_VARIABLES)
     for variable, value in environ.items():
         if not variable.startswith(PREFIX):
             continue
         if variable not in known:
-            hint = registry.nearest(variable, [name.lower() for name in known]).upper()
+            hint = registry.nearest(variable, known)
             raise ConfigError(f"unknown environment variable {variable}{hint}")
-        if variable not in LAUNCH_VARIABLES:
-            found[variable[len(PREFIX) :].lower()] = value
+        if variable not in LAUNCH_VARIABLES and value:
+            name = variable[len(PREFIX) :].lower()
+            found[name] = Given(value, f"environment variable {variable}")
     return found
 
 
 def _read_file(
     directory: Path | None, general: set[str]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the settings of the TOML file, and its tables of transport options."""
+) -> tuple[dict[str, Given], dict[str, dict[str, Given]], str]:
+    """Return the settings of the TOML file, its tables of transport options, and its path."""
     content: dict[str, Any] = {}
     source = ""
-    for name, path in (("fsdpcore.toml", ()), ("pyproject.toml", ("tool", "fsdpcore"))):
+    for name, keys in (("fsdpcore.toml", ()), ("pyproject.toml", ("tool", "fsdpcore"))):
         file = directory / name if directory is not None else None
         if file is None or not file.is_file():
             continue
-        try:
-            content = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: not valid TOML: {error}") from error
-        for key in path:
-            content = content.get(key, {})
+        content = _parse_file(file, keys)
         source = str(file)
         if content:
             break
-    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
-    plain = {key: value for key, value in content.items() if key not in tables}
-    for key in plain:
-        if key not in general:
+    plain: dict[str, Given] = {}
+    tables: dict[str, dict[str, Given]] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            tables[key] = {name: Given(v, f"{source} [{key}]") for name, v in value.items()}
+        elif key in general:
+            plain[key] = Given(value, source)
+        else:
             raise ConfigError(f"{source}: unknown key {key!r}{registry.nearest(key, general)}")
-    return plain, tables
+    return plain, tables, source
 
 
-def _check_tables(tables: Mapping[str, Any]) -> None:
+def _parse_file(file: Path, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Read one table of a TOML file; empty where there is none."""
+    try:
+        content: Any = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    for key in keys:
+        content = content.get(key, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file}: [{'.'.join(keys)}] is not a table")
+    return dict(content)
+
+
+def _check_tables(tables: Mapping[str, Any], path: str) -> None:
     known = registry.schemes()
     for name in tables:
         if name not in known:
-            hint = registry.nearest(name, known)
-            raise ConfigError(f"configuration file: [{name}] is no transport{hint}")
+            raise ConfigError(f"{path}: [{name}] is no transport{registry.nearest(name, known)}")
 
 
-def _build(cls: type[Any], values: Mapping[str, Any], what: str) -> Any:
+def _build(cls: type[Any], values: Mapping[str, Given]) -> Any:
     """Make a dataclass from values that may be text, converted by the fields' types."""
     types = typing.get_type_hints(cls)
     converted = {}
-    for name, value in values.items():
+    for name, (value, source) in values.items():
         try:
             converted[name] = _convert(value, types[name])
         except ValueError as error:
-            raise ConfigError(f"{what} {name}={value!r}: {error}") from None
-    return cls(**converted)
+            raise ConfigError(f"{source}: {name}={value!r}: {error}") from None
+    try:
+        return cls(**converted)
+    except ValueError as error:  # its message begins with the field's name
+        blamed = values.get(str(error).partition(" ")[0])
+        raise ConfigError(f"{blamed.source}: {error}" if blamed else str(error)) from error
 
 
 def _convert(value: Any, kind: Any) -> Any:
@@ -215,7 +278,7 @@ def _convert(value: Any, kind: Any) -> Any:
     if kind is int:
         return _integer(value)
     if kind is float:
-        return float(value)
+        return _number(value)
     if kind is str and not isinstance(value, str):
         raise ValueError("expected text")
     if isinstance(value, str) and kind is not str:
@@ -225,11 +288,27 @@ def _convert(value: Any, kind: Any) -> Any:
 
 def _integer(value: Any) -> int:
     """Read an integer; text may carry a unit: 64KiB, 2MiB."""
+    factor = 1
+    number = value
     if isinstance(value, str):
-        for unit, factor in _UNITS.items():
+        for unit, size in _UNITS.items():
             if value.endswith(unit):
-                return int(value[: -len(unit)]) * factor
-        return int(value)
-    if isinstance(value, bool) or int(value) != value:
+                number, factor = value[: -len(unit)], size
+    try:
+        whole = int(number)
+        exact = isinstance(value, str) or whole == value
+    except (TypeError, ValueError, OverflowError):
+        exact = False
+    if not exact or isinstance(value, bool):
         raise ValueError("expected an integer")
-    return int(value)
+    return whole * factor
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("expected a number") from None
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return number

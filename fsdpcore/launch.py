@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from threadpoolctl import threadpool_limits
-
 from fsdpcore.backend import Backend
-from fsdpcore.config import Config, resolve
-from fsdpcore.environment import Place, detect, launched_threads
-from fsdpcore.errors import ConfigError, PeerFailedError
+from fsdpcore.blas import blas_limit, limit_for_good
+from fsdpcore.config import PREFIX, Config, resolve
+from fsdpcore.environment import LAUNCH_VARIABLES, Place, detect, launched_threads
+from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.failure_report import report
 from fsdpcore.launch_processes import run_processes
 from fsdpcore.launch_threads import run_threads
-from fsdpcore.transport import Transport
+from fsdpcore.rank import ExceptHook, become, inside_rank
+from fsdpcore.rank_process import refuse_during_import
+from fsdpcore.supervise import admit_interrupts
 
 
 def launch(
@@ -33,15 +34,20 @@ def launch(
 
     In a process that a launcher started (``fsdpcore run``, ``mpirun``, ``srun``, ``torchrun``)
     this joins as that rank, and the launcher's number of ranks counts. Otherwise it starts the
-    ranks itself: as threads or as processes of this host, whatever the transport's ranks are.
+    ranks itself: as threads or as processes of this host, whatever the transport's ranks are. So
+    it does when a rank's program calls it in turn.
+
     Processes import the caller's main module again, so scripts need the
     ``if __name__ == "__main__":`` guard, and ``fn`` must be a function at the top of a module;
     arguments and results are pickled between parent and child, as ``multiprocessing`` does.
 
+    A rank that calls ``sys.exit()`` without a code, or with 0, has ended well, with the result
+    None; where this process is itself that rank, it then ends.
+
     Args:
         fn: the program of one rank.
-        world_size: number of ranks to start.
-        transport: scheme or URL.
+        world_size: number of ranks to start (default: 1).
+        transport: scheme or URL (default: ``sim``, or ``zmq`` in a launcher's process).
         args: further arguments of ``fn``.
         **options: settings (``timeout``, ``rendezvous_timeout``, ``blas_threads``) and options of
             the transport. What is not given comes from ``FSDPCORE_*`` variables, then from
@@ -52,21 +58,31 @@ def launch(
 
     Raises:
         ConfigError: an option or URL is wrong; nothing was started.
+        ArgumentError: ``fn`` cannot be called, or cannot be passed to a process.
+        StateError: called while a rank imports the main module, for want of the guard.
         RankFailedError: a rank failed; ``__cause__`` has its traceback. All ranks were stopped.
+            Where this process is itself that rank, its own exception goes through instead.
     """
-    environ = dict(os.environ)
-    given = {"transport": transport, "world_size": world_size, **options}
-    config = resolve(given, environ, Path.cwd())
-    place = detect(environ)
-    if config.transport_class.ranks_are_threads:
-        if place is not None:
-            raise ConfigError(_conflict(place, config))
-        size = launched_threads(environ) or config.world_size or 1
-        with blas_limit(config, size):
-            return run_threads(fn, args, size, config)
-    if place is None:
-        return run_processes(fn, args, config.world_size or 1, config, become)
-    return [become(fn, args, place, config)]
+    refuse_during_import()
+    if not callable(fn):
+        raise ArgumentError(f"launch() needs a function to call on every rank, got {fn!r}")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise ArgumentError(f"launch(): args must be a list or tuple of arguments, got {args!r}")
+    environ = _environ()
+    place = _find_place(environ)
+    config = _resolve({"transport": transport, "world_size": world_size, **options}, environ, place)
+    if place is not None:
+        place = _meeting(place, config, environ)
+        try:
+            return [become(fn, args, place, config)]
+        except BaseException as error:
+            report(place.rank, error, environ)
+            raise
+    size = launched_threads(environ) or config.world_size or 1
+    if not config.transport_class.ranks_are_threads:
+        return run_processes(fn, args, size, config)
+    with blas_limit(config, size):
+        return run_threads(fn, args, size, config)
 
 
 def init(transport: str | None = None, **options: Any) -> Backend:
@@ -74,98 +90,76 @@ def init(transport: str | None = None, **options: Any) -> Backend:
 
     The rank comes from the launcher that started this process; without one, the job has a single
     rank. An exception that nobody catches then aborts the whole job. Close the backend at the end,
-    best with ``with fc.init() as backend:``.
+    best with ``with fc.init() as backend:``; what is still open when the interpreter ends is
+    closed then.
+
+    Args:
+        transport: scheme or URL (default: ``sim``, or ``zmq`` in a launcher's process).
+        **options: as for ``launch``.
 
     Raises:
         ConfigError: an option or URL is wrong, or nothing says which rank this process is.
         RendezvousError: not all ranks came in time.
+        StateError: called while a rank imports the main module, for want of a guard.
     """
-    environ = dict(os.environ)
-    config = resolve({"transport": transport, **options}, environ, Path.cwd())
-    place = detect(environ)
+    refuse_during_import()
+    environ = _environ()
+    place = _find_place(environ)
+    config = _resolve({"transport": transport, **options}, environ, place)
+    cls = config.transport_class
     size = launched_threads(environ) or config.world_size
-    if config.transport_class.ranks_are_threads:
-        if place is not None:
-            raise ConfigError(_conflict(place, config))
-        if size > 1:
-            raise ConfigError(
-                f"init() joins as one rank, but {size} ranks of transport {config.transport!r} are "
-                "threads of one process; use launch(), or another transport"
-            )
-        return config.transport_class.threads(1, config)[0]
-    if place is None:
-        if size > 1:
-            raise ConfigError(
-                f"init(): nothing says which of {size} ranks this process is; start it with "
-                f"'fsdpcore run -n {size} ...', or use launch()"
-            )
-        place = Place(0, 1, 0, 1, "no launcher")
-    # For the life of the process: there is no moment at which this could be taken back.
-    threadpool_limits(_blas_threads(config, place.local_world_size), user_api="blas")
-    return _join(place, config)
-
-
-def become(fn: Callable[..., Any], args: Sequence[Any], place: Place, config: Config) -> Any:
-    """Join as rank ``place.rank``, run ``fn`` and leave, telling the others if it fails."""
-    with blas_limit(config, place.local_world_size), _join(place, config) as backend:
-        return fn(backend, *args)
-
-
-def _join(place: Place, config: Config) -> Transport:
-    backend = config.transport_class.join(place, config)
+    if place is None and size > 1:
+        raise ConfigError(
+            f"init() joins as one rank, but {size} ranks of transport {config.transport!r} are "
+            "threads of one process; use launch(), or another transport"
+            if cls.ranks_are_threads
+            else f"init(): nothing says which of {size} ranks this process is; start it with "
+            f"'fsdpcore run -n {size} ...', or use launch()"
+        )
+    place = _meeting(place or Place(0, 1, 0, 1, "no launcher"), config, environ)
+    limit_for_good(config, place.local_world_size)
+    backend = cls.threads(1, config)[0] if cls.ranks_are_threads else cls.join(place, config)
     if place.world_size > 1:
-        sys.excepthook = _ExceptHook(backend)
+        ExceptHook(place.rank, environ, backend).install()
+    atexit.register(backend.close)
     return backend
 
 
-class _ExceptHook:
-    """Ends the job when an exception leaves a rank's program, and prints what its user needs.
-
-    That is a traceback from the rank that failed, and one line from each that failed with it.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._before = sys.excepthook
-
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        rank = self._backend.rank
-        self._backend.abort(f"{kind.__name__}: {error}")
-        if isinstance(error, PeerFailedError):
-            print(f"rank {rank}: stopped, because {error}", file=sys.stderr)  # noqa: T201
-        elif not issubclass(kind, KeyboardInterrupt):
-            print(f"rank {rank} failed:", file=sys.stderr)  # noqa: T201
-            self._before(kind, error, traceback)
-        self._backend.close()
+def _environ() -> dict[str, str]:
+    """Environment variables; without a launcher's, where they speak of the rank that runs this."""
+    if not inside_rank():
+        return dict(os.environ)
+    ours = (*LAUNCH_VARIABLES, "FSDPCORE_WORLD_SIZE")
+    return {n: v for n, v in os.environ.items() if n.startswith(PREFIX) and n not in ours}
 
 
-@contextmanager
-def blas_limit(config: Config, local_world_size: int) -> Iterator[None]:
-    """Limit the BLAS threads of this process's ranks, and put the old limit back at the end.
-
-    The number of threads changes the bits of a matrix product, so it must not depend on the
-    transport; and ranks that share cores must not start more threads than there are.
-    """
-    with threadpool_limits(_blas_threads(config, local_world_size), user_api="blas"):
-        yield
-
-
-def _blas_threads(config: Config, local_world_size: int) -> int:
-    return config.blas_threads or max(1, available_cores() // local_world_size)
+def _find_place(environ: Mapping[str, str]) -> Place | None:
+    """Find out which rank a launcher wants; from then on, uncaught exceptions speak for a rank."""
+    place = detect(environ)
+    if place is not None:
+        ExceptHook(place.rank, environ).install()
+        if place.launcher == "fsdpcore run":
+            admit_interrupts()
+    elif launched_threads(environ):
+        ExceptHook(None, environ).install()
+        admit_interrupts()
+    return place
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _meeting(place: Place, config: Config, environ: Mapping[str, str]) -> Place:
+    """Let an address in the transport's URL win over one that other software has set."""
+    if config.port and "FSDPCORE_RENDEZVOUS" not in environ:
+        return replace(place, rendezvous=None)
+    return place
 
 
-def _conflict(place: Place, config: Config) -> str:
-    return (
-        f"this process is rank {place.rank} of {place.world_size} ({place.launcher}), but ranks of "
-        f"transport {config.transport!r} are threads of one process; start the script without the "
-        "launcher, or name a transport between processes"
-    )
+def _resolve(given: Mapping[str, Any], environ: Mapping[str, str], place: Place | None) -> Config:
+    default = "sim" if place is None else "zmq"
+    config = resolve(given, environ, Path.cwd(), default_transport=default)
+    if place is not None and config.transport_class.ranks_are_threads:
+        raise ConfigError(
+            f"this process is rank {place.rank} of {place.world_size} ({place.launcher}), but "
+            f"ranks of transport {config.transport!r} are threads of one process; start the "
+            "script without the launcher, or name a transport between processes"
+        )
+    return config

@@ -1,31 +1,27 @@
-"""Ranks as processes of this host, started with ``multiprocessing`` (spawn)."""
+"""Ranks as processes of this host, each a new interpreter."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import secrets
+import select
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from socket import socket
 from typing import Any
 
 from fsdpcore import supervise
 from fsdpcore.config import Config
 from fsdpcore.environment import Place
-from fsdpcore.errors import ArgumentError, PeerFailedError, RankFailedError
+from fsdpcore.errors import ArgumentError, RankFailedError
+from fsdpcore.failure_report import describe
+from fsdpcore.rank_process import Job, Outcome, command, main_module
 from fsdpcore.rendezvous import listen
 
-Become = Callable[[Callable[..., Any], Sequence[Any], Place, Config], Any]
-
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 class RemoteTraceback(Exception):  # noqa: N818 (it carries a traceback's text, as a cause)
@@ -35,153 +31,146 @@ class RemoteTraceback(Exception):  # noqa: N818 (it carries a traceback's text, 
         return f"\n\n{self.args[0]}"
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What a rank's process reports through its pipe before it ends."""
+class _Rank(supervise.RankProcess):
+    """A rank's process, with the pipe to tell it what to do and the one to hear what came of it.
 
-    result: Any = None
-    error: str = ""
-    traceback: str = ""
-    consequence: bool = False
+    Attributes:
+        outcome: its report; None as long as there is none.
+    """
 
+    def __init__(self, rank: int, pass_fds: Sequence[int]) -> None:
+        self.outcome: Outcome | None = None
+        self._expected = True
+        theirs, ours = os.pipe()
+        self._job = open(ours, "wb")  # noqa: SIM115 (closed by close)
+        with open(theirs, "rb") as job_end:
+            ours, theirs = os.pipe()
+            self._report = open(ours, "rb")  # noqa: SIM115
+            with open(theirs, "wb") as report_end:
+                ends = (job_end.fileno(), report_end.fileno())
+                try:
+                    super().__init__(rank, command(*ends), pass_fds=(*pass_fds, *ends))
+                except BaseException:
+                    self._close_pipes()
+                    raise
 
-class _Child:
-    """A rank's process, as ``supervise`` sees it."""
-
-    def __init__(self, process: SpawnProcess, pipe: Connection) -> None:
-        self._process = process
-        self._pipe = pipe
-        self.outcome: _Outcome | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
+    def assign(self, place: Place, job: bytes) -> None:
+        """Tell it what to do."""
+        with contextlib.suppress(BrokenPipeError), self._job:  # it has died: its end will be seen
+            pickle.dump(place, self._job)
+            self._job.write(job)
 
     def poll(self) -> int | None:
-        # A large result fills the pipe, and its sender cannot end before it was read.
-        if self.outcome is None:
-            with contextlib.suppress(EOFError, OSError):
-                if self._pipe.poll():
-                    self.outcome = self._pipe.recv()
-        return self._process.exitcode
+        code = super().poll()
+        # Read at once: a large result fills the pipe, and its sender cannot end before it was
+        # read. What an ended process has reported is in the pipe by now.
+        if self._expected and _readable(self._report.fileno()):
+            self._expected = False
+            # It may have died before, or while, it reported.
+            with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+                self.outcome = pickle.load(self._report)  # noqa: S301 (from our own child)
+        return code
+
+    def watched(self) -> list[int]:
+        return [*super().watched(), *([self._report.fileno()] if self._expected else [])]
+
+    @property
+    def failed(self) -> bool:
+        code = self.poll()
+        return code is not None and (code != 0 or self.outcome is None)
 
     def close(self) -> None:
-        self._process.join()
-        self._process.close()
-        self._pipe.close()
+        super().close()
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._job.close()
+        self._report.close()
+
+
+def _readable(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def run_processes(
-    fn: Callable[..., Any], args: Sequence[Any], world_size: int, config: Config, become: Become
+    fn: Callable[..., Any], args: Sequence[Any], world_size: int, config: Config
 ) -> list[Any]:
     """Run ``fn`` in ``world_size`` processes; see ``launch``."""
-    _check_picklable(fn, args)
-    children: list[_Child] = []
+    program = _pickled(fn, args, config)
+    job = pickle.dumps(Job(main_module(), list(sys.argv), program), pickle.HIGHEST_PROTOCOL)
+    ranks: list[_Rank] = []
+    well = False
     try:
-        with listen(config.host or _LOOPBACK, config.port) as listener:
-            _start(children, listener, fn, args, world_size, config, become)
-        first = supervise.wait(children, failed=bool)
+        with listen(config.host or LOOPBACK, config.port) as listener:
+            _start(ranks, listener, world_size, job)
+        first = supervise.wait(ranks)
         if first is not None:
-            raise _failure(children, first)
-        return [child.outcome.result if child.outcome else None for child in children]
+            supervise.stop(ranks)
+            raise _failure(ranks, first)
+        well = True
+    except KeyboardInterrupt:
+        supervise.stop(ranks, first=signal.SIGINT)
+        raise
     finally:
-        supervise.stop(children)
-        for child in children:
-            child.close()
+        supervise.release(ranks, kill=not well)
+    return [_result(rank) for rank in ranks]
 
 
-def _start(
-    children: list[_Child],
-    listener: socket,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    world_size: int,
-    config: Config,
-    become: Become,
-) -> None:
-    context = multiprocessing.get_context("spawn")
-    host, port = listener.getsockname()[:2]
+def _start(ranks: list[_Rank], listener: socket, world_size: int, job: bytes) -> None:
+    address, descriptor = meeting_point(listener), listener.fileno()
     token = secrets.token_hex(16)
     for rank in range(world_size):
-        receiving, sending = context.Pipe(duplex=False)
-        place = Place(rank, world_size, rank, world_size, "launch", f"{host}:{port}", None, token)
-        process = context.Process(
-            target=_child_main,
-            args=(place, listener if rank == 0 else None, os.getpid(), sending, become),
-            kwargs={"fn": fn, "args": args, "config": config},
-            name=f"rank-{rank}",
+        ranks.append(_Rank(rank, (descriptor,) if rank == 0 else ()))
+    for process in ranks:
+        rank = process.rank
+        fd = descriptor if rank == 0 else None
+        place = Place(rank, world_size, rank, world_size, "launch", address, fd, token)
+        process.assign(place, job)
+
+
+def meeting_point(listener: socket) -> str:
+    """The address of a listening socket as ``HOST:PORT``."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _pickled(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> bytes:
+    if getattr(fn, "__module__", None) == "__main__" and not main_module():
+        raise ArgumentError(
+            "ranks that are processes import the function, which they cannot from an interactive "
+            "session: put it into a file, or use a transport whose ranks are threads"
         )
-        process.start()
-        sending.close()
-        children.append(_Child(process, receiving))
-
-
-def _child_main(
-    place: Place,
-    listener: socket | None,
-    parent: int,
-    pipe: Connection,
-    become: Become,
-    *,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    config: Config,
-) -> None:
-    supervise.die_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)  # it was gone before the kernel was asked
-    if listener is not None:
-        place = Place(**{**vars(place), "listener_fd": listener.fileno()})
     try:
-        outcome = _Outcome(become(fn, args, place, config))
-    except KeyboardInterrupt:
-        # Ctrl-C reaches all processes of the terminal; the parent speaks for them.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        sys.exit(128 + signal.SIGINT)
-    except BaseException as error:
-        outcome = _Outcome(
-            error=f"{type(error).__name__}: {error}",
-            traceback=traceback.format_exc(),
-            consequence=isinstance(error, PeerFailedError),
-        )
-        if isinstance(error, SystemExit) and not error.code:
-            outcome = _Outcome()
-    _report(pipe, outcome, place.rank)
-    sys.exit(1 if outcome.error else 0)
-
-
-def _report(pipe: Connection, outcome: _Outcome, rank: int) -> None:
-    try:
-        pipe.send(outcome)
-    except Exception as error:
-        reason = f"the result of rank {rank} cannot be pickled for the parent process: {error}"
-        pipe.send(_Outcome(error=reason, traceback=traceback.format_exc()))
-        sys.exit(1)
-
-
-def _failure(children: list[_Child], first: int) -> RankFailedError:
-    """The error to raise: about the rank that failed by itself, not one that it took along."""
-    own = [
-        rank
-        for rank, child in enumerate(children)
-        if child.outcome is not None and child.outcome.error and not child.outcome.consequence
-    ]
-    silent = [r for r, c in enumerate(children) if c.poll() not in (0, None) and c.outcome is None]
-    culprit = first if first in own + silent else (own + silent + [first])[0]
-    outcome, code = children[culprit].outcome, children[culprit].poll()
-    if outcome is None:
-        how = supervise.describe_exit(code or 0)
-        return RankFailedError(f"rank {culprit} ended without a result: {how}", culprit)
-    failure = RankFailedError(f"rank {culprit} failed: {outcome.error}", culprit)
-    failure.__cause__ = RemoteTraceback(outcome.traceback)
-    return failure
-
-
-def _check_picklable(fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    try:
-        pickle.dumps((fn, tuple(args)))
+        return pickle.dumps((fn, tuple(args), config), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise ArgumentError(
-            "ranks that are processes import the function and unpickle its arguments; pass a "
-            f"function at the top of a module and picklable arguments ({error})"
+            "ranks that are processes import the function and unpickle its arguments and options; "
+            f"pass a function at the top of a module and picklable arguments ({describe(error)})"
         ) from error
+
+
+def _result(rank: _Rank) -> Any:
+    assert rank.outcome is not None
+    try:
+        return pickle.loads(rank.outcome.result)  # noqa: S301 (from our own child)
+    except Exception as error:
+        raise RankFailedError(
+            f"the result of rank {rank.rank} cannot be unpickled ({describe(error)})", rank.rank
+        ) from error
+
+
+def _failure(ranks: list[_Rank], first: _Rank) -> RankFailedError:
+    """The error to raise: about the rank that failed by itself, not one that it took along."""
+    outcomes = {rank.rank: rank.outcome for rank in ranks if rank.outcome is not None}
+    reported = {rank: outcome.consequence for rank, outcome in outcomes.items() if outcome.error}
+    culprit = supervise.culprit(ranks, first, reported)
+    number, outcome = culprit.rank, culprit.outcome
+    if outcome is None:
+        how = supervise.describe_exit(culprit.poll() or 0)
+        return RankFailedError(f"rank {number} ended without a result: {how}", number)
+    failure = RankFailedError(f"rank {number} failed: {outcome.error}", number)
+    failure.__cause__ = RemoteTraceback(outcome.traceback)
+    return failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
@@ -9,11 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdpcore.config import Config
-from fsdpcore.errors import PeerFailedError, RankFailedError
+from fsdpcore.errors import RankFailedError
+from fsdpcore.failure_report import is_consequence
+from fsdpcore.rank import run_rank
 from fsdpcore.transport import Transport
 
-# What the other ranks get to notice that one has failed.
-STOP_SECONDS = 1.5
+# What the other ranks get to notice that one has failed, and then to heed an exception that is
+# raised in them wherever they are.
+GRACE_SECONDS = 1.0
+STOP_SECONDS = 0.5
+
+
+class _Stopped(BaseException):
+    """Raised in a rank's thread that computes on although its job has ended."""
 
 
 class _Rank:
@@ -36,14 +45,18 @@ class _Rank:
 
     def _run(self) -> None:
         try:
-            with self.backend:
-                self.result = self._fn(self.backend, *self._args)
+            self.result = run_rank(self._fn, self.backend, self._args)
         except SystemExit as error:
-            self.error = error if error.code else None
+            self.error = None if error.code in (None, 0) else error
         except BaseException as error:  # raised again by launch, on the caller's thread
             self.error = error
         finally:
             self._ended.put(self)
+
+    def interrupt(self) -> None:
+        """Raise an exception in the thread, at the next step of Python code that it makes."""
+        identifier = ctypes.c_ulong(self.thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(_Stopped))
 
 
 def run_threads(
@@ -53,14 +66,14 @@ def run_threads(
     ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
     backends = config.transport_class.threads(world_size, config)
     ranks = [_Rank(backend, fn, args, ended) for backend in backends]
-    for rank in ranks:
-        rank.thread.start()
-    failed: list[_Rank] = []
+    first: _Rank | None = None
     try:
+        for rank in ranks:
+            rank.thread.start()
         for _ in ranks:
             rank = ended.get()
             if rank.error is not None:
-                failed.append(rank)
+                first = rank
                 break
     except BaseException as error:
         for rank in ranks:
@@ -68,27 +81,39 @@ def run_threads(
         _join(ranks)
         raise
     stuck = _join(ranks)
-    if not failed:
-        return [rank.result for rank in ranks]
-    raise _failure(ranks, failed[0], stuck)
+    if first is not None:
+        raise _failure(ranks, first, stuck)
+    return [rank.result for rank in ranks]
 
 
 def _join(ranks: list[_Rank]) -> list[int]:
-    """Give all threads a moment to end; return the ranks that did not."""
-    end = time.monotonic() + STOP_SECONDS
+    """Let all threads end, and make them; return the ranks that did not."""
+    started = [rank for rank in ranks if rank.thread.ident is not None]
+    for rank in _alive(started, GRACE_SECONDS):
+        rank.interrupt()
+    return [rank.backend.rank for rank in _alive(started, STOP_SECONDS)]
+
+
+def _alive(ranks: list[_Rank], seconds: float) -> list[_Rank]:
+    """Return the ranks whose threads have not ended after ``seconds``."""
+    end = time.monotonic() + seconds
     for rank in ranks:
         rank.thread.join(max(0.0, end - time.monotonic()))
-    return [rank.backend.rank for rank in ranks if rank.thread.is_alive()]
+    return [rank for rank in ranks if rank.thread.is_alive()]
 
 
 def _failure(ranks: list[_Rank], first: _Rank, stuck: list[int]) -> RankFailedError:
     """The error to raise: about the rank that failed by itself, not one that it took along."""
-    own = [r for r in ranks if r.error is not None and not isinstance(r.error, PeerFailedError)]
-    culprit = first if first in own or not own else own[0]
+    culprit = next((rank for rank in (first, *ranks) if _failed_by_itself(rank)), first)
     error = culprit.error
     message = f"rank {culprit.backend.rank} failed: {type(error).__name__}: {error}"
     if stuck:
-        message += f" (the threads of ranks {stuck} are busy and did not stop)"
+        message += f" (the threads of ranks {stuck} are busy outside of Python and did not stop)"
     failure = RankFailedError(message, culprit.backend.rank)
     failure.__cause__ = error
     return failure
+
+
+def _failed_by_itself(rank: _Rank) -> bool:
+    error = rank.error
+    return error is not None and not isinstance(error, _Stopped) and not is_consequence(error)

@@ -7,8 +7,10 @@ of a package, the entry point's extra (in brackets) says what to install.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
+import re
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -30,47 +32,85 @@ def load(scheme: str) -> type[Transport]:
     Raises:
         UnknownTransportError: no installed package offers it.
         MissingDependencyError: a package that it needs is not installed.
-        ConfigError: the entry point does not refer to a transport.
+        ConfigError: the entry point does not refer to a transport, or two packages offer it.
     """
-    for point in entry_points(group=GROUP, name=scheme):
-        return _import(point)
+    return import_transport(find(scheme))
+
+
+def find(scheme: str) -> EntryPoint:
+    """Return the entry point of a scheme, without importing anything.
+
+    Raises:
+        UnknownTransportError: no installed package offers it.
+        ConfigError: two packages offer it.
+    """
+    points = {point.value: point for point in entry_points(group=GROUP, name=scheme)}
+    if len(points) > 1:
+        packages = " and ".join(sorted(package(point) for point in points.values()))
+        raise ConfigError(
+            f"transport {scheme!r} is offered by several packages ({packages}); uninstall all "
+            "but one"
+        )
+    for point in points.values():
+        return point
     known = schemes()
     if not known:
         raise UnknownTransportError(
-            "no transports are installed; install the package itself: pip install -e ."
+            "no transports are installed, so this package itself is not: pip install -e ."
         )
     raise UnknownTransportError(
         f"unknown transport {scheme!r}{nearest(scheme, known)}; known are {', '.join(known)}"
     )
 
 
-def _import(point: EntryPoint) -> type[Transport]:
+def import_transport(point: EntryPoint) -> type[Transport]:
+    """Import what an entry point refers to; raises as ``load`` does."""
     try:
         loaded: Any = point.load()
-    except ImportError as error:
-        package = error.name or str(error)
+    except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"transport {point.name!r} needs {package}, which cannot be imported; "
-            f"install it with: {install_hint(point)}"
+            f"transport {point.name!r} needs the module {error.name or error}, which is not "
+            f"installed; install it with: {install_command(point)}"
+        ) from error
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"transport {point.name!r} cannot be imported ({error}); what it needs is installed "
+            f"with: {install_command(point)}"
         ) from error
     except AttributeError as error:
-        raise ConfigError(f"transport {point.name!r}: {point.value} does not exist") from error
+        raise ConfigError(
+            f"transport {point.name!r}: {point.value} cannot be imported: {error}"
+        ) from error
+    except Exception as error:  # a broken transport of whatever kind must not look like ours
+        raise ConfigError(
+            f"transport {point.name!r}: importing {point.value} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     abstract = inspect.isclass(loaded) and inspect.isabstract(loaded)
     if not (inspect.isclass(loaded) and issubclass(loaded, Transport)) or abstract:
         raise ConfigError(
             f"transport {point.name!r}: {point.value} is not a complete Transport class"
         )
+    if not dataclasses.is_dataclass(getattr(loaded, "options", None)):
+        raise ConfigError(
+            f"transport {point.name!r}: {point.value} must have a dataclass named 'options'"
+        )
     return loaded
 
 
-def install_hint(point: EntryPoint) -> str:
+def package(point: EntryPoint) -> str:
+    """The name of the installed package that an entry point comes from."""
+    return point.dist.name if point.dist is not None else "fsdpcore"
+
+
+def install_command(point: EntryPoint) -> str:
     """The command that installs what a transport needs."""
-    name = point.dist.name if point.dist is not None else "fsdpcore"
-    extras = f"[{','.join(point.extras)}]" if point.extras else ""
-    return f'pip install "{name}{extras}"'
+    extra = re.search(r"\[.+\]$", point.value.strip())
+    return f'pip install "{package(point)}{extra.group() if extra else ""}"'
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint at the known word that is closest to a wrong one, or nothing if none is close."""
-    matches = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    spelled = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), list(spelled), n=1, cutoff=0.5)
+    return f" (did you mean {spelled[matches[0]]!r}?)" if matches else ""

@@ -1,0 +1,115 @@
+"""The ``fsdpcore`` command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fsdpcore import __version__, doctor
+from fsdpcore.config import PREFIX, resolve
+from fsdpcore.errors import ConfigError, FsdpcoreError
+from fsdpcore.launch_scripts import run_script, script_command
+
+app = typer.Typer(
+    help="Start the ranks of a program that uses fsdpcore, and see what can run here.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+USAGE_ERROR = 2
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Turn what is wrong with a call into one line and an exit code."""
+    try:
+        yield
+    except FsdpcoreError as error:
+        typer.echo(f"fsdpcore: {error}", err=True)
+        raise typer.Exit(USAGE_ERROR) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fsdpcore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Start the ranks of a program that uses fsdpcore, and see what can run here."""
+
+
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(help="Python script, or a module with -m.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Everything after the script belongs to it.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", help="Number of ranks.")] = None,
+    transport: Annotated[
+        str | None, typer.Option("--transport", help="Scheme or URL, such as sim or zmq.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds that an operation may take.")
+    ] = None,
+    rendezvous_timeout: Annotated[
+        float | None, typer.Option(help="Seconds until all ranks must have joined.")
+    ] = None,
+    blas_threads: Annotated[
+        int | None, typer.Option(help="BLAS threads of each rank; 0 shares the cores evenly.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as 'python -m' does.")] = False,
+) -> None:
+    """Run a script on every rank.
+
+    What is not given comes from FSDPCORE_* variables, then from fsdpcore.toml. The first rank
+    that fails ends the others, and its exit code is this command's.
+    """
+    settings = {
+        "timeout": timeout,
+        "rendezvous_timeout": rendezvous_timeout,
+        "blas_threads": blas_threads,
+    }
+    with _one_line():
+        if ranks is not None and ranks < 1:
+            raise ConfigError(f"the number of ranks (-n) must be at least 1, got {ranks}")
+        command = script_command(script, arguments or [], module=module)
+        given = {"transport": transport, "world_size": ranks, **settings}
+        config = resolve(given, os.environ, Path.cwd(), default_transport="zmq")
+        if not config.world_size:
+            raise ConfigError("how many ranks? Say so with -n, as in 'fsdpcore run -n 4 train.py'")
+        environ = dict(os.environ)
+        for name, value in settings.items():
+            if value is not None:
+                environ[PREFIX + name.upper()] = str(value)
+        ending = run_script(command, config.world_size, config, environ)
+    if ending.message:
+        typer.echo(f"fsdpcore: {ending.message}", err=True)
+    raise typer.Exit(ending.code)
+
+
+@app.command("doctor")
+def show_doctor() -> None:
+    """Show which transports can run here, and what the others need.
+
+    The exit code is 1 if the configuration of this directory and environment is wrong.
+    """
+    diagnosis = doctor.examine(os.environ, Path.cwd())
+    doctor.show(diagnosis, Console())
+    raise typer.Exit(0 if diagnosis.configuration_error is None else 1)

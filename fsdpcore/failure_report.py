@@ -1,0 +1,102 @@
+"""How a rank tells ``fsdpcore run`` why it fails: a line of JSON through an inherited pipe.
+
+Exit codes do not say which rank failed by itself and which it took along, nor does the order in
+which they end: the one that failed still has to tell the others while these are ending already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from types import TracebackType
+from typing import NamedTuple
+
+from fsdpcore.errors import PeerFailedError, RankFailedError
+
+VARIABLE = "FSDPCORE_REPORT_FD"
+
+# A line must be written in one piece: shorter than PIPE_BUF, which is at least 512 anywhere and
+# 4096 on Linux.
+_MAX_ERROR = 200
+_MAX_READ = 1 << 20
+
+
+class Report(NamedTuple):
+    """Why a rank failed; ``consequence``: because of another rank."""
+
+    rank: int
+    error: str
+    consequence: bool
+
+
+class Reports:
+    """The launcher's end of the pipe. ``fd`` is the ranks' end, ``value`` goes to ``VARIABLE``."""
+
+    def __init__(self) -> None:
+        self._read, self.fd = os.pipe()
+        # A script may fail in many launches and go on: it must never wait for this pipe.
+        os.set_blocking(self._read, False)
+        os.set_blocking(self.fd, False)
+        self.value = f"{self.fd}:{os.fstat(self.fd).st_ino}"
+
+    def read(self) -> dict[int, Report]:
+        """Return the last report of each rank, in the order of time."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._read, _MAX_READ)
+        latest: dict[int, Report] = {}
+        for line in data.splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # something else wrote to the pipe
+                report = Report(*json.loads(line))
+                latest.pop(report.rank, None)
+                latest[report.rank] = report
+        return latest
+
+    def __enter__(self) -> Reports:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self._read)
+        os.close(self.fd)
+
+
+def report(rank: int, error: BaseException, environ: Mapping[str, str]) -> None:
+    """Tell the launcher, if it asked for that, that this rank fails with ``error``."""
+    descriptor, _, inode = environ.get(VARIABLE, "").partition(":")
+    if not descriptor.isdecimal():
+        return
+    line = json.dumps(Report(rank, describe(error)[:_MAX_ERROR], is_consequence(error)))
+    with contextlib.suppress(OSError):
+        # A process that a rank has started has the variable, but not the pipe.
+        status = os.fstat(int(descriptor))
+        if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
+            os.write(int(descriptor), line.encode() + b"\n")
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error was raised because another rank failed, directly or on the way out.
+
+    ``RankFailedError`` is no such error: it speaks for a whole job.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen and not isinstance(link, RankFailedError):
+        if isinstance(link, PeerFailedError):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False

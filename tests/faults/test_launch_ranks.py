@@ -1,0 +1,232 @@
+"""``launch`` with ranks as threads and as processes: results, failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+from support import programs
+from support.jobs import clean_environ
+
+import fsdpcore as fc
+
+TRANSPORTS = ["sim", "zmq"]
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch, tmp_path):
+    for name in set(os.environ) - set(clean_environ()):
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def children():
+    """Processes that this one has started and not let go of, zombies included."""
+    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+
+
+def left():
+    return {
+        "threads": {thread.name for thread in threading.enumerate()},
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "children": children(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    fc.launch(programs.identify, world_size=1, transport="sim")  # what starts once and stays
+    before = left()
+    yield
+    assert left() == before
+
+
+def failure(fn, *args, world_size=3, transport):
+    began = time.monotonic()
+    with pytest.raises(fc.RankFailedError) as caught:
+        fc.launch(fn, world_size=world_size, transport=transport, args=args)
+    assert time.monotonic() - began < 20, "no deadline of 60 s was waited for"
+    return caught.value
+
+
+def text(error):
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+# What comes back.
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_results_come_in_rank_order_and_twice(transport):
+    for argument in ("first", "second"):
+        results = fc.launch(
+            programs.identify, world_size=3, transport=transport, args=[argument, 7]
+        )
+        assert results == [(rank, 3, (argument, 7)) for rank in range(3)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_rank(transport):
+    assert fc.launch(programs.identify, transport=transport) == [(0, 1, ())]
+
+
+def test_ranks_are_threads_or_processes_with_the_same_blas():
+    threads = fc.launch(programs.whereabouts, world_size=2, transport="sim")
+    processes = fc.launch(programs.whereabouts, world_size=2, transport="zmq")
+    assert {pid for pid, _ in threads} == {os.getpid()}
+    assert len({os.getpid(), *(pid for pid, _ in processes)}) == 3
+    assert {blas for _, blas in threads} == {blas for _, blas in processes}
+    (_, blas), *_ = fc.launch(programs.whereabouts, world_size=2, transport="sim", blas_threads=3)
+    assert blas in (0, 3)
+
+
+def test_results_of_100_megabytes():
+    results = fc.launch(programs.big, world_size=2, transport="zmq", args=[100])
+    assert [(r.size, r.min(), r.max()) for r in results] == [(10**8, k, k) for k in range(2)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_may_end_well_with_sys_exit(transport):
+    assert fc.launch(programs.leaves, world_size=3, transport=transport) == [None, None, 2]
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("sim", "sim"), ("sim", "zmq"), ("zmq", "zmq")])
+def test_a_rank_may_launch_in_turn(outer, inner):
+    results = fc.launch(programs.nests, world_size=2, transport=outer, args=[inner])
+    assert results == [[(0, 2, (k,)), (1, 2, (k,))] for k in range(2)]
+
+
+# What is refused before anything starts.
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "words"),
+    [
+        (lambda backend: None, (), "top of a module"),
+        (programs.identify, (threading.Lock(),), "picklable arguments"),
+        (programs.identify, (programs.Unpicklable(),), "this stays here"),
+        (programs.identify, 5, "args must be a list or tuple"),
+        (programs.identify, "ab", "args must be a list or tuple"),
+        (None, (), "a function to call on every rank"),
+    ],
+)
+def test_what_cannot_be_passed_to_a_process(fn, args, words):
+    with pytest.raises(fc.ArgumentError, match=words):
+        fc.launch(fn, world_size=2, transport="zmq", args=args)
+
+
+def test_threads_take_any_function_and_argument():
+    lock = threading.Lock()
+    results = fc.launch(lambda backend, x: x, world_size=2, transport="sim", args=[lock])
+    assert results == [lock, lock]
+
+
+@pytest.mark.parametrize("options", [{"world_size": 0}, {"world_sise": 3}, {"transport": "zqm"}])
+def test_wrong_options_start_nothing(options):
+    with pytest.raises(fc.ConfigError):
+        fc.launch(programs.identify, **options)
+
+
+def test_a_function_of_an_interactive_session(monkeypatch):
+    def fn(backend):
+        return None
+
+    fn.__module__ = "__main__"
+    monkeypatch.setitem(sys.modules, "__main__", type(os)("__main__"))
+    with pytest.raises(fc.ArgumentError, match="interactive session"):
+        fc.launch(fn, world_size=2, transport="zmq")
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", "rank 1 failed: ValueError: rank one is unwell"),
+        ("exit 3", "rank 1 failed: SystemExit: 3"),
+        ("exit text", "rank 1 failed: SystemExit: no more"),
+    ],
+)
+def test_the_rank_that_failed_is_named_with_its_traceback(transport, how, words):
+    error = failure(programs.fails, how, transport=transport)
+    assert str(error) == words
+    assert error.rank == 1
+    shown = text(error)
+    assert "in _fail" in shown, "the traceback of the rank"
+    assert "direct cause" in shown
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("os._exit 0", "exit code 0"),
+        ("os._exit 4", "exit code 4"),
+        ("kill", "killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_ends_without_a_word(how, words):
+    error = failure(programs.fails, how, transport="zmq")
+    assert str(error) == f"rank 1 ended without a result: {words}"
+    assert error.rank == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_that_another_rank_caused_is_not_blamed(transport):
+    error = failure(programs.wraps, transport=transport)
+    assert error.rank == 0
+    assert "the cause" in str(error)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_computes_in_python_is_stopped(transport):
+    error = failure(programs.computes, world_size=2, transport=transport)
+    assert error.rank == 0
+    assert "did not stop" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("unpicklable", "rank 1 failed: its result cannot be pickled"),
+        ("lambda", "rank 1 failed: its result cannot be pickled"),
+        ("unloadable", "the result of rank 1 cannot be unpickled"),
+    ],
+)
+def test_a_result_that_cannot_travel(kind, words):
+    error = failure(programs.returns, kind, world_size=2, transport="zmq")
+    assert words in str(error)
+    assert error.rank == 1
+
+
+def test_a_thread_stuck_outside_of_python_is_said():
+    release = threading.Event()
+    stuck = []
+
+    def program(backend):
+        if backend.rank == 0:
+            while not stuck:
+                time.sleep(0.01)
+            raise ValueError("the cause")
+        stuck.append(threading.current_thread())
+        release.wait(30)
+
+    error = failure(program, world_size=2, transport="sim")
+    release.set()
+    stuck[0].join(10)
+    assert not stuck[0].is_alive()
+    assert "the threads of ranks [1] are busy" in str(error)
+    assert error.rank == 0
+
+
+def test_a_rank_that_cannot_be_started_is_said(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
+    error = failure(programs.identify, world_size=2, transport="zmq")
+    assert "rank 0 cannot be started" in str(error)
+    assert "/no/such/interpreter" in str(error)

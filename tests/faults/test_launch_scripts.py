@@ -1,0 +1,226 @@
+"""Scripts that call ``launch`` or ``init``: the guard, and ranks that other launchers start."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+from support.jobs import Job, finished, python
+
+import fsdpcore as fc
+
+HEAD = """
+import sys
+import numpy as np
+import fsdpcore as fc
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(source):
+        path = tmp_path / "script.py"
+        path.write_text(HEAD + source)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# The main module.
+
+
+def test_a_missing_guard_is_said_once(script):
+    source = """
+def main(backend):
+    return backend.rank
+
+fc.launch(main, world_size=3, transport="zmq")
+"""
+    done = finished(python(script(source)))
+    assert done.code == 1
+    last = done.err.splitlines()[-1]
+    assert re.search(r"RankFailedError: rank \d failed: StateError: launch\(\)", last)
+    assert """'if __name__ == "__main__":'""" in last
+    assert done.err.count("if __name__") == 2, "in the error, and in its cause"
+
+
+def test_a_main_module_that_ends_on_import_is_said(script):
+    source = """
+def main(backend):
+    return backend.rank
+
+if __name__ == "__main__":
+    fc.launch(main, world_size=2, transport="zmq")
+sys.exit(0)
+"""
+    done = finished(python(script(source)))
+    assert done.code == 1
+    assert "sys.exit(0)" in done.err.splitlines()[-1]
+
+
+def test_what_the_main_module_defines_goes_both_ways(script):
+    source = """
+class Pair:
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+
+def main(backend, pair):
+    return Pair(pair.right, backend.rank), sys.argv[1:]
+
+if __name__ == "__main__":
+    results = fc.launch(main, world_size=2, transport="zmq", args=[Pair(1, "x")])
+    print([(type(p) is Pair, p.left, p.right, argv) for p, argv in results])
+"""
+    done = finished(python(script(source), "--some", "argument"))
+    assert (done.code, done.err) == (0, "")
+    argv = ["--some", "argument"]
+    assert done.out == f"{[(True, 'x', rank, argv) for rank in range(2)]}\n"
+
+
+def test_a_function_from_the_command_line_cannot_be_found_by_ranks():
+    source = "import fsdpcore as fc\ndef main(b): pass\nfc.launch(main, transport='zmq')"
+    done = finished(python("-c", source))
+    assert done.code == 1
+    assert "interactive session" in done.err.splitlines()[-1]
+
+
+# init().
+
+
+def test_init_without_a_launcher_is_a_job_of_one_rank():
+    for transport in ("sim", "zmq"):
+        source = f"""
+import fsdpcore as fc
+backend = fc.init({transport!r})
+print(backend.world_size, fc.all_reduce([3], backend).tolist())
+"""
+        done = finished(python("-W", "error", "-c", source))
+        assert (done.code, done.out, done.err) == (0, "1 [3]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"), [("sim", "use launch()"), ("zmq", "fsdpcore run -n 3")]
+)
+def test_init_of_several_ranks_without_a_launcher_is_refused(monkeypatch, transport, words):
+    monkeypatch.delenv("FSDPCORE_RANK", raising=False)
+    with pytest.raises(fc.ConfigError) as caught:
+        fc.init(transport, world_size=3)
+    assert words in str(caught.value)
+
+
+# Other launchers.
+
+PROGRAM = """
+def main(backend):
+    total = fc.all_reduce(np.full(4, backend.rank + 1), backend)
+    return backend.rank, backend.world_size, total.tolist()
+
+if __name__ == "__main__":
+    print(fc.launch(main), flush=True)
+"""
+
+
+def launch_all(path, environs):
+    """Start one process per rank, as a launcher would, and let them end."""
+    jobs = [Job(python(path), environ) for environ in environs]
+    try:
+        return [job.finish() for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+
+
+def torch_style(rank, size, port):
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port - 1),
+    }
+
+
+def test_four_ranks_of_torchrun(script, free_port):
+    path = script(PROGRAM)
+    done = launch_all(path, [torch_style(rank, 4, free_port) for rank in range(4)])
+    for rank, each in enumerate(done):
+        assert (each.code, each.err) == (0, "")
+        assert each.out == f"[({rank}, 4, [10, 10, 10, 10])]\n"
+
+
+def test_ranks_of_mpirun_meet_where_the_url_says(script, free_port):
+    def environ(rank):
+        return {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "FSDPCORE_TRANSPORT": f"zmq://127.0.0.1:{free_port}",
+        }
+
+    done = launch_all(script(PROGRAM), [environ(rank) for rank in range(2)])
+    assert [each.out for each in done] == [f"[({rank}, 2, [3, 3, 3, 3])]\n" for rank in range(2)]
+
+
+def test_an_address_in_the_url_beats_what_torchrun_sets(script, free_port):
+    elsewhere = {"MASTER_ADDR": "203.0.113.1", "FSDPCORE_TRANSPORT": f"zmq://127.0.0.1:{free_port}"}
+    environs = [{**torch_style(rank, 2, 29501), **elsewhere} for rank in range(2)]
+    for each in launch_all(script(PROGRAM), environs):
+        assert (each.code, each.err) == (0, "")
+
+
+def test_a_launcher_that_names_no_address_asks_for_one(script):
+    environ = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    done = finished(python(script(PROGRAM)), environ)
+    assert done.code == 1
+    (line,) = done.err.splitlines()
+    assert "zmq://HOST:PORT" in line
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(script, free_port):
+    deadline = {"FSDPCORE_RENDEZVOUS_TIMEOUT": "3"}
+    environs = [{**torch_style(rank, 3, free_port), **deadline} for rank in (0, 2)]
+    for rank, each in zip((0, 2), launch_all(script(PROGRAM), environs), strict=True):
+        assert each.code == 1
+        (line,) = each.err.splitlines()
+        assert line.startswith(f"rank {rank} failed: RendezvousError")
+        assert "rank 1 of 3 did not come" in line
+        assert f"127.0.0.1:{free_port}" in line
+
+
+def test_an_uncaught_exception_under_another_launcher_ends_all_ranks(script, free_port):
+    source = """
+backend = fc.init()
+backend.barrier()
+if backend.rank == 1:
+    raise ValueError("rank one is unwell")
+backend.barrier()
+"""
+    done = launch_all(script(source), [torch_style(rank, 3, free_port) for rank in range(3)])
+    assert [each.code for each in done] == [1, 1, 1]
+    assert "Traceback" in done[1].err
+    for rank in (0, 2):
+        (line,) = done[rank].err.splitlines()
+        words = f"rank {rank}: stopped, because rank 1 failed: ValueError: rank one is unwell"
+        assert line.startswith(words)
+
+
+def test_a_threads_transport_under_a_launcher_is_a_conflict(script):
+    environ = {**torch_style(1, 2, 29501), "FSDPCORE_TRANSPORT": "sim"}
+    done = finished(python(script(PROGRAM)), environ)
+    (line,) = done.err.splitlines()
+    assert "rank 1 of 2 (torchrun)" in line
+    assert "threads of one process" in line
+
+
+def test_variables_that_make_no_sense(script):
+    done = finished(python(script(PROGRAM)), torch_style(5, 2, 29501))
+    assert done.code == 1
+    assert "RANK=5 is not a rank of WORLD_SIZE=2" in done.err.splitlines()[-1]

@@ -1,0 +1,48 @@
+"""Importing the package imports none of the optional ones, and no transport."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+
+import pytest
+from support.jobs import finished, python
+
+import fsdpcore
+
+OPTIONAL = {"mpi4py", "cupy", "jax", "jaxlib", "torch", "matplotlib", "autograd", "zmq"}
+
+LIST = """
+import importlib, json, sys
+for name in {names!r}:
+    importlib.import_module(name)
+print(json.dumps(sorted({{module.partition(".")[0] for module in sys.modules}})))
+"""
+
+
+def imported(names):
+    """The top-level packages that are there once a new interpreter has imported ``names``."""
+    done = finished(python("-W", "error", "-c", LIST.format(names=names)))
+    assert done.code == 0, done.err
+    assert done.err == ""
+    return set(json.loads(done.out))
+
+
+def submodules():
+    found = [module.name for module in pkgutil.walk_packages(fsdpcore.__path__, "fsdpcore.")]
+    assert "fsdpcore.cli" in found
+    assert "fsdpcore.collectives.api" in found
+    return [name for name in found if name.split(".")[1] not in ("transports", "__main__")]
+
+
+@pytest.mark.parametrize("names", [["fsdpcore"], submodules()], ids=["package", "submodules"])
+def test_no_optional_package_is_imported(names):
+    assert not imported(names) & OPTIONAL
+
+
+def test_a_transport_is_imported_when_it_is_used():
+    statement = (
+        "import fsdpcore; fsdpcore.registry.load('zmq'); import sys; print('zmq' in sys.modules)"
+    )
+    done = finished(python("-c", statement))
+    assert (done.code, done.out) == (0, "True\n"), done.err
