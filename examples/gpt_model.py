@@ -6,36 +6,47 @@ is all that a sharding engine needs from a model::
     y, saved = layer.forward(params, x)
     dx = layer.backward(params, saved, dy, grads)
 
-``params`` maps names to arrays that may be read-only; ``grads[name]`` is a writable array of the
-parameter's shape, which the layer overwrites. No layer changes ``x`` or ``dy``. ``saved`` is
-private to the layer and stays valid for one ``backward``. The floating-point type of every
-result is that of the parameters.
+``params`` maps names to arrays that may be read-only; ``grads[name]`` is a writable array of zeros
+in the parameter's shape, into which the layer writes. No layer changes ``x`` or ``dy``. ``saved``
+is private to the layer, holds no parameter and is good for one ``backward``. The floating-point
+type of every result is that of the parameters.
 
-Architecture and initialisation are those of GPT-2 (Radford et al., 2019): pre-norm blocks, learned
-positions, GELU in its tanh form. Shapes: B sequences, T positions, D = width, H = heads.
+The architecture is that of GPT-2 (Radford et al., 2019): pre-norm blocks, learned positions, GELU
+in its tanh form. So is the initialisation (normal; what ends in the residual stream scaled down by
+the depth), but for the standard deviation: GPT-2's 0.02 is made for widths around a thousand, while
+a model of width 100 that starts so small spends most of a short run on a plateau. One over the
+square root of the inputs suits every width. Shapes: B sequences, T positions, D = width.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from gpt_ops import (
+    Array,
+    CausalAttention,
+    Grads,
+    Params,
+    gelu,
+    gelu_backward,
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_init,
+    linear,
+    linear_backward,
+    linear_init,
+    normal,
+)
 
 from fsdpcore.errors import ArgumentError
 
-Array = NDArray[Any]
-Params = Mapping[str, Array]
-Grads = MutableMapping[str, Array]
-
 BITS_PER_NAT = 1.0 / math.log(2.0)
 """Losses are in nats; a loss in nats per byte times this is in bits per byte."""
-
-_INIT_STD = 0.02
-_NORM_EPS = 1e-5
 
 
 class Layer(Protocol):
@@ -106,9 +117,10 @@ class Embedding:
     def init(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return ``byte`` (vocab, D) and ``position`` (context, D)."""
         c = self._config
+        std = 1.0 / math.sqrt(c.width)
         return {
-            "byte": _normal(rng, (c.vocab, c.width)),
-            "position": _normal(rng, (c.context, c.width)),
+            "byte": normal(rng, (c.vocab, c.width), std),
+            "position": normal(rng, (c.context, c.width), std),
         }
 
     def forward(self, params: Params, x: Array) -> tuple[Array, Any]:
@@ -144,7 +156,7 @@ class Block:
 
     def __init__(self, config: GPTConfig) -> None:
         self._config = config
-        self._attention = _CausalAttention(config.heads, config.context)
+        self._attention = CausalAttention(config.heads, config.context)
 
     def init(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return the parameters; a matrix is (inputs, outputs).
@@ -153,14 +165,14 @@ class Block:
         root of their number in the model, so that its variance does not grow with the depth.
         """
         width, hidden = self._config.width, self._config.mlp_width
-        residual_std = _INIT_STD / math.sqrt(2 * self._config.layers)
+        residual = 1.0 / math.sqrt(2 * self._config.layers)
         return {
-            **_norm_init("norm1", width),
-            **_linear_init("qkv", rng, width, 3 * width),
-            **_linear_init("proj", rng, width, width, residual_std),
-            **_norm_init("norm2", width),
-            **_linear_init("up", rng, width, hidden),
-            **_linear_init("down", rng, hidden, width, residual_std),
+            **layer_norm_init("norm1", width),
+            **linear_init("qkv", rng, width, 3 * width),
+            **linear_init("proj", rng, width, width, residual),
+            **layer_norm_init("norm2", width),
+            **linear_init("up", rng, width, hidden),
+            **linear_init("down", rng, hidden, width, residual),
         }
 
     def forward(self, params: Params, x: Array) -> tuple[Array, Any]:
@@ -168,16 +180,16 @@ class Block:
         batch, length, width = x.shape
         rows = x.reshape(-1, width)
 
-        normed1, norm1 = _norm(params, "norm1", rows)
-        qkv = _linear(params, "qkv", normed1).reshape(batch, length, 3, -1)
+        normed1, norm1 = layer_norm(params, "norm1", rows)
+        qkv = linear(params, "qkv", normed1).reshape(batch, length, 3, -1)
         mixed, attention = self._attention.forward(qkv)
-        middle = _linear(params, "proj", mixed)
+        middle = linear(params, "proj", mixed)
         middle += rows
 
-        normed2, norm2 = _norm(params, "norm2", middle)
-        before = _linear(params, "up", normed2)
-        active, gate = _gelu(before)
-        y = _linear(params, "down", active)
+        normed2, norm2 = layer_norm(params, "norm2", middle)
+        before = linear(params, "up", normed2)
+        active, gate = gelu(before)
+        y = linear(params, "down", active)
         y += middle
 
         saved = (normed1, norm1, mixed, attention, normed2, norm2, before, active, gate)
@@ -188,16 +200,16 @@ class Block:
         normed1, norm1, mixed, attention, normed2, norm2, before, active, gate = saved
         drows = dy.reshape(-1, dy.shape[-1])
 
-        dactive = _linear_backward(params, "down", active, drows, grads)
-        dbefore = _gelu_backward(before, active, gate, dactive)
-        dnormed2 = _linear_backward(params, "up", normed2, dbefore, grads)
-        dmiddle = _norm_backward(params, "norm2", norm2, dnormed2, grads)
+        dactive = linear_backward(params, "down", active, drows, grads)
+        dbefore = gelu_backward(before, active, gate, dactive)
+        dnormed2 = linear_backward(params, "up", normed2, dbefore, grads)
+        dmiddle = layer_norm_backward(params, "norm2", norm2, dnormed2, grads)
         dmiddle += drows
 
-        dmixed = _linear_backward(params, "proj", mixed, dmiddle, grads)
+        dmixed = linear_backward(params, "proj", mixed, dmiddle, grads)
         dqkv = self._attention.backward(attention, dmixed)
-        dnormed1 = _linear_backward(params, "qkv", normed1, dqkv, grads)
-        dx = _norm_backward(params, "norm1", norm1, dnormed1, grads)
+        dnormed1 = linear_backward(params, "qkv", normed1, dqkv, grads)
+        dx = layer_norm_backward(params, "norm1", norm1, dnormed1, grads)
         dx += dmiddle
         return dx.reshape(dy.shape)
 
@@ -211,82 +223,41 @@ class Head:
     def init(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return ``norm.gain``, ``norm.bias`` (D,), ``out.w`` (D, vocab) and ``out.b`` (vocab,)."""
         c = self._config
-        return {**_norm_init("norm", c.width), **_linear_init("out", rng, c.width, c.vocab)}
+        return {**layer_norm_init("norm", c.width), **linear_init("out", rng, c.width, c.vocab)}
 
     def forward(self, params: Params, x: Array) -> tuple[Array, Any]:
         """Return the logits."""
-        normed, norm = _norm(params, "norm", x.reshape(-1, x.shape[-1]))
-        logits = _linear(params, "out", normed)
+        normed, norm = layer_norm(params, "norm", x.reshape(-1, x.shape[-1]))
+        logits = linear(params, "out", normed)
         return logits.reshape(*x.shape[:-1], -1), (normed, norm)
 
     def backward(self, params: Params, saved: Any, dy: Array, grads: Grads) -> Array:
         """Go back from the gradient of the logits."""
         normed, norm = saved
         dlogits = dy.reshape(-1, dy.shape[-1])
-        dnormed = _linear_backward(params, "out", normed, dlogits, grads)
-        dx = _norm_backward(params, "norm", norm, dnormed, grads)
+        dnormed = linear_backward(params, "out", normed, dlogits, grads)
+        dx = layer_norm_backward(params, "norm", norm, dnormed, grads)
         return dx.reshape(*dy.shape[:-1], -1)
 
 
-class _CausalAttention:
-    """Multi-head attention in which position t sees the positions up to t; no parameters."""
+def keep_freed_memory() -> bool:
+    """Ask the C library to keep what NumPy frees, instead of handing it back to the system.
 
-    def __init__(self, heads: int, context: int) -> None:
-        self._heads = heads
-        self._mask = np.triu(np.full((context, context), -np.inf, np.float32), k=1)
-
-    def forward(self, qkv: Array) -> tuple[Array, Any]:
-        """Map (B, T, 3, D) to rows (B * T, D). Owns ``qkv`` from here on and scales its queries.
-
-        The softmax is not divided out: ``weights`` are the exponentials, and the division by their
-        sum happens on the result, which is H * T / D times smaller.
-        """
-        batch, length, _, width = qkv.shape
-        query, key, value = self._split(qkv)
-        query *= 1.0 / math.sqrt(width // self._heads)
-        weights = query @ key.swapaxes(-1, -2)
-        weights += self._mask[:length, :length]
-        weights -= weights.max(axis=-1, keepdims=True)
-        np.exp(weights, out=weights)
-        total = weights @ np.ones((length, 1), qkv.dtype)
-
-        mixed = np.empty((batch, length, width), qkv.dtype)
-        out = self._heads_first(mixed)
-        np.matmul(weights, value, out=out)
-        out /= total
-        return mixed.reshape(-1, width), (qkv, weights, total, mixed)
-
-    def backward(self, saved: Any, dmixed: Array) -> Array:
-        """Map the gradient (B * T, D) of the result to that of qkv, (B * T, 3 * D).
-
-        With p the softmax of the scores and o = p v, the gradient of the scores is
-        p * (do v^T - rowsum(do * o)) (Dao et al., 2022, FlashAttention, appendix B.2).
-        """
-        qkv, weights, total, mixed = saved
-        query, key, value = self._split(qkv)
-        out = self._heads_first(mixed)
-        dout = self._heads_first(dmixed.reshape(mixed.shape)) / total
-        dqkv = np.empty_like(qkv)
-        dquery, dkey, dvalue = self._split(dqkv)
-
-        np.matmul(weights.swapaxes(-1, -2), dout, out=dvalue)
-        dscores = dout @ value.swapaxes(-1, -2)
-        dscores -= np.vecdot(dout, out)[..., None]
-        dscores *= weights
-        np.matmul(dscores, key, out=dquery)
-        dquery *= 1.0 / math.sqrt(query.shape[-1])
-        np.matmul(dscores.swapaxes(-1, -2), query, out=dkey)
-        return dqkv.reshape(len(dmixed), -1)
-
-    def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
-        """Return three views (B, H, T, D / H)."""
-        query, key, value = (self._heads_first(qkv[:, :, i]) for i in range(3))
-        return query, key, value
-
-    def _heads_first(self, x: Array) -> Array:
-        """Return (B, T, D) as a view (B, H, T, D / H)."""
-        batch, length, width = x.shape
-        return x.reshape(batch, length, self._heads, width // self._heads).swapaxes(1, 2)
+    A training step frees and allocates the same large arrays over and over. The GNU C library
+    returns them to the kernel in between, and every page is then cleared and mapped anew, which was
+    measured to take 30 percent of a step of this model. It is a setting of the whole process, so
+    a program makes it, never a library. Returns whether the C library took it; others than GNU's
+    do not know it.
+    """
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # the M_* names of mallopt(3)
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    # 32 MiB is the largest mmap threshold that is accepted. Threads other than the first have
+    # heaps of 64 MiB, and only a padding of that size keeps those.
+    settings = ((trim_threshold, 2**31 - 1), (mmap_threshold, 2**25), (top_pad, 2**26))
+    return all(mallopt(name, value) == 1 for name, value in settings)
 
 
 def cross_entropy(logits: Array, targets: Array) -> tuple[float, Array]:
@@ -338,96 +309,3 @@ def sample(
             logits = logits / temperature + rng.gumbel(size=logits.shape)
         text.append(int(logits.argmax()))
     return bytes(text[len(prompt) :])
-
-
-def _normal(rng: np.random.Generator, shape: tuple[int, ...], std: float = _INIT_STD) -> Array:
-    values = rng.standard_normal(shape, dtype=np.float32)
-    values *= std
-    return values
-
-
-def _norm_init(name: str, width: int) -> dict[str, Array]:
-    return {f"{name}.gain": np.ones(width, np.float32), f"{name}.bias": np.zeros(width, np.float32)}
-
-
-def _linear_init(
-    name: str, rng: np.random.Generator, inputs: int, outputs: int, std: float = _INIT_STD
-) -> dict[str, Array]:
-    weight = _normal(rng, (inputs, outputs), std)
-    return {f"{name}.w": weight, f"{name}.b": np.zeros(outputs, np.float32)}
-
-
-def _linear(params: Params, name: str, x: Array) -> Array:
-    """(N, inputs) to (N, outputs)."""
-    y: Array = x @ params[f"{name}.w"]
-    y += params[f"{name}.b"]
-    return y
-
-
-def _linear_backward(params: Params, name: str, x: Array, dy: Array, grads: Grads) -> Array:
-    np.matmul(x.T, dy, out=grads[f"{name}.w"])
-    np.sum(dy, axis=0, out=grads[f"{name}.b"])
-    dx: Array = dy @ params[f"{name}.w"].T
-    return dx
-
-
-def _row_mean(x: Array) -> Array:
-    """Mean of each row of (N, D), as (N, 1); a matrix product is four times as fast as a sum."""
-    mean: Array = x @ np.full((x.shape[1], 1), 1.0 / x.shape[1], x.dtype)
-    return mean
-
-
-def _norm(params: Params, name: str, x: Array) -> tuple[Array, tuple[Array, Array]]:
-    """Layer norm of each row of (N, D)."""
-    unit = x - _row_mean(x)
-    scale = 1.0 / np.sqrt(np.vecdot(unit, unit)[:, None] / x.shape[1] + _NORM_EPS)
-    unit *= scale
-    y = unit * params[f"{name}.gain"]
-    y += params[f"{name}.bias"]
-    return y, (unit, scale)
-
-
-def _norm_backward(
-    params: Params, name: str, saved: tuple[Array, Array], dy: Array, grads: Grads
-) -> Array:
-    """Overwrites ``dy``, which only the caller's next line would still hold, and returns dx.
-
-    With u the normalised row and g = dy * gain: dx = scale * (g - mean(g) - u * mean(g * u)).
-    """
-    unit, scale = saved
-    np.einsum("nd,nd->d", dy, unit, out=grads[f"{name}.gain"])
-    np.sum(dy, axis=0, out=grads[f"{name}.bias"])
-    dy *= params[f"{name}.gain"]
-    along = np.vecdot(dy, unit)[:, None] / dy.shape[1]
-    dy -= _row_mean(dy)
-    dy -= unit * along
-    dy *= scale
-    return dy
-
-
-_GELU_LINEAR = math.sqrt(2.0 / math.pi)
-_GELU_CUBIC = 0.044715 * _GELU_LINEAR
-
-
-def _gelu(x: Array) -> tuple[Array, Array]:
-    """Return ``x * gate`` and the gate, (1 + tanh(a x + b x^3)) / 2 (Hendrycks, Gimpel, 2016)."""
-    gate = x * x
-    gate *= _GELU_CUBIC
-    gate += _GELU_LINEAR
-    gate *= x
-    np.tanh(gate, out=gate)
-    gate *= 0.5
-    gate += 0.5
-    return x * gate, gate
-
-
-def _gelu_backward(x: Array, y: Array, gate: Array, dy: Array) -> Array:
-    """Return dy * (gate + y * (1 - gate) * (2 a + 6 b x^2)); the gate's slope needs no tanh."""
-    slope = x * x
-    slope *= 6.0 * _GELU_CUBIC
-    slope += 2.0 * _GELU_LINEAR
-    slope *= y
-    slope *= 1.0 - gate
-    slope += gate
-    slope *= dy
-    return slope

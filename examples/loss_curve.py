@@ -55,13 +55,14 @@ def save_png(
         _draw_validation(axes, validation_points)
 
     lowest = min([*train_losses, *(loss for _, loss in validation_points)])
-    highest = max(_UNIFORM_GUESS, *train_losses)
+    # A first step that is far off runs out of the picture rather than flattening the rest.
+    highest = min(max(_UNIFORM_GUESS, *train_losses), _UNIFORM_GUESS + 1.2)
     axes.set_ylim(max(0.0, lowest - 0.4), highest + 0.4)
-    axes.set_xlim(0, len(train_losses) * 1.07)
+    axes.set_xlim(-0.01 * len(train_losses), 1.07 * len(train_losses))
     axes.set_title(title, loc="left", pad=14, fontsize=14, fontweight="bold", color=_INK)
     axes.set_xlabel("training step", color=_INK)
     axes.set_ylabel("loss (bits per byte)", color=_INK)
-    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.9), frameon=False, labelcolor=_INK)
+    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.72), frameon=False, labelcolor=_INK)
     figure.savefig(path, format="png")
 
 
@@ -120,14 +121,14 @@ def _draw_validation(axes: Any, points: Sequence[tuple[int, float]]) -> None:
 
 
 def _smoothed(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean over a centred window of a fortieth of the run, cut off at both ends alike.
+    """Mean over a centred window of a twentieth of the run, cut off at both ends alike.
 
     Unlike a running average it does not lag behind the steep start. The window shrinks towards the
     ends and stays centred, so the line meets the first and the last loss.
     """
     count = len(losses)
     index = np.arange(count)
-    half = np.minimum(max(1, count // 80), np.minimum(index, count - 1 - index))
+    half = np.minimum(max(1, count // 40), np.minimum(index, count - 1 - index))
     sums = np.concatenate(([0.0], np.cumsum(losses)))
     means: NDArray[np.float64] = (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
     return means

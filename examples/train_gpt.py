@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from corpus import batch, load
-from gpt_model import BITS_PER_NAT, GPTConfig, build, cross_entropy, sample
+from gpt_model import BITS_PER_NAT, GPTConfig, build, cross_entropy, keep_freed_memory, sample
 from loss_curve import save_png
 from numpy.typing import NDArray
 from rich.console import Console
@@ -144,6 +144,7 @@ class Trainer:
 
 def main(backend: fc.Backend, options: Options) -> list[float]:
     """One rank's program; returns the losses of all steps."""
+    keep_freed_memory()
     trainer = Trainer(backend, options)
     memory = show_memory(trainer)
     losses: list[float] = []
@@ -199,7 +200,7 @@ def progress_line(backend: fc.Backend, steps: int) -> Iterator[Any]:
         info += f"  {rate:,.0f} tokens/s  {memory}"
         bar.update(task, completed=done, info=info)
         if backend.rank == 0 and not console.is_terminal and (done % 25 == 0 or done == steps):
-            console.print(f"step {done}/{steps}  {info}")
+            console.print(f"step {done}/{steps}  {info}", soft_wrap=True)
 
     with bar:
         yield show
@@ -223,14 +224,14 @@ def finish(
 def cli(
     ranks: Annotated[int, typer.Option(min=1, help="Where no launcher decides.")] = 4,
     transport: Annotated[str | None, typer.Option(help="sim, zmq, or a URL.")] = None,
-    steps: Annotated[int, typer.Option(min=1)] = 300,
+    steps: Annotated[int, typer.Option(min=1)] = 600,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of all ranks together.")] = 32,
     context: Annotated[int, typer.Option(min=1, help="Bytes of a sequence.")] = 128,
-    width: Annotated[int, typer.Option(min=1)] = 128,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
+    width: Annotated[int, typer.Option(min=1)] = 96,
+    layers: Annotated[int, typer.Option(min=1)] = 3,
+    heads: Annotated[int, typer.Option(min=1)] = 2,
     hidden: Annotated[int | None, typer.Option(help="Default: 4 times the width.")] = None,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-3,
     seed: int = 1337,
     prefetch: Annotated[int, typer.Option(min=0, max=1, help="Units gathered ahead.")] = 1,
     algorithm: Annotated[str, typer.Option(help="auto, star, ring, direct, doubling.")] = "auto",

@@ -1,26 +1,18 @@
-"""The example's GPT against finite differences and direct formulas, and its corpus."""
+"""The example's GPT against finite differences and direct formulas."""
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 import math
-import sysconfig
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
+import gpt_model
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fsdpcore.errors import ArgumentError, ConfigError
-
-if TYPE_CHECKING:
-    from examples import corpus, gpt_model
-else:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-        corpus = importlib.import_module("corpus")
-        gpt_model = importlib.import_module("gpt_model")
+from fsdpcore.errors import ArgumentError
 
 Array = NDArray[Any]
 Params = dict[str, Array]
@@ -119,6 +111,45 @@ def test_gradients_of_a_layer_match_central_differences(name: str, config: Any) 
         assert_is_gradient(
             lambda changed: float(np.sum(dy * layer.forward(params, changed)[0])), x, dx, "x"
         )
+
+
+def plain_norm(params: Params, name: str, row: Array) -> Array:
+    variance = sum((v - np.mean(row)) ** 2 for v in row) / len(row)
+    unit = (row - np.mean(row)) / math.sqrt(variance + 1e-5)
+    return np.asarray(unit * params[f"{name}.gain"] + params[f"{name}.bias"])
+
+
+def plain_block(params: Params, x: Array, heads: int) -> Array:
+    """One sequence (T, D) through a block, position by position and head by head."""
+    width = x.shape[1]
+    size = width // heads
+    qkv = [plain_norm(params, "norm1", row) @ params["qkv.w"] + params["qkv.b"] for row in x]
+    result = np.zeros_like(x)
+    for t, row in enumerate(x):
+        mixed = np.zeros(width)
+        for h in range(0, width, size):
+            query = qkv[t][h : h + size]
+            keys = [qkv[s][width + h : width + h + size] for s in range(t + 1)]
+            values = [qkv[s][2 * width + h : 2 * width + h + size] for s in range(t + 1)]
+            odds = [math.exp(float(query @ key) / math.sqrt(size)) for key in keys]
+            for odd, value in zip(odds, values, strict=True):
+                mixed[h : h + size] += odd / sum(odds) * value
+        middle = row + mixed @ params["proj.w"] + params["proj.b"]
+        up = plain_norm(params, "norm2", middle) @ params["up.w"] + params["up.b"]
+        cubic = [math.sqrt(2 / math.pi) * (v + 0.044715 * v**3) for v in up]
+        active = np.array([v * (1 + math.tanh(u)) / 2 for v, u in zip(up, cubic, strict=True)])
+        result[t] = middle + active @ params["down.w"] + params["down.b"]
+    return result
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_block_computes_the_formulas_of_a_transformer(config: Any) -> None:
+    rng = np.random.default_rng(14)
+    layer = gpt_model.Block(config)
+    params = parameters(layer, rng)
+    x = inputs("block0", config, rng)
+    expected = [plain_block(params, sequence, config.heads) for sequence in x]
+    np.testing.assert_allclose(layer.forward(params, x)[0], expected, rtol=1e-11, atol=1e-11)
 
 
 def test_gradients_of_the_whole_model_match_central_differences() -> None:
@@ -245,8 +276,8 @@ def test_no_layer_changes_its_input_or_the_gradient_it_is_given() -> None:
         np.testing.assert_array_equal(dy, dy_before)
 
 
-def test_initial_values_are_those_of_gpt2() -> None:
-    config = gpt_model.GPTConfig(width=64, heads=4, layers=8)
+def test_initial_values_keep_the_variance_and_shrink_into_the_residual_stream() -> None:
+    config = gpt_model.GPTConfig(width=64, heads=4, layers=8, hidden=100)
     layers = gpt_model.build(config)
     assert [name for name, _ in layers] == ["embed", *(f"block{i}" for i in range(8)), "head"]
     for _, layer in layers:
@@ -259,8 +290,9 @@ def test_initial_values_are_those_of_gpt2() -> None:
             if key.endswith((".gain", ".b", ".bias")):
                 np.testing.assert_array_equal(value, float(key.endswith(".gain")))
             else:
-                expected = 0.02 / (4 if key in ("proj.w", "down.w") else 1)
-                assert float(value.std()) == pytest.approx(expected, rel=0.05)
+                inputs = 100 if key == "down.w" else 64
+                expected = inputs**-0.5 / (4 if key in ("proj.w", "down.w") else 1)
+                assert float(value.std()) == pytest.approx(expected, rel=0.05), key
 
 
 def test_cross_entropy_matches_the_formula() -> None:
@@ -289,7 +321,7 @@ def test_sampling_at_temperature_zero_follows_the_likeliest_byte() -> None:
 
     def successor(x: Array) -> Array:
         seen.append(x.tobytes())
-        return np.eye(256, dtype=np.float32)[(x.astype(int) + 1) % 256]
+        return np.asarray(np.eye(256, dtype=np.float32)[(x.astype(int) + 1) % 256])
 
     rng = np.random.default_rng(13)
     assert gpt_model.sample(successor, b"ab", 4, 3, rng, temperature=0.0) == b"cdef"
@@ -315,6 +347,20 @@ def test_sampling_draws_from_the_softmax_and_follows_its_generator() -> None:
     assert draw(2, 1.0) != text
 
 
+def test_memory_is_kept_where_the_c_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[int, int] = {}
+
+    def mallopt(name: int, value: int) -> int:
+        asked[name] = value
+        return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    assert gpt_model.keep_freed_memory()
+    assert set(asked) == {-1, -2, -3}
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    assert not gpt_model.keep_freed_memory()
+
+
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ArgumentError, match="multiple of heads"):
         gpt_model.GPTConfig(width=10, heads=3)
@@ -328,71 +374,3 @@ def test_wrong_sizes_are_refused() -> None:
         gpt_model.sample(lambda x: x, b"", 1, 8, rng)
     with pytest.raises(ArgumentError, match="temperature"):
         gpt_model.sample(lambda x: x, b"a", 1, 8, rng, temperature=-1.0)
-
-
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of 40 files of 30 bytes, each full of its own number."""
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    for i in range(40):
-        (tmp_path / f"m{i:02}.py").write_bytes(bytes([i]) * 30)
-    return tmp_path
-
-
-def test_corpus_is_the_standard_library_and_always_the_same() -> None:
-    train, validation = corpus.load()
-    again = corpus.load()
-    assert train.dtype == validation.dtype == np.uint8
-    np.testing.assert_array_equal(train, again[0])
-    np.testing.assert_array_equal(validation, again[1])
-    assert len(validation) < len(train) / 4
-    assert b"import sys" in train.tobytes()
-    assert b"import" in validation.tobytes()
-
-
-def test_corpus_holds_out_whole_files_and_skips_what_it_cannot_read(library: Path) -> None:
-    (library / "m39x.py").mkdir()
-    (library / "m39y.py").symlink_to(library / "nowhere")
-    (library / "m39z.txt").write_bytes(b"no source")
-    train, validation = corpus.load()
-    assert validation.tobytes() == bytes([4]) * 30 + bytes([24]) * 30
-    expected = b"".join(bytes([i]) * 30 for i in range(40) if i not in (4, 24))
-    assert train.tobytes() == expected
-
-
-def test_corpus_cuts_both_parts_in_proportion(library: Path) -> None:
-    train, validation = corpus.load(max_bytes=600)
-    assert (len(train), len(validation)) == (570, 30)
-    assert sum(map(len, corpus.load(max_bytes=10**9))) == 1200
-    with pytest.raises(ArgumentError, match="at least 20"):
-        corpus.load(max_bytes=19)
-
-
-def test_corpus_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(ConfigError, match="has its source files"):
-        corpus.load()
-
-
-def test_batches_are_windows_that_depend_on_seed_and_step_only() -> None:
-    data = np.arange(200, dtype=np.uint8)
-    x, y = corpus.batch(data, step=3, seed=1, batch_size=5, context=9)
-    assert x.shape == y.shape == (5, 9)
-    assert x.dtype == y.dtype == np.uint8
-    # The text counts upwards, so windows do, and targets are the next numbers.
-    np.testing.assert_array_equal(x, x[:, :1] + np.arange(9))
-    np.testing.assert_array_equal(y, x + 1)
-    np.testing.assert_array_equal(x, corpus.batch(data, step=3, seed=1, batch_size=5, context=9)[0])
-    for other in ({"step": 4, "seed": 1}, {"step": 3, "seed": 2}, {"step": 1, "seed": 3}):
-        assert not np.array_equal(x, corpus.batch(data, **other, batch_size=5, context=9)[0])
-
-
-def test_batches_reach_both_ends_of_the_text() -> None:
-    data = np.arange(12, dtype=np.uint8)
-    x, y = corpus.batch(data, step=0, seed=0, batch_size=200, context=10)
-    assert set(x[:, 0]) == {0, 1}
-    assert y.max() == 11
-    with pytest.raises(ArgumentError, match="load more text"):
-        corpus.batch(data, step=0, seed=0, batch_size=1, context=12)
-    with pytest.raises(ArgumentError, match="at least 0"):
-        corpus.batch(data, step=-1, seed=0, batch_size=1, context=2)
