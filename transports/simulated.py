@@ -68,7 +68,7 @@ class _Send(_Message):
     def cancel(self) -> bool:
         with self.inbox.lock:
             withdrawn = self.inbox.table.withdraw_message(self)
-        return withdrawn or self.join(60)  # a peer is copying: its end is near
+        return withdrawn or self.settle(60)  # a peer is copying: its end is near
 
 
 class _Receive(_Message):
@@ -78,7 +78,7 @@ class _Receive(_Message):
         inbox = self.backend.inbox
         with inbox.lock:
             withdrawn = inbox.table.withdraw_receive(self)
-        return withdrawn or self.join(60)
+        return withdrawn or self.settle(60)
 
 
 class _Inbox:
@@ -106,6 +106,7 @@ class SimBackend(Transport):
     ) -> None:
         super().__init__(rank, world_size, timeout)
         self.inbox = _Inbox()
+        self.gone = ""  # how, once it is
         self._world = world
         self._eager_bytes = options.eager_bytes
         plan = options.faults or Faults(options.seed, options.max_delay)
@@ -156,20 +157,20 @@ class SimBackend(Transport):
     def _before_post(self) -> None:
         if self._injector is not None and self._injector.before_post():
             self.fail(InjectedCrash(f"rank {self.rank} was made to die"))
-            self._vanish("died without a word")
+            self._vanish("has died without a word")
         self.check_usable()
 
     def _check_peer_alive(self, peer: SimBackend) -> None:
         """Raise if this rank is broken or ``peer`` has left; under the receiver's lock."""
         self.check_usable()
-        if isinstance(peer._failure, (ClosedError, InjectedCrash)):
-            raise PeerFailedError(f"rank {peer.rank} has left the job", peer.rank)
+        if peer.gone:
+            raise PeerFailedError(f"rank {peer.rank} {peer.gone}", peer.rank)
 
     def _fail_pending(self, error: CommunicationError) -> None:
         """Finish what this rank posted: its receives here, its sends in the others' inboxes.
 
-        What it has sent and its receivers have not taken yet stays where the error is only that
-        it closed.
+        What was sent and is not taken yet stays: buffered messages always, the others where the
+        error is only that this rank closed.
         """
         with self.inbox.lock:
             for receive in list(self.inbox.table.receives()):
@@ -180,11 +181,13 @@ class SimBackend(Transport):
         for peer in self._world:
             with peer.inbox.lock:
                 for send in list(peer.inbox.table.messages()):
-                    if send.backend is self:
+                    if send.backend is self and not send.finished:
                         peer.inbox.table.withdraw_message(send)
                         send.finish(error)
 
     def _tell(self, error: CommunicationError) -> None:
+        if isinstance(self._failure, InjectedCrash):
+            return
         for peer in self._world:
             if peer is not self:
                 peer.peer_reported(self.rank, error)
@@ -198,20 +201,21 @@ class SimBackend(Transport):
 
     def _release(self, flush: bool) -> None:
         """Nothing to free; peers that wait for this rank learn that it has left."""
-        self._vanish("has closed its backend")
+        self._vanish("has left the job")
 
     def _vanish(self, how: str) -> None:
         """Let the receives and large sends of peers that wait for this rank fail."""
+        self.gone = self.gone or how
         error = PeerFailedError(f"rank {self.rank} {how}", self.rank)
         for peer in self._world:
             with peer.inbox.lock:
                 waits = any(receive.key[0] == self.rank for receive in peer.inbox.table.receives())
             if waits:
-                peer.fail(error)
+                peer.fail(error, tell=True)
         with self.inbox.lock:
             senders = {send.backend for send in self.inbox.table.messages() if not send.finished}
         for sender in senders:
-            sender.fail(error)
+            sender.fail(error, tell=True)
 
 
 def _deliver(send: _Send, receive: _Receive) -> None:
@@ -224,4 +228,4 @@ def _deliver(send: _Send, receive: _Receive) -> None:
     receive.finish(error)
     if error is not None:
         send.backend.fail(error)
-        receive.backend.fail(error)
+        receive.backend.fail(error, tell=True)

@@ -1,8 +1,9 @@
 """``zmq``: the ranks are processes, with one ZeroMQ connection over TCP between each two.
 
 Small messages are sent at once. A large one is offered first, then sent in segments as far as the
-receiver has room, straight from the sender's array into the receiver's. A thread of each rank
-watches the sockets, so data moves while Python computes; sends start on the caller's thread.
+receiver has room, straight from the sender's array into the receiver's. Whoever waits looks after
+the sockets; while nobody does, a thread of each rank watches them, so data moves while Python
+computes. Sends start on the caller's thread.
 
 A rank that dies is noticed by its connections. One that fails or leaves says so first.
 """
@@ -10,51 +11,52 @@ A rank that dies is noticed by its connections. One that fails or leaves says so
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import itertools
-import select
-import socket
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import zmq
 
-from fsdpcore import errors
 from fsdpcore.backend import Capabilities, Envelope
 from fsdpcore.buffers import Bytes
 from fsdpcore.errors import (
+    ClosedError,
     CommunicationError,
     ConfigError,
+    MismatchError,
     PeerFailedError,
     ProtocolError,
     RendezvousError,
 )
-from fsdpcore.rendezvous import meet, split_address
+from fsdpcore.rendezvous import meet
 from fsdpcore.transport import Status, Transport
 from fsdpcore.work import Deadline, Pending
 
-from .matching import MatchTable, mismatch
-from .zmq_peer import Arrival, Incoming, Peer, copy_eager
-from .zmq_wire import (
-    MAX_INLINE,
-    MAX_SEGMENT,
-    Frame,
-    Kind,
-    pack_json,
-    unpack,
-    unpack_json,
-)
+from .matching import mismatch
+from .zmq_connect import Door, connect, listen, meeting_point, open_socket, own_address, proof
+from .zmq_peer import Arrival, Engine, Incoming, Peer
+from .zmq_watch import Watch
+from .zmq_wire import MAX_INLINE, MAX_SEGMENT, Frame, Kind, pack_json, unpack, unpack_json
 
 if TYPE_CHECKING:
     from fsdpcore.config import Config
     from fsdpcore.environment import Place
 
+_EVENTS = int(zmq.EVENTS)
+_POLLIN, _POLLOUT, _NOBLOCK = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK)
+
 # A connection breaks a moment before the last frames on it have been read; wait for them.
 _LAST_WORDS_SECONDS = 0.05
-_MAX_REASON = 64 * 1024
+# How long a rank that closes, and one that failed, waits for the others to have read all it said.
+_CLOSING_SECONDS, _FAILED_SECONDS = 5.0, 0.5
+_MAX_TEXT = 64 * 1024
+# Frames that are read before other threads of this rank get their turn.
+_FRAMES_AT_ONCE = 8
+_WINDOW_SEGMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class ZmqOptions:
     Attributes:
         interface: address of this host at which the ranks listen; by default loopback, or the
             one from which HOST is reached.
-        segment_bytes: large messages travel in pieces of this size.
+        segment_bytes: large messages travel in pieces of this size, of which up to eight are on
+            their way from one rank to another.
         eager_bytes: messages up to this size are sent at once, and kept by the receiver.
     """
 
@@ -88,21 +91,19 @@ class ZmqBackend(Transport):
 
     def __init__(self, place: Place, timeout: float, options: ZmqOptions) -> None:
         super().__init__(place.rank, place.world_size, timeout)
-        self.lock = threading.RLock()
-        self.table: MatchTable[Incoming, Arrival] = MatchTable()
+        self.engine = Engine()
+        self.lock, self.table = self.engine.lock, self.engine.table
+        name = f"fsdpcore-zmq-rank{place.rank}"
+        self.watch = self.engine.watch = Watch(self.lock, self._tick, name)
         self._token = place.token
         self._options = options
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[int, Peer] = {}
         self._numbers = itertools.count(1)
         self._queries: dict[int, _Query] = {}
-        self._progress = threading.Condition(self.lock)
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._stopping = False
+        self._introduced = False
+        self._leaving = False
         self._released = False
-        self._thread = threading.Thread(
-            target=self._watch, name=f"fsdpcore-zmq-rank{place.rank}", daemon=True
-        )
 
     # Joining.
 
@@ -117,8 +118,10 @@ class ZmqBackend(Transport):
         backend = cls(place, config.timeout, options)
         try:
             if place.world_size > 1:
-                backend._connect(place, _meeting_point(place, config), config.rendezvous_timeout)
-        except BaseException:
+                backend._connect(place, meeting_point(place, config), config.rendezvous_timeout)
+        except BaseException as error:
+            why = f"rank {place.rank} did not join: {type(error).__name__}: {error}"
+            backend.fail(CommunicationError(why), tell=True)
             backend._release(flush=False)
             raise
         return backend
@@ -126,53 +129,59 @@ class ZmqBackend(Transport):
     def _connect(self, place: Place, address: tuple[str, int], timeout: float) -> None:
         """Listen for the higher ranks, meet all, connect to the lower ones, greet each other."""
         deadline = Deadline(timeout)
-        host = self._options.interface or _own_address(address, listening=place.rank == 0)
-        ports: dict[str, str] = {}
+        listening = place.rank == 0
+        host = self._options.interface or own_address(address, deadline, listening=listening)
+        door = Door(self._context)
+        endpoints: dict[str, str] = {}
         for rank in range(self.rank + 1, self.world_size):
-            peer = self._new_peer(rank, host)
-            try:
-                peer.socket.bind(f"tcp://{_bracketed(host)}:*")
-            except zmq.ZMQError as error:
-                raise RendezvousError(
-                    f"rank {self.rank} cannot listen at {host}: {error}"
-                ) from error
-            ports[str(rank)] = str(peer.socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        cards = meet(place, address, {"endpoints": ports}, timeout)
+            sock = self._new_peer(rank, host).socket
+            door.expect(sock, rank, proof(self._token, rank, self.rank))
+            endpoints[str(rank)] = listen(sock, host, self.rank)
+        cards = meet(place, address, {"endpoints": endpoints}, timeout)
         for rank in range(self.rank):
-            endpoint = str(cards[rank]["endpoints"][str(self.rank)])
-            self._new_peer(rank, host).socket.connect(endpoint)
-        self._thread.start()
-        hello = pack_json({"rank": self.rank, "token": self._token})
-        with self.lock:
-            for peer in self._peers.values():
-                peer.queue(Frame(Kind.HELLO, payload=hello))
-                self._serve(peer)
-            self._progress.wait_for(
-                lambda: self._failure or all(p.greeted for p in self._peers.values()),
-                deadline.remaining() + 1.0,
-            )
-            silent = [str(peer.rank) for peer in self._peers.values() if not peer.greeted]
-        self.check_usable()
-        if silent:
-            raise RendezvousError(
-                f"rank {self.rank} met all ranks, but could not connect to {', '.join(silent)} "
-                f"within {timeout:g} s; is a firewall between them?"
-            )
+            sock = self._new_peer(rank, host).socket
+            connect(sock, cards[rank], self.rank, rank, self._token)
+        self._register(door)
+        self._greet_all(timeout, deadline)
+        self.watch.start()
 
     def _new_peer(self, rank: int, host: str) -> Peer:
-        sock: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        sock.setsockopt(zmq.IPV6, ":" in host)
-        # A connection that breaks has lost data: never reconnect behind the scenes.
-        sock.setsockopt(zmq.RECONNECT_IVL, -1)
-        sock.setsockopt(zmq.MAXMSGSIZE, MAX_SEGMENT + 4096)
-        # The window of each large message and the offers bound what is queued; a limit on the
-        # number of frames on top would only stall small ones.
-        sock.setsockopt(zmq.SNDHWM, 0)
-        sock.setsockopt(zmq.RCVHWM, 0)
-        sock.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
-        peer = self._peers[rank] = Peer(self, rank, sock, self._options.segment_bytes)
+        sock, segment = open_socket(self._context, host), self._options.segment_bytes
+        window, listening = _WINDOW_SEGMENTS * segment, rank > self.rank
+        peer = Peer(self.engine, rank, sock, segment, window, listening=listening)
+        self._peers[rank] = peer
         return peer
+
+    def _register(self, door: Door) -> None:
+        """Tell the watch what to look at."""
+        for peer in self._peers.values():
+            serve = functools.partial(self._serve, peer)
+            self.watch.add(int(peer.socket.getsockopt(zmq.FD)), serve)
+            self.watch.add(int(peer.monitor.getsockopt(zmq.FD)), peer.read_monitor, rare=True)
+        self.watch.add(door.fileno(), door.answer, rare=True)
+        door.answer()
+
+    def _greet_all(self, timeout: float, deadline: Deadline) -> None:
+        def all_greeted() -> bool:
+            return all(peer.greeted for peer in self._peers.values())
+
+        with self.lock:
+            self._introduced = True
+            for peer in self._peers.values():
+                hello = {"rank": self.rank, "proof": proof(self._token, self.rank, peer.rank)}
+                peer.queue(Frame(Kind.HELLO, payload=pack_json(hello)))
+                self._serve(peer)
+                peer.read_monitor()
+            self.watch.until(lambda: self._failure or all_greeted(), deadline.remaining() + 1.0)
+            # A job may fail while a slow rank joins; it has joined nonetheless, and learns of the
+            # failure by its first call, if only everybody is there.
+            if not self.watch.until(all_greeted, _FAILED_SECONDS if self._failure else 0.0):
+                self.check_usable()
+                silent = [str(peer.rank) for peer in self._peers.values() if not peer.greeted]
+                raise RendezvousError(
+                    f"rank {self.rank} met all ranks, but could not connect to "
+                    f"{', '.join(silent)} within {timeout:g} s; is a firewall between them?"
+                )
 
     # Messages.
 
@@ -180,160 +189,184 @@ class ZmqBackend(Transport):
         with self.lock:
             self.check_usable()
             peer = self._peers[dst]
-            self._check_here(peer)
-            if data.size > self._options.eager_bytes:
-                outgoing: Pending = peer.offer(next(self._numbers), data, envelope)
-            else:
-                channel, tag, signature = envelope
-                payload = data.tobytes()
-                peer.queue(Frame(Kind.EAGER, channel, tag, signature=signature, payload=payload))
-                outgoing = Pending()
-                outgoing.finish()
-            self._serve(peer)
-        return outgoing
+            if peer.left or self._leaving:
+                self._refuse(peer)
+            try:
+                pending: Pending = _SENT
+                if data.size > self._options.eager_bytes:
+                    pending = peer.offer(next(self._numbers), data, envelope)
+                else:
+                    channel, tag, signature = envelope
+                    payload = data.tobytes()
+                    peer.queue(Frame(Kind.EAGER, channel, tag, 0, 0, 0, signature, payload))
+                self._serve(peer)
+                self.watch.changed()
+            except BaseException as error:
+                self._interrupted(error)
+                raise
+        return pending
 
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
         with self.lock:
             self.check_usable()
             peer = self._peers[src]
-            incoming = Incoming(peer, out, src, envelope)
-            arrival = self.table.post(incoming)
-            if arrival is not None:
-                self._match(incoming, arrival)
-            elif peer.left or peer.lost_at is not None:
-                self._serve(peer)
-                if self.table.withdraw_receive(incoming):
-                    self._check_here(peer)
+            incoming = Incoming(peer, out, envelope)
+            try:
+                if peer.left or peer.lost_at is not None:
+                    self._serve(peer)  # its last words
+                    self.check_usable()
+                arrival = self.table.post(incoming)
+                if arrival is not None:
+                    self._match(incoming, arrival)
+                    if not incoming.finished:
+                        self._serve(peer)  # which has been asked for the data
+                elif peer.left:
+                    self.table.withdraw_receive(incoming)
+                    self._refuse(peer)
+            except BaseException as error:
+                self._interrupted(error)
+                raise
         return incoming
 
-    def _check_here(self, peer: Peer) -> None:
-        if peer.left:
-            raise PeerFailedError(f"rank {peer.rank} has left the job", peer.rank)
+    def _refuse(self, peer: Peer) -> None:
+        """Raise because of a message to or from a rank that has left, or by one that leaves."""
+        if self._leaving:
+            raise ClosedError(f"the backend of rank {self.rank} is being closed")
+        self._miss(peer)
+        self.check_usable()
 
     def _match(self, incoming: Incoming, arrival: Arrival) -> None:
-        peer, frame = arrival.peer, arrival.frame
-        sent = Envelope(frame.channel, frame.tag, frame.signature)
-        error = mismatch(
-            peer.rank, sent, frame.size, self.rank, incoming.envelope, incoming.out.size
-        )
-        if error is not None:
+        peer, frame, envelope = arrival.peer, arrival.frame, incoming.envelope
+        fits = frame.signature == envelope.signature and frame.size == incoming.out.size
+        if not fits:
+            sent = Envelope(frame.channel, frame.tag, frame.signature)
+            error = mismatch(peer.rank, sent, frame.size, self.rank, envelope, incoming.out.size)
+            assert error is not None
             incoming.finish(error)
             self.fail(error, tell=True)
         elif frame.kind is Kind.EAGER:
-            copy_eager(frame, incoming.out)
+            incoming.out.data[:] = frame.payload
             incoming.finish()
         else:
             peer.accept(incoming, frame)
 
-    # Progress: whoever holds the lock serves a socket until nothing is left to do on it. Its file
-    # descriptor signals changes only, and any use of the socket may swallow such a signal.
-
-    def _watch(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake_in, select.POLLIN)
-        served: dict[int, Peer] = {}
-        for peer in self._peers.values():
-            for sock in (peer.socket, peer.monitor):
-                descriptor = int(sock.getsockopt(zmq.FD))
-                served[descriptor] = peer
-                poller.register(descriptor, select.POLLIN)
-        while True:
-            lost = any(p.lost_at is not None and not p.left for p in self._peers.values())
-            waiting = lost and self._failure is None
-            ready = poller.poll(_LAST_WORDS_SECONDS * 1000 if waiting else None)
-            with self.lock:
-                if self._stopping:
-                    return
-                for peer in {served[d] for d, _ in ready if d in served}:
-                    self._serve(peer)
-                if lost:
-                    self._declare_lost()
-                self._progress.notify_all()
+    # Progress.
 
     def _serve(self, peer: Peer) -> None:
+        """Do what there is to do on a socket; see ``zmq_watch`` for why all of it."""
         if self._released:
             return
+        sock = peer.socket
         try:
-            while True:
-                events = int(peer.socket.getsockopt(zmq.EVENTS))
-                if events & zmq.POLLIN:
-                    self._handle(peer, unpack(peer.socket.recv(zmq.NOBLOCK)))
-                elif events & zmq.POLLOUT and not peer.flushed:
+            for _ in range(_FRAMES_AT_ONCE):
+                events = int(sock.getsockopt(_EVENTS))
+                if events & _POLLIN:
+                    if peer.greeted:
+                        self._handle(peer, unpack(sock.recv(_NOBLOCK)))
+                    else:
+                        self._greet(peer)
+                elif events & _POLLOUT and not peer.flushed:
                     peer.flush()
                 else:
-                    break
-            while int(peer.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                peer.monitor.recv_multipart(zmq.NOBLOCK)
-                peer.disconnected()
+                    return
+            self.watch.again(functools.partial(self._serve, peer))
         except ProtocolError as error:
             self.fail(ProtocolError(f"from the connection to rank {peer.rank}: {error}"), tell=True)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Break the backend when Ctrl-C, or a bug, has left a message half handled."""
+        if not isinstance(error, CommunicationError):
+            why = f"rank {self.rank} was interrupted: {type(error).__name__}: {error}"
+            self.fail(CommunicationError(why), tell=True)
 
     def _handle(self, peer: Peer, frame: Frame) -> None:
-        if not peer.greeted:
-            self._greet(peer, frame)
-            return
-        if frame.kind is Kind.DATA:
-            peer.read_data(frame)
-            return
-        if peer.socket.getsockopt(zmq.RCVMORE):
-            raise ProtocolError(f"a {frame.kind.name} frame has a second part")
-        if frame.kind in (Kind.EAGER, Kind.OFFER):
+        kind = frame.kind
+        if kind is Kind.EAGER or kind is Kind.OFFER:
+            if peer.left:
+                raise ProtocolError("a message after the rank has left")
             arrival = Arrival(peer, frame)
             incoming = self.table.arrive(arrival)
             if incoming is not None:
                 self._match(incoming, arrival)
-        elif frame.kind is Kind.GRANT:
+        elif kind is Kind.DATA:
+            peer.read_data(frame)
+        elif kind is Kind.GRANT:
             peer.granted(frame)
-        elif frame.kind is Kind.TAKEN:
+        elif kind is Kind.TAKEN:
             peer.taken(frame)
-        elif frame.kind is Kind.QUERY:
+        elif kind is Kind.QUERY:
             status = self.activity.status(frame.channel)
-            payload = pack_json({"text": status.text, "entered": status.entered})
-            peer.queue(Frame(Kind.STATUS, message=frame.message, payload=payload))
-        elif frame.kind is Kind.STATUS:
+            answer = {"text": status.text[:_MAX_TEXT], "entered": status.entered}
+            peer.queue(Frame(Kind.STATUS, message=frame.message, payload=pack_json(answer)))
+        elif kind is Kind.STATUS:
             self._note_status(peer, frame)
-        elif frame.kind is Kind.FAIL:
+        elif kind is Kind.FAIL:
+            peer.queue(Frame(Kind.SEEN))
             self._note_failure(peer, frame)
-        elif frame.kind is Kind.BYE:
-            peer.left = True
-            self._fail_waits(peer, f"rank {peer.rank} has left the job")
+        elif kind is Kind.BYE:
+            peer.queue(Frame(Kind.SEEN))
+            self._note_leaving(peer)
+        elif kind is Kind.SEEN:
+            peer.has_seen = True
         else:
-            raise ProtocolError(f"a second {frame.kind.name} frame")
+            raise ProtocolError(f"a second {kind.name} frame")
 
-    def _greet(self, peer: Peer, frame: Frame) -> None:
+    def _greet(self, peer: Peer) -> None:
+        part = peer.socket.recv(_NOBLOCK, copy=False)
+        frame = unpack(part.bytes)
         content = unpack_json(frame) if frame.kind is Kind.HELLO else {}
-        token = str(content.get("token", ""))
-        right = content.get("rank") == peer.rank and hmac.compare_digest(token, self._token)
-        if not right:
-            raise ProtocolError("who connected is not that rank of this job")
-        peer.greeted = True
+        shown = str(content.get("proof", "")).encode(errors="replace")
+        expected = proof(self._token, peer.rank, self.rank).encode()
+        if content.get("rank") != peer.rank or not hmac.compare_digest(shown, expected):
+            raise ProtocolError("who is there is not that rank of this job")
+        peer.greet(int(part.get(zmq.SRCFD)))
 
     # Failure and leaving.
 
     def _note_failure(self, peer: Peer, frame: Frame) -> None:
         content = unpack_json(frame)
-        kind = getattr(errors, str(content.get("kind")), CommunicationError)
-        same = kind if kind in (errors.MismatchError, CommunicationError) else CommunicationError
-        peer.left = True  # it will not answer any more
-        self.peer_reported(peer.rank, same(str(content.get("reason", "no reason given"))))
+        reason, culprit = str(content.get("reason", "no reason given")), content.get("rank")
+        peer.left = True
+        error = CommunicationError(reason)
+        if content.get("kind") == MismatchError.__name__:
+            error = MismatchError(reason)
+        elif type(culprit) is int and 0 <= culprit < self.world_size:
+            error = PeerFailedError(reason, culprit)
+        self.peer_reported(peer.rank, error)
 
-    def _declare_lost(self) -> None:
+    def _note_leaving(self, peer: Peer) -> None:
+        """A peer posts no more messages; break the backend if any is needed from it."""
+        peer.left = True
+        if peer.unwanted() or any(wait.peer is peer for wait in self.table.receives()):
+            self._miss(peer)
+
+    def _miss(self, peer: Peer) -> None:
+        """Break the backend because something was needed of a rank that has left."""
+        self.fail(PeerFailedError(f"rank {peer.rank} has left the job", peer.rank), tell=True)
+
+    def _tick(self) -> float | None:
         """Fail because of peers whose connection broke a while ago without a last word."""
-        now = time.monotonic()
+        due = None
         for peer in self._peers.values():
-            if peer.lost_at is None or peer.left or now - peer.lost_at < _LAST_WORDS_SECONDS:
+            if peer.lost_at is None or self._failure is not None:
                 continue
-            why = "its connection broke: the process died or the network failed"
-            if not peer.greeted:
-                why = "its connection broke before it said who it was"
-            self.fail(PeerFailedError(f"rank {peer.rank} is lost: {why}", peer.rank))
-            peer.left = True
-
-    def _fail_waits(self, peer: Peer, why: str) -> None:
-        """A peer has left: break the backend if anything still waits for it."""
-        waiting = any(receive.key[0] == peer.rank for receive in self.table.receives())
-        if waiting or peer.waits():
-            self.fail(PeerFailedError(why, peer.rank))
+            wait = peer.lost_at + _LAST_WORDS_SECONDS - time.monotonic()
+            if wait > 0:
+                due = wait if due is None else min(due, wait)
+                continue
+            self._serve(peer)
+            if peer.left and peer.waits():
+                self._miss(peer)
+            elif not peer.left:
+                why = "the process died, was stopped for long, or the network failed"
+                if not peer.greeted:
+                    why = "before it said who it was"
+                text = f"rank {peer.rank} is lost: its connection broke: {why}"
+                self.fail(PeerFailedError(text, peer.rank), tell=True)
+        return due
 
     def _fail_pending(self, error: CommunicationError) -> None:
         with self.lock:
@@ -344,23 +377,34 @@ class ZmqBackend(Transport):
             self.table.clear()
             for pending in waits:
                 pending.finish(error)
-            self._progress.notify_all()
+            self.watch.changed()
 
     def _tell(self, error: CommunicationError) -> None:
-        content = {"kind": type(error).__name__, "reason": str(error)[:_MAX_REASON]}
+        content: dict[str, Any] = {"kind": type(error).__name__, "reason": str(error)[:_MAX_TEXT]}
+        if isinstance(error, PeerFailedError) and error.rank is not None:
+            content["rank"] = error.rank
         self._to_all(Frame(Kind.FAIL, payload=pack_json(content)))
 
     def _to_all(self, frame: Frame) -> None:
         with self.lock:
+            if self._released or not self._introduced:
+                return
             for peer in self._peers.values():
-                if not self._released and not peer.left and peer.lost_at is None:
+                if peer.lost_at is None:
                     with contextlib.suppress(zmq.ZMQError):
                         peer.queue(frame)
+                        self._serve(peer)
 
     def close(self) -> None:
+        for executor in self._executors:  # what they still run needs the connections
+            executor.close(self.default_timeout if self._failure is None else 1.0)
         with self.lock:
-            if self._failure is None:
-                self._progress.wait_for(
+            if self._failure is None and not self._leaving:
+                # Said first, so that nobody waits for a receive that will never be posted, while
+                # this rank waits until what it has sent is taken.
+                self._to_all(Frame(Kind.BYE))
+                self._leaving = True
+                self.watch.until(
                     lambda: self._failure or all(peer.idle for peer in self._peers.values()),
                     self.default_timeout,
                 )
@@ -370,22 +414,20 @@ class ZmqBackend(Transport):
         with self.lock:
             if self._released:
                 return
-            self._to_all(Frame(Kind.BYE))
-            self._progress.wait_for(
-                lambda: all(
-                    p.flushed or p.left or p.lost_at is not None for p in self._peers.values()
-                ),
-                5.0 if flush else 0.5,
+            if self._failure is not None and not isinstance(self._failure, ClosedError):
+                self._tell(self._failure)
+            elif not self._leaving:
+                self._to_all(Frame(Kind.BYE))
+            # Not left to ZeroMQ's LINGER, which for a peer that is gone waits until it is over.
+            self.watch.until(
+                lambda: all(peer.has_read_all for peer in self._peers.values()),
+                _CLOSING_SECONDS if flush else _FAILED_SECONDS,
             )
-            self._stopping = self._released = True
-        self._wake_out.send(b"x")
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._released = True
+        self.watch.stop()
         for peer in self._peers.values():
-            peer.close(5000 if flush else 500)
-        self._context.term()
-        self._wake_in.close()
-        self._wake_out.close()
+            peer.close()
+        self._context.destroy(linger=0)
 
     # What are the others doing?
 
@@ -400,7 +442,7 @@ class ZmqBackend(Transport):
                 else:
                     peer.queue(Frame(Kind.QUERY, channel, message=number))
                     self._serve(peer)
-            self._progress.wait_for(lambda: not query.open, seconds)
+            self.watch.until(lambda: not query.open, seconds)
             del self._queries[number]
             return query.answers
 
@@ -420,31 +462,5 @@ class _Query:
         self.answers: dict[int, Status] = {}
 
 
-def _meeting_point(place: Place, config: Config) -> tuple[str, int]:
-    """Where the ranks meet: what the launcher says, or the address in the URL."""
-    if place.rendezvous is not None:
-        return split_address(place.rendezvous)
-    if config.port:
-        return config.host, config.port
-    raise ConfigError(
-        f"{place.launcher} does not say where the ranks can meet: name an address that rank 0's "
-        "host has, as in --transport zmq://HOST:PORT"
-    )
-
-
-def _own_address(address: tuple[str, int], *, listening: bool) -> str:
-    """The address of this host at which the ranks reach it: loopback if they meet there."""
-    host, port = address
-    if listening:
-        return socket.gethostbyname(host) if ":" not in host else host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))  # no packet is sent: the kernel picks a route
-        except OSError as error:
-            raise RendezvousError(f"no route to rank 0 at {host}:{port}: {error}") from error
-        return str(probe.getsockname()[0])
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+_SENT = Pending()
+_SENT.finish()

@@ -5,16 +5,17 @@ and the payload of small frames. The bytes of large arrays follow as a second pa
 frame, straight from the sender's array and into the receiver's. Numbers are little-endian.
 
 ======  ========================================================================================
-HELLO   first frame on a connection: JSON with the sender's rank and the job's token
+HELLO   first frame on a connection: JSON with the sender's rank and its proof of the job's token
 EAGER   a whole small message
 OFFER   a large message is ready to be sent: its size and signature
 GRANT   the receiver has room for it up to byte ``offset``
 DATA    bytes ``offset`` to ``offset + size`` of it, in a second part
 TAKEN   the receiver has all of it: the sender's array is free
-FAIL    the sender's job has failed: JSON with the reason
-BYE     the sender is leaving, all is well
+FAIL    the sender's job has failed: JSON with the reason, and the rank that is to blame if known
+BYE     no new messages from the sender, all is well; it still sends what it has offered
 QUERY   what are you doing?
 STATUS  the answer: JSON
+SEEN    the answer to FAIL and BYE: all that the other has sent was read
 ======  ========================================================================================
 """
 
@@ -51,8 +52,10 @@ class Kind(enum.IntEnum):
     BYE = 8
     QUERY = 9
     STATUS = 10
+    SEEN = 11
 
 
+_KINDS = {int(kind): kind for kind in Kind}
 _WITH_PAYLOAD = frozenset({Kind.HELLO, Kind.EAGER, Kind.FAIL, Kind.STATUS})
 
 
@@ -96,10 +99,9 @@ def unpack(data: bytes) -> Frame:
     magic, version, code, signed, channel, tag, message, size, offset = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
         raise ProtocolError("a frame does not begin like one of this version of the protocol")
-    try:
-        kind = Kind(code)
-    except ValueError:
-        raise ProtocolError(f"a frame has the unknown kind {code}") from None
+    kind = _KINDS.get(code)
+    if kind is None:
+        raise ProtocolError(f"a frame has the unknown kind {code}")
     inline = size if kind in _WITH_PAYLOAD else 0
     if signed > MAX_SIGNATURE or inline > MAX_INLINE:
         raise ProtocolError(f"a {kind.name} frame announces {signed} + {inline} bytes: too many")
@@ -114,7 +116,7 @@ def unpack(data: bytes) -> Frame:
 
 
 def pack_json(content: dict[str, Any]) -> bytes:
-    """Encode the payload of a HELLO, FAIL or STATUS frame, cut down to what a frame holds."""
+    """Encode the payload of a HELLO, FAIL or STATUS frame."""
     return json.dumps(content).encode()
 
 
@@ -126,7 +128,7 @@ def unpack_json(frame: Frame) -> dict[str, Any]:
     """
     try:
         content = json.loads(bytes(frame.payload))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the payload of a {frame.kind.name} frame is not JSON") from error
     if not isinstance(content, dict):
         raise ProtocolError(f"the payload of a {frame.kind.name} frame is no object")

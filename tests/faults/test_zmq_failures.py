@@ -1,0 +1,216 @@
+"""Ranks that are killed, stopped, interrupted or that raise: what the others get to know of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.zmq_ranks import Line, Outcome, RankProcess, processes
+
+import fsdpcore as fc
+
+VICTIM = 1
+
+
+def collectives(backend: fc.Backend, line: Line) -> None:
+    """All reduce until something happens."""
+    array = np.ones(1000, np.float32)
+    fc.all_reduce(array, backend)
+    line.tell("ready")
+    while True:
+        fc.all_reduce(array, backend, out=array, op="max")
+
+
+def large_collectives(backend: fc.Backend, line: Line) -> None:
+    """The same with arrays that travel in segments."""
+    array = np.ones(3_000_000, np.float32)
+    fc.all_reduce(array, backend)
+    line.tell("ready")
+    while True:
+        fc.all_reduce(array, backend, out=array, op="max")
+
+
+def lonely_receive(backend: fc.Backend, line: Line) -> None:
+    """Wait for a message from the victim that it never sends."""
+    backend.barrier()
+    line.tell("ready")
+    if backend.rank == VICTIM:
+        line.ask()
+    backend.recv(np.empty(3), VICTIM)
+
+
+def lonely_send(backend: fc.Backend, line: Line) -> None:
+    """Wait for the victim to receive a large message."""
+    backend.barrier()
+    line.tell("ready")
+    if backend.rank == VICTIM:
+        line.ask()
+    backend.send(np.ones(1_000_000), VICTIM)
+
+
+def idle(backend: fc.Backend, line: Line) -> None:
+    """Do nothing until the test says so, then a barrier."""
+    backend.barrier()
+    line.tell("ready")
+    line.ask()
+    backend.barrier()
+
+
+def ready(ranks: list[RankProcess]) -> None:
+    for rank in ranks:
+        assert rank.hear() == "ready"
+
+
+def survivors(ranks: list[RankProcess]) -> list[Outcome]:
+    return [rank.outcome() for number, rank in enumerate(ranks) if number != VICTIM]
+
+
+@pytest.mark.parametrize("body", [collectives, large_collectives, lonely_receive, lonely_send])
+def test_a_killed_rank_is_named_by_all_others(body: object) -> None:
+    with processes(body, 3) as ranks:  # type: ignore[arg-type]
+        ready(ranks)
+        ranks[VICTIM].send_signal(signal.SIGKILL)
+        for outcome in survivors(ranks):
+            assert (outcome.error, outcome.culprit) == ("PeerFailedError", VICTIM), outcome
+            assert f"rank {VICTIM} is lost" in outcome.text
+
+
+def test_a_rank_killed_while_all_are_idle_is_named_at_the_next_call() -> None:
+    with processes(idle, 3) as ranks:
+        ready(ranks)
+        ranks[VICTIM].send_signal(signal.SIGKILL)
+        for number, rank in enumerate(ranks):
+            if number != VICTIM:
+                rank.say("go on")
+        for outcome in survivors(ranks):
+            assert (outcome.error, outcome.culprit) == ("PeerFailedError", VICTIM), outcome
+
+
+def raising(backend: fc.Backend, line: Line) -> None:
+    fc.all_reduce(np.ones(3), backend)
+    if backend.rank == VICTIM:
+        raise ValueError("the loss is not a number: ñ")
+    fc.all_reduce(np.ones(3), backend)
+
+
+def test_the_reason_of_a_rank_that_raises_reaches_all() -> None:
+    with processes(raising, 3) as ranks:
+        assert ranks[VICTIM].outcome().error == "ValueError"
+        for outcome in survivors(ranks):
+            assert (outcome.error, outcome.culprit) == ("PeerFailedError", VICTIM), outcome
+            assert f"rank {VICTIM} failed: ValueError: the loss is not a number: ñ" in outcome.text
+
+
+def hanging(backend: fc.Backend, line: Line) -> None:
+    backend.barrier()
+    line.tell("ready")
+    line.ask()
+    fc.all_reduce(np.ones(3), backend, timeout=1.5)
+
+
+def test_a_rank_that_hangs_is_named_at_the_deadline() -> None:
+    with processes(hanging, 3) as ranks:
+        ready(ranks)
+        ranks[VICTIM].send_signal(signal.SIGSTOP)
+        for number, rank in enumerate(ranks):
+            if number != VICTIM:
+                rank.say("go on")
+        outcomes = survivors(ranks)
+        # Who is second may hear of the other's timeout first, if the machine is busy.
+        assert {outcome.error for outcome in outcomes} <= {"CommTimeoutError", "PeerFailedError"}
+        assert "CommTimeoutError" in {outcome.error for outcome in outcomes}
+        for outcome in outcomes:
+            assert f"rank {VICTIM} is missing: no answer" in outcome.text, outcome
+            assert "all_reduce #2 on ranks [0, 1, 2]" in outcome.text
+
+
+def hanging_receive(backend: fc.Backend, line: Line) -> None:
+    backend.barrier()
+    line.tell("ready")
+    line.ask()
+    if backend.rank == 0:
+        backend.recv(np.empty(3), VICTIM, tag=5, timeout=1.0)
+
+
+def test_a_receive_from_a_rank_that_hangs_names_it() -> None:
+    with processes(hanging_receive, 2) as ranks:
+        ready(ranks)
+        ranks[VICTIM].send_signal(signal.SIGSTOP)
+        ranks[0].say("go on")
+        (outcome,) = survivors(ranks)
+        assert outcome.error == "CommTimeoutError", outcome
+        assert f"from rank {VICTIM} (tag 5) on rank 0 of 2 timed out after 1 s" in outcome.text
+        assert f"rank {VICTIM}: no answer" in outcome.text
+
+
+@pytest.mark.parametrize("body", [collectives, large_collectives])
+def test_a_rank_interrupted_in_a_collective_tells_the_others(body: object) -> None:
+    with processes(body, 3) as ranks:  # type: ignore[arg-type]
+        ready(ranks)
+        ranks[VICTIM].send_signal(signal.SIGINT)
+        check_interrupted(ranks)
+
+
+def test_a_rank_interrupted_outside_of_the_library_tells_the_others() -> None:
+    with processes(idle, 3) as ranks:
+        ready(ranks)
+        ranks[0].say("go on")  # and waits in the library when the news come
+        ranks[VICTIM].send_signal(signal.SIGINT)
+        ranks[2].say("go on")
+        check_interrupted(ranks)
+
+
+def check_interrupted(ranks: list[RankProcess]) -> None:
+    assert ranks[VICTIM].outcome().error == "KeyboardInterrupt"
+    for outcome in survivors(ranks):
+        assert (outcome.error, outcome.culprit) == ("PeerFailedError", VICTIM), outcome
+        assert "KeyboardInterrupt" in outcome.text
+
+
+def computing(backend: fc.Backend, line: Line) -> None:
+    backend.barrier()
+    line.tell("ready")
+    if backend.rank == VICTIM:
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:  # holds the interpreter lock
+            sum(range(1000))
+    backend.barrier()
+
+
+def test_a_rank_that_computes_is_not_taken_for_dead() -> None:
+    with processes(computing, 2) as ranks:
+        ready(ranks)
+        assert [rank.outcome().error for rank in ranks] == ["", ""]
+
+
+def not_closing(backend: fc.Backend, line: Line) -> None:
+    backend.barrier()
+    line.tell("ready")
+    if backend.rank == VICTIM:
+        line.tell(Outcome("gone"))
+        os._exit(0)
+    backend.barrier()
+
+
+def test_a_rank_that_exits_without_closing_is_lost() -> None:
+    with processes(not_closing, 3) as ranks:
+        ready(ranks)
+        for outcome in survivors(ranks):
+            assert (outcome.error, outcome.culprit) == ("PeerFailedError", VICTIM), outcome
+
+
+def many(backend: fc.Backend, line: Line) -> int:
+    backend.barrier()
+    total = fc.all_reduce(np.array([backend.rank]), backend)
+    threads = sum(thread.name.startswith("fsdpcore") for thread in threading.enumerate())
+    assert threads == 1
+    return int(total[0])
+
+
+def test_sixteen_ranks() -> None:
+    with processes(many, 16) as ranks:
+        assert [rank.outcome() for rank in ranks] == [Outcome(120)] * 16

@@ -1,0 +1,225 @@
+"""Strangers at the ports of a job, two jobs at once, and the addresses that can be named."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import zmq
+from fsdpcore.transports.zmq_tcp import ZmqBackend
+from support.zmq_ranks import PATIENCE, config, listener, place, run_threads
+from support.zmq_rogue import EAGER, TOKEN, Rogue, frame, proof, stranger_job
+
+import fsdpcore as fc
+from fsdpcore.environment import Place
+from fsdpcore.errors import RendezvousError
+
+# What strangers send to a port where ranks listen for each other.
+GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00PLAIN" + bytes(47)
+BYTES = {
+    "nothing": b"",
+    "a web request": b"GET / HTTP/1.0\r\n\r\n",
+    "zeros": bytes(1000),
+    "half a greeting": GREETING[:20],
+    "a greeting": GREETING,
+    "a greeting and a huge command": GREETING + b"\x06" + b"\xff" * 8,
+    "a greeting and a huge message": GREETING + b"\x02" + b"\x7f" * 8 + bytes(100),
+}
+
+
+@contextlib.contextmanager
+def raw(endpoint: str, data: bytes) -> Iterator[socket.socket]:
+    """A plain TCP connection to an endpoint that has sent some bytes."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(data)
+        yield connection
+
+
+def finish(rogue: Rogue, joined: Callable[[], ZmqBackend]) -> None:
+    """Let the true rank 1 come after all, and check that the job works."""
+    rogue.connect()
+    rogue.greet()
+    backend = joined()
+    assert isinstance(backend, ZmqBackend), backend
+    check(backend, rogue)
+
+
+def check(backend: ZmqBackend, rogue: Rogue) -> None:
+    rogue.send(frame(EAGER, payload=b"abc"))
+    out = np.empty(3, np.uint8)
+    assert backend.post_recv(out, 1, fc.backend.Envelope(0, 0)).join(PATIENCE)
+    assert out.tobytes() == b"abc"
+    backend.check_usable()
+
+
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_stranger_before_the_rank(name: str, leaves: bool) -> None:
+    with (
+        stranger_job() as (port, joined),
+        Rogue(port) as rogue,
+        raw(rogue.endpoint, BYTES[name]) as connection,
+    ):
+        if leaves:
+            connection.close()
+        finish(rogue, joined)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_stranger_after_the_rank(name: str) -> None:
+    with stranger_job() as (port, joined), Rogue(port) as rogue:
+        rogue.connect()
+        rogue.greet()
+        backend = joined()
+        with raw(rogue.endpoint, BYTES[name]):
+            check(backend, rogue)
+        check(backend, rogue)
+
+
+PEERS = {
+    "without a password": (None, ""),
+    "with the password of another job": ("1", proof(1, 0, "another")),
+    "with the password of another rank": ("1", proof(2, 0)),
+    "with the token itself": ("1", TOKEN),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_stranger_that_speaks_zeromq_is_not_heard(name: str) -> None:
+    with stranger_job() as (port, joined), Rogue(port) as rogue:
+        stranger = rogue.dial(*PEERS[name])
+        gone = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(rogue.endpoint)
+        stranger.send(frame(EAGER, payload=b"bad"))
+        assert gone.poll(int(PATIENCE * 1000)), "nobody showed the stranger out"
+        gone.close(0)
+        finish(rogue, joined)
+
+
+def test_the_true_password_works_once() -> None:
+    with stranger_job() as (port, joined), Rogue(port) as rogue:
+        rogue.connect()
+        rogue.greet()
+        backend = joined()
+        second = rogue.dial()
+        gone = second.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        second.setsockopt(zmq.LINGER, 0)
+        second.connect(rogue.endpoint)
+        second.send(frame(EAGER, payload=b"bad"))
+        assert gone.poll(int(PATIENCE * 1000))
+        gone.close(0)
+        check(backend, rogue)
+
+
+def test_ranks_of_two_jobs_do_not_mix() -> None:
+    with listener() as meeting:
+        port, errors = meeting.getsockname()[1], list[BaseException]()
+
+        def join(rank: int, token: str) -> None:
+            here = place(rank, 2, port, token, None if rank else meeting)
+            try:
+                ZmqBackend.join(here, config(rendezvous_timeout=1.0)).close()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=join, args=who) for who in [(0, "mine"), (1, "yours")]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+    texts = sorted(str(error) for error in errors)
+    assert [type(error) for error in errors] == [RendezvousError, RendezvousError]
+    assert "without an answer to rank 1" in texts[0]
+    assert "FSDPCORE_TOKEN" in texts[0]
+    assert "rank 1 of 2 did not come" in texts[1]
+
+
+def total(backend: fc.Backend) -> float:
+    return float(fc.all_reduce(np.full(50_000, backend.rank + 1.0), backend)[-1])
+
+
+def test_two_jobs_at_the_same_time() -> None:
+    found: list[list[object]] = []
+
+    def job() -> None:
+        found.append([outcome.result for outcome in run_threads(total, 3)])
+
+    threads = [threading.Thread(target=job) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert found == [[6.0] * 3] * 2
+
+
+def free_port(family: int, host: str) -> int:
+    with socket.socket(family) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as sock:
+        sock.bind(("::1", 0))
+        return True
+    return False
+
+
+HOSTS = [
+    "127.0.0.1",
+    "localhost",
+    "127.0.0.2",
+    pytest.param("[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")),
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_addresses_in_the_url(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    port = free_port(family, host.strip("[]"))
+    settings = fc.config.resolve({"transport": f"zmq://{host}:{port}", "timeout": PATIENCE}, {})
+    sums: list[float] = []
+
+    def join(rank: int) -> None:
+        here = Place(rank, 2, rank, 2, "a test", None, None, "token")
+        with ZmqBackend.join(here, settings) as backend:
+            sums.append(total(backend))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sums == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_unknown_host(rank: int) -> None:
+    url = {"transport": "zmq://no-such-host.invalid:5555", "rendezvous_timeout": 0.5}
+    here = Place(rank, 2, rank, 2, "a test", None, None, "token")
+    with pytest.raises(RendezvousError, match=r"'no-such-host\.invalid'.* cannot be found") as e:
+        ZmqBackend.join(here, fc.config.resolve(url, {}))
+    assert "\n" not in str(e.value)
+
+
+def test_a_port_that_is_taken() -> None:
+    with listener() as taken:
+        port = taken.getsockname()[1]
+        url = {"transport": f"zmq://127.0.0.1:{port}", "rendezvous_timeout": 0.5}
+        here = Place(0, 2, 0, 2, "a test", None, None, "token")
+        with pytest.raises(RendezvousError, match=f"rank 0 cannot listen at 127.0.0.1:{port}: .*"):
+            ZmqBackend.join(here, fc.config.resolve(url, {}))
+
+
+def test_an_interface_that_this_host_does_not_have() -> None:
+    settings = config(interface="192.0.2.1", rendezvous_timeout=0.5)
+    with listener() as meeting:
+        here = place(0, 2, meeting.getsockname()[1], "token", meeting)
+        with pytest.raises(RendezvousError, match=r"rank 0 cannot listen at 192\.0\.2\.1"):
+            ZmqBackend.join(here, settings)

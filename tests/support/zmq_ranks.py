@@ -1,0 +1,224 @@
+"""Ranks of the ``zmq`` transport that a test can kill, stop and interrupt, or make one by one.
+
+Two kinds: processes, for what happens to processes, and threads of the test's process, each with a
+backend of its own, for the rest. Neither goes through ``fsdpcore.launch``, which would end the
+other ranks by itself when one dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fsdpcore.transports.zmq_tcp import ZmqBackend
+
+from fsdpcore import Backend
+from fsdpcore.config import Config, resolve
+from fsdpcore.environment import Place
+
+# Nothing here takes that long unless it hangs: it must only be longer than any deadline within.
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a rank: the result of its body, or the error that it raised.
+
+    Attributes:
+        result: of the body.
+        error: name of the exception's type; empty for none.
+        text: of the exception.
+        culprit: its ``rank``, if it has one.
+    """
+
+    result: Any = None
+    error: str = ""
+    text: str = ""
+    culprit: int | None = None
+
+    @staticmethod
+    def of(error: BaseException) -> Outcome:
+        """The outcome of a rank that raised."""
+        return Outcome(None, type(error).__name__, str(error), getattr(error, "rank", None))
+
+
+Tell = Callable[[Any], None]
+
+
+def config(**options: Any) -> Config:
+    """Settings for one rank; by default with deadlines longer than any test's patience."""
+    given = {"timeout": 2 * PATIENCE, "rendezvous_timeout": 2 * PATIENCE, **options}
+    return resolve({"transport": "zmq", **given}, {})
+
+
+def listener() -> socket.socket:
+    """A socket for the ranks to meet at."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(64)
+    return sock
+
+
+def place(
+    rank: int, world_size: int, port: int, token: str, listening: socket.socket | None = None
+) -> Place:
+    """Who a rank is, for ``ZmqBackend.join``."""
+    descriptor = listening.fileno() if listening is not None else None
+    address = f"127.0.0.1:{port}"
+    return Place(rank, world_size, rank, world_size, "a test", address, descriptor, token)
+
+
+# Ranks that are threads of this process.
+
+
+def run_threads(
+    body: Callable[[ZmqBackend], Any], world_size: int, **options: Any
+) -> list[Outcome]:
+    """Call ``body(backend)`` on every rank, each a thread of this process; close the backends."""
+    outcomes: list[Outcome] = [Outcome(error="hangs")] * world_size
+    token, settings = secrets.token_hex(8), config(**options)
+
+    def run(rank: int) -> None:
+        try:
+            here = place(rank, world_size, port, token, meeting if rank == 0 else None)
+            with ZmqBackend.join(here, settings) as backend:
+                outcomes[rank] = Outcome(body(backend))  # type: ignore[arg-type]
+        except BaseException as error:
+            outcomes[rank] = Outcome.of(error)
+
+    with listener() as meeting:
+        port = meeting.getsockname()[1]
+        threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+    return outcomes
+
+
+# Ranks that are processes.
+
+
+class RankProcess:
+    """A rank that is a process, and the test's connection to its body."""
+
+    def __init__(self, process: Any, pipe: Connection) -> None:
+        self._process = process
+        self._pipe = pipe
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return int(self._process.pid)
+
+    def hear(self) -> Any:
+        """Return the next thing that the body told."""
+        assert self._pipe.poll(PATIENCE), "the rank hangs"
+        return self._pipe.recv()
+
+    def outcome(self) -> Outcome:
+        """Wait for the end of the body and of the process."""
+        found = self.hear()
+        assert isinstance(found, Outcome), found
+        self._process.join(PATIENCE)
+        assert self._process.exitcode == 0
+        return found
+
+    def say(self, message: Any) -> None:
+        """Send something for the body to receive."""
+        self._pipe.send(message)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Make sure that the process is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()  # works on stopped ones, too
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
+
+
+class Line:
+    """A body's connection to the test."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def tell(self, message: Any) -> None:
+        """Send something to the test."""
+        self._pipe.send(message)
+
+    def ask(self) -> Any:
+        """Receive what the test says."""
+        assert self._pipe.poll(PATIENCE), "the test says nothing"
+        return self._pipe.recv()
+
+
+Body = Callable[[Backend, Line], Any]
+
+
+@contextlib.contextmanager
+def processes(body: Body, world_size: int, **options: Any) -> Iterator[list[RankProcess]]:
+    """Run ``body(backend, line)``, from the top of a module, on ranks that are processes.
+
+    At the end none of them is left.
+    """
+    context = multiprocessing.get_context("spawn")
+    token, ranks = secrets.token_hex(8), list[RankProcess]()
+    try:
+        with listener() as meeting:
+            port = meeting.getsockname()[1]
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                here = place(rank, world_size, port, token)
+                passed = meeting if rank == 0 else None
+                process = context.Process(
+                    target=_main, args=(body, here, passed, theirs, options), daemon=True
+                )
+                process.start()
+                theirs.close()
+                ranks.append(RankProcess(process, ours))
+        yield ranks
+    finally:
+        for rank_process in ranks:
+            rank_process.end()
+
+
+def _main(
+    body: Body,
+    here: Place,
+    passed: socket.socket | None,
+    pipe: Connection,
+    options: dict[str, Any],
+) -> None:
+    warnings.simplefilter("error")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if passed is not None:
+        here = Place(**{**vars(here), "listener_fd": passed.fileno()})
+    try:
+        with (
+            passed or contextlib.nullcontext(),
+            ZmqBackend.join(here, config(**options)) as backend,
+        ):
+            result = body(backend, Line(pipe))
+        outcome = Outcome(result)
+    except BaseException as error:
+        outcome = Outcome.of(error)
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send(outcome)
+    pipe.close()
+    sys.exit(0)

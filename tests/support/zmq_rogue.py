@@ -1,0 +1,157 @@
+"""A rank 1 that speaks the protocols of rendezvous and ``zmq`` by hand, so as to break them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+from fsdpcore.transports.zmq_tcp import ZmqBackend
+from support.zmq_ranks import PATIENCE, config, listener, place
+
+TOKEN = "the token of the job"
+HELLO, EAGER, OFFER, GRANT, DATA, TAKEN, FAIL, BYE, QUERY, STATUS, SEEN = range(1, 12)
+
+
+def frame(
+    kind: int,
+    *,
+    channel: int = 0,
+    tag: int = 0,
+    message: int = 0,
+    size: int = 0,
+    offset: int = 0,
+    signature: bytes = b"",
+    payload: bytes = b"",
+) -> bytes:
+    """Encode a frame."""
+    size = size or len(payload)
+    header = struct.pack(
+        "<4sBBHQQQQQ", b"FDP1", 1, kind, len(signature), channel, tag, message, size, offset
+    )
+    return header + signature + payload
+
+
+def proof(src: int, dst: int, token: str = TOKEN) -> str:
+    """What ``src`` shows to ``dst``."""
+    text = f"fsdpcore zmq: rank {src} to rank {dst}".encode()
+    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+
+
+def letter(content: Any) -> bytes:
+    """Encode a message of the rendezvous."""
+    body = json.dumps(content).encode()
+    return struct.pack("<I", len(body)) + body
+
+
+def card_of(rank: int, world_size: int = 2, token: str = TOKEN, **other: Any) -> dict[str, Any]:
+    """What a rank sends to the rendezvous."""
+    message = {"fsdpcore": 1, "token": token, "rank": rank, "world_size": world_size}
+    return {**message, "card": {"endpoints": {}}, **other}
+
+
+def read_letter(connection: socket.socket) -> Any:
+    """Read a message of the rendezvous."""
+    connection.settimeout(PATIENCE)
+    with connection.makefile("rb") as stream:
+        (length,) = struct.unpack("<I", stream.read(4))
+        return json.loads(stream.read(length))
+
+
+class Rogue:
+    """Rank 1 of 2, by hand.
+
+    Attributes:
+        endpoint: where rank 0 listens for rank 1.
+    """
+
+    def __init__(self, port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(letter(card_of(1)))
+            self.endpoint = read_letter(connection)["table"][0]["endpoints"]["1"]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.dial()
+
+    def dial(self, user: str | None = "1", password: str = proof(1, 0)) -> zmq.Socket[bytes]:
+        """Make a socket that connects to rank 0; without PLAIN if there is no user."""
+        sock: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        sock.setsockopt(zmq.LINGER, 1000)
+        sock.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
+        if user is not None:
+            sock.setsockopt_string(zmq.PLAIN_USERNAME, user)
+            sock.setsockopt_string(zmq.PLAIN_PASSWORD, password)
+        return sock
+
+    def connect(self) -> None:
+        """Connect to rank 0."""
+        self.socket.connect(self.endpoint)
+
+    def greet(self, **wrong: Any) -> None:
+        """Say HELLO, with other contents where the test wants them."""
+        content = {"rank": 1, "proof": proof(1, 0), **wrong}
+        self.send(frame(HELLO, payload=json.dumps(content).encode()))
+
+    def send(self, *parts: bytes) -> None:
+        """Send the parts of one message."""
+        self.socket.send_multipart(parts)
+
+    def read(self, kind: int) -> list[bytes]:
+        """Return the parts of the next message of a kind, passing over others."""
+        while True:
+            parts = self.socket.recv_multipart()
+            if parts[0][5] == kind:
+                return parts
+
+    def __enter__(self) -> Rogue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy()
+
+
+@contextlib.contextmanager
+def stranger_job(**options: Any) -> Iterator[tuple[int, Any]]:
+    """Let a rank 0 of 2 wait for its rank 1; yields the port, and a function for its backend."""
+    found: list[Any] = []
+
+    def join() -> None:
+        here = place(0, 2, port, TOKEN, meeting)
+        try:
+            found.append(ZmqBackend.join(here, config(**options)))
+        except BaseException as error:
+            found.append(error)
+
+    def joined() -> Any:
+        thread.join(PATIENCE)
+        assert found, "the rank hangs in join()"
+        return found[0]
+
+    with listener() as meeting:
+        port = meeting.getsockname()[1]
+        thread = threading.Thread(target=join, daemon=True)
+        thread.start()
+        try:
+            yield port, joined
+        finally:
+            joined()
+            if isinstance(found[0], ZmqBackend):
+                found[0].close()
+
+
+@contextlib.contextmanager
+def rogue_job(**options: Any) -> Iterator[tuple[ZmqBackend, Rogue]]:
+    """A rank 0 whose rank 1 has greeted it and is in the test's hand."""
+    with stranger_job(**options) as (port, joined), Rogue(port) as rogue:
+        rogue.connect()
+        rogue.greet()
+        rogue.read(HELLO)
+        backend = joined()
+        assert isinstance(backend, ZmqBackend), backend
+        yield backend, rogue
