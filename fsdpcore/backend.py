@@ -29,7 +29,13 @@ from fsdpcore.buffers import (
     input_array,
     pack_signature,
 )
-from fsdpcore.errors import ArgumentError, CommTimeoutError, UnsupportedError
+from fsdpcore.errors import (
+    ArgumentError,
+    ClosedError,
+    CommTimeoutError,
+    CommunicationError,
+    UnsupportedError,
+)
 from fsdpcore.work import Deadline, OrderedExecutor, Pending, Work
 
 if TYPE_CHECKING:
@@ -145,7 +151,8 @@ class Backend(ABC):
             MismatchError: the receiver expects another shape or dtype.
             PeerFailedError: another rank failed or left.
         """
-        self._finish(self.isend(array, dst, tag=tag), timeout)
+        limit = self._limit(timeout)
+        self._isend(array, dst, tag).finish(limit)
 
     def recv(self, out: Array, src: int, *, tag: int = 0, timeout: float | None = None) -> Array:
         """Receive into ``out`` what rank ``src`` sends with ``tag``, and return ``out``.
@@ -156,29 +163,36 @@ class Backend(ABC):
         Raises:
             The same errors as ``send``.
         """
-        self._finish(self.irecv(out, src, tag=tag), timeout)
+        limit = self._limit(timeout)
+        self._irecv(out, src, tag).finish(limit)
         return out
 
     def isend(self, array: ArrayLike, dst: int, *, tag: int = 0) -> Work:
         """Start to send ``array``, which must not change before the returned work is done."""
+        return self._isend(array, dst, tag)
+
+    def irecv(self, out: Array, src: int, *, tag: int = 0) -> Work:
+        """Start to receive into ``out``, to be read once the returned work has been waited for."""
+        return self._irecv(out, src, tag)
+
+    def _isend(self, array: ArrayLike, dst: int, tag: int) -> MessageWork:
         source = input_array(array)
         self._check_peer(dst, "send to")
         envelope = Envelope(
             self.channel, _check_tag(tag), pack_signature(source.dtype, source.shape)
         )
         text = f"send of {source.dtype} {source.shape} to rank {dst} (tag {tag})"
-        pending = self.post_send(byte_view(source), dst, envelope)
+        pending = self._post(self.post_send, byte_view(source), dst, envelope)
         return MessageWork(self, pending, text, dst, None)
 
-    def irecv(self, out: Array, src: int, *, tag: int = 0) -> Work:
-        """Start to receive into ``out``, to be read once the returned work has been waited for."""
+    def _irecv(self, out: Array, src: int, tag: int) -> MessageWork:
         check_out(out, np.shape(out), getattr(out, "dtype", np.dtype(object)))
         dtype_code(out.dtype)
         self._check_peer(src, "receive from")
         staging = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         envelope = Envelope(self.channel, _check_tag(tag), pack_signature(out.dtype, out.shape))
         text = f"recv of {out.dtype} {out.shape} from rank {src} (tag {tag})"
-        pending = self.post_recv(byte_view(staging), src, envelope)
+        pending = self._post(self.post_recv, byte_view(staging), src, envelope)
 
         def deliver() -> Array:
             if staging is not out:
@@ -187,9 +201,25 @@ class Backend(ABC):
 
         return MessageWork(self, pending, text, src, deliver)
 
-    def _finish(self, work: Work, timeout: float | None) -> None:
-        assert isinstance(work, MessageWork)
-        work.finish(self.timeout if timeout is None else timeout)
+    def _post(
+        self,
+        post: Callable[[Bytes, int, Envelope], Pending],
+        data: Bytes,
+        peer: int,
+        envelope: Envelope,
+    ) -> Pending:
+        self._check_open()
+        try:
+            return post(data, peer, envelope)
+        except CommunicationError as error:
+            self.root.fail(error, tell=True)
+            raise
+
+    def _check_open(self) -> None:
+        self.root.check_usable()
+
+    def _limit(self, timeout: float | None) -> float:
+        return Deadline(self.timeout if timeout is None else timeout).seconds
 
     def _check_peer(self, peer: int, verb: str) -> None:
         check_rank(peer, self.world_size, f"rank {self.rank} cannot {verb}")
@@ -241,7 +271,7 @@ class Backend(ABC):
         Returns:
             What ``task`` returns or, with ``async_op``, a ``Work`` for it.
         """
-        self.root.check_usable()
+        self._check_open()
         with self._issue_lock:
             self._sequence = sequence = self._sequence + 1
             if not async_op and (self._executor is None or self._executor.idle):
@@ -288,7 +318,8 @@ class Backend(ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
+        # sys.exit() without a code is a way to end well.
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
 
@@ -303,6 +334,7 @@ class SubBackend(Backend):
     def __init__(self, parent: Backend, members: Sequence[int], channel: int) -> None:
         super().__init__([parent.ranks[m] for m in members], members.index(parent.rank), channel)
         self._root = parent.root
+        self._closed = False
 
     @property
     def root(self) -> Transport:
@@ -316,8 +348,17 @@ class SubBackend(Backend):
 
     def close(self) -> None:
         """Let the group's asynchronous operations end. The job's backend stays open."""
+        self._closed = True
         if self._executor is not None:
             self._executor.close(self.timeout)
+
+    def _check_open(self) -> None:
+        self._root.check_usable()
+        if self._closed:
+            raise ClosedError(
+                f"rank {self.rank} has closed this group (ranks {list(self.ranks)}); "
+                "make a new one with sub()"
+            )
 
     def abort(self, reason: str) -> None:
         self._root.abort(reason)
@@ -339,6 +380,7 @@ class MessageWork(Work):
         self._text = text
         self._peer = peer
         self._deliver = deliver
+        self._value: Array | None = None
 
     def done(self) -> bool:
         return self._pending.finished
@@ -347,7 +389,10 @@ class MessageWork(Work):
         limit = self._backend.timeout if timeout is None else timeout
         if not self._pending.join(Deadline(limit).remaining()):
             raise self._timed_out(limit)
-        return self._deliver() if self._deliver else None
+        if self._deliver is not None:  # once: the caller may have changed the array since
+            self._value = self._deliver()
+            self._deliver = None
+        return self._value
 
     def finish(self, timeout: float) -> None:
         """Wait; when the time is over, withdraw the message before raising."""
@@ -355,7 +400,12 @@ class MessageWork(Work):
             self.wait(timeout)
         except BaseException as error:
             withdrawn = self._pending.cancel()
-            if isinstance(error, CommTimeoutError) and not withdrawn:
+            if not isinstance(error, CommTimeoutError):
+                raise
+            if self._pending.finished:  # just now: it must not get lost
+                self.wait()
+                return
+            if not withdrawn:
                 self._backend.root.fail(error)
             raise
 

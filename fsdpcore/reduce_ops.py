@@ -88,11 +88,15 @@ class Reduction:
 
     def load(self, source: Array) -> Array:
         """Return a new array with ``source`` in the accumulator dtype."""
-        return source.astype(self.accumulator)
+        with np.errstate(all="ignore"):
+            return source.astype(self.accumulator)
 
     def combine(self, left: Array, right: Array, out: Array) -> None:
         """Write ``left op right`` into ``out`` (which may be either), in the accumulator dtype."""
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
+            if self.op is ReduceOp.PROD and self.accumulator.kind == "c":
+                _multiply_complex(left, right, out)
+                return
             _UFUNCS[self.op](left, right, out=out)
 
     def store(self, accumulated: Array, out: Array, count: int) -> None:
@@ -100,9 +104,12 @@ class Reduction:
 
         ``accumulated`` may be overwritten.
         """
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        with np.errstate(all="ignore"):
             if self.op is ReduceOp.MEAN and count > 1:
-                np.divide(accumulated, self.accumulator.type(count), out=accumulated)
+                # Of complex numbers, both parts by themselves: a complex division would round
+                # differently, and turn one infinite part into two NaNs.
+                parts = accumulated.view(accumulated.real.dtype)
+                np.divide(parts, parts.dtype.type(count), out=parts)
             if accumulated is not out:
                 np.copyto(out, accumulated, casting="unsafe")
 
@@ -120,8 +127,9 @@ class Reduction:
             block = scratch[:, : target.size]
             values = [part[start : start + BLOCK] for part in parts]
             if rounds:
-                for row, value in zip(block, values, strict=True):
-                    np.copyto(row, value)
+                with np.errstate(all="ignore"):
+                    for row, value in zip(block, values, strict=True):
+                        np.copyto(row, value)
                 values = list(block)
             self._combine_tree(values, block, None if rounds else target)
             self.store(values[0], target, len(parts))
@@ -144,3 +152,16 @@ class Reduction:
                 self.combine(values[low], values[low + stride], target)
                 values[low] = target
             stride *= 2
+
+
+def _multiply_complex(left: Array, right: Array, out: Array) -> None:
+    """Write the product into ``out``, which may be either factor.
+
+    NumPy's own multiplication fuses operations in some of its loops and not in others, so that
+    the bits would depend on how an array was cut into chunks.
+    """
+    real = left.real * right.real
+    real -= left.imag * right.imag
+    imaginary = left.real * right.imag
+    imaginary += left.imag * right.real
+    out.real, out.imag = real, imaginary

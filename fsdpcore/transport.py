@@ -87,6 +87,7 @@ class Transport(Backend):
         self.default_timeout = timeout
         self.activity = Activity()
         self._failure: CommunicationError | None = None
+        self._peers_know = False
         self._failure_lock = threading.Lock()
         self._executors: list[OrderedExecutor] = []
 
@@ -133,7 +134,7 @@ class Transport(Backend):
     def _release(self, flush: bool) -> None:
         """Free sockets, threads and memory, with ``flush`` once all sent data is on its way."""
 
-    # Failure: the first cause wins, and stays.
+    # Failure: the first cause wins, and stays. The peers are told once, by whoever can first.
 
     def check_usable(self) -> None:
         """Raise the first cause if the backend is broken or closed."""
@@ -145,31 +146,47 @@ class Transport(Backend):
 
         Args:
             error: what every later call raises.
-            tell: let the peers know, whose calls then raise as well.
+            tell: let the peers know, whose calls then raise as well; also where this rank was
+                broken before, but by something that they have not heard of, such as a timeout.
         """
         with self._failure_lock:
-            if self._failure is not None:
-                return
-            self._failure = error
+            first = self._failure is None
+            if first:
+                self._failure = error
+            tell = tell and not self._peers_know
+            self._peers_know = self._peers_know or tell
         if tell:
             self._tell(error)
-        self._fail_pending(error)
+        if first:
+            self._fail_pending(error)
 
     def peer_reported(self, rank: int, error: CommunicationError) -> None:
-        """Break the backend because ``rank`` told of ``error``."""
+        """Break the backend because ``rank`` told of ``error``, as it told all ranks."""
+        with self._failure_lock:
+            self._peers_know = True
         if isinstance(error, MismatchError):
             self.fail(error)
+        elif isinstance(error, PeerFailedError) and error.rank not in (rank, self.rank):
+            self.fail(PeerFailedError(f"{error} (reported by rank {rank})", error.rank))
         else:
             self.fail(PeerFailedError(f"rank {rank} failed: {error}", rank))
 
     def abort(self, reason: str) -> None:
-        self.fail(CommunicationError(reason), tell=True)
+        if isinstance(self._failure, PeerFailedError):
+            error: CommunicationError = PeerFailedError(reason, self._failure.rank)
+        else:
+            error = CommunicationError(reason)
+        self.fail(error, tell=True)
 
     def close(self) -> None:
         broken = self._failure is not None
+        if self._failure is not None:
+            self.fail(self._failure, tell=True)  # in case that nobody has heard of it
         for executor in self._executors:
             executor.close(1.0 if broken else self.default_timeout)
         self._executors.clear()
+        with self._failure_lock:
+            self._peers_know = True  # that this rank has left, through _release
         self.fail(ClosedError(f"the backend of rank {self.rank} was closed"))
         self._release(flush=not broken)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import queue
 import threading
 import time
@@ -25,7 +26,11 @@ class Deadline:
     """A point in time by which an operation must have ended."""
 
     def __init__(self, seconds: float) -> None:
-        if not seconds >= 0:
+        try:
+            valid = seconds >= 0
+        except TypeError:
+            valid = False
+        if not valid:
             raise ArgumentError(f"timeout must be a number of seconds >= 0, got {seconds!r}")
         self.seconds = seconds
         self._end = time.monotonic() + seconds
@@ -58,12 +63,18 @@ class Pending:
             with contextlib.suppress(RuntimeError):  # two threads finished it at once
                 self._gate.release()
 
-    def join(self, seconds: float) -> bool:
-        """Wait up to ``seconds``; return whether it finished, raise the error if it failed."""
+    def settle(self, seconds: float) -> bool:
+        """Wait up to ``seconds``; return whether it finished, well or badly."""
         if not self.finished:
             if not self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
                 return False
             self._gate.release()
+        return True
+
+    def join(self, seconds: float) -> bool:
+        """Wait up to ``seconds``; return whether it finished, raise the error if it failed."""
+        if not self.settle(seconds):
+            return False
         if self.error is not None:
             raise fresh(self.error)
         return True
@@ -71,9 +82,12 @@ class Pending:
     def cancel(self) -> bool:
         """Give up on the message. On return the transport does not touch its buffer any more.
 
+        Never raises. A message that can no longer be withdrawn because its end is near is waited
+        for instead, and is ``finished`` on return.
+
         Returns:
-            True if the message was withdrawn before any peer knew of it, so that the backend
-            stays usable; False if a peer may be left with half of it.
+            True if it has finished, or was withdrawn before any peer knew of it, so that the
+            backend stays usable; False if a peer may be left with half of it.
         """
         return self.finished
 
@@ -140,8 +154,8 @@ class TaskWork(Work):
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Any:
-        limit = None if timeout is None else Deadline(timeout).remaining()
-        if not self._ended.wait(limit):
+        limit = math.inf if timeout is None else Deadline(timeout).remaining()
+        if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):
             raise CommTimeoutError(f"{self._text} is not finished after waiting {timeout} s")
         if self._error is not None:
             error = self._error

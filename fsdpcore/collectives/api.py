@@ -34,14 +34,13 @@ from fsdpcore.buffers import (
     MAX_SIGNATURE,
     Array,
     bounds_of,
-    input_array,
     pack_signature,
     row_size,
     split_sizes,
     unpack_signature,
 )
 from fsdpcore.collectives import tree
-from fsdpcore.collectives.call import run
+from fsdpcore.collectives.call import check_backend, operand, run
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.link import Link
 from fsdpcore.collectives.output import Output, separate
@@ -52,6 +51,7 @@ from fsdpcore.reduce_ops import ReduceOp, Reduction
 
 def barrier(backend: Backend, *, timeout: float | None = None, async_op: bool = False) -> Any:
     """Block until every rank has called it: ceil(lg p) small messages, no data."""
+    check_backend(backend)
     fingerprint = Fingerprint("barrier")
     return run(backend, fingerprint, lambda link, rows: None, timeout=timeout, async_op=async_op)
 
@@ -72,7 +72,7 @@ def all_reduce(
     Returns:
         Array of the input's shape and dtype, the same bits on every rank.
     """
-    source = input_array(array)
+    source = operand(array, backend)
     reduction = Reduction.of(op, source.dtype)
     output = Output(out, source.shape, source.dtype)
     function = choose("all_reduce", algorithm, source.nbytes, backend)
@@ -104,7 +104,7 @@ def reduce_scatter(
     Returns:
         Array of shape ``(rows of this rank, *array.shape[1:])``.
     """
-    source = input_array(array)
+    source = operand(array, backend)
     _check_splittable(source, "reduce_scatter")
     reduction = Reduction.of(op, source.dtype)
     counts = split_sizes(source.shape[0], backend.world_size)
@@ -153,7 +153,7 @@ def all_gather(
         Array of shape ``(world_size * array.shape[0], *array.shape[1:])``; 0-d arrays join to one
         of shape ``(world_size,)``.
     """
-    source = input_array(array)
+    source = operand(array, backend)
     me, p = backend.rank, backend.world_size
     output = Output(out, _joined(source.shape, p), source.dtype)
     bounds = bounds_of([source.size] * p)
@@ -186,7 +186,7 @@ def broadcast(
     Returns:
         Array of that shape. The input itself changes only where it is passed as ``out`` too.
     """
-    source = input_array(array)
+    source = operand(array, backend)
     root = check_rank(root, backend.world_size, "broadcast: root")
     output = Output(out, source.shape, source.dtype)
     function = choose("broadcast", algorithm, source.nbytes, backend)
@@ -219,7 +219,7 @@ def reduce(
     Returns:
         Array of the input's shape on the root, None on the others (whose ``out`` is ignored).
     """
-    source = input_array(array)
+    source = operand(array, backend)
     root = check_rank(root, backend.world_size, "reduce: root")
     reduction = Reduction.of(op, source.dtype)
     output = Output(out, source.shape, source.dtype) if backend.rank == root else None
@@ -251,7 +251,7 @@ def gather(
     Returns:
         On the root an array as from ``all_gather``, None on the others (whose ``out`` is ignored).
     """
-    source = input_array(array)
+    source = operand(array, backend)
     root = check_rank(root, backend.world_size, "gather: root")
     p = backend.world_size
     bounds = bounds_of([source.size] * p)
@@ -287,13 +287,14 @@ def scatter(
     Returns:
         Array of shape ``(rows of this rank, *array.shape[1:])``.
     """
+    check_backend(backend)
     root = check_rank(root, backend.world_size, "scatter: root")
     choose("scatter", algorithm, 0, backend)
     source = None
     if backend.rank == root:
         if array is None:
             raise ArgumentError(f"scatter: rank {root} is the root and has to pass the array")
-        source = input_array(array)
+        source = operand(array, backend)
         _check_splittable(source, "scatter")
 
     def body(link: Link, rows: list[int]) -> Array:
@@ -338,7 +339,7 @@ def all_to_all(
     Returns:
         Array of shape ``(world_size * rows of this rank's part, *array.shape[1:])``.
     """
-    source = input_array(array)
+    source = operand(array, backend)
     _check_splittable(source, "all_to_all")
     p, row = backend.world_size, row_size(source.shape)
     counts = split_sizes(source.shape[0], p)

@@ -5,13 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from numpy.typing import ArrayLike
+
 from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array, input_array
 from fsdpcore.collectives.fingerprint import Fingerprint, exchange
 from fsdpcore.collectives.link import Link
-from fsdpcore.errors import ArgumentError, CommunicationError, MismatchError
+from fsdpcore.errors import ArgumentError, CommTimeoutError, CommunicationError
 from fsdpcore.work import Deadline
 
 Body = Callable[[Link, list[int]], Any]
+
+
+def operand(array: ArrayLike, backend: Backend) -> Array:
+    """Return the first argument of a collective as an array that travels; check the second.
+
+    Raises:
+        ArgumentError: one of them is not what it should be.
+    """
+    check_backend(backend)
+    return input_array(array)
+
+
+def check_backend(backend: Backend) -> None:
+    """Raise ``ArgumentError`` if what a caller passed as the backend is none."""
+    if not isinstance(backend, Backend):
+        raise ArgumentError(
+            f"a collective takes the array, then the backend; got {type(backend).__name__} "
+            "as the backend"
+        )
 
 
 def run(
@@ -37,8 +59,6 @@ def run(
     Raises:
         CommunicationError: also breaks the backend, since ranks may now be at different places.
     """
-    if not isinstance(backend, Backend):
-        raise ArgumentError(f"the second argument is the backend, got {type(backend).__name__}")
     limit = Deadline(backend.timeout if timeout is None else timeout).seconds
     activity, root = backend.root.activity, backend.root
 
@@ -48,7 +68,8 @@ def run(
         try:
             result = body(link, exchange(link, fingerprint))
         except CommunicationError as error:
-            root.fail(error, tell=isinstance(error, MismatchError))
+            # After a timeout the others are left time to report their own view of it.
+            root.fail(error, tell=not isinstance(error, CommTimeoutError))
             raise
         except BaseException as error:
             why = f"{link.name} was left on rank {root.rank}: {type(error).__name__}: {error}"

@@ -84,8 +84,10 @@ def exchange(link: Link, mine: Fingerprint) -> list[int]:
     """
     records = [_RECORD.unpack(bytes(record)) for record in _all_gather(link, mine.pack())]
     if any(digest != records[0][0] for digest, _, _ in records):
-        calls = [words.rstrip(b"\0").decode(errors="replace") for _, _, words in records]
-        raise MismatchError(f"{link.name} does not fit together:{_by_rank(link, calls)}")
+        calls = [(d, words.rstrip(b"\0").decode(errors="replace")) for d, _, words in records]
+        # The same words on every rank: each may raise its own error or one that it was told of.
+        number = f"collective #{link.sequence}"
+        raise MismatchError(f"{number} does not fit together:{_by_rank(link, calls)}")
     return [rows for _, rows, _ in records]
 
 
@@ -109,13 +111,16 @@ def _all_gather(link: Link, record: bytes) -> np.ndarray[Any, np.dtype[np.uint8]
     return np.roll(rows, link.rank, axis=0)
 
 
-def _by_rank(link: Link, calls: list[str]) -> str:
-    """List the calls, each once, with the ranks (of the whole job) that made it."""
-    callers: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
-        callers.setdefault(call, []).append(link.global_rank(rank))
+def _by_rank(link: Link, calls: list[tuple[bytes, str]]) -> str:
+    """List the calls (digest and words), each once, with the ranks (of the job) that made it.
+
+    The digest tells apart what the words, cut off at the end of a record, do not.
+    """
+    callers: dict[tuple[bytes, str], list[int]] = {}
+    for rank, key in enumerate(calls):
+        callers.setdefault(key, []).append(link.global_rank(rank))
     lines = []
-    for call, ranks in callers.items():
+    for (_, call), ranks in callers.items():
         who = "ranks" if len(ranks) > 1 else "rank"
         lines.append(f"  {who} {', '.join(map(str, ranks))}: {call}")
     return "\n".join(["", *lines])

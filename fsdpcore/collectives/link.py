@@ -16,6 +16,7 @@ class Link:
 
     Attributes:
         rank, size: this rank and the number of ranks, in the group.
+        sequence: the number of the collective, from 1, in the group.
         name: the collective in words, for errors.
     """
 
@@ -24,7 +25,7 @@ class Link:
         self.rank = backend.rank
         self.size = backend.world_size
         self.name = f"{name} #{sequence}"
-        self._sequence = sequence
+        self.sequence = sequence
         self._deadline = Deadline(timeout)
         self._envelope = Envelope(backend.channel | 1, 0)
         self._posted: list[Pending] = []
@@ -87,7 +88,7 @@ class Link:
 
     def _timed_out(self) -> CommTimeoutError:
         backend = self._backend
-        report = backend.root.missing_from(backend.ranks, backend.channel, self._sequence)
+        report = backend.root.missing_from(backend.ranks, backend.channel, self.sequence)
         return CommTimeoutError(
             f"{self.name} on ranks {_shorten(backend.ranks)} timed out after "
             f"{self._deadline.seconds:g} s on rank {backend.root.rank}{report}"

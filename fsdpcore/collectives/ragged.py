@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array, bounds_of, check_out, input_array, row_size
-from fsdpcore.collectives import direct
+from fsdpcore.buffers import Array, bounds_of, check_out, row_size
 from fsdpcore.collectives.api import reduce_scatter_body
-from fsdpcore.collectives.call import run
+from fsdpcore.collectives.call import operand, run
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.link import Link
 from fsdpcore.collectives.output import Output, separate
@@ -43,7 +42,7 @@ def all_gather_v(
     Returns:
         Array of shape ``(rows of all ranks, *array.shape[1:])``.
     """
-    source = input_array(array)
+    source = operand(array, backend)
     _check_rows(source, "all_gather_v")
     choose("all_gather", algorithm, 0, backend)
     if out is not None:
@@ -87,7 +86,7 @@ def reduce_scatter_v(
     Returns:
         Array of shape ``(counts[rank], *array.shape[1:])``.
     """
-    source = input_array(array)
+    source = operand(array, backend)
     _check_rows(source, "reduce_scatter_v")
     sizes = _check_counts(counts, backend, source.shape[0], "reduce_scatter_v: counts")
     reduction = Reduction.of(op, source.dtype)
@@ -111,6 +110,7 @@ def all_to_all_v(
     *,
     recv_counts: Sequence[int] | None = None,
     out: Array | None = None,
+    algorithm: str = "auto",
     timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -122,14 +122,15 @@ def all_to_all_v(
         send_counts: rows for each rank.
         recv_counts: rows expected from each rank, if known; they are checked. The ranks learn
             them from each other in any case.
-        out, timeout, async_op: as in ``all_to_all``.
+        out, algorithm, timeout, async_op: as in ``all_to_all``.
 
     Returns:
         Array of shape ``(rows that arrived, *array.shape[1:])``.
     """
-    source = input_array(array)
+    source = operand(array, backend)
     _check_rows(source, "all_to_all_v")
     sending = _check_counts(send_counts, backend, source.shape[0], "all_to_all_v: send_counts")
+    function = choose("all_to_all", algorithm, 0, backend)
     expected = None
     if recv_counts is not None:
         expected = _check_counts(recv_counts, backend, None, "all_to_all_v: recv_counts")
@@ -137,7 +138,7 @@ def all_to_all_v(
     def body(link: Link, rows: list[int]) -> Array:
         one_each = bounds_of([1] * link.size)
         arriving = np.empty(link.size, np.int64)
-        direct.all_to_all(link, np.array(sending, np.int64), one_each, arriving, one_each)
+        function(link, np.array(sending, np.int64), one_each, arriving, one_each)
         receiving = arriving.tolist()
         if expected is not None and expected != receiving:
             raise MismatchError(
@@ -150,10 +151,12 @@ def all_to_all_v(
         if np.may_share_memory(flat, output.flat):
             flat = flat.copy()
         bounds = bounds_of(receiving, row)
-        direct.all_to_all(link, flat, bounds_of(sending, row), output.flat, bounds)
+        function(link, flat, bounds_of(sending, row), output.flat, bounds)
         return output.deliver()
 
-    fingerprint = Fingerprint("all_to_all_v", source.dtype, source.shape, ragged=True)
+    fingerprint = Fingerprint(
+        "all_to_all_v", source.dtype, source.shape, algorithm=algorithm, ragged=True
+    )
     return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
 
 

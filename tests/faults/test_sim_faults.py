@@ -1,0 +1,152 @@
+"""Faults injected into the simulated transport: what the ranks say of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fsdpcore.transports import faults
+from fsdpcore.transports.faults import FaultInjector, Faults, InjectedCrash
+from support.arrays import check_same
+from support.bodies import asynchronous, groups, movement, point_to_point, reductions
+from support.bodies.point_to_point import check_words, expect
+from support.cases import bodies
+from support.spmd import RanksFailed, meet, run
+
+import fsdpcore as fc
+
+
+def _run(body: Any, world_size: int, *args: Any, **options: Any) -> list[Any]:
+    return run(body, transport="sim", world_size=world_size, args=args, **options)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@bodies(
+    reductions.all_reduce_in_two_steps,
+    movement.ragged_exchange,
+    point_to_point.many_outstanding,
+    point_to_point.one_tag_keeps_order,
+    groups.several_at_once,
+    groups.equal_members_do_not_mix,
+    asynchronous.many_outstanding,
+)
+def test_delays_change_nothing(body: Any, seed: int) -> None:
+    _run(body, 4, seed=seed, max_delay=0.0005)
+
+
+def _delays(monkeypatch: pytest.MonkeyPatch, seed: int, rank: int) -> list[float]:
+    slept: list[float] = []
+    monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=slept.append))
+    injector = FaultInjector(Faults(seed=seed, max_delay=2.0), rank)
+    assert not any(injector.before_post() for _ in range(10))
+    return slept
+
+
+def test_delays_follow_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _delays(monkeypatch, 1, 0)
+    assert len(first) == 10
+    assert all(0 <= delay <= 2 for delay in first)
+    assert _delays(monkeypatch, 1, 0) == first
+    assert _delays(monkeypatch, 2, 0) != first
+    assert _delays(monkeypatch, 1, 1) != first
+
+
+def _lost_message(backend: fc.Backend) -> None:
+    """The second message from 1 to 0 is lost; the others arrive."""
+    if backend.rank == 1:
+        for number in range(3):
+            backend.send(np.full(2, number), 0, tag=number)
+    elif backend.rank == 0:
+        room = np.full(2, -1)
+        for number in (0, 2):
+            check_same(backend.recv(room, 1, tag=number), np.full(2, number), "arrived")
+        error = expect(fc.CommTimeoutError, backend.recv, room, 1, tag=1, timeout=0.05)
+        check_words(error, "rank 1", "tag 1")
+    backend.barrier()
+
+
+def test_lost_message() -> None:
+    _run(_lost_message, 2, faults=Faults(drop={(1, 0): frozenset({1})}))
+
+
+def _lost_in_a_collective(backend: fc.Backend) -> None:
+    """All have begun the call, so nobody is missing: the error must not accuse anybody."""
+    meet()
+    error = expect(
+        fc.CommTimeoutError, fc.all_reduce, np.ones(4), backend, algorithm="direct", timeout=0.3
+    )
+    check_words(error, "all_reduce #1", "every rank has begun it")
+    meet()
+
+
+def test_lost_in_a_collective() -> None:
+    # With two ranks, message 0 is the fingerprint; all of both ranks' data is lost.
+    lost = frozenset(range(1, 10))
+    _run(_lost_in_a_collective, 2, faults=Faults(drop={(0, 1): lost, (1, 0): lost}))
+
+
+def _death(backend: fc.Backend, victim: int) -> None:
+    for _ in range(50):
+        if backend.rank == victim:
+            try:
+                backend.barrier()
+            except InjectedCrash:
+                break
+        else:
+            try:
+                backend.barrier()
+            except fc.PeerFailedError as error:
+                check_words(error, f"rank {victim} has died")
+                failed = error
+                break
+    else:
+        raise AssertionError("nobody died")
+    if backend.rank == victim:
+        expect(InjectedCrash, backend.barrier)
+        backend.abort("a dead rank says nothing")
+    else:
+        assert failed.rank == victim
+        assert str(expect(fc.PeerFailedError, backend.barrier)) == str(failed)
+    meet()
+
+
+@pytest.mark.parametrize("posts", [0, 1, 5, 20])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_death_of_a_rank(world_size: int, posts: int) -> None:
+    victim = world_size // 2
+    _run(_death, world_size, victim, faults=Faults(crash={victim: posts}))
+
+
+def _death_while_waiting_long(backend: fc.Backend) -> None:
+    """A peer that waits for a message of the dead rank is woken, long before its deadline."""
+    if backend.rank == 1:
+        meet()
+        expect(InjectedCrash, backend.send, np.ones(3), 2)
+    elif backend.rank == 0:
+        work = backend.irecv(np.empty(3), 1)
+        meet()
+        error = expect(fc.PeerFailedError, work.wait)
+        check_words(error, "rank 1 has died")
+    else:
+        meet()
+    meet()
+
+
+def test_death_wakes_who_waits() -> None:
+    _run(_death_while_waiting_long, 3, faults=Faults(crash={1: 0}), op_timeout=300.0)
+
+
+def _unlucky(backend: fc.Backend) -> None:
+    backend.barrier()
+
+
+def test_faults_make_a_careless_program_fail_on_every_rank() -> None:
+    with pytest.raises(RanksFailed, match=r"failed on ranks \[0, 1, 2\] of 3"):
+        _run(_unlucky, 3, faults=Faults(crash={0: 0}))
+
+
+def test_faults_are_for_python_only() -> None:
+    with pytest.raises(fc.ConfigError, match="from Python only"):
+        fc.launch(_unlucky, world_size=1, transport="sim://?faults=many")

@@ -1,0 +1,38 @@
+"""Which transports and numbers of ranks a test of the conformance suite runs on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.spmd import TRANSPORTS
+
+WORLD_SIZES = (1, 2, 3, 4, 7, 8)
+LARGE = (7, 8)
+
+
+def jobs(*sizes: int, large_if_costly: bool = False) -> Any:
+    """Parametrise a test by ``transport`` and ``world_size``.
+
+    Args:
+        *sizes: numbers of ranks; by default all.
+        large_if_costly: keep the large numbers also where ranks are processes.
+    """
+    chosen = [
+        (name, size)
+        for name, transport in TRANSPORTS.items()
+        for size in sizes or WORLD_SIZES
+        if large_if_costly or size not in LARGE or not transport.costly
+    ]
+    return pytest.mark.parametrize(("transport", "world_size"), chosen)
+
+
+def bodies(*functions: Any) -> Any:
+    """Parametrise a test by ``body``, named like the functions."""
+    return pytest.mark.parametrize("body", functions, ids=[f.__name__ for f in functions])
+
+
+def only_if_asked_for(request: pytest.FixtureRequest) -> None:
+    """Skip a test that is too long for every day, unless ``-m campaign`` names it."""
+    if "campaign" not in str(request.config.getoption("markexpr")):
+        pytest.skip("long: started with -m campaign")

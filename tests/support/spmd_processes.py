@@ -1,0 +1,277 @@
+"""Ranks that are processes, started once and used for many jobs.
+
+The processes come from ``fsdpcore.launch``. For each job the first ``world_size`` of them join a
+new backend through the transport's own rendezvous, so that every job starts clean and a broken
+one costs nothing. The test's process tells them what to do over a connection each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import queue
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from support.spmd_job import Job, Meeting, Outcome, expect_all, perform
+
+import fsdpcore as fc
+from fsdpcore.config import resolve
+from fsdpcore.environment import Place
+from fsdpcore.rendezvous import listen
+
+_START_SECONDS = 90.0
+_SMALL, _LARGE = 4, 8
+
+
+class ProcessRanks:
+    """Runs jobs on a fleet of processes; starts it when it is first needed."""
+
+    def __init__(self, transport: str) -> None:
+        self._transport = transport
+        self._fleet: Fleet | None = None
+
+    def run(self, job: Job) -> list[Outcome]:
+        assert job.world_size <= _LARGE
+        if self._fleet is not None and self._fleet.size < job.world_size:
+            self.close()
+        if self._fleet is None:
+            size = _SMALL if job.world_size <= _SMALL else _LARGE
+            self._fleet = Fleet(self._transport, size)
+        try:
+            return self._fleet.run(job)
+        finally:
+            if self._fleet.broken:
+                self.close()
+
+    def close(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+        self._fleet = None
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a process says first; ``port`` is that of its listening socket for rendezvous."""
+
+    number: int
+    pid: int
+    port: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """One rank's part of a job; ``job`` is pickled by itself, since unpickling it may fail."""
+
+    job: bytes
+    rank: int
+    rendezvous: str
+    token: str
+    path: list[str]
+
+
+class Worker:
+    """A process of the fleet, seen from the test's process."""
+
+    def __init__(self, connection: Connection, hello: Hello, stacks: Path) -> None:
+        self.connection = connection
+        self.port = hello.port
+        self._pid = hello.pid
+        self._stacks = stacks / str(hello.number)
+
+    def stack(self) -> str:
+        """Where all threads of the process are."""
+        before = self._stacks.stat().st_size
+        os.kill(self._pid, signal.SIGUSR1)
+        end = time.monotonic() + 2.0
+        while self._stacks.stat().st_size == before and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.05)  # the rest of it
+        return self._stacks.read_text()[before:]
+
+    def kill(self) -> None:
+        """End the process; its launcher then ends the others."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+
+class Fleet:
+    """Processes that wait for jobs.
+
+    Attributes:
+        size: number of processes.
+        broken: a process has died or is stuck; only ``close`` helps.
+    """
+
+    def __init__(self, transport: str, size: int) -> None:
+        self.size = size
+        self.broken = False
+        self._transport = transport
+        self._directory = tempfile.TemporaryDirectory()
+        self._workers: list[Worker] = []
+        self._error: BaseException | None = None
+        self._arrivals: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        self._key = secrets.token_bytes(16)
+        self._listener = Listener(authkey=self._key)
+        self._launcher = threading.Thread(target=self._launch, name="fleet", daemon=True)
+        self._acceptor = threading.Thread(target=self._accept, name="fleet-accept", daemon=True)
+        self._launcher.start()
+        self._acceptor.start()
+        self._welcome()
+
+    def _launch(self) -> None:
+        args = (self._listener.address, self._key, self._directory.name)
+        try:
+            fc.launch(serve, world_size=self.size, transport=self._transport, args=args)
+        except BaseException as error:  # shown where it matters: a fleet may be killed, too
+            self._error = error
+            self._arrivals.put(None)
+
+    def _accept(self) -> None:
+        for _ in range(self.size):
+            self._arrivals.put(self._listener.accept())
+
+    def _welcome(self) -> None:
+        stacks = Path(self._directory.name)
+        found: dict[int, Worker] = {}
+        while len(found) < self.size:
+            connection = self._arrivals.get(timeout=_START_SECONDS)
+            if connection is None:
+                assert self._error is not None
+                raise self._error
+            hello = connection.recv()
+            found[hello.number] = Worker(connection, hello, stacks)
+        self._acceptor.join()
+        self._listener.close()
+        self._workers = [found[number] for number in range(self.size)]
+
+    def run(self, job: Job) -> list[Outcome]:
+        """Run a job on the first processes."""
+        workers = self._workers[: job.world_size]
+        orders = self._orders(job, workers)
+        for worker, order in zip(workers, orders, strict=True):
+            worker.connection.send(order)
+        outcomes = _Attendance(workers, job).outcomes()
+        stuck = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+        self.broken = bool(stuck)
+        for rank in stuck:
+            outcomes[rank] = _where(workers[rank], job)
+        for rank in stuck:
+            workers[rank].kill()
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _orders(self, job: Job, workers: list[Worker]) -> list[Order]:
+        options = {"transport": self._transport, "rendezvous_timeout": job.timeout, **job.options}
+        content = pickle.dumps(Job(job.body, job.world_size, job.args, job.timeout, options))
+        rendezvous, token = f"127.0.0.1:{workers[0].port}", secrets.token_hex(8)
+        return [
+            Order(content, rank, rendezvous, token, list(sys.path)) for rank in range(len(workers))
+        ]
+
+    def close(self) -> None:
+        """Let the processes end, and wait for that."""
+        for worker in self._workers:
+            if not self.broken:
+                worker.connection.send(None)
+        self._launcher.join()
+        for worker in self._workers:
+            worker.connection.close()
+        self._directory.cleanup()
+
+
+class _Attendance:
+    """Waits for the outcomes of one job, and lets its ranks meet."""
+
+    def __init__(self, workers: list[Worker], job: Job) -> None:
+        self._ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
+        self._connections = [worker.connection for worker in workers]
+        self._meeting = Meeting(len(workers))
+        self._outcomes: list[Outcome | None] = [None] * len(workers)
+        self._end = time.monotonic() + job.timeout
+
+    def outcomes(self) -> list[Outcome | None]:
+        """Return when all ranks have ended, died, or the time is over; None for no outcome."""
+        open_ = set(self._connections)
+        while open_ and (left := self._end - time.monotonic()) > 0:
+            for ready in wait(list(open_), left):
+                assert isinstance(ready, Connection)
+                if not self._read(ready, self._ranks[ready]):
+                    open_.discard(ready)
+        return self._outcomes
+
+    def _read(self, connection: Connection, rank: int) -> bool:
+        """Handle one message; return whether the rank goes on."""
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            self._release(self._meeting.leave(rank))
+            return False
+        if isinstance(message, Outcome):
+            self._outcomes[rank] = message
+            self._release(self._meeting.leave(rank))
+            return False
+        self._release(self._meeting.arrive(rank))
+        return True
+
+    def _release(self, ranks: dict[int, bool]) -> None:
+        for rank, complete in ranks.items():
+            self._connections[rank].send(complete)
+
+
+def _where(worker: Worker, job: Job) -> Outcome:
+    try:
+        return Outcome(traceback=worker.stack(), error=f"not finished after {job.timeout:g} s")
+    except ProcessLookupError:
+        return Outcome(traceback="no traceback", error="its process has died")
+
+
+def serve(backend: fc.Backend, address: Any, key: bytes, stacks: str) -> None:
+    """The program of a process of the fleet: run what it is sent until it is sent None."""
+    warnings.simplefilter("error")
+    with (
+        Path(stacks, str(backend.rank)).open("w") as file,
+        listen("127.0.0.1") as listener,
+        Client(address, authkey=key) as connection,
+    ):
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        connection.send(Hello(backend.rank, os.getpid(), listener.getsockname()[1]))
+        while (order := connection.recv()) is not None:
+            connection.send(_obey(order, connection, listener))
+
+
+def _obey(order: Order, connection: Connection, listener: socket.socket) -> Outcome:
+    def meet() -> None:
+        connection.send("meet")
+        expect_all(connection.recv())
+
+    try:
+        sys.path += [entry for entry in order.path if entry not in sys.path]
+        job = pickle.loads(order.job)
+        config = resolve(job.options, {})
+        place = Place(
+            order.rank,
+            job.world_size,
+            order.rank,
+            job.world_size,
+            "the test suite",
+            order.rendezvous,
+            listener.fileno() if order.rank == 0 else None,
+            order.token,
+        )
+        backend = config.transport_class.join(place, config)
+    except BaseException as error:
+        return Outcome(traceback=traceback.format_exc(), error=f"{type(error).__name__}: {error}")
+    return perform(job, backend, meet)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support import oracle
+from support.arrays import Array, arrays_of, check_same
+
+from fsdpcore.errors import ArgumentError
+from fsdpcore.reduce_ops import BLOCK, ReduceOp, Reduction
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize(
+    ("dtype", "op"), oracle.COMBINATIONS, ids=[f"{d}-{o}" for d, o in oracle.COMBINATIONS]
+)
+def test_reduction_of_parts(dtype: np.dtype[Any], op: str, count: int) -> None:
+    parts = arrays_of(count, (37,), dtype)
+    kept = [part.copy() for part in parts]
+    out = np.empty(37, dtype)
+    Reduction.of(op, dtype).reduce(parts, out)
+    check_same(out, oracle.reduced(kept, op), f"{op} of {dtype}")
+    for part, before in zip(parts, kept, strict=True):
+        check_same(part, before, "an input")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex64, np.int16], ids=str)
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_result_may_replace_an_input(dtype: Any, place: int) -> None:
+    parts = arrays_of(5, (BLOCK + 11,), dtype)
+    expected = oracle.reduced(parts, "prod")
+    Reduction.of("prod", np.dtype(dtype)).reduce(parts, parts[place])
+    check_same(parts[place], expected, f"into part {place}")
+
+
+def test_blocks_are_seamless() -> None:
+    for size in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5):
+        for dtype in (np.float32, oracle.HALVES[1]):
+            parts = arrays_of(3, (size,), dtype)
+            out = np.empty(size, dtype)
+            Reduction.of("mean", np.dtype(dtype)).reduce(parts, out)
+            check_same(out, oracle.reduced(parts, "mean"), f"{size} elements")
+
+
+def test_order_is_the_tree_of_six() -> None:
+    """((0 1)(2 3))(4 5), with numbers for which every other order gives another sum."""
+    parts = [np.array([x], np.float32) for x in (1e8, 3.0, -1e8, 5.0, 7.0, 2.0**-20)]
+    a, b, c, d, e, f = (part[0] for part in parts)
+    out = np.empty(1, np.float32)
+    Reduction.of("sum", np.dtype(np.float32)).reduce(parts, out)
+    assert out[0] == ((a + b) + (c + d)) + (e + f)
+    assert out[0] != ((((a + b) + c) + d) + e) + f
+
+
+def test_halves_are_rounded_once() -> None:
+    """In float16 itself, adding 1 to 2048 changes nothing."""
+    parts = [np.array([x], np.float16) for x in (2048, 1, 1, 1, 1, 1, 1, 1)]
+    out = np.empty(1, np.float16)
+    Reduction.of("sum", np.dtype(np.float16)).reduce(parts, out)
+    assert out[0] == 2056  # 2055, rounded to a multiple of two
+    Reduction.of("mean", np.dtype(np.float16)).reduce([np.full(1, 6e4, np.float16)] * 4, out)
+    assert out[0] == np.float16(6e4)
+
+
+def test_no_warning_whatever_the_values_and_settings() -> None:
+    values = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 0.0], np.float32)
+    with np.errstate(all="ignore"):
+        cast = {dtype: values.astype(dtype) for dtype in (*oracle.FLOATS, oracle.COMPLEX)}
+    for dtype, some in cast.items():
+        for op in oracle.OPS:
+            if oracle.allowed(op, dtype):
+                with np.errstate(all="raise"):
+                    reduction = Reduction.of(op, dtype)
+                    out = np.empty_like(some)
+                    reduction.reduce([some, some[::-1].copy(), some], out)
+                    total = reduction.load(some)
+                    reduction.combine(total, total, total)
+                    reduction.store(total, out, 3)
+
+
+def test_infinite_parts_of_complex_numbers_stay_apart() -> None:
+    part = np.array([complex(3, np.inf)], np.complex64)
+    out = np.empty(1, np.complex64)
+    Reduction.of("mean", np.dtype(np.complex64)).reduce([part] * 3, out)
+    assert (out[0].real, out[0].imag) == (3.0, np.inf)
+
+
+def test_product_of_complex_numbers_is_the_same_in_every_position() -> None:
+    left, right = arrays_of(2, (64,), np.complex64)
+    reduction = Reduction.of("prod", np.dtype(np.complex64))
+    whole = np.empty(64, np.complex64)
+    reduction.combine(left, right, whole)
+    for start in range(64):
+        for size in (1, 2, 3, 5):
+            piece: Array = left[start : start + size].copy()
+            reduction.combine(piece, right[start : start + size], piece)
+            check_same(piece, whole[start : start + size], f"{size} from {start}")
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "min", "max", "prod"])
+def test_names(name: str) -> None:
+    dtype = np.dtype(np.float64)
+    assert Reduction.of(name, dtype) == Reduction.of(ReduceOp(name), dtype)
+    assert Reduction.of(name, dtype).name == name
+
+
+@pytest.mark.parametrize("op", ["median", "SUM", "", None, 3, ["sum"]])
+def test_unknown_ops(op: Any) -> None:
+    with pytest.raises(ArgumentError, match="known are 'sum', 'mean'"):
+        Reduction.of(op, np.dtype(np.float32))
+
+
+def test_ops_without_a_meaning() -> None:
+    for dtype in oracle.DTYPES:
+        for op in oracle.OPS:
+            if not oracle.allowed(op, dtype):
+                with pytest.raises(ArgumentError, match=str(dtype)):
+                    Reduction.of(op, dtype)

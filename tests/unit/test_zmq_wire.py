@@ -1,0 +1,189 @@
+"""The frames of the zmq transport against frames built by hand, and against garbage."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+from fsdpcore.transports.zmq_wire import (
+    MAX_INLINE,
+    MAX_SEGMENT,
+    Frame,
+    Kind,
+    pack_json,
+    unpack,
+    unpack_json,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpcore.errors import ProtocolError
+
+# magic, version, kind, signature length, channel, tag, message, size, offset
+LAYOUT = "<4sBBHQQQQQ"
+HEADER_BYTES = 48
+MAX_SIGNATURE = 514
+CODES = {
+    "HELLO": 1,
+    "EAGER": 2,
+    "OFFER": 3,
+    "GRANT": 4,
+    "DATA": 5,
+    "TAKEN": 6,
+    "FAIL": 7,
+    "BYE": 8,
+    "QUERY": 9,
+    "STATUS": 10,
+    "SEEN": 11,
+}
+WITH_PAYLOAD = {"HELLO", "EAGER", "FAIL", "STATUS"}
+
+
+def build(
+    kind: int,
+    *,
+    magic: bytes = b"FDP1",
+    version: int = 1,
+    signed: int | None = None,
+    size: int = 0,
+    signature: bytes = b"",
+    payload: bytes = b"",
+    numbers: tuple[int, int, int, int] = (11, 12, 13, 14),
+) -> bytes:
+    channel, tag, message, offset = numbers
+    length = len(signature) if signed is None else signed
+    header = struct.pack(LAYOUT, magic, version, kind, length, channel, tag, message, size, offset)
+    assert len(header) == HEADER_BYTES
+    return header + signature + payload
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_layout(name: str) -> None:
+    payload = b'{"a": 1}' if name in WITH_PAYLOAD else b""
+    size = len(payload) if payload else 77
+    data = build(CODES[name], size=size, signature=b"sig", payload=payload)
+    frame = unpack(data)
+    assert frame.kind is Kind[name]
+    assert (frame.channel, frame.tag, frame.message, frame.offset) == (11, 12, 13, 14)
+    assert (frame.size, frame.signature, bytes(frame.payload)) == (size, b"sig", payload)
+    again = Frame(Kind[name], 11, 12, 13, size, 14, b"sig", payload)
+    assert again.pack() == data
+
+
+def test_all_kinds_are_known_here() -> None:
+    assert {kind.name: kind.value for kind in Kind} == CODES
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "shorter than any header"),
+        (build(4)[:-1], "shorter than any header"),
+        (build(4, magic=b"FDP2"), "does not begin"),
+        (build(4, magic=b"GET "), "does not begin"),
+        (build(4, version=2), "does not begin"),
+        (build(0), "unknown kind 0"),
+        (build(12), "unknown kind 12"),
+        (build(255), "unknown kind 255"),
+        (build(2, signed=MAX_SIGNATURE + 1), "announces 515"),
+        (build(2, size=MAX_INLINE + 1), "too many"),
+        (build(1, size=2**64 - 1), "too many"),
+        (build(2, size=10, payload=b"123456789"), "wrong length"),
+        (build(2, size=9, payload=b"1234567890"), "wrong length"),
+        (build(2, signed=9, size=0, signature=b"12345678"), "wrong length"),
+        (build(4, payload=b"x"), "wrong length"),
+        (build(8) + build(8), "wrong length"),
+        (build(5, size=MAX_SEGMENT + 1), "DATA frame announces"),
+    ],
+)
+def test_bad_frames(data: bytes, why: str) -> None:
+    with pytest.raises(ProtocolError, match=why):
+        unpack(data)
+
+
+def test_the_limits_themselves_pass() -> None:
+    assert unpack(build(5, size=MAX_SEGMENT)).size == MAX_SEGMENT
+    assert len(unpack(build(3, signature=b"s" * MAX_SIGNATURE)).signature) == MAX_SIGNATURE
+    whole = unpack(build(2, size=MAX_INLINE, payload=bytes(MAX_INLINE)))
+    assert len(whole.payload) == MAX_INLINE
+    # The size of what is offered is the sender's business: nothing is allocated for it.
+    assert unpack(build(3, size=2**64 - 1)).size == 2**64 - 1
+
+
+numbers = st.integers(0, 2**64 - 1)
+
+
+@given(
+    st.sampled_from(list(Kind)),
+    st.tuples(numbers, numbers, numbers, numbers),
+    st.integers(0, MAX_SEGMENT),
+    st.binary(max_size=MAX_SIGNATURE),
+    st.binary(max_size=200),
+)
+def test_round_trip(
+    kind: Kind, fields: tuple[int, int, int, int], size: int, signature: bytes, payload: bytes
+) -> None:
+    payload = payload if kind.name in WITH_PAYLOAD else b""
+    size = len(payload) if kind.name in WITH_PAYLOAD else size
+    channel, tag, message, offset = fields
+    frame = Frame(kind, channel, tag, message, size, offset, signature, payload)
+    assert unpack(frame.pack()) == frame
+
+
+def check_any(data: bytes) -> None:
+    """Whatever comes, it is refused or it is a frame that says the truth about its length."""
+    try:
+        frame = unpack(data)
+    except ProtocolError:
+        return
+    inline = frame.size if frame.kind.name in WITH_PAYLOAD else 0
+    assert len(frame.payload) == inline
+    assert len(data) == HEADER_BYTES + len(frame.signature) + inline
+
+
+@given(st.binary(max_size=200))
+def test_garbage(data: bytes) -> None:
+    check_any(data)
+
+
+@given(st.binary(min_size=HEADER_BYTES - 6, max_size=200))
+def test_garbage_behind_a_good_beginning(data: bytes) -> None:
+    check_any(b"FDP1\x01" + data)
+
+
+@given(
+    st.sampled_from(list(CODES.values())),
+    st.integers(0, 100),
+    st.integers(0, 255),
+    st.integers(0, 120),
+)
+def test_a_changed_byte_or_a_cut(kind: int, where: int, value: int, length: int) -> None:
+    data = bytearray(build(kind, size=5, signature=b"sign", payload=b"12345"))
+    data[where % len(data)] = value
+    check_any(bytes(data[:length]))
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe\xfd", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"a": ' * 100_000, "not JSON"),
+        (b"[1, 2]", "no object"),
+        (b"null", "no object"),
+    ],
+)
+def test_bad_json(payload: bytes, why: str) -> None:
+    frame = unpack(build(7, size=len(payload), payload=payload))
+    with pytest.raises(ProtocolError, match=why):
+        unpack_json(frame)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.text(max_size=20) | st.integers(), max_size=4))
+def test_json_round_trip(content: dict[str, object]) -> None:
+    data = Frame(Kind.FAIL, payload=pack_json(content)).pack()
+    assert json.loads(data[HEADER_BYTES:]) == content
+    assert unpack_json(unpack(data)) == content
