@@ -25,7 +25,7 @@ from gpt_model import BITS_PER_NAT, GPTConfig, build, cross_entropy, keep_freed_
 from loss_curve import save_png
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import fsdpcore as fc
@@ -109,7 +109,8 @@ class Trainer:
 
             rng = np.random.default_rng(self.options.seed)
             context = self.options.model.context
-            text = sample(forward, b"def ", self.options.sample_bytes, context, rng, 0.8)
+            prompt = b"def "
+            text = prompt + sample(forward, prompt, self.options.sample_bytes, context, rng, 0.8)
         for unit in self.engine.units:
             unit.reshard()
         return text.decode("utf-8", "replace")
@@ -184,11 +185,9 @@ def show_memory(trainer: Trainer) -> str:
 @contextmanager
 def progress_line(backend: fc.Backend, steps: int) -> Iterator[Any]:
     """Give a function that shows how far the training is: a live line, or text in a pipe."""
-    line = "[bold]{task.fields[info]}"
     bar = Progress(
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(20),
-        TextColumn(line),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("[bold]{task.fields[info]}"),
         TimeRemainingColumn(),
         console=console,
         disable=backend.rank != 0 or not console.is_terminal,
@@ -196,10 +195,10 @@ def progress_line(backend: fc.Backend, steps: int) -> Iterator[Any]:
     task = bar.add_task("train", total=steps, info="")
 
     def show(done: int, loss: float, validation: float, rate: float, memory: str) -> None:
-        info = f"loss {loss:.3f}  validation {validation:.3f} bits/byte"
+        info = f"loss {loss:.3f} (unseen {validation:.3f}) bits/byte"
         info += f"  {rate:,.0f} tokens/s  {memory}"
         bar.update(task, completed=done, info=info)
-        if backend.rank == 0 and not console.is_terminal and (done % 25 == 0 or done == steps):
+        if backend.rank == 0 and not console.is_terminal and (done % 50 == 0 or done == steps):
             console.print(f"step {done}/{steps}  {info}", soft_wrap=True)
 
     with bar:
@@ -214,11 +213,14 @@ def finish(
     console.print(text, markup=False)
     console.rule()
     first, last = validation[0][1], validation[-1][1]
-    console.print(f"validation: {first:.2f} bits per byte before, [bold]{last:.3f}[/] after")
+    console.print(f"validation: {first:.2f} bits per byte before, [bold]{last:.2f}[/] after")
     options.out.mkdir(parents=True, exist_ok=True)
     picture = options.out / "loss.png"
-    save_png(picture, losses, validation, f"Byte-level GPT, {options.steps} steps")
-    console.print(f"loss curve: {picture}")
+    try:
+        save_png(picture, losses, validation, f"Byte-level GPT, {options.steps} steps")
+        console.print(f"loss curve: {picture}")
+    except fc.MissingDependencyError as error:
+        console.print(f"no picture: {error}", markup=False)
 
 
 def cli(
@@ -244,7 +246,13 @@ def cli(
         fc.launch(main, world_size=ranks, transport=transport, args=(options,))
     except (fc.ConfigError, fc.ArgumentError) as error:
         raise typer.BadParameter(str(error)) from None
+    except fc.RankFailedError as error:  # a rank may have found the option wrong
+        if isinstance(error.__cause__, fc.ArgumentError):
+            raise typer.BadParameter(str(error.__cause__)) from None
+        raise
 
 
 if __name__ == "__main__":
-    typer.run(cli)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(cli)
+    app()

@@ -1,12 +1,7 @@
 """Collective communication with pluggable transports, and fully sharded training.
 
-import fsdpcore as fc
-
-def main(backend):
-print(fc.all_reduce(numpy.ones(3), backend))
-
-if __name__ == "__main__":
-fc.launch(main, world_size=4, transport="sim")
+``launch`` starts ranks that each get a ``Backend``; collectives are functions of an array and a
+backend; ``FSDP`` shards a model over one. README.md shows all three.
 """
 
 from importlib.metadata import version as _version

@@ -271,8 +271,8 @@ class Backend(ABC):
         Returns:
             What ``task`` returns or, with ``async_op``, a ``Work`` for it.
         """
-        self._check_open()
         with self._issue_lock:
+            self._check_open()
             self._sequence = sequence = self._sequence + 1
             if not async_op and (self._executor is None or self._executor.idle):
                 return task(sequence)
@@ -320,7 +320,10 @@ class Backend(ABC):
     ) -> None:
         # sys.exit() without a code is a way to end well.
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.abort(f"{type(error).__name__}: {error}")
+            try:
+                self.abort(f"{type(error).__name__}: {error}")
+            except Exception:  # an exception that cannot say what it is must not keep peers waiting
+                self.abort(type(error).__name__)
         self.close()
 
     def __repr__(self) -> str:
@@ -350,7 +353,7 @@ class SubBackend(Backend):
         """Let the group's asynchronous operations end. The job's backend stays open."""
         self._closed = True
         if self._executor is not None:
-            self._executor.close(self.timeout)
+            self._root.end_executor(self._executor)
 
     def _check_open(self) -> None:
         self._root.check_usable()

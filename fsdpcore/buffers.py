@@ -80,6 +80,8 @@ def check_out(out: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
     """
     if not isinstance(out, np.ndarray):
         raise ArgumentError(f"out must be a NumPy array to write into, got {type(out).__name__}")
+    if isinstance(out, (np.matrix, np.ma.MaskedArray)):  # they reshape in ways of their own
+        raise ArgumentError(f"out must be a plain array, got {type(out).__name__}")
     if out.shape != shape or out.dtype != dtype:
         raise ArgumentError(
             f"out must have shape {shape} and dtype {dtype}, got {out.shape} and {out.dtype}"

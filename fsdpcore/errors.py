@@ -93,6 +93,6 @@ class ClosedError(CommunicationError):
 class RankFailedError(FsdpcoreError, RuntimeError):
     """A rank of ``launch`` failed; ``rank`` says which, ``__cause__`` carries its traceback."""
 
-    def __init__(self, message: str, rank: int) -> None:
+    def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank = rank  # with a default, so that the error can be copied and pickled

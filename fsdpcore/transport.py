@@ -7,6 +7,7 @@ operations, deadlines and error reports come from the base classes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import abstractmethod
@@ -197,6 +198,12 @@ class Transport(Backend):
         executor = OrderedExecutor(name)
         self._executors.append(executor)
         return executor
+
+    def end_executor(self, executor: OrderedExecutor) -> None:
+        """Let a group's asynchronous operations end, and forget its thread."""
+        executor.close(self.default_timeout)
+        with contextlib.suppress(ValueError):  # it was ended before
+            self._executors.remove(executor)
 
     def last_operations(self, ranks: Iterable[int]) -> str:
         """Say what ``ranks`` (of the whole job) did last, for a timeout's message."""

@@ -12,7 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from fsdpcore.errors import ArgumentError, CommTimeoutError, CommunicationError, StateError
+from fsdpcore.errors import (
+    ArgumentError,
+    ClosedError,
+    CommTimeoutError,
+    CommunicationError,
+    StateError,
+)
 
 
 def fresh(error: BaseException) -> BaseException:
@@ -27,13 +33,15 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         try:
-            valid = seconds >= 0
-        except TypeError:
-            valid = False
-        if not valid:
+            number = (
+                math.nan if isinstance(seconds, str) else float(seconds)
+            )  # of NumPy's kinds too, which the system's calls do not take
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not number >= 0:
             raise ArgumentError(f"timeout must be a number of seconds >= 0, got {seconds!r}")
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
+        self.seconds = number
+        self._end = time.monotonic() + number
 
     def remaining(self) -> float:
         """Seconds left, never negative."""
@@ -132,13 +140,14 @@ class TaskWork(Work):
         self._value: Any = None
         self._error: BaseException | None = None
 
-    def run(self) -> None:
-        """Run the function on the calling thread and keep what comes out of it."""
+    def run(self, ending: Callable[[], None]) -> None:
+        """Run the function on this thread, keep what comes out, call ``ending``, wake waiters."""
         assert self._task is not None
         try:
             self._value = self._task()
         except BaseException as error:  # delivered at wait()
             self._error = error
+        ending()
         self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -168,28 +177,42 @@ class OrderedExecutor:
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[TaskWork | None] = queue.SimpleQueue()
-        self._last: TaskWork | None = None
+        self._lock = threading.Lock()
+        self._open = 0
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def idle(self) -> bool:
         """Whether everything that was submitted has ended."""
-        return self._last is None or self._last.done()
+        with self._lock:
+            return self._open == 0
 
     def submit(self, task: Callable[[], Any], text: str) -> TaskWork:
-        """Queue ``task``; never blocks."""
-        self._last = work = TaskWork(task, text)
-        self._tasks.put(work)
+        """Queue ``task``; never blocks. After ``close`` it fails with ``ClosedError``."""
+        work = TaskWork(task, text)
+        with self._lock:
+            if self._closed:
+                work.fail(ClosedError(f"{text} was started after its backend was closed"))
+            else:
+                self._open += 1
+                self._tasks.put(work)
         return work
 
     def _run(self) -> None:
         while (work := self._tasks.get()) is not None:
-            work.run()
+            work.run(self._count_down)
             del work  # or the last task's arrays would live until the next one
+
+    def _count_down(self) -> None:
+        with self._lock:
+            self._open -= 1
 
     def close(self, seconds: float) -> None:
         """Let the queued tasks end, then stop the thread; wait for that up to ``seconds``."""
-        self._tasks.put(None)
+        with self._lock:
+            self._closed = True
+            self._tasks.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(min(seconds, threading.TIMEOUT_MAX))

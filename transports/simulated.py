@@ -133,10 +133,10 @@ class SimBackend(Transport):
         with peer.inbox.lock:
             self._check_peer_alive(peer)
             receive = peer.inbox.table.arrive(send)
+            if receive is None and data.size <= self._eager_bytes:
+                send.finish()
         if receive is not None:
             _deliver(send, receive)
-        elif data.size <= self._eager_bytes:
-            send.finish()
         return send
 
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:

@@ -83,7 +83,8 @@ class Waiting(Pending):
     def follow(self, seconds: float) -> None:
         """Block until the message has finished, ``poke`` was called, or the time is over."""
         if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)) and self.finished:
-            self._gate.release()
+            with contextlib.suppress(RuntimeError):  # finished between a poke and here
+                self._gate.release()
 
     def poke(self) -> None:
         """Wake one thread that follows."""

@@ -56,7 +56,7 @@ class Fingerprint:
         agreed += (self.algorithm, self.counts, self.label)  # type: ignore[assignment]
         digest = hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest()
         rows = self.shape[0] if self.shape else 1
-        return _RECORD.pack(digest, rows, str(self).encode()[:176])
+        return _RECORD.pack(digest, rows, str(self).encode(errors="backslashreplace")[:176])
 
     def __str__(self) -> str:
         parts = [self.op] if self.op else []

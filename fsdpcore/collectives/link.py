@@ -69,6 +69,8 @@ class Link:
         for item in pending:
             if not item.join(self._deadline.remaining()):
                 raise self._timed_out()
+        # A finished message still refers to its array; a long ring would keep all of them.
+        self._posted = [item for item in self._posted if not item.finished]
 
     def wait_all(self) -> None:
         """Wait for every message started so far."""

@@ -13,6 +13,10 @@ from fsdpcore.buffers import Array
 class BufferPool:
     """Hands out flat buffers and takes them back; ``clear`` gives the memory up.
 
+    Buffers that came back wait for a unit of the same size. As soon as none of them fits, all are
+    freed, so that units of different sizes never pile up: no more memory is held than was handed
+    out at once.
+
     Attributes:
         live_bytes: handed out now.
         peak_bytes: largest value of ``live_bytes`` since ``reset_peak``.
@@ -27,6 +31,8 @@ class BufferPool:
     def take(self, size: int, dtype: np.dtype[Any]) -> Array:
         """Return a flat buffer of ``size`` elements, with any content."""
         free = self._free.get((size, dtype))
+        if not free:
+            self._free.clear()
         buffer = free.pop() if free else self._backend.empty((size,), dtype)
         self.live_bytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

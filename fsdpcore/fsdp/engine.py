@@ -67,8 +67,12 @@ class FSDP:
         self.steps = 0
         self._prefetch = prefetch
         self._check_options(strategy, prefetch)
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise ArgumentError(
+                f"optimizer must be one of fc.optim, such as fc.optim.AdamW(), got {optimizer!r}"
+            )
         _check_units(self.units)
-        _check_same_values(self.units, backend)
+        _check_same_values(self.units, backend, repr((optimizer, prefetch, seed, algorithm)))
         self._index = {unit.name: number for number, unit in enumerate(self.units)}
         self._pool = BufferPool(backend)
         self._ahead: Unit | None = None
@@ -138,13 +142,10 @@ class FSDP:
         self._step = step
         self._pool.reset_peak()
 
-    def end(self, *, failed: bool) -> None:
+    def end(self) -> None:
         """Leave a step: free what is gathered and the gradients; called by ``Step``."""
-        self._step = None
-        ahead, self._ahead = self._ahead, None
+        self._step = self._ahead = None
         for unit in self.units:
-            if unit is ahead and failed:
-                continue  # waiting for it could fail too, and hide the first error
             unit.reshard()
             unit.drop_gradients()
         self._pool.clear()
@@ -162,7 +163,7 @@ class FSDP:
 
 
 def _check_units(units: tuple[Unit, ...]) -> None:
-    seen: dict[int, str] = {}
+    seen: dict[tuple[int, int], str] = {}
     names = set()
     for unit in units:
         if not isinstance(unit, Unit):
@@ -171,8 +172,10 @@ def _check_units(units: tuple[Unit, ...]) -> None:
             raise ArgumentError(f"two units are named {unit.name!r}; names must be unique")
         names.add(unit.name)
         for name, value in (unit.initial or {}).items():
-            if isinstance(value, np.ndarray):
-                other = seen.setdefault(id(value), f"{unit.name}.{name}")
+            if isinstance(value, np.ndarray) and value.size:
+                # The same elements, also by way of a view or a transpose.
+                where = (value.ctypes.data, value.size)
+                other = seen.setdefault(where, f"{unit.name}.{name}")
                 if other != f"{unit.name}.{name}":
                     raise ArgumentError(
                         f"{other} and {unit.name}.{name} are the same array; tied parameters "
@@ -182,23 +185,25 @@ def _check_units(units: tuple[Unit, ...]) -> None:
         raise ArgumentError("an engine needs at least one unit")
 
 
-def _check_same_values(units: tuple[Unit, ...], backend: Backend) -> None:
-    """Compare all ranks' units, so that no model is glued together from different ones."""
-    digests = np.stack([_digest(unit) for unit in units])
+def _check_same_values(units: tuple[Unit, ...], backend: Backend, options: str) -> None:
+    """Compare all ranks' units and options: no model is glued together from different ones."""
+    hashed = hashlib.blake2b(options.encode(), digest_size=16).digest()
+    digests = np.stack([np.frombuffer(hashed, np.uint8), *(_digest(unit) for unit in units)])
     everywhere = all_gather(digests, backend, label="initial values")
     everywhere = everywhere.reshape(backend.world_size, *digests.shape)
-    for number, unit in enumerate(units):
+    names = ["the engine's options (optimizer, prefetch, seed, algorithm) differ"]
+    names += [f"unit {unit.name!r} differs in names, shapes or initial values" for unit in units]
+    for number, name in enumerate(names):
         differing = np.flatnonzero((everywhere[:, number] != everywhere[0, number]).any(axis=1))
         if differing.size:
             ranks = ", ".join(str(backend.ranks[rank]) for rank in differing)
             raise MismatchError(
-                f"unit {unit.name!r} differs in names, shapes or initial values between rank "
-                f"{backend.ranks[0]} and ranks {ranks}; give all ranks the same seed"
+                f"{name} between rank {backend.ranks[0]} and ranks {ranks}; give all ranks the same"
             )
 
 
 def _digest(unit: Unit) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    hasher = hashlib.blake2b(unit.name.encode(), digest_size=16)
+    hasher = hashlib.blake2b(unit.name.encode(errors="backslashreplace"), digest_size=16)
     for name, value in (unit.initial or {}).items():
         hasher.update(repr((name, value.shape, value.dtype.name)).encode())
         if isinstance(value, Spec):

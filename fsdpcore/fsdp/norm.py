@@ -13,16 +13,16 @@ from fsdpcore.collectives import all_reduce
 _BLOCK = 128 * 1024
 
 
-def global_l2_norm(shards: Iterable[Array], backend: Backend, *, algorithm: str) -> float:
+def global_l2_norm(
+    shards: Iterable[Array], backend: Backend, *, algorithm: str, label: str
+) -> float:
     """Return the square root of the sum of squares over all shards of all ranks.
 
     Every element must lie in one shard of one rank only. Squares are summed in float64, so
     neither overflow nor the number of ranks matters at float32 precision. A collective.
     """
     local = sum(_sum_of_squares(shard) for shard in shards)
-    total = all_reduce(
-        np.array(local, np.float64), backend, algorithm=algorithm, label="gradient norm"
-    )
+    total = all_reduce(np.array(local, np.float64), backend, algorithm=algorithm, label=label)
     return float(np.sqrt(total))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fsdpcore.errors import ArgumentError, NonFiniteGradientError, StateError
 from fsdpcore.fsdp.norm import global_l2_norm
-from fsdpcore.fsdp.unit import Gradients, GradState, Params, Unit
+from fsdpcore.fsdp.unit import Gradients, GradState, Params, Unit, check_divisor
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -33,8 +33,7 @@ class Step:
     """
 
     def __init__(self, engine: FSDP, divisor: float | None, training: bool) -> None:
-        if divisor is not None and not (math.isfinite(divisor) and divisor > 0):
-            raise ArgumentError(f"divisor must be a positive number, got {divisor}")
+        check_divisor(divisor)
         self._engine = engine
         self._divisor = divisor
         self._training = training
@@ -57,7 +56,7 @@ class Step:
     ) -> None:
         self._active = False
         unfinished = self._reduced and not self._updated
-        self._engine.end(failed=error is not None)
+        self._engine.end()
         if error is None and unfinished:
             raise StateError(
                 "the step ended with gradients that were never applied; call step.update() "
@@ -122,8 +121,14 @@ class Step:
         norm, scale = None, 1.0
         if clip is not None:
             shards = [u.grad_shard[: u.valid_size] for u in units if u.grad_shard is not None]
-            norm = global_l2_norm(shards, self._engine.backend, algorithm=self._engine.algorithm)
+            norm = global_l2_norm(
+                shards,
+                self._engine.backend,
+                algorithm=self._engine.algorithm,
+                label=f"gradient norm, clip {clip}, lr {lr}",
+            )
             if not math.isfinite(norm):
+                self._reduced = False  # nothing is left to apply: leaving the step is right
                 raise NonFiniteGradientError(
                     f"the gradients' global norm is {norm}; no parameter was changed. Leave the "
                     "step without update, or lower the learning rate"

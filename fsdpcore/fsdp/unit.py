@@ -11,7 +11,9 @@ optimizer state. Gathered parameters and full gradients live in buffers of the e
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +23,7 @@ import numpy as np
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import all_gather, reduce_scatter
-from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.errors import ArgumentError, CommunicationError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.optim import Optimizer
@@ -233,9 +235,13 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the gathered parameters; does nothing if they are sharded already."""
-        if self._gather is not None:
-            self._gather.wait()
-        self._gather, self.state = None, ParamState.SHARDED
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            # If it failed, the backend is broken and whatever comes next says so; raised here,
+            # it would hide the error that led to this clean-up.
+            with contextlib.suppress(CommunicationError):
+                gather.wait()
+        self.state = ParamState.SHARDED
         if self._flat is not None:
             self._bound(self._binding).pool.give(self._flat)
         self._flat = None
@@ -265,6 +271,7 @@ class Unit:
             divisor: the sum is divided by it; by default the number of ranks, for their mean.
         """
         binding = self._bound(self._binding)
+        check_divisor(divisor)
         if grads is not None:
             target = self.begin_gradients()
             try:
@@ -282,9 +289,10 @@ class Unit:
             self._local,
             binding.backend,
             algorithm=binding.algorithm,
-            label=f"unit {self.name}",
+            label=f"unit {self.name}" + ("" if divisor is None else f", divisor {divisor}"),
         )
-        np.divide(reduced, divisor or float(binding.backend.world_size), out=reduced)
+        ranks = float(binding.backend.world_size)
+        np.divide(reduced, ranks if divisor is None else divisor, out=reduced)
         if self.grad_shard is None:
             self.grad_shard = reduced
         else:
@@ -305,7 +313,7 @@ class Unit:
         self.drop_local_gradients()
 
     def update(self, *, step: int, lr: float | None, grad_scale: float) -> None:
-        """Apply the optimizer to this rank's shard and free the gradients.
+        """Apply the optimizer to this rank's shard; frees gathered parameters and gradients.
 
         Args:
             step: number of this update, from 1.
@@ -315,6 +323,7 @@ class Unit:
         optimizer = self._bound(self._binding).optimizer
         if optimizer is None:
             raise StateError("the engine has no optimizer; pass one: FSDP(..., optimizer=...)")
+        self.reshard()  # what is gathered is about to be out of date
         size = self.valid_size
         grad = self.grad_shard
         if grad is None:  # no gradient counts as zeros
@@ -337,6 +346,12 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"<Unit {self.name!r} {self.state.value}, gradients {self.grad_state.value}>"
+
+
+def check_divisor(divisor: float | None) -> None:
+    """Raise ArgumentError if gradients cannot be divided by ``divisor``."""
+    if divisor is not None and not (math.isfinite(divisor) and divisor > 0):
+        raise ArgumentError(f"divisor must be a positive number, got {divisor}")
 
 
 def _common_dtype(unit: str, params: Mapping[str, Array | Spec]) -> np.dtype[Any]:

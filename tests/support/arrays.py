@@ -94,7 +94,8 @@ def _plain(values: Array) -> Array:
 
 def _strided(values: Array) -> Array:
     base = _room(tuple(2 * size + 3 for size in values.shape), values.dtype)
-    view = base[(*(slice(1, 1 + 2 * size, 2) for size in values.shape), ...)]
+    index: tuple[Any, ...] = (*(slice(1, 1 + 2 * size, 2) for size in values.shape), ...)
+    view = base[index]
     view[...] = values
     return view
 
@@ -105,7 +106,8 @@ def _fortran(values: Array) -> Array:
 
 def _reversed(values: Array) -> Array:
     base = _room(values.shape, values.dtype)
-    view = base[(*(slice(None, None, -1) for _ in values.shape), ...)]
+    index: tuple[Any, ...] = (*(slice(None, None, -1) for _ in values.shape), ...)
+    view = base[index]
     view[...] = values
     return view
 

@@ -11,7 +11,7 @@ WORLD_SIZES = (1, 2, 3, 4, 7, 8)
 LARGE = (7, 8)
 
 
-def jobs(*sizes: int, large_if_costly: bool = False) -> Any:
+def jobs(*sizes: int, large_if_costly: bool = False) -> pytest.MarkDecorator:
     """Parametrise a test by ``transport`` and ``world_size``.
 
     Args:
@@ -27,7 +27,7 @@ def jobs(*sizes: int, large_if_costly: bool = False) -> Any:
     return pytest.mark.parametrize(("transport", "world_size"), chosen)
 
 
-def bodies(*functions: Any) -> Any:
+def bodies(*functions: Any) -> pytest.MarkDecorator:
     """Parametrise a test by ``body``, named like the functions."""
     return pytest.mark.parametrize("body", functions, ids=[f.__name__ for f in functions])
 

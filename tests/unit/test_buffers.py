@@ -95,7 +95,7 @@ def test_inputs_that_are_no_arrays(value: object) -> None:
 def test_bytes_of_an_array(dtype: np.dtype[np.generic]) -> None:
     array = array_of(0, (3, 2), dtype)
     view = byte_view(array)
-    assert (view.dtype, view.ndim, view.tobytes()) == (np.uint8, 1, array.tobytes())
+    assert (view.dtype, view.ndim, view.tobytes()) == (np.dtype(np.uint8), 1, array.tobytes())
     assert np.shares_memory(view, array)
     assert byte_view(array_of(0, (), dtype)).size == dtype.itemsize
     assert byte_view(array_of(0, (0, 3), dtype)).size == 0

@@ -351,3 +351,82 @@ def test_deferred_parameters_do_not_depend_on_the_number_of_ranks(world_size):
     for w, b in run(body, world_size):
         assert_array_equal(w, expected)
         assert_array_equal(b, np.zeros(7, np.float32))
+
+
+def test_leaving_the_step_after_inf_or_nan_is_allowed():
+    def body(backend):
+        engine = engine_of(backend)
+        with engine.step() as step:
+            whole_pass(engine, step)
+            engine.units[0].grad_shard[:] = np.inf
+            with pytest.raises(fc.NonFiniteGradientError):
+                step.update(clip=1.0)
+
+    run(body, 2)
+
+
+def test_options_that_differ_between_ranks_are_refused():
+    def seeds(backend):
+        engine_of(backend, seed=backend.rank)
+
+    def optimizers(backend):
+        fc.FSDP([fc.Unit("u", arrays())], backend, optimizer=fc.optim.SGD(lr=1.0 + backend.rank))
+
+    for body in (seeds, optimizers):
+        error = cause_of(body, 2)
+        assert isinstance(error, fc.MismatchError)
+        assert "the engine's options (optimizer, prefetch, seed, algorithm) differ" in str(error)
+
+
+def test_a_transposed_view_of_another_parameter_is_refused():
+    table = np.ones((3, 5), np.float32)
+
+    def body(backend):
+        fc.FSDP([fc.Unit("a", {"w": table}), fc.Unit("b", {"v": table.T})], backend)
+
+    assert "a.w and b.v are the same array" in str(cause_of(body))
+
+
+def test_a_wrong_optimizer_leaves_the_units_usable():
+    def body(backend):
+        units = [fc.Unit("u", arrays())]
+        with pytest.raises(fc.ArgumentError, match=r"must be one of fc\.optim"):
+            fc.FSDP(units, backend, optimizer="adam")
+        fc.FSDP(units, backend, optimizer=fc.optim.SGD(lr=1.0))
+
+    run(body)
+
+
+def test_parameters_after_an_update_are_never_the_old_ones():
+    """A unit that was fetched ahead, or gathered by hand, is gathered anew after the update."""
+
+    def body(backend):
+        engine = engine_of(backend)
+        with pytest.raises(ZeroDivisionError), engine.step() as step:
+            with step.forward("u1"):
+                pass
+            with step.backward("u1") as (_, grads):  # fetches u0 ahead
+                grads["b"] = np.ones(5, np.float32)
+            engine.units[1].unshard()
+            step.update()
+            raise ZeroDivisionError
+        engine.units[1].unshard()
+        assert_array_equal(engine.units[1].params["b"], arrays(1)["b"] - 1)
+        engine.units[1].reshard()
+        assert {unit.state.value for unit in engine.units} == {"sharded"}
+
+    run(body, 2)
+
+
+def test_units_of_different_sizes_do_not_pile_up_in_the_pool():
+    def body(backend):
+        made = [fc.Unit(f"u{i}", {"w": np.ones(1000 + i, np.float32)}) for i in range(12)]
+        engine = fc.FSDP(made, backend, optimizer=fc.optim.SGD(lr=1.0))
+        with engine.step() as step:
+            whole_pass(engine, step)
+            kept = sum(b.nbytes for free in engine._pool._free.values() for b in free)
+            assert kept + engine._pool.live_bytes <= engine.gathered_peak
+            step.update()
+        assert engine.gathered_peak <= 3 * 4 * 1013
+
+    run(body, 2)

@@ -70,7 +70,8 @@ def beyond_32_bits(backend: fc.Backend) -> None:
         assert not room[:-3].any()
         del room
     joined = fc.all_gather(np.full(2**30 + 3, me, np.uint8), backend)
-    assert (np.count_nonzero(joined), joined[-1], joined[2**30 + 2]) == (2**30 + 3, 1, 0)
+    assert int(np.count_nonzero(joined)) == 2**30 + 3
+    assert joined[2**30 + 2 : 2**30 + 4].tolist() == [0, 1]
 
 
 def tags_in_any_order(backend: fc.Backend) -> None:
@@ -172,12 +173,11 @@ def bad_arguments(backend: fc.Backend) -> None:
     """Refused on the rank, before anything is sent."""
     me, p = backend.rank, backend.world_size
     ones, room = np.ones(3), np.empty(3)
-    for verb, array in ((backend.send, ones), (backend.isend, ones)):
-        for peer in (me, p, -1, "next", None):
-            expect_refusal(verb, array, peer)
-    for verb, array in ((backend.recv, room), (backend.irecv, room)):
-        for peer in (me, p, -1, 1.5):
-            expect_refusal(verb, array, peer)
+    for peer in (me, p, -1, "next", 1.5, None):
+        for send in (backend.send, backend.isend):
+            expect_refusal(send, ones, peer)
+        for receive in (backend.recv, backend.irecv):
+            expect_refusal(receive, room, peer)
     if p > 1:
         peer = (me + 1) % p
         read_only = np.empty(3)
