@@ -33,9 +33,8 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         try:
-            number = (
-                math.nan if isinstance(seconds, str) else float(seconds)
-            )  # of NumPy's kinds too, which the system's calls do not take
+            # NumPy's kinds of numbers become one that the system's calls take.
+            number = float(seconds) if seconds >= 0 else math.nan
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not number >= 0:

@@ -26,7 +26,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank: a result, or a traceback, or where it was at the deadline."""
+    """What became of one rank: a result; or an error in short, and where it was."""
 
     result: Any = None
     traceback: str = ""
@@ -34,7 +34,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        return bool(self.traceback)
+        return bool(self.error)
 
 
 class Meeting:
@@ -83,6 +83,11 @@ def meet() -> None:
     _this_rank.meet()
 
 
+def failure(error: BaseException) -> Outcome:
+    """The outcome of a rank on which ``error`` is being handled."""
+    return Outcome(traceback=traceback.format_exc(), error=f"{type(error).__name__}: {error}")
+
+
 def expect_all(complete: bool) -> None:
     """Raise where a meeting ended because a rank will not come."""
     if not complete:
@@ -97,6 +102,6 @@ def perform(job: Job, backend: Backend, meet: Callable[[], None]) -> Outcome:
             result = job.body(backend, *job.args)
         return Outcome(result)
     except BaseException as error:
-        return Outcome(traceback=traceback.format_exc(), error=f"{type(error).__name__}: {error}")
+        return failure(error)
     finally:
         _this_rank.meet = None

@@ -19,14 +19,13 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from support.spmd_job import Job, Meeting, Outcome, expect_all, perform
+from support.spmd_job import Job, Meeting, Outcome, expect_all, failure, perform
 
 import fsdpcore as fc
 from fsdpcore.config import resolve
@@ -35,6 +34,7 @@ from fsdpcore.rendezvous import listen
 
 _START_SECONDS = 90.0
 _SMALL, _LARGE = 4, 8
+_DEAD = Outcome(error="its process has died")
 
 
 class ProcessRanks:
@@ -95,7 +95,8 @@ class Worker:
     def stack(self) -> str:
         """Where all threads of the process are."""
         before = self._stacks.stat().st_size
-        os.kill(self._pid, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGUSR1)
         end = time.monotonic() + 2.0
         while self._stacks.stat().st_size == before and time.monotonic() < end:
             time.sleep(0.02)
@@ -166,12 +167,12 @@ class Fleet:
             worker.connection.send(order)
         outcomes = _Attendance(workers, job).outcomes()
         stuck = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-        self.broken = bool(stuck)
-        for rank in stuck:
-            outcomes[rank] = _where(workers[rank], job)
+        self.broken = bool(stuck) or _DEAD in outcomes
+        late = f"not finished after {job.timeout:g} s"
+        where = {rank: Outcome(traceback=workers[rank].stack(), error=late) for rank in stuck}
         for rank in stuck:
             workers[rank].kill()
-        return [outcome for outcome in outcomes if outcome is not None]
+        return [outcome or where[rank] for rank, outcome in enumerate(outcomes)]
 
     def _orders(self, job: Job, workers: list[Worker]) -> list[Order]:
         options = {"transport": self._transport, "rendezvous_timeout": job.timeout, **job.options}
@@ -203,7 +204,7 @@ class _Attendance:
         self._end = time.monotonic() + job.timeout
 
     def outcomes(self) -> list[Outcome | None]:
-        """Return when all ranks have ended, died, or the time is over; None for no outcome."""
+        """Return when all ranks have ended or died, or the time is over; None for no outcome."""
         open_ = set(self._connections)
         while open_ and (left := self._end - time.monotonic()) > 0:
             for ready in wait(list(open_), left):
@@ -217,6 +218,7 @@ class _Attendance:
         try:
             message = connection.recv()
         except (EOFError, OSError):
+            self._outcomes[rank] = _DEAD
             self._release(self._meeting.leave(rank))
             return False
         if isinstance(message, Outcome):
@@ -229,13 +231,6 @@ class _Attendance:
     def _release(self, ranks: dict[int, bool]) -> None:
         for rank, complete in ranks.items():
             self._connections[rank].send(complete)
-
-
-def _where(worker: Worker, job: Job) -> Outcome:
-    try:
-        return Outcome(traceback=worker.stack(), error=f"not finished after {job.timeout:g} s")
-    except ProcessLookupError:
-        return Outcome(traceback="no traceback", error="its process has died")
 
 
 def serve(backend: fc.Backend, address: Any, key: bytes, stacks: str) -> None:
@@ -273,5 +268,5 @@ def _obey(order: Order, connection: Connection, listener: socket.socket) -> Outc
         )
         backend = config.transport_class.join(place, config)
     except BaseException as error:
-        return Outcome(traceback=traceback.format_exc(), error=f"{type(error).__name__}: {error}")
+        return failure(error)
     return perform(job, backend, meet)

@@ -35,7 +35,7 @@ class ThreadRanks:
             thread.join()
         if state.launch_error is not None:
             raise state.launch_error
-        missing = Outcome(traceback="the rank has not ended", error="no outcome")
+        missing = Outcome(error="did not start")
         return [state.outcomes.get(rank, missing) for rank in range(job.world_size)]
 
     def close(self) -> None:

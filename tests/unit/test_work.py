@@ -13,6 +13,7 @@ import pytest
 
 from fsdpcore.errors import (
     ArgumentError,
+    ClosedError,
     CommTimeoutError,
     CommunicationError,
     PeerFailedError,
@@ -164,6 +165,9 @@ def test_closing_runs_what_was_submitted() -> None:
     executor.close(60)
     assert [work.done() for work in works] == [True] * 10
     executor.close(60)
+    late = executor.submit(lambda: 1, "the late task")
+    with pytest.raises(ClosedError, match="the late task"):
+        late.wait()
 
 
 def test_work_that_never_ran() -> None:
