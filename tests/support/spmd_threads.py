@@ -16,7 +16,7 @@ from fsdpcore.config import resolve
 from fsdpcore.launch_threads import run_threads
 
 # After the deadline the backends are aborted, and the ranks get this long to end.
-_LAST_SECONDS = 2.0
+_LAST_SECONDS = 1.0
 
 
 class ThreadRanks:
