@@ -79,6 +79,7 @@ class Backend(ABC):
         rank: this rank's number in the group, from 0.
         world_size: how many ranks the group has.
         ranks: the members' numbers in the whole job, in the order of the group.
+        hosts: the number of each member's host; equal for members that share one.
         channel: identifies the group's messages; equal on all members, unlike any other group's.
 
     A backend may be used from several threads, but the ranks must issue collectives of one group
@@ -86,8 +87,9 @@ class Backend(ABC):
     all groups made from it stay broken: later calls raise the first cause again at once.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, channel: int) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, channel: int, hosts: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
+        self.hosts = tuple(hosts)
         self.rank = rank
         self.world_size = len(self.ranks)
         self.channel = channel
@@ -335,7 +337,12 @@ class SubBackend(Backend):
     """Some ranks of another backend, as a backend of their own; made by ``Backend.sub``."""
 
     def __init__(self, parent: Backend, members: Sequence[int], channel: int) -> None:
-        super().__init__([parent.ranks[m] for m in members], members.index(parent.rank), channel)
+        super().__init__(
+            [parent.ranks[member] for member in members],
+            members.index(parent.rank),
+            channel,
+            [parent.hosts[member] for member in members],
+        )
         self._root = parent.root
         self._closed = False
 

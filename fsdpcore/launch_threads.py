@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
@@ -13,6 +14,7 @@ from fsdpcore.config import Config
 from fsdpcore.errors import RankFailedError
 from fsdpcore.failure_report import is_consequence
 from fsdpcore.rank import run_rank
+from fsdpcore.supervise import SLICE_SECONDS
 from fsdpcore.transport import Transport
 
 # What the other ranks get to notice that one has failed, and then to heed an exception that is
@@ -71,7 +73,7 @@ def run_threads(
         for rank in ranks:
             rank.thread.start()
         for _ in ranks:
-            rank = ended.get()
+            rank = _next(ended)
             if rank.error is not None:
                 first = rank
                 break
@@ -84,6 +86,13 @@ def run_threads(
     if first is not None:
         raise _failure(ranks, first, stuck)
     return [rank.result for rank in ranks]
+
+
+def _next(ended: queue.SimpleQueue[_Rank]) -> _Rank:
+    """The next rank to end. Waits in slices, for which see ``supervise.SLICE_SECONDS``."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return ended.get(timeout=SLICE_SECONDS)
 
 
 def _join(ranks: list[_Rank]) -> list[int]:

@@ -19,6 +19,9 @@ from fsdpcore.errors import RankFailedError
 GRACE_SECONDS = 1.0
 TERM_SECONDS = 0.4
 _KILL_SECONDS = 10.0
+# The longest single wait of a launching thread. A signal that the system delivers just before a
+# wait begins only sets a flag, and the wait, which knows nothing of it, is not cut short.
+SLICE_SECONDS = 0.2
 # Where the system cannot wake us when a process ends, we look this often.
 _POLL_SECONDS = 0.01
 
@@ -190,7 +193,8 @@ def _sleep(running: Sequence[RankProcess], seconds: float | None) -> None:
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLIN)
-    poller.poll(None if seconds is None else max(1.0, seconds * 1000))
+    limit = SLICE_SECONDS if seconds is None else min(seconds, SLICE_SECONDS)
+    poller.poll(max(1.0, limit * 1000))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -83,8 +83,10 @@ class Transport(Backend):
     options: ClassVar[type[Any]]
     transport_capabilities: Capabilities
 
-    def __init__(self, rank: int, world_size: int, timeout: float) -> None:
-        super().__init__(range(world_size), rank, WORLD_CHANNEL)
+    def __init__(
+        self, rank: int, world_size: int, timeout: float, hosts: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(range(world_size), rank, WORLD_CHANNEL, hosts or [0] * world_size)
         self.default_timeout = timeout
         self.activity = Activity()
         self._failure: CommunicationError | None = None

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdpcore.backend import Capabilities, Envelope
 from fsdpcore.buffers import Bytes
-from fsdpcore.errors import ClosedError, CommunicationError, PeerFailedError
+from fsdpcore.errors import ClosedError, CommunicationError, ConfigError, PeerFailedError
 from fsdpcore.transport import Status, Transport
 from fsdpcore.work import Pending
 
@@ -33,11 +33,13 @@ class SimOptions:
 
     Attributes:
         eager_bytes: sends up to this size are copied at once and never wait.
+        hosts: the ranks are treated as if they ran on so many hosts, in equal blocks.
         seed, max_delay: random delays in every post of a message, to shake out races.
         faults: a whole plan of faults (from Python only); replaces the two above.
     """
 
     eager_bytes: int = 4096
+    hosts: int = 1
     seed: int = 0
     max_delay: float = 0.0
     faults: Faults | None = None
@@ -104,7 +106,8 @@ class SimBackend(Transport):
         timeout: float,
         options: SimOptions,
     ) -> None:
-        super().__init__(rank, world_size, timeout)
+        hosts = [other * options.hosts // world_size for other in range(world_size)]
+        super().__init__(rank, world_size, timeout, hosts)
         self.inbox = _Inbox()
         self.gone = ""  # how, once it is
         self._world = world
@@ -116,6 +119,10 @@ class SimBackend(Transport):
     def threads(cls, world_size: int, config: Config) -> list[Transport]:
         options = config.transport_options
         assert isinstance(options, SimOptions)
+        if not 1 <= options.hosts <= world_size:
+            raise ConfigError(
+                f"sim: hosts={options.hosts} is not in 1..{world_size}, the number of ranks"
+            )
         world: list[SimBackend] = []
         for rank in range(world_size):
             world.append(cls(rank, world, world_size, config.timeout, options))

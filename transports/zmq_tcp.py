@@ -32,7 +32,8 @@ from fsdpcore.errors import (
     ProtocolError,
     RendezvousError,
 )
-from fsdpcore.rendezvous import meet
+from fsdpcore.host import identity, number
+from fsdpcore.rendezvous import Card, meet
 from fsdpcore.transport import Status, Transport
 from fsdpcore.work import Deadline, Pending
 
@@ -137,7 +138,9 @@ class ZmqBackend(Transport):
             sock = self._new_peer(rank, host).socket
             door.expect(sock, rank, proof(self._token, rank, self.rank))
             endpoints[str(rank)] = listen(sock, host, self.rank)
-        cards = meet(place, address, {"endpoints": endpoints}, timeout)
+        card: Card = {"endpoints": endpoints, "host": identity()}
+        cards = meet(place, address, card, timeout)
+        self.hosts = number(str(card.get("host")) for card in cards)
         for rank in range(self.rank):
             sock = self._new_peer(rank, host).socket
             connect(sock, cards[rank], self.rank, rank, self._token)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpcore.backend import Backend
 from fsdpcore.collectives import all_gather
-from fsdpcore.collectives.select import ALGORITHMS
+from fsdpcore.collectives.algorithms import ALGORITHMS
 from fsdpcore.errors import ArgumentError, MismatchError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.memory import HeldMemory, measure

@@ -8,7 +8,8 @@ import pytest
 
 from fsdpcore import collectives
 from fsdpcore.backend import Capabilities
-from fsdpcore.collectives.select import ALGORITHMS, cheapest, choose
+from fsdpcore.collectives.algorithms import ALGORITHMS
+from fsdpcore.collectives.select import cheapest, choose
 from fsdpcore.errors import ArgumentError
 
 FAST = Capabilities("fast", alpha=1e-6, beta=0.1e-9, gamma=0.1e-9)
