@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +10,9 @@ import typer
 from rich.console import Console
 
 from fsdpcore import __version__, doctor
+from fsdpcore.commands.usage import one_line
 from fsdpcore.config import PREFIX, resolve
-from fsdpcore.errors import ConfigError, FsdpcoreError
+from fsdpcore.errors import ConfigError
 from fsdpcore.launch_scripts import run_script, script_command
 
 app = typer.Typer(
@@ -23,18 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-USAGE_ERROR = 2
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """Turn what is wrong with a call into one line and an exit code."""
-    try:
-        yield
-    except FsdpcoreError as error:
-        typer.echo(f"fsdpcore: {error}", err=True)
-        raise typer.Exit(USAGE_ERROR) from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -86,7 +73,7 @@ def run(
         "rendezvous_timeout": rendezvous_timeout,
         "blas_threads": blas_threads,
     }
-    with _one_line():
+    with one_line():
         if ranks is not None and ranks < 1:
             raise ConfigError(f"the number of ranks (-n) must be at least 1, got {ranks}")
         command = script_command(script, arguments or [], module=module)

@@ -1,0 +1,1 @@
+"""The subcommands of ``fsdpcore`` that have a module of their own."""
