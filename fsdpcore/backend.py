@@ -7,12 +7,13 @@ and ``post_recv``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -39,6 +40,7 @@ from fsdpcore.errors import (
 from fsdpcore.work import Deadline, OrderedExecutor, Pending, Work
 
 if TYPE_CHECKING:
+    from fsdpcore.collectives.algorithms import Algorithm
     from fsdpcore.transport import Transport
 
 MAX_TAG = 2**31 - 1
@@ -97,6 +99,11 @@ class Backend(ABC):
         self._issue_lock = threading.Lock()
         self._sequence = 0
         self._executor: OrderedExecutor | None = None
+
+    @functools.cached_property
+    def own_algorithms(self) -> Mapping[str, Mapping[str, Algorithm]]:
+        """What the transport offers for this group's collectives beyond the general algorithms."""
+        return self.root.algorithms(self)
 
     # What differs between a whole job and a group of it.
 

@@ -61,6 +61,10 @@ def run(
     blas_threads: Annotated[
         int | None, typer.Option(help="BLAS threads of each rank; 0 shares the cores evenly.")
     ] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option("--deterministic", help="Only algorithms that reduce in canonical order."),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as 'python -m' does.")] = False,
 ) -> None:
     """Run a script on every rank.
@@ -72,6 +76,7 @@ def run(
         "timeout": timeout,
         "rendezvous_timeout": rendezvous_timeout,
         "blas_threads": blas_threads,
+        "deterministic": deterministic,
     }
     with one_line():
         if ranks is not None and ranks < 1:

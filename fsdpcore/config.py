@@ -44,6 +44,8 @@ class Settings:
         timeout: seconds that an operation may take.
         rendezvous_timeout: seconds until all ranks must have joined.
         blas_threads: threads of each rank's BLAS; 0 shares the cores of the host evenly.
+        deterministic: keep ``algorithm="auto"`` to algorithms that reduce in the canonical order,
+            so that the bits are those of every other transport.
     """
 
     transport: str = ""
@@ -51,6 +53,7 @@ class Settings:
     timeout: float = 60.0
     rendezvous_timeout: float = 60.0
     blas_threads: int = 0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("timeout", "rendezvous_timeout"):

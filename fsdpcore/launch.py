@@ -49,9 +49,9 @@ def launch(
         world_size: number of ranks to start (default: 1).
         transport: scheme or URL (default: ``sim``, or ``zmq`` in a launcher's process).
         args: further arguments of ``fn``.
-        **options: settings (``timeout``, ``rendezvous_timeout``, ``blas_threads``) and options of
-            the transport. What is not given comes from ``FSDPCORE_*`` variables, then from
-            ``fsdpcore.toml``.
+        **options: settings (``timeout``, ``rendezvous_timeout``, ``blas_threads``,
+            ``deterministic``) and options of the transport. What is not given comes from
+            ``FSDPCORE_*`` variables, then from ``fsdpcore.toml``.
 
     Returns:
         The results of the ranks that this process ran, in rank order.

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +20,7 @@ from fsdpcore.errors import ClosedError, CommunicationError, MismatchError, Peer
 from fsdpcore.work import OrderedExecutor, fresh
 
 if TYPE_CHECKING:
+    from fsdpcore.collectives.algorithms import Algorithm
     from fsdpcore.config import Config
     from fsdpcore.environment import Place
 
@@ -84,10 +85,17 @@ class Transport(Backend):
     transport_capabilities: Capabilities
 
     def __init__(
-        self, rank: int, world_size: int, timeout: float, hosts: Sequence[int] | None = None
+        self,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        *,
+        hosts: Sequence[int] | None = None,
+        deterministic: bool = False,
     ) -> None:
         super().__init__(range(world_size), rank, WORLD_CHANNEL, hosts or [0] * world_size)
         self.default_timeout = timeout
+        self.deterministic = deterministic
         self.activity = Activity()
         self._failure: CommunicationError | None = None
         self._peers_know = False
@@ -136,6 +144,20 @@ class Transport(Backend):
     @abstractmethod
     def _release(self, flush: bool) -> None:
         """Free sockets, threads and memory, with ``flush`` once all sent data is on its way."""
+
+    # What a transport may add.
+
+    def algorithms(self, backend: Backend) -> Mapping[str, Mapping[str, Algorithm]]:
+        """Return this transport's own algorithms by collective and name, for a group of its ranks.
+
+        Equal on all ranks of the group; does not communicate. Their functions have the signature
+        of those in ``collectives/direct.py`` and its siblings, and may communicate by other means
+        than the link that they are given.
+        """
+        return {}
+
+    def progress(self) -> None:
+        """Handle what has arrived, without waiting; for those who wait by looking at memory."""
 
     # Failure: the first cause wins, and stays. The peers are told once, by whoever can first.
 

@@ -107,7 +107,7 @@ class SimBackend(Transport):
         options: SimOptions,
     ) -> None:
         hosts = [other * options.hosts // world_size for other in range(world_size)]
-        super().__init__(rank, world_size, timeout, hosts)
+        super().__init__(rank, world_size, timeout, hosts=hosts)
         self.inbox = _Inbox()
         self.gone = ""  # how, once it is
         self._world = world

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fsdpcore.collectives import direct, doubling, ring, star, tree
 
@@ -18,12 +19,24 @@ class Terms(NamedTuple):
     gamma: float
 
 
-class Algorithm(NamedTuple):
-    """The module with the function, its cost for p ranks, and whether it is canonical."""
+def _anything(dtype: np.dtype[Any] | None, op: str) -> bool:
+    return True
 
-    module: ModuleType
+
+class Algorithm(NamedTuple):
+    """An algorithm for one collective.
+
+    Attributes:
+        module: has a function named like the collective.
+        cost: for p ranks.
+        canonical: its reductions follow the canonical order.
+        supports: whether it can handle a dtype (None where it is not known yet) and reduction.
+    """
+
+    module: object
     cost: Callable[[int], Terms]
     canonical: bool = True
+    supports: Callable[[np.dtype[Any] | None, str], bool] = _anything
 
 
 def _depth(p: int) -> int:

@@ -75,7 +75,7 @@ def all_reduce(
     source = operand(array, backend)
     reduction = Reduction.of(op, source.dtype)
     output = Output(out, source.shape, source.dtype)
-    function = choose("all_reduce", algorithm, source.nbytes, backend)
+    function = choose("all_reduce", algorithm, source.nbytes, backend).function
 
     def body(link: Link, rows: list[int]) -> Array:
         np.copyto(output.flat, source.reshape(-1))
@@ -127,7 +127,7 @@ def reduce_scatter_body(
     me, flat = backend.rank, source.reshape(-1)
     bounds = bounds_of(counts, row_size(source.shape))
     output = Output(out, (counts[me], *source.shape[1:]), source.dtype)
-    function = choose("reduce_scatter", algorithm, source.nbytes, backend)
+    function = choose("reduce_scatter", algorithm, source.nbytes, backend).function
     flat = separate(flat, flat[bounds[me] : bounds[me + 1]], output.flat, output.flat)
 
     def body(link: Link, rows: list[int]) -> Array:
@@ -157,7 +157,7 @@ def all_gather(
     me, p = backend.rank, backend.world_size
     output = Output(out, _joined(source.shape, p), source.dtype)
     bounds = bounds_of([source.size] * p)
-    function = choose("all_gather", algorithm, source.nbytes * p, backend)
+    function = choose("all_gather", algorithm, source.nbytes * p, backend).function
     flat = source.reshape(-1)
     flat = separate(flat, flat, output.flat, output.flat[bounds[me] : bounds[me + 1]])
 
@@ -189,7 +189,7 @@ def broadcast(
     source = operand(array, backend)
     root = check_rank(root, backend.world_size, "broadcast: root")
     output = Output(out, source.shape, source.dtype)
-    function = choose("broadcast", algorithm, source.nbytes, backend)
+    function = choose("broadcast", algorithm, source.nbytes, backend).function
 
     def body(link: Link, rows: list[int]) -> Array:
         if link.rank == root:
@@ -223,7 +223,7 @@ def reduce(
     root = check_rank(root, backend.world_size, "reduce: root")
     reduction = Reduction.of(op, source.dtype)
     output = Output(out, source.shape, source.dtype) if backend.rank == root else None
-    function = choose("reduce", algorithm, source.nbytes, backend)
+    function = choose("reduce", algorithm, source.nbytes, backend).function
     flat = source.reshape(-1)
     if output is not None:
         flat = separate(flat, flat, output.flat, output.flat)
@@ -255,7 +255,7 @@ def gather(
     root = check_rank(root, backend.world_size, "gather: root")
     p = backend.world_size
     bounds = bounds_of([source.size] * p)
-    function = choose("gather", algorithm, source.nbytes * p, backend)
+    function = choose("gather", algorithm, source.nbytes * p, backend).function
     flat = source.reshape(-1)
     output = None
     if backend.rank == root:
@@ -320,7 +320,7 @@ def _scatter(
     if source is not None:
         flat = source.reshape(-1)
         flat = separate(flat, flat[bounds[root] : bounds[root + 1]], output.flat, output.flat)
-    function = choose("scatter", algorithm, bounds[-1] * dtype.itemsize, backend)
+    function = choose("scatter", algorithm, bounds[-1] * dtype.itemsize, backend).function
     function(link, flat, output.flat, bounds, root)
     return output.deliver()
 
@@ -345,7 +345,7 @@ def all_to_all(
     counts = split_sizes(source.shape[0], p)
     mine = counts[backend.rank]
     output = Output(out, (p * mine, *source.shape[1:]), source.dtype)
-    function = choose("all_to_all", algorithm, source.nbytes, backend)
+    function = choose("all_to_all", algorithm, source.nbytes, backend).function
     flat = source.reshape(-1)
     if np.may_share_memory(flat, output.flat):
         flat = flat.copy()

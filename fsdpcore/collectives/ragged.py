@@ -53,7 +53,7 @@ def all_gather_v(
         output = Output(out, (sum(rows), *source.shape[1:]), source.dtype)
         flat = source.reshape(-1)
         flat = separate(flat, flat, output.flat, output.flat[bounds[me] : bounds[me + 1]])
-        function = choose("all_gather", algorithm, output.flat.nbytes, backend)
+        function = choose("all_gather", algorithm, output.flat.nbytes, backend).function
         function(link, flat, output.flat, bounds)
         return output.deliver()
 
@@ -130,7 +130,7 @@ def all_to_all_v(
     source = operand(array, backend)
     _check_rows(source, "all_to_all_v")
     sending = _check_counts(send_counts, backend, source.shape[0], "all_to_all_v: send_counts")
-    function = choose("all_to_all", algorithm, 0, backend)
+    function = choose("all_to_all", algorithm, 0, backend).function
     expected = None
     if recv_counts is not None:
         expected = _check_counts(recv_counts, backend, None, "all_to_all_v: recv_counts")
