@@ -10,18 +10,23 @@ from fsdpcore import errors
 from fsdpcore.adapters.layers import Layer, LayerStack
 from fsdpcore.backend import Backend, Capabilities, SubBackend
 from fsdpcore.collectives import (
+    Batch,
     all_gather,
     all_gather_v,
     all_reduce,
+    all_reduce_many,
     all_to_all,
     all_to_all_v,
     barrier,
     broadcast,
+    coalesce,
     gather,
+    gather_v,
     reduce,
     reduce_scatter,
     reduce_scatter_v,
     scatter,
+    scatter_v,
 )
 from fsdpcore.errors import (
     ArgumentError,
@@ -47,6 +52,8 @@ from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.step import Step
 from fsdpcore.fsdp.unit import Unit
 from fsdpcore.launch import init, launch
+from fsdpcore.mesh import Mesh
+from fsdpcore.recorder import dump_trace
 from fsdpcore.reduce_ops import ReduceOp
 from fsdpcore.work import Work
 
@@ -56,6 +63,7 @@ __all__ = [
     "FSDP",
     "ArgumentError",
     "Backend",
+    "Batch",
     "Capabilities",
     "ClosedError",
     "CommTimeoutError",
@@ -64,6 +72,7 @@ __all__ = [
     "FsdpcoreError",
     "Layer",
     "LayerStack",
+    "Mesh",
     "MismatchError",
     "MissingDependencyError",
     "NonFiniteGradientError",
@@ -83,12 +92,16 @@ __all__ = [
     "all_gather",
     "all_gather_v",
     "all_reduce",
+    "all_reduce_many",
     "all_to_all",
     "all_to_all_v",
     "barrier",
     "broadcast",
+    "coalesce",
+    "dump_trace",
     "errors",
     "gather",
+    "gather_v",
     "init",
     "initializers",
     "launch",
@@ -97,4 +110,5 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_v",
     "scatter",
+    "scatter_v",
 ]

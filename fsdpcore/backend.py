@@ -8,10 +8,8 @@ and ``post_recv``.
 from __future__ import annotations
 
 import functools
-import hashlib
-import operator
-import struct
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,13 +35,17 @@ from fsdpcore.errors import (
     CommunicationError,
     UnsupportedError,
 )
+from fsdpcore.members import channel_of, check_int64, check_members, check_tag
+from fsdpcore.members import check_rank as check_rank
+from fsdpcore.recorder import Message, MessageEntry
+from fsdpcore.status import Group
 from fsdpcore.work import Deadline, OrderedExecutor, Pending, Work
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.algorithms import Algorithm
+    from fsdpcore.collectives.call import Call
+    from fsdpcore.collectives.link import Link
     from fsdpcore.transport import Transport
-
-MAX_TAG = 2**31 - 1
 
 B = TypeVar("B", bound="Backend")
 
@@ -83,6 +85,7 @@ class Backend(ABC):
         ranks: the members' numbers in the whole job, in the order of the group.
         hosts: the number of each member's host; equal for members that share one.
         channel: identifies the group's messages; equal on all members, unlike any other group's.
+        group: all of this that tells the group from others, for reports.
 
     A backend may be used from several threads, but the ranks must issue collectives of one group
     in the same order. Once an operation has failed with a ``CommunicationError``, the backend and
@@ -95,15 +98,31 @@ class Backend(ABC):
         self.rank = rank
         self.world_size = len(self.ranks)
         self.channel = channel
-        self._groups: dict[tuple[int, ...], int] = {}
-        self._issue_lock = threading.Lock()
+        self.group = Group(channel, self.ranks)
+        self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._groups_lock = threading.Lock()
+        self.issue_lock = threading.Lock()
         self._sequence = 0
+        self._closed = False
         self._executor: OrderedExecutor | None = None
+
+    # What collectives keep with a group: see collectives/call.py.
+    link: Link | None = None
+
+    @functools.cached_property
+    def calls(self) -> dict[Any, Call]:
+        """The kinds of collective calls that this group has seen."""
+        return {}
 
     @functools.cached_property
     def own_algorithms(self) -> Mapping[str, Mapping[str, Algorithm]]:
         """What the transport offers for this group's collectives beyond the general algorithms."""
         return self.root.algorithms(self)
+
+    @property
+    def issued(self) -> int:
+        """How many collectives this rank has called, begun or not."""
+        return self._sequence
 
     # What differs between a whole job and a group of it.
 
@@ -188,27 +207,25 @@ class Backend(ABC):
         source = input_array(array)
         self._check_peer(dst, "send to")
         envelope = Envelope(
-            self.channel, _check_tag(tag), pack_signature(source.dtype, source.shape)
+            self.channel, check_tag(tag), pack_signature(source.dtype, source.shape)
         )
-        text = f"send of {source.dtype} {source.shape} to rank {dst} (tag {tag})"
-        pending = self._post(self.post_send, byte_view(source), dst, envelope)
-        return MessageWork(self, pending, text, dst, None)
+        message = Message("send", source.dtype, source.shape, source.nbytes, self.ranks[dst], tag)
+        return self._post(self.post_send, byte_view(source), dst, envelope, message, None)
 
     def _irecv(self, out: Array, src: int, tag: int) -> MessageWork:
         check_out(out, np.shape(out), getattr(out, "dtype", np.dtype(object)))
         dtype_code(out.dtype)
         self._check_peer(src, "receive from")
         staging = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        envelope = Envelope(self.channel, _check_tag(tag), pack_signature(out.dtype, out.shape))
-        text = f"recv of {out.dtype} {out.shape} from rank {src} (tag {tag})"
-        pending = self._post(self.post_recv, byte_view(staging), src, envelope)
+        envelope = Envelope(self.channel, check_tag(tag), pack_signature(out.dtype, out.shape))
+        message = Message("recv", out.dtype, out.shape, out.nbytes, self.ranks[src], tag)
 
         def deliver() -> Array:
             if staging is not out:
                 np.copyto(out, staging)
             return out
 
-        return MessageWork(self, pending, text, src, deliver)
+        return self._post(self.post_recv, byte_view(staging), src, envelope, message, deliver)
 
     def _post(
         self,
@@ -216,13 +233,20 @@ class Backend(ABC):
         data: Bytes,
         peer: int,
         envelope: Envelope,
-    ) -> Pending:
+        message: Message,
+        deliver: Callable[[], Array] | None,
+    ) -> MessageWork:
         self._check_open()
+        recorder = self.root.recorder
+        entry = recorder.message(self, message)
         try:
-            return post(data, peer, envelope)
-        except CommunicationError as error:
-            self.root.fail(error, tell=True)
+            pending = post(data, peer, envelope)
+        except BaseException as error:
+            recorder.fail(entry, error)
+            if isinstance(error, CommunicationError):
+                self.root.fail(error, tell=True)
             raise
+        return MessageWork(self, pending, entry, peer, deliver)
 
     def _check_open(self) -> None:
         self.root.check_usable()
@@ -251,7 +275,7 @@ class Backend(ABC):
 
         barrier(self, timeout=timeout)
 
-    def sub(self, ranks: Sequence[int]) -> SubBackend:
+    def sub(self, ranks: Sequence[int], *, name: str = "") -> SubBackend:
         """Return the group of those members, numbered in the order given.
 
         Called by the members only, by all of them, with the same ``ranks``; no communication.
@@ -259,35 +283,98 @@ class Backend(ABC):
 
         Args:
             ranks: members by their number in this group; any subset, in any order.
+            name: groups of equal members are told apart by the order in which they were made;
+                those of different names need not be made in the same order on all members.
 
         Raises:
             ArgumentError: a number twice, out of range, or this rank not among them.
         """
-        members = tuple(check_rank(r, self.world_size, "sub(): no such member") for r in ranks)
-        if len(set(members)) != len(members):
-            raise ArgumentError(f"sub(): a rank is named twice in {list(members)}")
+        members = check_members(ranks, self.world_size)
         if self.rank not in members:
             raise ArgumentError(
                 f"sub(): rank {self.rank} is not in {list(members)}; only members make a group"
             )
-        count = self._groups.get(members, 0)
-        self._groups[members] = count + 1
-        return SubBackend(self, members, _channel_of(self.channel, members, count))
+        if not isinstance(name, str):
+            raise ArgumentError(f"sub(): a name is a string, got {name!r}")
+        with self._groups_lock:
+            count = self._groups.get((name, members), 0)
+            self._groups[name, members] = count + 1
+        made = SubBackend(self, members, channel_of(self.channel, members, count, name))
+        made.group = Group(made.channel, made.ranks, count, name)
+        self.root.recorder.add_group(made)
+        return made
 
-    def issue(self, text: str, task: Callable[[int], Any], *, async_op: bool) -> Any:
+    def split(
+        self, color: int | None, key: int = 0, *, timeout: float | None = None
+    ) -> SubBackend | None:
+        """Divide this group: ranks that give the same ``color`` get a group together.
+
+        A collective: every rank of this group calls it. As ``MPI_Comm_split``.
+
+        Args:
+            color: which group to be in; None for no group at all.
+            key: the members are numbered by key and, where keys are equal, as in this group.
+            timeout: seconds for the exchange of colors and keys.
+
+        Returns:
+            This rank's group, or None where its color is None.
+
+        Raises:
+            ArgumentError: a color or key that is not an integer of 64 bits. Nothing was sent.
+            The errors of a collective (``CommTimeoutError``, ``MismatchError``, ...).
+        """
+        from fsdpcore.collectives import all_gather  # collectives are built on this module
+
+        mine = np.zeros(3, np.int64)
+        if color is not None:
+            mine[:] = 1, check_int64(color, "split(): color (None for no group)"), 0
+        mine[2] = check_int64(key, "split(): key")
+        every = all_gather(mine, self, timeout=timeout, label="split").reshape(-1, 3).tolist()
+        if color is None:
+            return None
+        alike = [rank for rank, (member, c, _) in enumerate(every) if member and c == mine[1]]
+        return self.sub(sorted(alike, key=lambda rank: (every[rank][2], rank)))
+
+    def turn(self) -> int:
+        """Take the next sequence number for a blocking collective; 0 if others are queued.
+
+        Called, and the collective run, with ``issue_lock`` held.
+        """
+        if self._closed or self.root.failure is not None:
+            self._check_open()
+        if self._executor is not None and not self._executor.idle:
+            return 0
+        self._sequence = sequence = self._sequence + 1
+        return sequence
+
+    def issue(
+        self, text: str, task: Callable[[int], Any], *, async_op: bool, nbytes: int = 0
+    ) -> Any:
         """Run ``task(sequence)`` as this group's next collective, in the order of the calls.
+
+        Args:
+            text: the operation in words.
+            task: runs it.
+            async_op: do not wait for it. Where too much is queued already (``work.MAX_QUEUED``
+                operations or ``work.MAX_QUEUED_BYTES``), wait until some of that has run.
+            nbytes: memory that the task holds while it is queued, beyond the caller's arrays.
 
         Returns:
             What ``task`` returns or, with ``async_op``, a ``Work`` for it.
+
+        Raises:
+            CommTimeoutError: the queue stayed full for ``timeout`` seconds; nothing was begun.
         """
-        with self._issue_lock:
-            self._check_open()
-            self._sequence = sequence = self._sequence + 1
-            if not async_op and (self._executor is None or self._executor.idle):
+        with self.issue_lock:
+            if not async_op and (sequence := self.turn()):
                 return task(sequence)
+            self._check_open()
             if self._executor is None:
                 self._executor = self.root.new_executor(f"fsdpcore-rank{self.root.rank}")
-            work = self._executor.submit(lambda: task(sequence), text)
+            self._executor.make_room(nbytes, self.timeout, text)
+            self._check_open()  # it may have been closed, or have failed, while this one waited
+            self._sequence = sequence = self._sequence + 1
+            work = self._executor.submit(lambda: task(sequence), text, nbytes)
         return work if async_op else work.wait()
 
     # Memory.
@@ -388,24 +475,39 @@ class MessageWork(Work):
         self,
         backend: Backend,
         pending: Pending,
-        text: str,
+        entry: MessageEntry,
         peer: int,
         deliver: Callable[[], Array] | None,
     ) -> None:
         self._backend = backend
         self._pending = pending
-        self._text = text
+        self._entry = entry
         self._peer = peer
         self._deliver = deliver
         self._value: Array | None = None
+        entry.work = weakref.ref(self)
 
     def done(self) -> bool:
-        return self._pending.finished
+        if not self._pending.finished:
+            return False
+        if self._entry.end == 0:
+            recorder = self._backend.root.recorder
+            if self._pending.error is None:
+                recorder.end(self._entry)
+            else:
+                recorder.fail(self._entry, self._pending.error)
+        return True
 
     def wait(self, timeout: float | None = None) -> Any:
         limit = self._backend.timeout if timeout is None else timeout
-        if not self._pending.join(Deadline(limit).remaining()):
-            raise self._timed_out(limit)
+        deadline = Deadline(limit)
+        self._entry.waiting = True
+        try:
+            if not self._pending.join(deadline.remaining()):
+                raise self._timed_out(limit)
+        finally:
+            self._entry.waiting = False
+            self.done()
         if self._deliver is not None:  # once: the caller may have changed the array since
             self._value = self._deliver()
             self._deliver = None
@@ -417,54 +519,24 @@ class MessageWork(Work):
             self.wait(timeout)
         except BaseException as error:
             withdrawn = self._pending.cancel()
+            recorder = self._backend.root.recorder
             if not isinstance(error, CommTimeoutError):
+                recorder.fail(self._entry, error)
                 raise
             if self._pending.finished:  # just now: it must not get lost
                 self.wait()
                 return
+            recorder.fail(self._entry, error)
             if not withdrawn:
                 self._backend.root.fail(error)
+            recorder.save(seldom=True)
             raise
 
     def _timed_out(self, limit: float) -> CommTimeoutError:
         backend = self._backend
-        report = backend.root.last_operations([backend.ranks[self._peer]])
-        return CommTimeoutError(
-            f"{self._text} on rank {backend.rank} of {backend.world_size} timed out after "
-            f"{limit:g} s{report}"
-        )
-
-
-def check_rank(value: object, world_size: int, what: str) -> int:
-    """Return ``value`` as a rank of a group of ``world_size``.
-
-    Raises:
-        ArgumentError: it is not an integer, or out of range.
-    """
-    try:
-        rank = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(f"{what}: a rank is an integer, got {value!r}") from None
-    if not 0 <= rank < world_size:
-        raise ArgumentError(f"{what}: rank {rank} is not in 0..{world_size - 1}")
-    return rank
-
-
-def _check_tag(tag: object) -> int:
-    try:
-        number = operator.index(tag)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(f"a tag is an integer, got {tag!r}") from None
-    if not 0 <= number <= MAX_TAG:
-        raise ArgumentError(f"tag {number} is not in 0..{MAX_TAG}")
-    return number
-
-
-def _channel_of(parent: int, members: tuple[int, ...], count: int) -> int:
-    """Name a group by how it was made, so that its members agree without communication.
-
-    Always even; a group's collectives use the odd number that follows, apart from user messages.
-    """
-    seed = struct.pack(f"<QQ{len(members)}Q", parent, count, *members)
-    digest = hashlib.blake2b(seed, digest_size=8).digest()
-    return int.from_bytes(digest, "little") & ~1
+        message = self._entry.call
+        assert isinstance(message, Message)
+        report = backend.root.message_report(message.peer, backend.channel)
+        where = f"on rank {backend.rank} of {backend.world_size}"
+        words = message.words(self._peer)
+        return CommTimeoutError(f"{words} {where} timed out after {limit:g} s{report}")

@@ -63,6 +63,8 @@ def input_array(value: ArrayLike, what: str = "array") -> Array:
     Raises:
         ArgumentError: it is not an array of a supported dtype.
     """
+    if type(value) is np.ndarray and value.dtype in _CODES and value.flags.c_contiguous:
+        return value
     try:
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
@@ -78,6 +80,9 @@ def check_out(out: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
     Raises:
         ArgumentError: it is not a writable array of exactly that shape and dtype.
     """
+    if type(out) is np.ndarray and out.shape == shape and out.dtype is dtype:  # noqa: SIM102
+        if out.flags.writeable:  # a shortcut past what follows
+            return out
     if not isinstance(out, np.ndarray):
         raise ArgumentError(f"out must be a NumPy array to write into, got {type(out).__name__}")
     if isinstance(out, (np.matrix, np.ma.MaskedArray)):  # they reshape in ways of their own

@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 
 from fsdpcore import __version__, doctor
+from fsdpcore.commands.bench import show_bench
+from fsdpcore.commands.trace import trace
+from fsdpcore.commands.tune import tune
 from fsdpcore.commands.usage import one_line
 from fsdpcore.config import PREFIX, resolve
 from fsdpcore.errors import ConfigError
@@ -105,3 +108,8 @@ def show_doctor() -> None:
     diagnosis = doctor.examine(os.environ, Path.cwd())
     doctor.show(diagnosis, Console())
     raise typer.Exit(0 if diagnosis.configuration_error is None else 1)
+
+
+app.command("tune")(tune)
+app.command("trace")(trace)
+app.command("bench")(show_bench)

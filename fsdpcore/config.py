@@ -4,6 +4,11 @@ Precedence: arguments (with the options in the URL of a ``transport`` argument),
 ``FSDPCORE_*`` variables, then ``fsdpcore.toml`` or ``[tool.fsdpcore]`` of ``pyproject.toml`` in
 the working directory, then defaults. The file may hold a table named like a transport with that
 transport's options. A variable that is set to nothing counts as not set.
+
+Which algorithm carries a collective out can be overridden in the same places, for each collective
+by itself: ``algorithms={"all_reduce": "doubling:0-8KiB;direct:8193-max"}``, the variable
+``FSDPCORE_ALL_REDUCE``, the key ``all_reduce`` of a table ``[algorithms]``; the grammar is that of
+``collectives.overrides``. Ragged collectives follow the base one.
 """
 
 from __future__ import annotations
@@ -18,8 +23,13 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from fsdpcore import registry
+from fsdpcore.collectives.algorithms import ALGORITHMS
+from fsdpcore.collectives.costs import read_table, shipped
+from fsdpcore.collectives.overrides import UNITS, check_collective, parse
 from fsdpcore.environment import LAUNCH_VARIABLES
 from fsdpcore.errors import ConfigError
+from fsdpcore.policy import Policy, Tuning
+from fsdpcore.recorder import DEFAULT_SIZE
 from fsdpcore.transport import Transport
 
 if sys.version_info >= (3, 11):
@@ -28,10 +38,10 @@ else:
     import tomli as tomllib
 
 PREFIX = "FSDPCORE_"
+# The argument, and the table of a file, that overrides algorithms.
+ALGORITHMS_TABLE = "algorithms"
 # Beyond this (about 23 days) the operating system's own waits overflow.
 MAX_TIMEOUT = 2e6
-
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,13 @@ class Settings:
         rendezvous_timeout: seconds until all ranks must have joined.
         blas_threads: threads of each rank's BLAS; 0 shares the cores of the host evenly.
         deterministic: keep ``algorithm="auto"`` to algorithms that reduce in the canonical order,
-            so that the bits are those of every other transport.
+            so that the bits are those of every other transport. An override that names another
+            one is then an error.
+        tuning: file that ``fsdpcore tune`` has written, relative to the working directory; empty
+            for the costs that come with the package.
+        trace: directory where every rank writes its last operations when it fails, and when it
+            closes, for ``fsdpcore trace``; empty for none.
+        trace_operations: how many a rank remembers.
     """
 
     transport: str = ""
@@ -54,6 +70,9 @@ class Settings:
     rendezvous_timeout: float = 60.0
     blas_threads: int = 0
     deterministic: bool = False
+    tuning: str = ""
+    trace: str = ""
+    trace_operations: int = DEFAULT_SIZE
 
     def __post_init__(self) -> None:
         for name in ("timeout", "rendezvous_timeout"):
@@ -65,6 +84,10 @@ class Settings:
         for name in ("world_size", "blas_threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.trace_operations < 1:
+            raise ConfigError(f"trace_operations must be at least 1, got {self.trace_operations}")
+        if self.trace and Path(self.trace).exists() and not Path(self.trace).is_dir():
+            raise ConfigError(f"trace must be a directory, but {self.trace!r} is a file")
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,7 @@ class Config(Settings):
         transport_class: the transport.
         host, port: of the URL; empty and 0 where it names none.
         transport_options: instance of ``transport_class.options``.
+        policy: how algorithms are chosen, from ``deterministic``, ``tuning`` and the overrides.
         sources: where each setting and option that is no default comes from, in words.
     """
 
@@ -82,6 +106,7 @@ class Config(Settings):
     host: str = ""
     port: int = 0
     transport_options: Any = None
+    policy: Policy = field(default_factory=Policy)
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -102,7 +127,7 @@ def resolve(
     """Combine all sources into one ``Config``.
 
     Args:
-        arguments: settings and transport options by name; None counts as not given.
+        arguments: settings, ``algorithms`` and transport options by name; None counts as not given.
         environ: environment variables.
         directory: where to look for a TOML file; None for none.
         default_transport: taken where nothing names one.
@@ -113,6 +138,11 @@ def resolve(
     general = {f.name for f in dataclasses.fields(Settings)}
     given = {k: Given(v, "argument") for k, v in arguments.items() if v is not None}
     file, tables, path = _read_file(directory, general)
+    algorithms = {
+        **tables.pop(ALGORITHMS_TABLE, {}),
+        **_environment_algorithms(environ),
+        **_argument_algorithms(given.pop(ALGORITHMS_TABLE, None)),
+    }
     settings = {
         "transport": Given(default_transport, "default"),
         **file,
@@ -133,15 +163,57 @@ def resolve(
     _check_known(options, url.scheme, {f.name for f in dataclasses.fields(transport.options)})
     if url.netloc and not transport.takes_address:
         raise ConfigError(f"transport {url.scheme!r} takes no address, got {built.transport!r}")
-    used = {**settings, **options}
+    used = {**settings, **options, **algorithms}
     return Config(
         **dataclasses.asdict(built),
         transport_class=transport,
         host=url.hostname or "",
         port=url.port or 0,
         transport_options=_build(transport.options, options),
+        policy=_policy(built, url.scheme, algorithms, settings, directory),
         sources={n: item.source for n, item in used.items() if item.source != "default"},
     )
+
+
+def _policy(
+    built: Settings,
+    scheme: str,
+    algorithms: Mapping[str, Given],
+    settings: Mapping[str, Given],
+    directory: Path | None,
+) -> Policy:
+    overrides = {}
+    for name, (text, source) in algorithms.items():
+        check_collective(name, source)
+        overrides[name] = parse(name, text, source, canonical=built.deterministic)
+    tuning = shipped().get(scheme, Tuning())
+    if built.tuning:
+        try:
+            table = read_table((directory or Path()) / built.tuning)
+        except ConfigError as error:
+            raise ConfigError(f"{settings['tuning'].source}: {error}") from error
+        tuning = table.get(scheme, Tuning()).over(tuning)
+    return Policy(built.deterministic, overrides, tuning)
+
+
+def _environment_algorithms(environ: Mapping[str, str]) -> dict[str, Given]:
+    variables = {name: PREFIX + name.upper() for name in ALGORITHMS}
+    return {
+        name: Given(environ[variable], f"environment variable {variable}")
+        for name, variable in variables.items()
+        if environ.get(variable)
+    }
+
+
+def _argument_algorithms(given: Given | None) -> dict[str, Given]:
+    if given is None:
+        return {}
+    if not isinstance(given.value, Mapping):
+        raise ConfigError(
+            f"argument: {ALGORITHMS_TABLE}={given.value!r}: expected a dict of collectives, such "
+            'as {"all_reduce": "doubling:0-8KiB;direct:8193-max"}'
+        )
+    return {name: Given(text, "argument") for name, text in given.value.items() if text is not None}
 
 
 def parse_url(text: str) -> SplitResult:
@@ -186,7 +258,7 @@ def _check_known(options: Mapping[str, Given], scheme: str, names: set[str]) -> 
                 f"a variable ({PREFIX}{name.upper()}) or the top of the configuration file"
             )
         # Only an argument can have been meant for either.
-        known = general | names if item.source == "argument" else names
+        known = general | names | {ALGORITHMS_TABLE} if item.source == "argument" else names
         raise ConfigError(
             f"{item.source}: unknown option {name!r} for transport {scheme!r}"
             f"{registry.nearest(name, known)}; it has {', '.join(sorted(names)) or 'none'}"
@@ -195,14 +267,16 @@ def _check_known(options: Mapping[str, Given], scheme: str, names: set[str]) -> 
 
 def _read_environment(environ: Mapping[str, str], general: set[str]) -> dict[str, Given]:
     found = {}
-    known = {PREFIX + name.upper() for name in general} | set(LAUNCH_VARIABLES)
+    ours = {PREFIX + name.upper() for name in general}
+    elsewhere = {*LAUNCH_VARIABLES, *(PREFIX + name.upper() for name in ALGORITHMS)}
+    known = ours | elsewhere
     for variable, value in environ.items():
         if not variable.startswith(PREFIX):
             continue
         if variable not in known:
             hint = registry.nearest(variable, known)
             raise ConfigError(f"unknown environment variable {variable}{hint}")
-        if variable not in LAUNCH_VARIABLES and value:
+        if variable in ours and value:
             name = variable[len(PREFIX) :].lower()
             found[name] = Given(value, f"environment variable {variable}")
     return found
@@ -250,7 +324,7 @@ def _parse_file(file: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _check_tables(tables: Mapping[str, Any], path: str) -> None:
-    known = registry.schemes()
+    known = [*registry.schemes(), ALGORITHMS_TABLE]
     for name in tables:
         if name not in known:
             raise ConfigError(f"{path}: [{name}] is no transport{registry.nearest(name, known)}")
@@ -294,8 +368,8 @@ def _integer(value: Any) -> int:
     factor = 1
     number = value
     if isinstance(value, str):
-        for unit, size in _UNITS.items():
-            if value.endswith(unit):
+        for unit, size in UNITS.items():
+            if unit and value.endswith(unit):
                 number, factor = value[: -len(unit)], size
     try:
         whole = int(number)

@@ -22,6 +22,7 @@ class Place:
         listener_fd: file descriptor of the listening socket at that address, for rank 0, if the
             launcher opened it (so that no other process can take the port in between).
         token: a secret of this job, without which nobody is let in.
+        mpi: the launcher is an MPI's.
     """
 
     rank: int
@@ -32,6 +33,11 @@ class Place:
     rendezvous: str | None = None
     listener_fd: int | None = None
     token: str = ""
+    mpi: bool = False
+
+
+# The launcher of a place that no launcher's variables name.
+NO_LAUNCHER = "no launcher"
 
 
 class _Launcher(NamedTuple):
@@ -46,6 +52,7 @@ class _Launcher(NamedTuple):
     local_rank: tuple[str, ...]
     local_world_size: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    mpi: bool = False
 
 
 _OURS = _Launcher(
@@ -71,6 +78,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        mpi=True,
     ),
     _Launcher(
         "mpiexec (PMI)",
@@ -78,6 +86,7 @@ _LAUNCHERS = (
         "PMI_SIZE",
         ("MPI_LOCALRANKID", "SLURM_LOCALID"),
         ("MPI_LOCALNRANKS",),
+        mpi=True,
     ),
     _TORCH,
     # A batch script has SLURM_PROCID too, but is no rank: only srun sets the step's task count.
@@ -94,6 +103,7 @@ LAUNCH_VARIABLES = (
     "FSDPCORE_RENDEZVOUS",
     "FSDPCORE_RENDEZVOUS_FD",
     "FSDPCORE_REPORT_FD",
+    "FSDPCORE_REPORT_FIFO",
     "FSDPCORE_TOKEN",
 )
 
@@ -165,6 +175,7 @@ def _place(environ: Mapping[str, str], launcher: _Launcher) -> Place:
         environ.get("FSDPCORE_RENDEZVOUS") or _master_address(environ),
         None if fd < 0 else fd,
         environ.get("FSDPCORE_TOKEN", ""),
+        launcher.mpi,
     )
 
 

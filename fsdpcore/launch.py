@@ -12,9 +12,21 @@ from typing import Any
 from fsdpcore.backend import Backend
 from fsdpcore.blas import blas_limit, limit_for_good
 from fsdpcore.config import PREFIX, Config, resolve
-from fsdpcore.environment import LAUNCH_VARIABLES, Place, detect, launched_threads
+from fsdpcore.environment import (
+    LAUNCH_VARIABLES,
+    NO_LAUNCHER,
+    Place,
+    detect,
+    launched_threads,
+)
 from fsdpcore.errors import ArgumentError, ConfigError
 from fsdpcore.failure_report import report
+from fsdpcore.launch_external import (
+    default_transport,
+    needs_launcher,
+    open_reports,
+    place_without_launcher,
+)
 from fsdpcore.launch_processes import run_processes
 from fsdpcore.launch_threads import run_threads
 from fsdpcore.rank import ExceptHook, become, inside_rank
@@ -47,7 +59,8 @@ def launch(
     Args:
         fn: the program of one rank.
         world_size: number of ranks to start (default: 1).
-        transport: scheme or URL (default: ``sim``, or ``zmq`` in a launcher's process).
+        transport: scheme or URL (default: ``sim``; in a launcher's process ``mpi`` if that is an
+            MPI's and mpi4py is installed, else ``zmq``).
         args: further arguments of ``fn``.
         **options: settings (``timeout``, ``rendezvous_timeout``, ``blas_threads``,
             ``deterministic``) and options of the transport. What is not given comes from
@@ -71,6 +84,8 @@ def launch(
     environ = _environ()
     place = _find_place(environ)
     config = _resolve({"transport": transport, "world_size": world_size, **options}, environ, place)
+    if place is None and needs_launcher(config):
+        place = place_without_launcher(config)
     if place is not None:
         place = _meeting(place, config, environ)
         try:
@@ -94,7 +109,7 @@ def init(transport: str | None = None, **options: Any) -> Backend:
     closed then.
 
     Args:
-        transport: scheme or URL (default: ``sim``, or ``zmq`` in a launcher's process).
+        transport: scheme or URL (default: as for ``launch``).
         **options: as for ``launch``.
 
     Raises:
@@ -116,9 +131,12 @@ def init(transport: str | None = None, **options: Any) -> Backend:
             else f"init(): nothing says which of {size} ranks this process is; start it with "
             f"'fsdpcore run -n {size} ...', or use launch()"
         )
-    place = _meeting(place or Place(0, 1, 0, 1, "no launcher"), config, environ)
+    if place is None and needs_launcher(config):
+        place = place_without_launcher(config)
+    place = _meeting(place or Place(0, 1, 0, 1, NO_LAUNCHER), config, environ)
     limit_for_good(config, place.local_world_size)
     backend = cls.threads(1, config)[0] if cls.ranks_are_threads else cls.join(place, config)
+    backend.recorder.configure(config.trace, config.trace_operations)
     if place.world_size > 1:
         ExceptHook(place.rank, environ, backend).install()
     atexit.register(backend.close)
@@ -133,9 +151,10 @@ def _environ() -> dict[str, str]:
     return {n: v for n, v in os.environ.items() if n.startswith(PREFIX) and n not in ours}
 
 
-def _find_place(environ: Mapping[str, str]) -> Place | None:
+def _find_place(environ: dict[str, str]) -> Place | None:
     """Find out which rank a launcher wants; from then on, uncaught exceptions speak for a rank."""
     place = detect(environ)
+    open_reports(environ)
     if place is not None:
         ExceptHook(place.rank, environ).install()
         if place.launcher == "fsdpcore run":
@@ -154,7 +173,7 @@ def _meeting(place: Place, config: Config, environ: Mapping[str, str]) -> Place:
 
 
 def _resolve(given: Mapping[str, Any], environ: Mapping[str, str], place: Place | None) -> Config:
-    default = "sim" if place is None else "zmq"
+    default = "sim" if place is None else default_transport(place)
     config = resolve(given, environ, Path.cwd(), default_transport=default)
     if place is not None and config.transport_class.ranks_are_threads:
         raise ConfigError(

@@ -19,6 +19,7 @@ from fsdpcore.config import Config
 from fsdpcore.environment import LAUNCH_VARIABLES
 from fsdpcore.errors import ConfigError
 from fsdpcore.failure_report import Reports
+from fsdpcore.launch_external import FIFO_VARIABLE, FifoReports, find_mpirun, needs_launcher
 from fsdpcore.launch_processes import LOOPBACK, meeting_point
 from fsdpcore.rendezvous import listen
 from fsdpcore.supervise import RankProcess
@@ -70,6 +71,9 @@ def run_script(
         config: resolved; the ranks get its transport through their environment.
         environ: what else the ranks find in their environment.
     """
+    if needs_launcher(config):
+        launcher = find_mpirun(world_size, environ)
+        return _run_launcher([*launcher, *command], world_size, config, environ)
     ranks: list[RankProcess] = []
     first: RankProcess | None = None
     well = False
@@ -96,6 +100,41 @@ def run_script(
             signals.raised = False
             supervise.release(ranks, kill=not well)
         return Ending(0) if first is None else _failure(ranks, first, reports, config)
+
+
+def _run_launcher(
+    command: Sequence[str], world_size: int, config: Config, environ: Mapping[str, str]
+) -> Ending:
+    """Run the command of another launcher, which starts the ranks and ends them when one fails."""
+    started: list[RankProcess] = []
+    reports = FifoReports()
+    with reports, _Signals() as signals:
+        try:
+            signals.raised = True
+            shared = {**_shared(config, environ, reports), FIFO_VARIABLE: reports.path}
+            started.append(RankProcess(0, command, environ=shared, stdin=None))
+            failed = supervise.wait(started) is not None
+        except _SignalReceived as received:
+            with contextlib.suppress(_SignalReceived):
+                signals.raised = True
+                # Launchers pass on SIGTERM in time, and SIGINT as the terminal sends it.
+                supervise.stop(started, first=signal.SIGTERM)
+            return _interrupted(received.number)
+        finally:
+            signals.raised = False
+            supervise.release(started, kill=False)
+        return _failure_of_launcher(started[0], world_size, reports) if failed else Ending(0)
+
+
+def _failure_of_launcher(launcher: RankProcess, world_size: int, reports: Reports) -> Ending:
+    code = launcher.poll() or 1
+    code = 128 - code if code < 0 else code
+    how = supervise.describe_exit(128 - code if 128 < code < 160 else code)
+    others = "; the other ranks were stopped" if world_size > 1 else ""
+    for report in reports.read().values():
+        if not report.consequence:
+            return Ending(code, f"rank {report.rank} failed ({how}: {report.error}){others}")
+    return Ending(code, f"a rank failed, or MPI's launcher ({how}; see above){others}")
 
 
 def _shared(config: Config, environ: Mapping[str, str], reports: Reports) -> dict[str, str]:

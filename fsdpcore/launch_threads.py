@@ -67,6 +67,8 @@ def run_threads(
     """Run ``fn`` on ``world_size`` threads; see ``launch``."""
     ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
     backends = config.transport_class.threads(world_size, config)
+    for backend in backends:
+        backend.recorder.configure(config.trace, config.trace_operations)
     ranks = [_Rank(backend, fn, args, ended) for backend in backends]
     first: _Rank | None = None
     try:

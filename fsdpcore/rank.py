@@ -50,7 +50,9 @@ def run_rank(fn: Callable[..., Any], backend: Backend, args: Sequence[Any]) -> A
 def become(fn: Callable[..., Any], args: Sequence[Any], place: Place, config: Config) -> Any:
     """Join as rank ``place.rank``, run ``fn`` and leave, telling the others if it fails."""
     with blas_limit(config, place.local_world_size):
-        return run_rank(fn, config.transport_class.join(place, config), args)
+        backend = config.transport_class.join(place, config)
+        backend.recorder.configure(config.trace, config.trace_operations)
+        return run_rank(fn, backend, args)
 
 
 class ExceptHook:

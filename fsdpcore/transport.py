@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from fsdpcore import deadlock
 from fsdpcore.backend import Backend, Capabilities
 from fsdpcore.errors import ClosedError, CommunicationError, MismatchError, PeerFailedError
+from fsdpcore.policy import Policy
+from fsdpcore.recorder import Recorder
+from fsdpcore.status import WORLD_CHANNEL, Group, Status
 from fsdpcore.work import OrderedExecutor, fresh
 
 if TYPE_CHECKING:
@@ -24,48 +26,30 @@ if TYPE_CHECKING:
     from fsdpcore.config import Config
     from fsdpcore.environment import Place
 
-WORLD_CHANNEL = 0
-
 # How long a rank that gives up waits for the others to say what they are doing.
 QUERY_SECONDS = 0.5
+_MAX_TAGS = 8
 
 
-@dataclass(frozen=True)
-class Status:
-    """What a rank is doing: its last collective, and how far it is on one channel."""
+class MemorySharing(Protocol):
+    """A way to memory that several ranks see."""
 
-    text: str
-    entered: int
+    def offer(self, nbytes: int) -> bytes:
+        """Make ``nbytes`` zeros; return at most 64 bytes that tell ``map`` where they are.
 
+        Raises:
+            OSError: they cannot be had; the reason.
+        """
 
-class Activity:
-    """The last collective of this rank, kept for the error reports of all ranks."""
+    def map(self, offer: bytes) -> memoryview:
+        """Map what a rank has offered, this one or another.
 
-    def __init__(self) -> None:
-        self._entered: dict[int, int] = {}
-        self._text = ""
-        self._since = time.monotonic()
-        self._running = False
+        Raises:
+            OSError: it is out of reach; the reason.
+        """
 
-    def begin(self, channel: int, sequence: int, text: str) -> None:
-        """Note that collective number ``sequence`` of a group starts."""
-        self._entered[channel] = sequence
-        self._text, self._since, self._running = text, time.monotonic(), True
-
-    def end(self) -> None:
-        """Note that the collective noted last has ended."""
-        self._since, self._running = time.monotonic(), False
-
-    def status(self, channel: int) -> Status:
-        """Describe the last operation, and the last one begun on ``channel`` (0 for none)."""
-        ago = time.monotonic() - self._since
-        if not self._text:
-            text = "no collective so far"
-        elif self._running:
-            text = f"in {self._text} for {ago:.1f} s"
-        else:
-            text = f"finished {self._text} {ago:.1f} s ago"
-        return Status(text, self._entered.get(channel, 0))
+    def forget(self, offer: bytes) -> None:
+        """Close what this rank has offered; who has mapped it keeps it."""
 
 
 class Transport(Backend):
@@ -75,14 +59,19 @@ class Transport(Backend):
         ranks_are_threads: ``launch`` starts the ranks as threads, through ``threads``; otherwise
             as processes, each of which calls ``join``.
         takes_address: its URLs may name ``HOST:PORT``.
+        memory: how ranks of one host share memory; None, on all ranks, where a transport has no
+            way to.
         options: a frozen dataclass with the options of this transport's URLs and their defaults;
             fields of type int, float, bool and str can be given as text.
+        policy: how ``algorithm="auto"`` is decided; ``config.policy``, which ``threads`` and
+            ``join`` pass on.
     """
 
     ranks_are_threads: ClassVar[bool] = False
     takes_address: ClassVar[bool] = False
     options: ClassVar[type[Any]]
     transport_capabilities: Capabilities
+    memory: MemorySharing | None = None
 
     def __init__(
         self,
@@ -91,12 +80,13 @@ class Transport(Backend):
         timeout: float,
         *,
         hosts: Sequence[int] | None = None,
-        deterministic: bool = False,
+        policy: Policy | None = None,
     ) -> None:
         super().__init__(range(world_size), rank, WORLD_CHANNEL, hosts or [0] * world_size)
         self.default_timeout = timeout
-        self.deterministic = deterministic
-        self.activity = Activity()
+        self.policy = policy or Policy()
+        self.recorder = Recorder(self)
+        self.recorder.add_group(self)
         self._failure: CommunicationError | None = None
         self._peers_know = False
         self._failure_lock = threading.Lock()
@@ -126,6 +116,11 @@ class Transport(Backend):
     def versions(cls) -> str:
         """Say in a few words which libraries this transport runs on, for ``fsdpcore doctor``."""
         return ""
+
+    @property
+    def failure(self) -> CommunicationError | None:
+        """What the backend is broken by; a ``ClosedError`` once it was closed."""
+        return self._failure
 
     # Hooks of a transport.
 
@@ -184,6 +179,8 @@ class Transport(Backend):
             self._tell(error)
         if first:
             self._fail_pending(error)
+            if not isinstance(error, ClosedError):
+                self.recorder.save()
 
     def peer_reported(self, rank: int, error: CommunicationError) -> None:
         """Break the backend because ``rank`` told of ``error``, as it told all ranks."""
@@ -210,6 +207,8 @@ class Transport(Backend):
         for executor in self._executors:
             executor.close(1.0 if broken else self.default_timeout)
         self._executors.clear()
+        if not isinstance(self._failure, ClosedError):
+            self.recorder.save()
         with self._failure_lock:
             self._peers_know = True  # that this rank has left, through _release
         self.fail(ClosedError(f"the backend of rank {self.rank} was closed"))
@@ -229,24 +228,31 @@ class Transport(Backend):
         with contextlib.suppress(ValueError):  # it was ended before
             self._executors.remove(executor)
 
-    def last_operations(self, ranks: Iterable[int]) -> str:
-        """Say what ``ranks`` (of the whole job) did last, for a timeout's message."""
-        ranks = [rank for rank in ranks if rank != self.rank]
-        known = self._query(ranks, WORLD_CHANNEL, QUERY_SECONDS)
-        silent = "no answer: it is gone, or busy outside of NumPy and this library"
-        lines = [f"  rank {r}: {known[r].text if r in known else silent}" for r in ranks]
-        return "\n".join([":", *lines]) if lines else ""
+    def unexpected(self, src: int, channel: int) -> list[int]:
+        """The tags of messages from ``src`` that have come and that nobody has asked for."""
+        return []
+
+    def message_report(self, peer: int, channel: int) -> str:
+        """Say what ``peer`` (of the whole job) does, for the error of a message that timed out."""
+        report = deadlock.unmatched(self.rank, peer, channel, self._ask)
+        tags = sorted(set(self.unexpected(peer, channel)))
+        if tags:
+            shown = ", ".join(map(str, tags[:_MAX_TAGS])) + (", ..." if tags[_MAX_TAGS:] else "")
+            report += f"\n  rank {peer} has sent messages that nobody receives, with tag {shown}"
+        return report
 
     def missing_from(self, ranks: Iterable[int], channel: int, sequence: int) -> str:
         """Say which of ``ranks`` have not begun collective ``sequence`` of a group, and why."""
-        ranks = [rank for rank in ranks if rank != self.rank]
-        known = self._query(ranks, channel, QUERY_SECONDS)
-        lines = []
-        for rank in ranks:
-            if rank not in known:
-                lines.append(f"  rank {rank} is missing: no answer; gone or busy elsewhere")
-            elif known[rank].entered < sequence:
-                lines.append(f"  rank {rank} is missing: {known[rank].text}")
-        if not lines:
-            return "; every rank has begun it: the data is slow, raise the timeout"
-        return "\n".join([":", *lines])
+        group = self.recorder.group(channel) or Group(channel, tuple(ranks))
+        return deadlock.missing(self.rank, group, sequence, self._ask)
+
+    def _ask(self, ranks: Iterable[int], channel: int) -> dict[int, Status]:
+        """Get the status of ranks, of this one too; those that do not answer are left out."""
+        others = list(ranks)
+        found = {}
+        if self.rank in others:
+            others.remove(self.rank)
+            found[self.rank] = self.recorder.status(channel)
+        if others:
+            found.update(self._query(others, channel, QUERY_SECONDS))
+        return found

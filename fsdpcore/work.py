@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import logging
 import math
 import queue
 import threading
@@ -19,6 +21,14 @@ from fsdpcore.errors import (
     CommunicationError,
     StateError,
 )
+
+_LOG = logging.getLogger("fsdpcore")
+
+# How much may be queued on an executor before starting more of it blocks.
+MAX_QUEUED = 1024
+MAX_QUEUED_BYTES = 1 << 30
+
+SLICE_SECONDS = 0.2
 
 
 def fresh(error: BaseException) -> BaseException:
@@ -110,6 +120,10 @@ class Work(ABC):
     def wait(self, timeout: float | None = None) -> Any:
         """Block until the operation has ended and return its result, as often as it is called.
 
+        What goes wrong with the operation is raised here, at every call, and nowhere else; it is
+        not lost where nobody waits: the backend is broken then, so that its next call raises, and
+        if there is none, closing it logs the error (logger "fsdpcore").
+
         Args:
             timeout: seconds to wait; by default as long as the operation itself may take.
 
@@ -129,12 +143,38 @@ class Work(ABC):
         return self.wait()
 
 
+class Failures:
+    """Whether anybody has been told of a failure of an executor's tasks, and of which."""
+
+    def __init__(self) -> None:
+        self._first = ""  # words, not the error: its traceback would keep arrays alive
+        self._told = False
+
+    def note(self, text: str, error: BaseException) -> None:
+        """A task has failed."""
+        self._first = self._first or f"{text} failed: {type(error).__name__}: {error}"
+
+    def tell(self) -> None:
+        """The failure of a task was raised where somebody waited for it."""
+        self._told = True
+
+    def log(self) -> None:
+        """Log the first failure, unless a failure was raised or logged before."""
+        if self._first and not self._told:
+            _LOG.error("Nobody waited for an operation that was started: %s", self._first)
+            self._told = True
+
+
 class TaskWork(Work):
     """A function that runs on an ``OrderedExecutor``."""
 
-    def __init__(self, task: Callable[[], Any], text: str) -> None:
+    def __init__(
+        self, task: Callable[[], Any], text: str, nbytes: int = 0, failures: Failures | None = None
+    ) -> None:
+        self.nbytes = nbytes
         self._task: Callable[[], Any] | None = task
         self._text = text
+        self._failures = failures or Failures()
         self._ended = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
@@ -146,72 +186,129 @@ class TaskWork(Work):
             self._value = self._task()
         except BaseException as error:  # delivered at wait()
             self._error = error
+            self._failures.note(self._text, error)
+        self._task = None  # the arrays that it holds can be freed
         ending()
-        self._end()
+        self._ended.set()
 
     def fail(self, error: BaseException) -> None:
         """End without running, because of ``error``."""
         self._error = error
-        self._end()
-
-    def _end(self) -> None:
-        self._task = None  # the arrays that it holds can be freed
+        self._task = None
         self._ended.set()
 
     def done(self) -> bool:
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Any:
-        limit = math.inf if timeout is None else Deadline(timeout).remaining()
-        if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):
-            raise CommTimeoutError(f"{self._text} is not finished after waiting {timeout} s")
+        deadline = Deadline(math.inf if timeout is None else timeout)
+        while not self._ended.wait(min(deadline.remaining(), SLICE_SECONDS)):
+            if not deadline.remaining():
+                raise CommTimeoutError(f"{self._text} is not finished after waiting {timeout} s")
         if self._error is not None:
+            self._failures.tell()
             error = self._error
             raise fresh(error) if isinstance(error, CommunicationError) else error
         return self._value
 
 
 class OrderedExecutor:
-    """Runs tasks one after the other, in the order of their submission, on a thread of its own."""
+    """Runs tasks one after the other, in the order of their submission, on a thread of its own.
 
-    def __init__(self, name: str) -> None:
+    A task that fails does not keep the later ones from running. Its error is raised by ``wait``,
+    every time; if nobody has waited for any failed task when the executor is closed, the first
+    failure goes to the log (logger "fsdpcore", level ERROR).
+    """
+
+    def __init__(
+        self, name: str, max_tasks: int = MAX_QUEUED, max_bytes: int = MAX_QUEUED_BYTES
+    ) -> None:
+        self._max_tasks = max_tasks
+        self._max_bytes = max_bytes
         self._tasks: queue.SimpleQueue[TaskWork | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._open = 0
+        self._bytes = 0
         self._closed = False
+        self._failures = Failures()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def idle(self) -> bool:
         """Whether everything that was submitted has ended."""
-        with self._lock:
+        with self._changed:
             return self._open == 0
 
-    def submit(self, task: Callable[[], Any], text: str) -> TaskWork:
-        """Queue ``task``; never blocks. After ``close`` it fails with ``ClosedError``."""
-        work = TaskWork(task, text)
-        with self._lock:
+    def make_room(self, nbytes: int, seconds: float, text: str) -> None:
+        """Wait until one more task may be submitted, or the executor is closed.
+
+        A task of any size is let in where nothing else is queued. For one caller at a time.
+
+        Args:
+            nbytes: memory that the task will hold until it has run.
+            seconds: how long to wait at most.
+            text: what it is, for the error.
+
+        Raises:
+            CommTimeoutError: there was no room for so long.
+        """
+        deadline = Deadline(seconds)
+        with self._changed:
+            while self._full(nbytes):
+                # In slices, so that an interrupt that comes just before a wait is not missed.
+                if not deadline.remaining():
+                    raise CommTimeoutError(
+                        f"{text} was not started: for {seconds:g} s there was no room behind "
+                        f"{self._open} operations that have not ended ({self._bytes} bytes; at "
+                        f"most {self._max_tasks} operations or {self._max_bytes} bytes may be "
+                        "queued); wait() for some before starting more"
+                    )
+                self._changed.wait(min(deadline.remaining(), SLICE_SECONDS))
+
+    def _full(self, nbytes: int) -> bool:
+        if self._open == 0 or self._closed:
+            return False
+        return self._open >= self._max_tasks or self._bytes + nbytes > self._max_bytes
+
+    def submit(self, task: Callable[[], Any], text: str, nbytes: int = 0) -> TaskWork:
+        """Queue ``task``; never blocks. After ``close`` it fails with ``ClosedError``.
+
+        Args:
+            task: what to run.
+            text: what it is, for errors.
+            nbytes: memory that it holds until it has run, as told to ``make_room``.
+        """
+        work = TaskWork(task, text, nbytes, self._failures)
+        with self._changed:
             if self._closed:
                 work.fail(ClosedError(f"{text} was started after its backend was closed"))
             else:
                 self._open += 1
+                self._bytes += nbytes
                 self._tasks.put(work)
         return work
 
     def _run(self) -> None:
         while (work := self._tasks.get()) is not None:
-            work.run(self._count_down)
+            work.run(functools.partial(self._count_down, work.nbytes))
             del work  # or the last task's arrays would live until the next one
 
-    def _count_down(self) -> None:
-        with self._lock:
+    def _count_down(self, nbytes: int) -> None:
+        with self._changed:
             self._open -= 1
+            self._bytes -= nbytes
+            self._changed.notify_all()
 
     def close(self, seconds: float) -> None:
-        """Let the queued tasks end, then stop the thread; wait for that up to ``seconds``."""
-        with self._lock:
+        """Let the queued tasks end, then stop the thread; wait for that up to ``seconds``.
+
+        Whoever waits in ``make_room`` goes on at once. Logs a failure that nobody was told of.
+        """
+        with self._changed:
             self._closed = True
+            self._changed.notify_all()
             self._tasks.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(min(seconds, threading.TIMEOUT_MAX))
+        self._failures.log()

@@ -17,7 +17,9 @@ import numpy as np
 from fsdpcore.backend import Capabilities, Envelope
 from fsdpcore.buffers import Bytes
 from fsdpcore.errors import ClosedError, CommunicationError, ConfigError, PeerFailedError
-from fsdpcore.transport import Status, Transport
+from fsdpcore.policy import Policy
+from fsdpcore.status import Status
+from fsdpcore.transport import Transport
 from fsdpcore.work import Pending
 
 from .faults import FaultInjector, Faults, InjectedCrash
@@ -105,9 +107,10 @@ class SimBackend(Transport):
         world_size: int,
         timeout: float,
         options: SimOptions,
+        policy: Policy | None = None,
     ) -> None:
         hosts = [other * options.hosts // world_size for other in range(world_size)]
-        super().__init__(rank, world_size, timeout, hosts=hosts)
+        super().__init__(rank, world_size, timeout, hosts=hosts, policy=policy)
         self.inbox = _Inbox()
         self.gone = ""  # how, once it is
         self._world = world
@@ -125,7 +128,7 @@ class SimBackend(Transport):
             )
         world: list[SimBackend] = []
         for rank in range(world_size):
-            world.append(cls(rank, world, world_size, config.timeout, options))
+            world.append(cls(rank, world, world_size, config.timeout, options, config.policy))
         return list(world)
 
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
@@ -201,10 +204,15 @@ class SimBackend(Transport):
 
     def _query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
         return {
-            rank: self._world[rank].activity.status(channel)
+            rank: self._world[rank].recorder.status(channel)
             for rank in ranks
             if not isinstance(self._world[rank]._failure, InjectedCrash)
         }
+
+    def unexpected(self, src: int, channel: int) -> list[int]:
+        with self.inbox.lock:
+            keys = [message.key for message in self.inbox.table.messages()]
+        return [tag for sender, where, tag in keys if (sender, where) == (src, channel)]
 
     def _release(self, flush: bool) -> None:
         """Nothing to free; peers that wait for this rank learn that it has left."""

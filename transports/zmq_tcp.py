@@ -33,11 +33,14 @@ from fsdpcore.errors import (
     RendezvousError,
 )
 from fsdpcore.host import identity, number
+from fsdpcore.policy import Policy
 from fsdpcore.rendezvous import Card, meet
-from fsdpcore.transport import Status, Transport
+from fsdpcore.status import Status
+from fsdpcore.transport import Transport
 from fsdpcore.work import Deadline, Pending
 
 from .matching import mismatch
+from .shared_memory import check_option, memory_sharing
 from .zmq_connect import Door, connect, listen, meeting_point, open_socket, own_address, proof
 from .zmq_peer import Arrival, Engine, Incoming, Peer
 from .zmq_watch import Watch
@@ -70,17 +73,21 @@ class ZmqOptions:
         segment_bytes: large messages travel in pieces of this size, of which up to eight are on
             their way from one rank to another.
         eager_bytes: messages up to this size are sent at once, and kept by the receiver.
+        shm: "auto" lets collectives among ranks of one host go through shared memory, where that
+            is to be had; "off" sends everything over TCP.
     """
 
     interface: str = ""
     segment_bytes: int = 1 << 20
     eager_bytes: int = 32 * 1024
+    shm: str = "auto"
 
     def __post_init__(self) -> None:
         if not 1024 <= self.segment_bytes <= MAX_SEGMENT:
             raise ConfigError(f"segment_bytes must be 1 KiB to 16 MiB, got {self.segment_bytes}")
         if not 0 <= self.eager_bytes <= MAX_INLINE:
             raise ConfigError(f"eager_bytes must be 0 to 1 MiB, got {self.eager_bytes}")
+        check_option(self.shm)
 
 
 class ZmqBackend(Transport):
@@ -90,12 +97,15 @@ class ZmqBackend(Transport):
     options: ClassVar[type[ZmqOptions]] = ZmqOptions
     transport_capabilities = Capabilities("zmq", alpha=60e-6, beta=0.5e-9, gamma=0.1e-9)
 
-    def __init__(self, place: Place, timeout: float, options: ZmqOptions) -> None:
-        super().__init__(place.rank, place.world_size, timeout)
+    def __init__(
+        self, place: Place, timeout: float, options: ZmqOptions, policy: Policy | None = None
+    ) -> None:
+        super().__init__(place.rank, place.world_size, timeout, policy=policy)
         self.engine = Engine()
         self.lock, self.table = self.engine.lock, self.engine.table
         name = f"fsdpcore-zmq-rank{place.rank}"
         self.watch = self.engine.watch = Watch(self.lock, self._tick, name)
+        self.memory = memory_sharing(options.shm)
         self._token = place.token
         self._options = options
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -116,7 +126,7 @@ class ZmqBackend(Transport):
     def join(cls, place: Place, config: Config) -> Transport:
         options = config.transport_options
         assert isinstance(options, ZmqOptions)
-        backend = cls(place, config.timeout, options)
+        backend = cls(place, config.timeout, options, config.policy)
         try:
             if place.world_size > 1:
                 backend._connect(place, meeting_point(place, config), config.rendezvous_timeout)
@@ -301,8 +311,7 @@ class ZmqBackend(Transport):
         elif kind is Kind.TAKEN:
             peer.taken(frame)
         elif kind is Kind.QUERY:
-            status = self.activity.status(frame.channel)
-            answer = {"text": status.text[:_MAX_TEXT], "entered": status.entered}
+            answer = self.recorder.status(frame.channel).as_json()
             peer.queue(Frame(Kind.STATUS, message=frame.message, payload=pack_json(answer)))
         elif kind is Kind.STATUS:
             self._note_status(peer, frame)
@@ -434,6 +443,11 @@ class ZmqBackend(Transport):
 
     # What are the others doing?
 
+    def unexpected(self, src: int, channel: int) -> list[int]:
+        with self.lock:
+            keys = [arrival.key for arrival in self.table.messages()]
+        return [tag for sender, where, tag in keys if (sender, where) == (src, channel)]
+
     def _query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
         with self.lock:
             number = next(self._numbers)
@@ -454,9 +468,7 @@ class ZmqBackend(Transport):
         query = self._queries.get(frame.message)
         if query is not None and peer.rank in query.open:
             query.open.discard(peer.rank)
-            entered = content.get("entered")
-            number = entered if isinstance(entered, int) else 0
-            query.answers[peer.rank] = Status(str(content.get("text", "")), number)
+            query.answers[peer.rank] = Status.from_json(content)
 
 
 class _Query:

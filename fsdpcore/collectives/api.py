@@ -4,7 +4,7 @@ All ranks of a group call the same operation with arrays that fit, in the same o
 the array first, then the backend, and share these keywords:
 
 - ``out``: array to write the result to; it may be the input. Without it a new array is returned.
-- ``algorithm``: "auto" (by size and number of ranks), or one that ``select.ALGORITHMS`` lists.
+- ``algorithm``: "auto" (by size and number of ranks), or one that ``algorithms.ALGORITHMS`` lists.
 - ``timeout``: seconds for the whole operation; by default ``backend.timeout``.
 - ``async_op``: return a ``Work`` at once; until its ``wait()``, the input must not change and the
   output must not be read.
@@ -24,6 +24,8 @@ They block until this rank's result is complete, and raise:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,21 +41,29 @@ from fsdpcore.buffers import (
     split_sizes,
     unpack_signature,
 )
-from fsdpcore.collectives import tree
-from fsdpcore.collectives.call import check_backend, operand, run
-from fsdpcore.collectives.fingerprint import Fingerprint
+from fsdpcore.collectives import shared, tree
+from fsdpcore.collectives.call import Call, call_for, check_backend, operand, remembered, run
 from fsdpcore.collectives.link import Link
-from fsdpcore.collectives.output import Output, separate
-from fsdpcore.collectives.select import choose
+from fsdpcore.collectives.output import Output
 from fsdpcore.errors import ArgumentError
 from fsdpcore.reduce_ops import ReduceOp, Reduction
+
+Shape = tuple[int, ...]
 
 
 def barrier(backend: Backend, *, timeout: float | None = None, async_op: bool = False) -> Any:
     """Block until every rank has called it: ceil(lg p) small messages, no data."""
     check_backend(backend)
-    fingerprint = Fingerprint("barrier")
-    return run(backend, fingerprint, lambda link, rows: None, timeout=timeout, async_op=async_op)
+    call = remembered(backend, _barrier)
+    return run(backend, call, _nothing, timeout=timeout, async_op=async_op)
+
+
+def _barrier(backend: Backend) -> Call:
+    return call_for(backend, "barrier", "")
+
+
+def _nothing(link: Link) -> None:
+    """The body of a barrier: that all ranks have agreed to it is all that it does."""
 
 
 def all_reduce(
@@ -73,19 +83,40 @@ def all_reduce(
         Array of the input's shape and dtype, the same bits on every rank.
     """
     source = operand(array, backend)
-    reduction = Reduction.of(op, source.dtype)
-    output = Output(out, source.shape, source.dtype)
-    function = choose("all_reduce", algorithm, source.nbytes, backend).function
+    call = remembered(backend, _all_reduce, source.dtype, source.shape, op, algorithm, label)
+    output, reduction = Output(out, source.shape, source.dtype), call.reduction
+    assert reduction is not None
 
-    def body(link: Link, rows: list[int]) -> Array:
-        np.copyto(output.flat, source.reshape(-1))
-        function(link, output.flat, reduction)
+    def body(link: Link) -> Array:
+        if call.choice.function is shared.all_reduce:  # it needs no copy of the input
+            shared.all_reduce_into(link, source.reshape(-1), output.flat, reduction)
+        else:
+            output.load(array, source)
+            call.choice.function(link, output.flat, reduction)
         return output.deliver()
 
-    fingerprint = Fingerprint(
-        "all_reduce", source.dtype, source.shape, reduction.name, algorithm=algorithm, label=label
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def _all_reduce(
+    backend: Backend,
+    dtype: np.dtype[Any],
+    shape: Shape,
+    op: ReduceOp | str,
+    algorithm: str,
+    label: str,
+) -> Call:
+    return call_for(
+        backend,
+        "all_reduce",
+        "all_reduce",
+        dtype,
+        shape,
+        nbytes=_nbytes(dtype, shape),
+        reduction=Reduction.of(op, dtype),
+        algorithm=algorithm,
+        label=label,
     )
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
 
 
 def reduce_scatter(
@@ -105,36 +136,65 @@ def reduce_scatter(
         Array of shape ``(rows of this rank, *array.shape[1:])``.
     """
     source = operand(array, backend)
-    _check_splittable(source, "reduce_scatter")
-    reduction = Reduction.of(op, source.dtype)
-    counts = split_sizes(source.shape[0], backend.world_size)
-    fingerprint = Fingerprint(
-        "reduce_scatter", source.dtype, source.shape, reduction.name, -1, algorithm, label=label
+    call = remembered(
+        backend,
+        reduce_scatter_call,
+        source.dtype,
+        source.shape,
+        op,
+        algorithm,
+        label,
     )
-    body = reduce_scatter_body(source, backend, counts, out, algorithm, reduction)
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
+    return start_reduce_scatter(source, backend, call, out, timeout=timeout, async_op=async_op)
 
 
-def reduce_scatter_body(
+def start_reduce_scatter(
     source: Array,
     backend: Backend,
-    counts: list[int],
+    call: Call,
     out: Array | None,
-    algorithm: str,
-    reduction: Reduction,
+    *,
+    timeout: float | None,
+    async_op: bool,
 ) -> Any:
-    """Prepare a reduction of which rank r gets ``counts[r]`` rows; shared with the ragged form."""
-    me, flat = backend.rank, source.reshape(-1)
-    bounds = bounds_of(counts, row_size(source.shape))
-    output = Output(out, (counts[me], *source.shape[1:]), source.dtype)
-    function = choose("reduce_scatter", algorithm, source.nbytes, backend).function
-    flat = separate(flat, flat[bounds[me] : bounds[me + 1]], output.flat, output.flat)
+    """Run a reduction of which rank r gets chunk r; shared with the ragged form."""
+    output = Output(out, call.out_shape, source.dtype)
+    flat, bounds, me = source.reshape(-1), call.bounds, backend.rank
+    flat = output.separate(flat, bounds[me], bounds[me + 1], output.flat)
 
-    def body(link: Link, rows: list[int]) -> Array:
-        function(link, flat, output.flat, bounds, reduction)
+    def body(link: Link) -> Array:
+        call.choice.function(link, flat, output.flat, bounds, call.reduction)
         return output.deliver()
 
-    return body
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def reduce_scatter_call(
+    backend: Backend,
+    dtype: np.dtype[Any],
+    shape: Shape,
+    op: ReduceOp | str,
+    algorithm: str,
+    label: str,
+    counts: tuple[int, ...] = (),
+) -> Call:
+    """The call, and that of the ragged form, which has counts."""
+    _check_splittable(shape, "reduce_scatter")
+    sizes = counts or split_sizes(shape[0], backend.world_size)
+    return call_for(
+        backend,
+        "reduce_scatter_v" if counts else "reduce_scatter",
+        "reduce_scatter",
+        dtype,
+        shape,
+        nbytes=_nbytes(dtype, shape),
+        reduction=Reduction.of(op, dtype),
+        algorithm=algorithm,
+        label=label,
+        counts=counts,
+        bounds=bounds_of(sizes, row_size(shape)),
+        out_shape=(sizes[backend.rank], *shape[1:]),
+    )
 
 
 def all_gather(
@@ -154,21 +214,42 @@ def all_gather(
         of shape ``(world_size,)``.
     """
     source = operand(array, backend)
-    me, p = backend.rank, backend.world_size
-    output = Output(out, _joined(source.shape, p), source.dtype)
-    bounds = bounds_of([source.size] * p)
-    function = choose("all_gather", algorithm, source.nbytes * p, backend).function
-    flat = source.reshape(-1)
-    flat = separate(flat, flat, output.flat, output.flat[bounds[me] : bounds[me + 1]])
+    call = remembered(backend, _all_gather, source.dtype, source.shape, algorithm, label)
+    output = Output(out, call.out_shape, source.dtype)
+    flat, bounds, me = source.reshape(-1), call.bounds, backend.rank
+    flat = output.separate(flat, 0, flat.size, output.flat[bounds[me] : bounds[me + 1]])
 
-    def body(link: Link, rows: list[int]) -> Array:
-        function(link, flat, output.flat, bounds)
+    def body(link: Link) -> Array:
+        call.choice.function(link, flat, output.flat, bounds)
         return output.deliver()
 
-    fingerprint = Fingerprint(
-        "all_gather", source.dtype, source.shape, algorithm=algorithm, label=label
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def _all_gather(
+    backend: Backend,
+    dtype: np.dtype[Any],
+    shape: Shape,
+    algorithm: str,
+    label: str,
+    operation: str = "all_gather",
+    root: int = -1,
+) -> Call:
+    """The call, and that of ``gather``."""
+    p = backend.world_size
+    return call_for(
+        backend,
+        operation,
+        operation,
+        dtype,
+        shape,
+        nbytes=_nbytes(dtype, shape) * p,
+        root=root,
+        algorithm=algorithm,
+        label=label,
+        bounds=bounds_of([row_size((1, *shape))] * p),
+        out_shape=(p * shape[0], *shape[1:]) if shape else (p,),
     )
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
 
 
 def broadcast(
@@ -187,20 +268,36 @@ def broadcast(
         Array of that shape. The input itself changes only where it is passed as ``out`` too.
     """
     source = operand(array, backend)
-    root = check_rank(root, backend.world_size, "broadcast: root")
+    call = remembered(backend, _broadcast, source.dtype, source.shape, root, algorithm)
     output = Output(out, source.shape, source.dtype)
-    function = choose("broadcast", algorithm, source.nbytes, backend).function
 
-    def body(link: Link, rows: list[int]) -> Array:
-        if link.rank == root:
-            np.copyto(output.flat, source.reshape(-1))
-        function(link, output.flat, root)
+    def body(link: Link) -> Array:
+        if link.rank == call.root:
+            output.load(array, source)
+        call.choice.function(link, output.flat, call.root)
         return output.deliver()
 
-    fingerprint = Fingerprint(
-        "broadcast", source.dtype, source.shape, root=root, algorithm=algorithm
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def _broadcast(
+    backend: Backend,
+    dtype: np.dtype[Any],
+    shape: Shape,
+    root: int,
+    algorithm: str,
+) -> Call:
+    root = check_rank(root, backend.world_size, "broadcast: root")
+    return call_for(
+        backend,
+        "broadcast",
+        "broadcast",
+        dtype,
+        shape,
+        nbytes=_nbytes(dtype, shape),
+        root=root,
+        algorithm=algorithm,
     )
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
 
 
 def reduce(
@@ -220,20 +317,39 @@ def reduce(
         Array of the input's shape on the root, None on the others (whose ``out`` is ignored).
     """
     source = operand(array, backend)
-    root = check_rank(root, backend.world_size, "reduce: root")
-    reduction = Reduction.of(op, source.dtype)
-    output = Output(out, source.shape, source.dtype) if backend.rank == root else None
-    function = choose("reduce", algorithm, source.nbytes, backend).function
+    call = remembered(backend, _reduce, source.dtype, source.shape, root, op, algorithm)
+    output = Output(out, source.shape, source.dtype) if backend.rank == call.root else None
     flat = source.reshape(-1)
     if output is not None:
-        flat = separate(flat, flat, output.flat, output.flat)
+        flat = output.separate(flat, 0, flat.size, output.flat)
 
-    def body(link: Link, rows: list[int]) -> Array | None:
-        function(link, flat, output.flat if output else None, root, reduction)
+    def body(link: Link) -> Array | None:
+        call.choice.function(link, flat, output.flat if output else None, call.root, call.reduction)
         return output.deliver() if output else None
 
-    fingerprint = Fingerprint("reduce", source.dtype, source.shape, reduction.name, root, algorithm)
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def _reduce(
+    backend: Backend,
+    dtype: np.dtype[Any],
+    shape: Shape,
+    root: int,
+    op: ReduceOp | str,
+    algorithm: str,
+) -> Call:
+    root = check_rank(root, backend.world_size, "reduce: root")
+    return call_for(
+        backend,
+        "reduce",
+        "reduce",
+        dtype,
+        shape,
+        nbytes=_nbytes(dtype, shape),
+        reduction=Reduction.of(op, dtype),
+        root=root,
+        algorithm=algorithm,
+    )
 
 
 def gather(
@@ -253,21 +369,28 @@ def gather(
     """
     source = operand(array, backend)
     root = check_rank(root, backend.world_size, "gather: root")
-    p = backend.world_size
-    bounds = bounds_of([source.size] * p)
-    function = choose("gather", algorithm, source.nbytes * p, backend).function
-    flat = source.reshape(-1)
+    call = remembered(
+        backend,
+        _all_gather,
+        source.dtype,
+        source.shape,
+        algorithm,
+        "",
+        "gather",
+        root,
+    )
+    flat, bounds = source.reshape(-1), call.bounds
     output = None
     if backend.rank == root:
-        output = Output(out, _joined(source.shape, p), source.dtype)
-        flat = separate(flat, flat, output.flat, output.flat[bounds[root] : bounds[root + 1]])
+        output = Output(out, call.out_shape, source.dtype)
+        place = output.flat[bounds[root] : bounds[root + 1]]
+        flat = output.separate(flat, 0, flat.size, place)
 
-    def body(link: Link, rows: list[int]) -> Array | None:
-        function(link, flat, output.flat if output else None, bounds, root)
+    def body(link: Link) -> Array | None:
+        call.choice.function(link, flat, output.flat if output else None, bounds, root)
         return output.deliver() if output else None
 
-    fingerprint = Fingerprint("gather", source.dtype, source.shape, root=root, algorithm=algorithm)
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
 
 
 def scatter(
@@ -288,39 +411,57 @@ def scatter(
         Array of shape ``(rows of this rank, *array.shape[1:])``.
     """
     check_backend(backend)
-    root = check_rank(root, backend.world_size, "scatter: root")
-    choose("scatter", algorithm, 0, backend)
+    call = remembered(backend, _scatter, root, algorithm)
     source = None
-    if backend.rank == root:
+    if backend.rank == call.root:
         if array is None:
-            raise ArgumentError(f"scatter: rank {root} is the root and has to pass the array")
+            raise ArgumentError(f"scatter: rank {call.root} is the root and has to pass the array")
         source = operand(array, backend)
-        _check_splittable(source, "scatter")
+        _check_splittable(source.shape, "scatter")
 
-    def body(link: Link, rows: list[int]) -> Array:
-        return _scatter(link, source, backend, root, out, algorithm)
+    def body(link: Link) -> Array:
+        dtype, shape = tell_what_is_scattered(link, source, call.root)
+        counts = split_sizes(shape[0], link.size)
+        return scatter_chunks(link, call, source, counts, out, dtype, shape)
 
-    fingerprint = Fingerprint("scatter", root=root, algorithm=algorithm)
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
 
 
-def _scatter(
-    link: Link, source: Array | None, backend: Backend, root: int, out: Array | None, algorithm: str
-) -> Array:
+def _scatter(backend: Backend, root: int, algorithm: str) -> Call:
+    root = check_rank(root, backend.world_size, "scatter: root")
+    return call_for(backend, "scatter", "scatter", nbytes=None, root=root, algorithm=algorithm)
+
+
+def tell_what_is_scattered(
+    link: Link, source: Array | None, root: int
+) -> tuple[np.dtype[Any], Shape]:
+    """Tell all ranks dtype and shape of the root's array."""
     header = np.zeros(MAX_SIGNATURE, np.uint8)
     if source is not None:
         signature = pack_signature(source.dtype, source.shape)
         header[: len(signature)] = np.frombuffer(signature, np.uint8)
     tree.broadcast(link, header, root)
-    dtype, shape = unpack_signature(header.tobytes())
-    counts = split_sizes(shape[0], link.size)
+    return unpack_signature(header.tobytes())
+
+
+def scatter_chunks(
+    link: Link,
+    call: Call,
+    source: Array | None,
+    counts: Sequence[int],
+    out: Array | None,
+    dtype: np.dtype[Any],
+    shape: Shape,
+) -> Array:
+    """Bring the root's rows to the ranks, ``counts[r]`` of them to rank r."""
+    root, me = call.root, link.rank
     bounds = bounds_of(counts, row_size(shape))
-    output = Output(out, (counts[link.rank], *shape[1:]), dtype)
+    output = Output(out, (counts[me], *shape[1:]), dtype)
     flat = None
     if source is not None:
         flat = source.reshape(-1)
-        flat = separate(flat, flat[bounds[root] : bounds[root + 1]], output.flat, output.flat)
-    function = choose("scatter", algorithm, bounds[-1] * dtype.itemsize, backend).function
+        flat = output.separate(flat, bounds[root], bounds[root + 1], output.flat)
+    function = call.choose(bounds[-1] * dtype.itemsize).function
     function(link, flat, output.flat, bounds, root)
     return output.deliver()
 
@@ -340,28 +481,40 @@ def all_to_all(
         Array of shape ``(world_size * rows of this rank's part, *array.shape[1:])``.
     """
     source = operand(array, backend)
-    _check_splittable(source, "all_to_all")
-    p, row = backend.world_size, row_size(source.shape)
-    counts = split_sizes(source.shape[0], p)
-    mine = counts[backend.rank]
-    output = Output(out, (p * mine, *source.shape[1:]), source.dtype)
-    function = choose("all_to_all", algorithm, source.nbytes, backend).function
+    call = remembered(backend, _all_to_all, source.dtype, source.shape, algorithm)
+    output = Output(out, call.out_shape, source.dtype)
     flat = source.reshape(-1)
     if np.may_share_memory(flat, output.flat):
         flat = flat.copy()
+    arriving = bounds_of([output.flat.size // backend.world_size] * backend.world_size)
 
-    def body(link: Link, rows: list[int]) -> Array:
-        function(link, flat, bounds_of(counts, row), output.flat, bounds_of([mine] * p, row))
+    def body(link: Link) -> Array:
+        call.choice.function(link, flat, call.bounds, output.flat, arriving)
         return output.deliver()
 
-    fingerprint = Fingerprint("all_to_all", source.dtype, source.shape, algorithm=algorithm)
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
 
 
-def _check_splittable(source: Array, operation: str) -> None:
-    if source.ndim == 0:
+def _all_to_all(backend: Backend, dtype: np.dtype[Any], shape: Shape, algorithm: str) -> Call:
+    _check_splittable(shape, "all_to_all")
+    counts = split_sizes(shape[0], backend.world_size)
+    return call_for(
+        backend,
+        "all_to_all",
+        "all_to_all",
+        dtype,
+        shape,
+        nbytes=_nbytes(dtype, shape),
+        algorithm=algorithm,
+        bounds=bounds_of(counts, row_size(shape)),
+        out_shape=(backend.world_size * counts[backend.rank], *shape[1:]),
+    )
+
+
+def _nbytes(dtype: np.dtype[Any], shape: Shape) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _check_splittable(shape: Shape, operation: str) -> None:
+    if not shape:
         raise ArgumentError(f"{operation} splits axis 0, which a 0-d array does not have")
-
-
-def _joined(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    return (count * shape[0], *shape[1:]) if shape else (count,)

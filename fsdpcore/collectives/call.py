@@ -2,29 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array, input_array
-from fsdpcore.collectives.fingerprint import Fingerprint, exchange
+from fsdpcore.buffers import Array, dtype_code, input_array
+from fsdpcore.collectives import area, shared
+from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.link import Link
+from fsdpcore.collectives.select import Choice, choose
 from fsdpcore.errors import ArgumentError, CommTimeoutError, CommunicationError
+from fsdpcore.reduce_ops import Reduction
 from fsdpcore.work import Deadline
 
-Body = Callable[[Link, list[int]], Any]
+Body = Callable[[Link], Any]
+
+# Kinds of calls that a group remembers.
+_REMEMBERED = 1024
+
+
+def _unchosen(*args: Any) -> Any:
+    raise AssertionError("no algorithm was chosen for this call")
+
+
+_UNCHOSEN = Choice("", _unchosen)
+
+
+class Call:
+    """One kind of call: all that follows from it without its data, and without communication.
+
+    A training loop makes few kinds of calls many times over, so a group remembers them.
+
+    Attributes:
+        fingerprint: what the ranks must agree on.
+        operation, dtype, shape, root, label, digest, rows, ragged: of the fingerprint.
+        collective: the one whose algorithms carry it out; empty for none.
+        nbytes: the n of the cost formulas; 0 where it follows only from what ranks tell each other.
+        reduction: of a collective that reduces.
+        bounds: where the ranks' chunks lie in the flat array that is split or joined.
+        out_shape: of the result on this rank.
+        choice: the algorithm, chosen when the first such call runs.
+        chooses_late: there is no ``choice``: the body takes ``choose(nbytes)``, or needs none.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        collective: str,
+        fingerprint: Fingerprint,
+        nbytes: int | None = None,
+        *,
+        reduction: Reduction | None = None,
+        bounds: Sequence[int] = (),
+        out_shape: tuple[int, ...] = (),
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.operation = fingerprint.operation
+        self.dtype = fingerprint.dtype
+        self.shape = fingerprint.shape
+        self.root = fingerprint.root
+        self.label = fingerprint.label
+        self.digest = fingerprint.digest
+        self.rows = fingerprint.rows
+        self.ragged = fingerprint.ragged
+        self.collective = collective
+        self.nbytes = nbytes or 0
+        self.reduction = reduction
+        self.bounds = bounds
+        self.out_shape = out_shape
+        self.choice = _UNCHOSEN
+        self.chooses_late = nbytes is None
+        self._backend = weakref.ref(backend)
+        if collective:
+            self._check_algorithm(backend)
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the algorithm: as asked for, until it is chosen."""
+        return self.choice.name or self.fingerprint.algorithm
+
+    def choose(self, nbytes: int) -> Choice:
+        """Return the algorithm for ``nbytes``, as the cost formulas count them."""
+        backend, fingerprint = self._backend(), self.fingerprint
+        assert backend is not None, "the group is in use"
+        return choose(
+            self.collective,
+            fingerprint.algorithm,
+            nbytes,
+            backend,
+            fingerprint.dtype,
+            fingerprint.op,
+        )
+
+    def _check_algorithm(self, backend: Backend) -> None:
+        """Refuse an unknown algorithm before anything is sent.
+
+        Whether a group has shared memory is known only once its first collective runs.
+        """
+        if self.fingerprint.algorithm != shared.NAME or backend.root.memory is None:
+            self.choose(self.nbytes)
+
+
+def call_for(
+    backend: Backend,
+    operation: str,
+    collective: str,
+    dtype: np.dtype[Any] | None = None,
+    shape: tuple[int, ...] = (),
+    *,
+    nbytes: int | None = None,
+    reduction: Reduction | None = None,
+    root: int = -1,
+    algorithm: str = "auto",
+    label: str = "",
+    counts: tuple[int, ...] = (),
+    ragged: bool = False,
+    bounds: Sequence[int] = (),
+    out_shape: tuple[int, ...] = (),
+) -> Call:
+    """Make a call; the arguments are those of ``Fingerprint`` and ``Call``.
+
+    Raises:
+        ArgumentError: the dtype cannot travel, or the collective has no such algorithm.
+    """
+    if dtype is not None:
+        dtype_code(dtype)
+    fingerprint = Fingerprint(
+        operation,
+        dtype,
+        shape,
+        reduction.name if reduction else "",
+        root,
+        algorithm,
+        counts,
+        label,
+        ragged,
+        policy=str(backend.root.policy),
+    )
+    return Call(
+        backend,
+        collective,
+        fingerprint,
+        nbytes,
+        reduction=reduction,
+        bounds=bounds,
+        out_shape=out_shape,
+    )
 
 
 def operand(array: ArrayLike, backend: Backend) -> Array:
-    """Return the first argument of a collective as an array that travels; check the second.
+    """Return the first argument of a collective as an array, C-contiguous; check the second.
+
+    Whether arrays of its dtype travel is for ``call_for`` to check.
 
     Raises:
         ArgumentError: one of them is not what it should be.
     """
+    if type(array) is np.ndarray and array.flags.c_contiguous and hasattr(backend, "calls"):
+        return array
     check_backend(backend)
     return input_array(array)
+
+
+def remembered(backend: Backend, make: Callable[..., Call], *key: Any) -> Call:
+    """Return ``make(backend, *key)``, made once for equal keys."""
+    calls = backend.calls
+    try:
+        return calls[make, key]
+    except KeyError:
+        if len(calls) >= _REMEMBERED:
+            calls.clear()
+        call = calls[make, key] = make(backend, *key)
+        return call
+    except TypeError:  # an argument that cannot be a key is wrong, and ``make`` says how
+        return make(backend, *key)
 
 
 def check_backend(backend: Backend) -> None:
@@ -38,18 +193,19 @@ def check_backend(backend: Backend) -> None:
 
 def run(
     backend: Backend,
-    fingerprint: Fingerprint,
+    call: Call,
     body: Body,
     *,
     timeout: float | None,
     async_op: bool,
 ) -> Any:
-    """Run one collective: ``body(link, rows)`` after the ranks have agreed on it.
+    """Run one collective: ``body(link)`` after the ranks have agreed on it.
 
     Args:
         backend: the group.
-        fingerprint: what this rank calls.
-        body: moves the data; ``rows`` is the size of axis 0 on every rank.
+        call: what this rank calls.
+        body: moves the data, by ``call.choice``; ``link.rows`` is the size of axis 0 on every
+            rank, where the ranks have agreed before.
         timeout: seconds from the start of the operation, for all of it.
         async_op: return a ``Work`` at once.
 
@@ -59,25 +215,64 @@ def run(
     Raises:
         CommunicationError: also breaks the backend, since ranks may now be at different places.
     """
-    limit = Deadline(backend.timeout if timeout is None else timeout).seconds
-    activity, root = backend.root.activity, backend.root
+    limit = backend.root.default_timeout if timeout is None else Deadline(timeout).seconds
+    if not async_op:
+        with backend.issue_lock:
+            if sequence := backend.turn():
+                return _perform(backend, call, body, limit, sequence, False)
+    return backend.issue(
+        call.operation,
+        lambda sequence: _perform(backend, call, body, limit, sequence, True),
+        async_op=async_op,
+    )
 
-    def task(sequence: int) -> Any:
-        link = Link(backend, fingerprint.operation, sequence, limit)
-        activity.begin(backend.channel, sequence, link.name)
-        try:
-            result = body(link, exchange(link, fingerprint))
-        except CommunicationError as error:
-            # After a timeout the others are left time to report their own view of it.
-            root.fail(error, tell=not isinstance(error, CommTimeoutError))
-            raise
-        except BaseException as error:
-            why = f"{link.name} was left on rank {root.rank}: {type(error).__name__}: {error}"
-            root.fail(CommunicationError(why), tell=True)
-            raise
-        finally:
-            link.release()
-        activity.end()
-        return result
 
-    return backend.issue(fingerprint.operation, task, async_op=async_op)
+def _perform(
+    backend: Backend, call: Call, body: Body, limit: float, sequence: int, background: bool
+) -> Any:
+    link, recorder = backend.link or Link(backend), backend.root.recorder
+    link.begin(call, sequence, limit, background)
+    entry = recorder.begin(backend, sequence, call)
+    try:
+        choice = call.choice
+        if choice is _UNCHOSEN:
+            choice = _settle(backend, link, call)
+        if not choice.agrees:
+            link.rows = link.agree()
+        result = body(link)
+    except CommunicationError as error:
+        recorder.fail(entry, error)
+        # After a timeout the others are left time to report their own view of it.
+        backend.root.fail(error, tell=not isinstance(error, CommTimeoutError))
+        raise
+    except BaseException as error:
+        recorder.fail(entry, error)
+        rank = backend.root.rank
+        why = f"{link.name} was left on rank {rank}: {type(error).__name__}: {error}"
+        backend.root.fail(CommunicationError(why), tell=True)
+        raise
+    finally:
+        link.release()
+    recorder.end(entry)
+    return result
+
+
+def _settle(backend: Backend, link: Link, call: Call) -> Choice:
+    """Choose the algorithm of a call that is new to the group, or late in choosing."""
+    if backend.link is None:
+        _first(backend, link)
+    if not call.chooses_late:
+        call.choice = call.choose(call.nbytes)
+    return call.choice
+
+
+def _first(backend: Backend, link: Link) -> None:
+    """Find out, in a group's first collective, whether its ranks share memory."""
+    link.area = area.establish(link, backend)
+    if link.area is not None:
+        own = backend.own_algorithms
+        names = {*own, *shared.ALGORITHMS}
+        backend.own_algorithms = {
+            name: {**own.get(name, {}), **shared.ALGORITHMS.get(name, {})} for name in names
+        }
+    backend.link = link

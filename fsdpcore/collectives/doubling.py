@@ -12,8 +12,19 @@ reduce_scatter  the same: each rank reduces everything and keeps its part
 all_gather      lg p alpha + ((p - 1) / p) n beta
 ==============  ========================================
 
-For other p, a rank sends at most p - 1 messages. Reductions are canonical; for float16 and
-bfloat16, partial sums travel as float32.
+For any p, let w be the largest power of two below p, and r = p - w: the ranks on the left and on
+the right at the top of the tree. Rank i sends m(i, p) messages and receives d(i, p):
+
+    m(i, p) = m(i, w) + 1 for i < r, m(i, w) for r <= i < w
+    m(w + j, p) = m(j, r) + ceil((w - j) / r) for j < r
+    d(i, p) = d(i, w) + 1 for i < w
+    d(w + j, p) = d(j, r) + 1 for j < r
+    m(0, 1) = d(0, 1) = 0
+
+For the reductions, all messages have n bytes, and rank i reduces d(i, p) n. For all_gather, those
+of the top merge have (w / p) n bytes from the left and (r / p) n from the right, and so on further
+down; every rank receives ((p - 1) / p) n. Reductions are canonical; for float16 and bfloat16,
+partial sums travel as float32.
 """
 
 from __future__ import annotations

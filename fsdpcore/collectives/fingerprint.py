@@ -1,26 +1,30 @@
-"""The fingerprint of a collective call, exchanged by all ranks before any data moves.
+"""The fingerprint of a collective call, compared by all ranks before any data moves.
 
 Ranks that call different things would hang or, worse, mix up each other's data. So every
-collective begins with an all-gather of small records of fixed size, in a dissemination pattern:
-ceil(lg p) messages and p - 1 records sent and received by each rank. Every rank then knows what
-all others called and, if they do not fit, raises the same ``MismatchError``. The same exchange is
-the barrier, and it tells the ragged collectives how many rows each rank contributes.
+collective begins with an all-gather of 16 bytes per rank, in a dissemination pattern: ceil(lg p)
+messages and 16 (p - 1) bytes sent and received by each rank. If the digests differ, a second
+exchange carries the calls in words, and every rank raises the same ``MismatchError``. The first
+exchange is the barrier too (dissemination: nobody leaves it before all have entered), and it tells
+the ragged collectives how many rows each rank contributes. Ranks with a shared area compare there
+instead, see ``area.py``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpcore.collectives.link import Link
 from fsdpcore.errors import MismatchError
 
-# What must agree (as a digest), the rows of this rank's array, the call in words.
-_RECORD = struct.Struct("<8sQ176s")
+if TYPE_CHECKING:
+    from fsdpcore.collectives.link import Link
+
+# A call in words is cut off here, and so is the policy.
+_WORDS = 240
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Fingerprint:
         counts: the counts of a ragged collective that are the same on all ranks.
         label: what the call is for; named in errors.
         ragged: the ranks may differ in the size of axis 0.
+        policy: how ``algorithm="auto"`` is decided, in words that differ where the choices may.
     """
 
     operation: str
@@ -47,16 +52,22 @@ class Fingerprint:
     counts: tuple[int, ...] = ()
     label: str = ""
     ragged: bool = False
+    policy: str = ""
 
-    def pack(self) -> bytes:
-        """Encode as a record; the words are cut off where they are too long for it."""
+    @cached_property
+    def digest(self) -> int:
+        """64 bits that are equal where the calls fit together."""
         shape = self.shape[1:] if self.ragged else self.shape
         name = self.dtype.name if self.dtype is not None else ""
         agreed = (self.operation, name, shape, len(self.shape), self.op, self.root)
-        agreed += (self.algorithm, self.counts, self.label)  # type: ignore[assignment]
+        agreed += (self.algorithm, self.counts, self.label, self.policy)  # type: ignore[assignment]
         digest = hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest()
-        rows = self.shape[0] if self.shape else 1
-        return _RECORD.pack(digest, rows, str(self).encode(errors="backslashreplace")[:176])
+        return int.from_bytes(digest, "little")
+
+    @property
+    def rows(self) -> int:
+        """The size of axis 0; 1 for a 0-d array."""
+        return self.shape[0] if self.shape else 1
 
     def __str__(self) -> str:
         parts = [self.op] if self.op else []
@@ -77,27 +88,52 @@ def exchange(link: Link, mine: Fingerprint) -> list[int]:
     """Tell all ranks of the group what this one calls, and check that all called what fits.
 
     Returns:
-        The number of rows (size of axis 0; 1 for a 0-d array) of every rank's array.
+        The rows of every rank's array.
 
     Raises:
         MismatchError: the ranks called different things; every one of them raises it.
     """
-    records = [_RECORD.unpack(bytes(record)) for record in _all_gather(link, mine.pack())]
-    if any(digest != records[0][0] for digest, _, _ in records):
-        calls = [(d, words.rstrip(b"\0").decode(errors="replace")) for d, _, words in records]
-        # The same words on every rank: each may raise its own error or one that it was told of.
-        number = f"collective #{link.sequence}"
-        raise MismatchError(f"{number} does not fit together:{_by_rank(link, calls)}")
-    return [rows for _, rows, _ in records]
+    records = np.empty((link.size, 2), np.uint64)
+    records[0] = mine.digest, mine.rows
+    _disseminate(link, records)
+    digests, rows = np.roll(records, link.rank, axis=0).T.tolist()
+    if any(digest != mine.digest for digest in digests):
+        raise disagreement(link, mine)
+    return [int(row) for row in rows]
 
 
-def _all_gather(link: Link, record: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the records of all ranks, one a row, by dissemination (Bruck's algorithm).
+def disagreement(link: Link, mine: Fingerprint) -> MismatchError:
+    """Tell all ranks in words what this one calls; all of them get the same error."""
+    record = mine.digest.to_bytes(8, "little") + _padded(str(mine)) + _padded(mine.policy)
+    records = np.empty((link.size, len(record)), np.uint8)
+    records[0] = np.frombuffer(record, np.uint8)
+    _disseminate(link, records)
+    everyone = [row.tobytes() for row in np.roll(records, link.rank, axis=0)]
+    calls = [(record[:8], _unpadded(record[8 : 8 + _WORDS])) for record in everyone]
+    policies = [_unpadded(record[8 + _WORDS :]) for record in everyone]
+    if len(set(policies)) > 1:
+        calls = [
+            (digest, f"{call}, algorithms chosen by: {policy}")
+            for (digest, call), policy in zip(calls, policies, strict=True)
+        ]
+    # The same words on every rank: each may raise its own error or one that it was told of.
+    number = f"collective #{link.sequence}"
+    return MismatchError(f"{number} does not fit together:{_by_rank(link, calls)}")
 
-    After the step of distance d, row i holds the record of rank (this rank + i), for i < 2 d.
+
+def _padded(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")[:_WORDS].ljust(_WORDS, b"\0")
+
+
+def _unpadded(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def _disseminate(link: Link, rows: np.ndarray[Any, Any]) -> None:
+    """Bring the rows of all ranks together (Bruck's algorithm); the first row is this rank's.
+
+    After the step of distance d, row i is that of rank (this rank + i), for i < 2 d.
     """
-    rows = np.empty((link.size, _RECORD.size), np.uint8)
-    rows[0] = np.frombuffer(record, np.uint8)
     distance = 1
     while distance < link.size:
         count = min(distance, link.size - distance)
@@ -108,7 +144,6 @@ def _all_gather(link: Link, record: bytes) -> np.ndarray[Any, np.dtype[np.uint8]
             (link.rank + distance) % link.size,
         )
         distance *= 2
-    return np.roll(rows, link.rank, axis=0)
 
 
 def _by_rank(link: Link, calls: list[tuple[bytes, str]]) -> str:

@@ -1,38 +1,90 @@
-"""``Link``: what an algorithm sees of one collective call on one rank."""
+"""``Link``: what an algorithm sees of a group while one of its collectives runs on this rank."""
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING
+
 from fsdpcore.backend import Backend, Envelope
 from fsdpcore.buffers import Array, byte_view
+from fsdpcore.collectives.fingerprint import disagreement, exchange
 from fsdpcore.errors import CommTimeoutError
-from fsdpcore.work import Deadline, Pending
+from fsdpcore.work import Pending
+
+if TYPE_CHECKING:
+    from fsdpcore.collectives.area import Area
+    from fsdpcore.collectives.call import Call
 
 
 class Link:
-    """Sends and receives flat contiguous arrays among the ranks of one group, for one call.
+    """Sends and receives flat contiguous arrays among the ranks of one group.
 
-    Both sides of every message know its size from the algorithm, so an empty array is not sent at
-    all. All messages of a group's collectives travel on one channel, in order.
+    A group has one, and begins it anew for every collective: they run one after the other. Both
+    sides of every message know its size from the algorithm, so an empty array is not sent at all.
+    All messages of a group's collectives travel on one channel, in order.
 
     Attributes:
         rank, size: this rank and the number of ranks, in the group.
-        sequence: the number of the collective, from 1, in the group.
-        name: the collective in words, for errors.
+        area: memory that all ranks of the group see, or None.
+        call: what is called now.
+        sequence: its number in the group, from 1.
+        rows: the size of axis 0 of every rank's array, once they have agreed.
+        background: this thread runs asynchronous operations, while others may compute.
     """
 
-    def __init__(self, backend: Backend, name: str, sequence: int, timeout: float) -> None:
+    call: Call
+
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.rank = backend.rank
         self.size = backend.world_size
-        self.name = f"{name} #{sequence}"
-        self.sequence = sequence
-        self._deadline = Deadline(timeout)
+        self.area: Area | None = None
+        self.sequence = 0
+        self.rows: list[int] = []
+        self.background = False
+        self._limit = self._end = 0.0
         self._envelope = Envelope(backend.channel | 1, 0)
         self._posted: list[Pending] = []
+
+    def begin(self, call: Call, sequence: int, limit: float, background: bool) -> None:
+        """Start a collective, which may take ``limit`` seconds."""
+        self.background = background
+        self.call = call
+        self.sequence = sequence
+        self._limit = limit
+        self._end = time.monotonic() + limit
+
+    @property
+    def name(self) -> str:
+        """The collective in words, for errors."""
+        return f"{self.call.operation} #{self.sequence}"
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each rank's host."""
+        return self._backend.hosts
 
     def global_rank(self, rank: int) -> int:
         """The number that a rank of the group has in the whole job."""
         return self._backend.ranks[rank]
+
+    def agree(self) -> list[int]:
+        """Wait until all ranks have begun the collective, and check that they all call the same.
+
+        Returns:
+            The rows (size of axis 0; 1 for a 0-d array) of every rank's array.
+
+        Raises:
+            MismatchError: they do not.
+        """
+        if self.area is None:
+            return exchange(self, self.call.fingerprint) if self.size > 1 else [self.call.rows]
+        self.area.sync(self)
+        return self.area.rows()
+
+    def disagree(self) -> None:
+        """Raise the error of ranks whose fingerprints differ, once all know that they do."""
+        raise disagreement(self, self.call.fingerprint)
 
     def isend(self, array: Array, dst: int) -> Pending:
         """Start sending ``array``, which must not change until the result was waited for."""
@@ -67,7 +119,7 @@ class Link:
             CommTimeoutError: the call's deadline has passed; names the ranks that are missing.
         """
         for item in pending:
-            if not item.join(self._deadline.remaining()):
+            if not item.join(self.remaining()):
                 raise self._timed_out()
         # A finished message still refers to its array; a long ring would keep all of them.
         self._posted = [item for item in self._posted if not item.finished]
@@ -77,12 +129,30 @@ class Link:
         self.wait(*self._posted)
         self._posted.clear()
 
+    def remaining(self) -> float:
+        """Seconds until the call's deadline, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    def check(self) -> None:
+        """Do what has to be done while waiting without messages: see failures, and the time.
+
+        Raises:
+            CommTimeoutError: the call's deadline has passed.
+            CommunicationError: the backend is broken.
+        """
+        root = self._backend.root
+        root.progress()
+        root.check_usable()
+        if time.monotonic() > self._end:
+            raise self._timed_out()
+
     def release(self) -> None:
         """Give up on what was not waited for, so that no buffer is written to any more."""
-        for item in self._posted:
-            if not item.finished:
-                item.cancel()
-        self._posted.clear()
+        if self._posted:
+            for item in self._posted:
+                if not item.finished:
+                    item.cancel()
+            self._posted.clear()
 
     def _keep(self, pending: Pending) -> Pending:
         self._posted.append(pending)
@@ -93,7 +163,7 @@ class Link:
         report = backend.root.missing_from(backend.ranks, backend.channel, self.sequence)
         return CommTimeoutError(
             f"{self.name} on ranks {_shorten(backend.ranks)} timed out after "
-            f"{self._deadline.seconds:g} s on rank {backend.root.rank}{report}"
+            f"{self._limit:g} s on rank {backend.root.rank}{report}"
         )
 
 

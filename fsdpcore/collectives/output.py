@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fsdpcore.buffers import Array, check_out
 
@@ -16,28 +17,39 @@ class Output:
         flat: flat contiguous memory to communicate into; the result's own where that is contiguous.
     """
 
+    __slots__ = ("_given", "_result", "_staged", "flat")
+
     def __init__(self, out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self._result = np.empty(shape, dtype) if out is None else check_out(out, shape, dtype)
-        self._direct = bool(self._result.flags.c_contiguous)
-        self.flat = self._result.reshape(-1) if self._direct else np.empty(self._result.size, dtype)
+        self._given = out
+        self._result = result = (
+            np.empty(shape, dtype) if out is None else check_out(out, shape, dtype)
+        )
+        self._staged = not result.flags.c_contiguous
+        if self._staged:
+            self.flat = np.empty(result.size, dtype)
+        else:
+            self.flat = result if result.ndim == 1 else result.reshape(-1)
+
+    def load(self, array: ArrayLike, source: Array) -> None:
+        """Begin with the input ``array``, which is ``source`` as an array that travels."""
+        if array is not self._given or self._staged:
+            np.copyto(self.flat, source.reshape(-1))
+
+    def separate(self, source: Array, low: int, high: int, place: Array) -> Array:
+        """Return ``source``, or a copy of it if it overlaps the result.
+
+        An algorithm may write to the result before it has read all of ``source``. The one overlap
+        that all of them allow is ``source[low:high]`` being exactly ``place``, a part of ``flat``:
+        a rank's own chunk in place.
+        """
+        if self._given is None or not np.may_share_memory(source, self.flat):
+            return source
+        part = source[low:high]
+        in_place = part.ctypes.data == place.ctypes.data and part.nbytes == place.nbytes
+        return source if in_place else source.copy()
 
     def deliver(self) -> Array:
         """Return the result array, filled."""
-        if not self._direct:
+        if self._staged:
             np.copyto(self._result, self.flat.reshape(self._result.shape))
         return self._result
-
-
-def separate(source: Array, source_part: Array, target: Array, target_part: Array) -> Array:
-    """Return ``source``, or a copy of it if ``target`` overlaps it.
-
-    An algorithm may write to ``target`` before it has read all of ``source``. The one overlap that
-    all of them allow is ``source_part`` being exactly ``target_part``: a rank's own chunk in place.
-    """
-    if not np.may_share_memory(source, target):
-        return source
-    in_place = (
-        source_part.ctypes.data == target_part.ctypes.data
-        and source_part.nbytes == target_part.nbytes
-    )
-    return source if in_place else source.copy()

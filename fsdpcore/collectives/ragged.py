@@ -13,16 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.backend import Backend
+from fsdpcore.backend import Backend, check_rank
 from fsdpcore.buffers import Array, bounds_of, check_out, row_size
-from fsdpcore.collectives.api import reduce_scatter_body
-from fsdpcore.collectives.call import operand, run
-from fsdpcore.collectives.fingerprint import Fingerprint
+from fsdpcore.collectives import direct, tree
+from fsdpcore.collectives.api import (
+    reduce_scatter_call,
+    scatter_chunks,
+    start_reduce_scatter,
+    tell_what_is_scattered,
+)
+from fsdpcore.collectives.call import Call, call_for, check_backend, operand, remembered, run
 from fsdpcore.collectives.link import Link
-from fsdpcore.collectives.output import Output, separate
-from fsdpcore.collectives.select import choose
+from fsdpcore.collectives.output import Output
 from fsdpcore.errors import ArgumentError, MismatchError
-from fsdpcore.reduce_ops import ReduceOp, Reduction
+from fsdpcore.reduce_ops import ReduceOp
 
 
 def all_gather_v(
@@ -43,24 +47,136 @@ def all_gather_v(
         Array of shape ``(rows of all ranks, *array.shape[1:])``.
     """
     source = operand(array, backend)
-    _check_rows(source, "all_gather_v")
-    choose("all_gather", algorithm, 0, backend)
-    if out is not None:
-        check_out(out, (np.shape(out)[:1] or (0,)) + source.shape[1:], source.dtype)
+    call = remembered(
+        backend, _gather_v, "all_gather", source.dtype, source.shape, -1, algorithm, label
+    )
+    _check_rows_out(out, source)
 
-    def body(link: Link, rows: list[int]) -> Array:
-        me, bounds = link.rank, bounds_of(rows, row_size(source.shape))
-        output = Output(out, (sum(rows), *source.shape[1:]), source.dtype)
-        flat = source.reshape(-1)
-        flat = separate(flat, flat, output.flat, output.flat[bounds[me] : bounds[me + 1]])
-        function = choose("all_gather", algorithm, output.flat.nbytes, backend).function
-        function(link, flat, output.flat, bounds)
+    def body(link: Link) -> Array:
+        output, bounds, place = _joined(link, source, out)
+        flat = output.separate(source.reshape(-1), 0, source.size, place)
+        call.choose(output.flat.nbytes).function(link, flat, output.flat, bounds)
         return output.deliver()
 
-    fingerprint = Fingerprint(
-        "all_gather_v", source.dtype, source.shape, algorithm=algorithm, label=label, ragged=True
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def gather_v(
+    array: ArrayLike,
+    backend: Backend,
+    *,
+    root: int = 0,
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Join arrays with different numbers of rows along axis 0; the root gets the result.
+
+    The numbers of rows need not be known beforehand: the ranks learn them from each other.
+
+    Returns:
+        On the root an array as from ``all_gather_v``, None on the others (whose ``out`` is
+        ignored).
+    """
+    source = operand(array, backend)
+    call = remembered(backend, _gather_v, "gather", source.dtype, source.shape, root, algorithm, "")
+    if backend.rank == call.root:
+        _check_rows_out(out, source)
+
+    def body(link: Link) -> Array | None:
+        flat, target, output = source.reshape(-1), None, None
+        bounds = bounds_of(link.rows, row_size(source.shape))
+        if link.rank == call.root:
+            output, _, place = _joined(link, source, out)
+            flat, target = output.separate(flat, 0, flat.size, place), output.flat
+        function = call.choose(bounds[-1] * source.dtype.itemsize).function
+        function(link, flat, target, bounds, call.root)
+        return output.deliver() if output else None
+
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def _gather_v(
+    backend: Backend,
+    collective: str,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    root: int,
+    algorithm: str,
+    label: str,
+) -> Call:
+    _check_rows(shape, f"{collective}_v")
+    if collective == "gather":
+        root = check_rank(root, backend.world_size, "gather_v: root")
+    return call_for(
+        backend,
+        f"{collective}_v",
+        collective,
+        dtype,
+        shape,
+        root=root,
+        algorithm=algorithm,
+        label=label,
+        ragged=True,
     )
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
+
+
+def _joined(link: Link, source: Array, out: Array | None) -> tuple[Output, list[int], Array]:
+    """The result of joining all ranks' rows, where they begin in it, and the place of this rank."""
+    output = Output(out, (sum(link.rows), *source.shape[1:]), source.dtype)
+    bounds = bounds_of(link.rows, row_size(source.shape))
+    return output, bounds, output.flat[bounds[link.rank] : bounds[link.rank + 1]]
+
+
+def scatter_v(
+    array: ArrayLike | None,
+    backend: Backend,
+    counts: Sequence[int] | None = None,
+    *,
+    root: int = 0,
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Split the root's array along axis 0; rank r gets the next ``counts[r]`` rows.
+
+    The other ranks pass None for both: they learn counts, shape and dtype from the root.
+
+    Args:
+        array: on the root, with ``sum(counts)`` rows.
+        backend: the group.
+        counts: on the root, rows for each rank.
+        root, out, algorithm, timeout, async_op: as in ``scatter``.
+
+    Returns:
+        Array of shape ``(counts[rank], *array.shape[1:])``.
+    """
+    check_backend(backend)
+    call = remembered(backend, _scatter_v, root, algorithm)
+    source, sizes = None, [0] * backend.world_size
+    if backend.rank == call.root:
+        if array is None or counts is None:
+            raise ArgumentError(
+                f"scatter_v: rank {call.root} is the root and has to pass the array and the counts"
+            )
+        source = operand(array, backend)
+        _check_rows(source.shape, "scatter_v")
+        sizes = _check_counts(counts, backend, source.shape[0], "scatter_v: counts")
+
+    def body(link: Link) -> Array:
+        dtype, shape = tell_what_is_scattered(link, source, call.root)
+        told = np.array(sizes, np.int64)
+        tree.broadcast(link, told, call.root)
+        return scatter_chunks(link, call, source, told.tolist(), out, dtype, shape)
+
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def _scatter_v(backend: Backend, root: int, algorithm: str) -> Call:
+    root = check_rank(root, backend.world_size, "scatter_v: root")
+    return call_for(backend, "scatter_v", "scatter", root=root, algorithm=algorithm)
 
 
 def reduce_scatter_v(
@@ -87,20 +203,19 @@ def reduce_scatter_v(
         Array of shape ``(counts[rank], *array.shape[1:])``.
     """
     source = operand(array, backend)
-    _check_rows(source, "reduce_scatter_v")
-    sizes = _check_counts(counts, backend, source.shape[0], "reduce_scatter_v: counts")
-    reduction = Reduction.of(op, source.dtype)
-    fingerprint = Fingerprint(
-        "reduce_scatter_v",
+    _check_rows(source.shape, "reduce_scatter_v")
+    sizes = tuple(_check_counts(counts, backend, source.shape[0], "reduce_scatter_v: counts"))
+    call = remembered(
+        backend,
+        reduce_scatter_call,
         source.dtype,
         source.shape,
-        reduction.name,
-        algorithm=algorithm,
-        counts=tuple(sizes),
-        label=label,
+        op,
+        algorithm,
+        label,
+        sizes,
     )
-    body = reduce_scatter_body(source, backend, sizes, out, algorithm, reduction)
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
+    return start_reduce_scatter(source, backend, call, out, timeout=timeout, async_op=async_op)
 
 
 def all_to_all_v(
@@ -128,18 +243,14 @@ def all_to_all_v(
         Array of shape ``(rows that arrived, *array.shape[1:])``.
     """
     source = operand(array, backend)
-    _check_rows(source, "all_to_all_v")
+    call = remembered(backend, _all_to_all_v, source.dtype, source.shape, algorithm)
     sending = _check_counts(send_counts, backend, source.shape[0], "all_to_all_v: send_counts")
-    function = choose("all_to_all", algorithm, 0, backend).function
     expected = None
     if recv_counts is not None:
         expected = _check_counts(recv_counts, backend, None, "all_to_all_v: recv_counts")
 
-    def body(link: Link, rows: list[int]) -> Array:
-        one_each = bounds_of([1] * link.size)
-        arriving = np.empty(link.size, np.int64)
-        function(link, np.array(sending, np.int64), one_each, arriving, one_each)
-        receiving = arriving.tolist()
+    def body(link: Link) -> Array:
+        receiving = _tell_counts(link, sending)
         if expected is not None and expected != receiving:
             raise MismatchError(
                 f"{link.name}: rank {link.global_rank(link.rank)} expects rows {expected} "
@@ -150,19 +261,38 @@ def all_to_all_v(
         flat = source.reshape(-1)
         if np.may_share_memory(flat, output.flat):
             flat = flat.copy()
-        bounds = bounds_of(receiving, row)
-        function(link, flat, bounds_of(sending, row), output.flat, bounds)
+        send_bounds, bounds = bounds_of(sending, row), bounds_of(receiving, row)
+        call.choose(0).function(link, flat, send_bounds, output.flat, bounds)
         return output.deliver()
 
-    fingerprint = Fingerprint(
-        "all_to_all_v", source.dtype, source.shape, algorithm=algorithm, ragged=True
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def _all_to_all_v(
+    backend: Backend, dtype: np.dtype[Any], shape: tuple[int, ...], algorithm: str
+) -> Call:
+    _check_rows(shape, "all_to_all_v")
+    return call_for(
+        backend, "all_to_all_v", "all_to_all", dtype, shape, algorithm=algorithm, ragged=True
     )
-    return run(backend, fingerprint, body, timeout=timeout, async_op=async_op)
 
 
-def _check_rows(source: Array, operation: str) -> None:
-    if source.ndim == 0:
+def _tell_counts(link: Link, sending: list[int]) -> list[int]:
+    """Tell every rank how many rows it will get from this one; return what this one will get."""
+    one_each, arriving = range(link.size + 1), np.empty(link.size, np.int64)
+    direct.all_to_all(link, np.array(sending, np.int64), one_each, arriving, one_each)
+    return [int(count) for count in arriving]
+
+
+def _check_rows(shape: tuple[int, ...], operation: str) -> None:
+    if not shape:
         raise ArgumentError(f"{operation} works on rows (axis 0), which a 0-d array does not have")
+
+
+def _check_rows_out(out: Array | None, source: Array) -> None:
+    """Check all of ``out`` but the number of rows, which is not known yet."""
+    if out is not None:
+        check_out(out, (np.shape(out)[:1] or (0,)) + source.shape[1:], source.dtype)
 
 
 def _check_counts(

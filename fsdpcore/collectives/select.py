@@ -1,9 +1,18 @@
 """Which algorithm carries a collective out.
 
-The choice minimises the cost formulas of the algorithms' docstrings with the transport's alpha,
-beta and gamma. It depends on values only that are equal on all ranks: the collective, the bytes,
-the number of ranks and the transport. ``ring``, which is not canonical, has to be asked for; a
-transport's own algorithms that are not are left out where ``deterministic`` is set.
+For ``algorithm="auto"``, the first of these that has an answer decides:
+
+1. the user's override for the collective and the size (``overrides``);
+2. the ranges that ``fsdpcore tune`` measured, where it did for a group of this size;
+3. the lowest cost by the formulas of the algorithms' docstrings, with the alpha, beta and gamma
+   of the tuning table or, for a transport that it does not know, of ``Capabilities``.
+
+What is named but cannot be used (the group has no such algorithm, it does not support the dtype
+or the reduction, it is not canonical where ``deterministic`` is set) is passed over. An override
+may name any algorithm; otherwise ``ring``, which is not canonical, has to be asked for.
+
+The choice depends on values only that are equal on all ranks: the call, the bytes, the group, the
+transport, and the job's ``Policy``, whose digest the ranks compare.
 """
 
 from __future__ import annotations
@@ -13,16 +22,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpcore.backend import Backend
+from fsdpcore.backend import Backend, Capabilities
 from fsdpcore.collectives.algorithms import ALGORITHMS, Algorithm
 from fsdpcore.errors import ArgumentError
+from fsdpcore.policy import Costs
 
 
 class Choice(NamedTuple):
-    """An algorithm: its name, and the function that carries the collective out."""
+    """An algorithm: its name, the function that carries the collective out, ``agrees`` of it."""
 
     name: str
     function: Callable[..., Any]
+    agrees: bool = False
 
 
 def choose(
@@ -39,7 +50,7 @@ def choose(
         collective: a key of ``ALGORITHMS``.
         algorithm: one of its algorithms or of the transport's own, or "auto".
         nbytes: the n of the cost formulas.
-        backend: gives the number of ranks, the transport's costs and its own algorithms.
+        backend: gives the group, the transport's costs and its own algorithms, and the policy.
         dtype, op: of the call, where they are known; an algorithm may not support them.
 
     Raises:
@@ -48,14 +59,37 @@ def choose(
     own = backend.own_algorithms.get(collective, {})
     known = {**ALGORITHMS[collective], **own}
     if algorithm == "auto":
-        algorithm = cheapest(collective, nbytes, backend, dtype, op)
+        usable = _usable(collective, backend, dtype, op)
+        algorithm = (
+            _overridden(collective, nbytes, backend, usable)
+            or _measured(collective, nbytes, backend, usable)
+            or cheapest(collective, nbytes, backend, dtype, op)
+        )
     elif algorithm not in known:
-        names = ", ".join(repr(name) for name in ["auto", *known])
-        raise ArgumentError(f"{collective} has no algorithm {algorithm!r}; it has {names}")
+        raise unknown(collective, algorithm, [*known])
     elif not known[algorithm].supports(dtype, op):
         what = f"{op} of {dtype}" if op else f"{dtype}"
         raise ArgumentError(f"algorithm {algorithm!r} of {collective} has no {what}; use 'auto'")
-    return Choice(algorithm, getattr(known[algorithm].module, collective))
+    chosen = known[algorithm]
+    return Choice(algorithm, getattr(chosen.module, collective), chosen.agrees)
+
+
+def unknown(collective: str, algorithm: object, known: list[str]) -> ArgumentError:
+    """The error of a call that asks for an algorithm that there is not."""
+    names = ", ".join(repr(name) for name in ["auto", *known])
+    return ArgumentError(f"{collective} has no algorithm {algorithm!r}; it has {names}")
+
+
+def candidates(
+    collective: str, backend: Backend, dtype: np.dtype[Any] | None = None, op: str = ""
+) -> dict[str, Algorithm]:
+    """Return what ``auto`` may choose from, without an override."""
+    own = backend.own_algorithms.get(collective, {})
+    return {
+        name: known
+        for name, known in _usable(collective, backend, dtype, op).items()
+        if known.canonical or name in own
+    }
 
 
 def cheapest(
@@ -66,16 +100,57 @@ def cheapest(
     op: str = "",
 ) -> str:
     """Return the name of the algorithm with the lowest cost; the first one of equals."""
-    costs = backend.capabilities
+    known = candidates(collective, backend, dtype, op)
+    tuning = backend.root.policy.tuning
 
-    def seconds(known: Algorithm) -> float:
-        terms = known.cost(backend.world_size)
-        return terms.alpha * costs.alpha + nbytes * (
-            terms.beta * costs.beta + terms.gamma * costs.gamma
-        )
+    def seconds(name: str) -> float:
+        costs = tuning.own.get(name) or known[name].costs or tuning.costs or backend.capabilities
+        return predict(known[name], backend.world_size, nbytes, costs)
 
-    candidates = {n: a for n, a in ALGORITHMS[collective].items() if a.canonical}
-    for name, own in backend.own_algorithms.get(collective, {}).items():
-        if (own.canonical or not backend.root.deterministic) and own.supports(dtype, op):
-            candidates[name] = own
-    return min(candidates, key=lambda name: seconds(candidates[name]))
+    return min(known, key=seconds)
+
+
+def predict(
+    algorithm: Algorithm, world_size: int, nbytes: int, costs: Costs | Capabilities
+) -> float:
+    """Return the seconds that an algorithm takes by its cost formula."""
+    terms = algorithm.cost(world_size)
+    moved, reduced = terms.beta * costs.beta, terms.gamma * costs.gamma
+    return terms.alpha * costs.alpha + nbytes * (moved + reduced)
+
+
+def _usable(
+    collective: str, backend: Backend, dtype: np.dtype[Any] | None, op: str
+) -> dict[str, Algorithm]:
+    """What can be used for a call at all, whoever asks for it."""
+    deterministic = backend.root.policy.deterministic
+    known = {**ALGORITHMS[collective], **backend.own_algorithms.get(collective, {})}
+    return {
+        name: algorithm
+        for name, algorithm in known.items()
+        if algorithm.supports(dtype, op) and (algorithm.canonical or not deterministic)
+    }
+
+
+def _overridden(
+    collective: str, nbytes: int, backend: Backend, usable: dict[str, Algorithm]
+) -> str | None:
+    ranges = backend.root.policy.overrides.get(collective)
+    name = None if ranges is None else ranges.at(nbytes)
+    return name if name in usable else None
+
+
+def _measured(
+    collective: str, nbytes: int, backend: Backend, usable: dict[str, Algorithm]
+) -> str | None:
+    hosts = len(set(backend.hosts))
+    entry = backend.root.policy.tuning.for_group(backend.world_size, hosts)
+    if entry is None:
+        return None
+    own = backend.own_algorithms.get(collective, {})
+    for table in (entry.best, entry.general):
+        ranges = table.get(collective)
+        name = None if ranges is None else ranges.at(nbytes)
+        if name in usable and (usable[name].canonical or name in own):
+            return name
+    return None

@@ -13,6 +13,8 @@ gather          (p - 1) alpha + ((p - 1) / p) n beta
 scatter         (p - 1) alpha + ((p - 1) / p) n beta
 ==============  ==========================================
 
+and reduces (p - 1) n gamma. No message goes between two other ranks.
+
 Reductions are canonical. They work in segments, so that the centre holds p segments besides its
 result; alpha then counts once per segment.
 """

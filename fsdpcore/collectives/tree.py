@@ -1,16 +1,24 @@
 """Binomial tree: the rooted collectives in ceil(lg p) steps.
 
 With p ranks and n bytes (per rank for broadcast and reduce, in total for gather and scatter), the
-longest path costs:
+root sends or receives:
 
 =========  ========================================
 broadcast  ceil(lg p) (alpha + n beta)
-reduce     ceil(lg p) (alpha + n beta + n gamma), and alpha + n beta if the root is not rank 0
+reduce     ceil(lg p) (alpha + n beta + n gamma), and rank 0 sends the result to any other root
 gather     ceil(lg p) alpha + ((p - 1) / p) n beta
 scatter    ceil(lg p) alpha + ((p - 1) / p) n beta
 =========  ========================================
 
-broadcast, gather and scatter number the ranks from the root on. reduce follows rank order,
+For gather and scatter the table of algorithms counts the bytes twice, since they pass through
+memory of all ranks on their way and are copied once more at both ends.
+
+A rank at place v from the root on has a subtree of s(v) places: p for v = 0, otherwise the
+lowest set bit of v, or p - v if that is less. It exchanges ceil(lg s(v)) messages with its
+children, in gather and scatter of ((s(v) - 1) / p) n bytes in all, and one with its parent, of
+(s(v) / p) n bytes.
+
+broadcast, gather and scatter number the places from the root on. reduce follows rank order,
 whatever the root, so that it is canonical; for float16 and bfloat16, partial sums travel as
 float32.
 """
@@ -26,18 +34,18 @@ from fsdpcore.collectives.link import Link
 from fsdpcore.reduce_ops import Reduction
 
 
-def _span(place: int, count: int) -> int:
+def span(place: int, count: int) -> int:
     """How many places the subtree of ``place`` covers: its lowest set bit, cut off at the end."""
     return count if place == 0 else min(place & -place, count - place)
 
 
-def _children(place: int, count: int) -> list[int]:
+def children(place: int, count: int) -> list[int]:
     """The direct children of ``place``, nearest first: place + 1, + 2, + 4, ..."""
-    children, step = [], 1
-    while step < _span(place, count):
-        children.append(place + step)
+    places, step = [], 1
+    while step < span(place, count):
+        places.append(place + step)
         step *= 2
-    return children
+    return places
 
 
 def broadcast(link: Link, data: Array, root: int) -> None:
@@ -46,7 +54,7 @@ def broadcast(link: Link, data: Array, root: int) -> None:
     place = (link.rank - root) % p
     if place:
         link.recv(data, (place - (place & -place) + root) % p)
-    for child in reversed(_children(place, p)):
+    for child in reversed(children(place, p)):
         link.isend(data, (child + root) % p)
     link.wait_all()
 
@@ -56,7 +64,7 @@ def reduce(link: Link, source: Array, out: Array | None, root: int, reduction: R
     me, p = link.rank, link.size
     total = reduction.load(source)
     received = np.empty_like(total)
-    for child in _children(me, p):
+    for child in children(me, p):
         link.recv(received, child)
         reduction.combine(total, received, total)
     if me:
@@ -82,10 +90,10 @@ def gather(link: Link, own: Array, out: Array | None, bounds: Sequence[int], roo
     place = (link.rank - root) % p
     at = _rotated(bounds, root)
     first = at[place]
-    subtree = np.empty(at[place + _span(place, p)] - first, own.dtype)
+    subtree = np.empty(at[place + span(place, p)] - first, own.dtype)
     np.copyto(subtree[: own.size], own)
-    for child in _children(place, p):
-        piece = subtree[at[child] - first : at[child + _span(child, p)] - first]
+    for child in children(place, p):
+        piece = subtree[at[child] - first : at[child + span(child, p)] - first]
         link.irecv(piece, (child + root) % p)
     link.wait_all()
     if place:
@@ -104,13 +112,13 @@ def scatter(link: Link, source: Array | None, own: Array, bounds: Sequence[int],
     at = _rotated(bounds, root)
     first = at[place]
     if place:
-        subtree = np.empty(at[place + _span(place, p)] - first, own.dtype)
+        subtree = np.empty(at[place + span(place, p)] - first, own.dtype)
         link.recv(subtree, (place - (place & -place) + root) % p)
     else:
         assert source is not None
         subtree = np.concatenate([source[bounds[root] :], source[: bounds[root]]])
-    for child in reversed(_children(place, p)):
-        piece = subtree[at[child] - first : at[child + _span(child, p)] - first]
+    for child in reversed(children(place, p)):
+        piece = subtree[at[child] - first : at[child + span(child, p)] - first]
         link.isend(piece, (child + root) % p)
     np.copyto(own, subtree[: own.size])
     link.wait_all()

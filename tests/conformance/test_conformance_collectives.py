@@ -22,6 +22,7 @@ from support.spmd import TRANSPORTS, run
     movement.python_values,
     movement.barriers,
     movement.ragged_gather,
+    movement.ragged_rooted,
     movement.ragged_reduction,
     movement.ragged_exchange,
     movement.ragged_refusals,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from support.spmd_job import Body, Job, Outcome, meet
+from support.spmd_mpi import MpiRanks
 from support.spmd_processes import ProcessRanks
 from support.spmd_threads import ThreadRanks
 
@@ -47,6 +48,7 @@ TRANSPORTS = {
     "zmq": Transport(
         ProcessRanks("zmq"), tight={"eager_bytes": 0, "segment_bytes": 1024}, costly=True
     ),
+    "mpi": Transport(MpiRanks(), tight={"eager_bytes": 0}, costly=True),
 }
 
 

@@ -1,164 +1,162 @@
-"""What the algorithms send, counted, against the formulas in their modules' docstrings.
-
-p is the number of ranks and n the bytes of the array at the collective's own size: per rank for
-all_reduce, reduce and broadcast, in total for the others.
-"""
+"""What the algorithms send, counted, against the formulas in their modules' docstrings."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports.simulated import SimBackend
 from support import oracle
+from support.counting import ROOTED, CountingSim, Traffic, counters, measure
+from support.formulas import EXPECTED, depth
 from support.spmd import run_on
 
 import fsdpcore as fc
-from fsdpcore.backend import Envelope
-from fsdpcore.buffers import Bytes
-from fsdpcore.work import Pending
+from fsdpcore.collectives.algorithms import ALGORITHMS
+
+SIZES = range(2, 18)
+EVERY = [(collective, name) for collective, known in ALGORITHMS.items() for name in known]
 
 
-class Traffic(NamedTuple):
-    """Messages and bytes."""
-
-    messages: int | Fraction
-    bytes: int | Fraction
+def test_every_algorithm_has_a_formula() -> None:
+    assert set(EXPECTED) == set(EVERY)
 
 
-class CountingSim(SimBackend):
-    """Counts what this rank sends and receives."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.sent: list[int] = []
-        self.received: list[int] = []
-
-    def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
-        self.sent.append(data.size)
-        return super().post_send(data, dst, envelope)
-
-    def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
-        self.received.append(out.size)
-        return super().post_recv(out, src, envelope)
+@pytest.mark.parametrize("p", SIZES)
+@pytest.mark.parametrize(("collective", "algorithm"), EVERY)
+def test_every_rank_sends_what_the_formula_says(collective: str, algorithm: str, p: int) -> None:
+    assert measure(collective, algorithm, p) == EXPECTED[collective, algorithm](p)
 
 
-def _call(backend: Any, collective: str, algorithm: str, rows: int, dtype: Any, root: int) -> None:
-    p = backend.world_size
-    options: dict[str, Any] = {"algorithm": algorithm}
-    if collective in ("broadcast", "reduce", "gather", "scatter"):
-        options["root"] = root
-    if collective in ("all_gather", "gather"):
-        rows //= p
-    getattr(fc, collective)(np.zeros(rows, dtype), backend, **options)
+@pytest.mark.parametrize("p", SIZES)
+def test_the_docstrings_simple_cases(p: int) -> None:
+    """What the tables say for the busiest rank where p is a power of two, or for the root."""
+    k = depth(p)
+    root = measure("broadcast", "tree", p)[0]
+    assert (root.sent, root.out) == (k, k)
+    root = measure("broadcast", "scatter_gather", p)[0]
+    assert (root.sent, root.out) == (2 * k, Fraction(2 * (p - 1), p))
+    for collective, sums in (("gather", False), ("reduce", True)):
+        root = measure(collective, "tree", p)[0]
+        assert (root.received, root.into) == (k, k if sums else Fraction(p - 1, p))
+    if p == 2**k:
+        share = Fraction(p - 1, p)
+        assert set(measure("all_reduce", "doubling", p)) == {Traffic(k, k, k, k, k)}
+        halved = Traffic(k, share, k, share, share)
+        assert set(measure("reduce_scatter", "halving", p)) == {halved}
+        whole = Traffic(2 * k, 2 * share, 2 * k, 2 * share, share)
+        assert set(measure("all_reduce", "rabenseifner", p)) == {whole}
+        gathered = Traffic(k, share, k, share)
+        assert set(measure("all_gather", "doubling", p)) == {gathered}
+        exchanged = Traffic(k, Fraction(k, 2), k, Fraction(k, 2))
+        assert set(measure("all_to_all", "bruck", p)) == {exchanged}
 
 
-def _count(
-    backend: Any, collective: str, algorithm: str, rows: int, dtype: Any, root: int
-) -> tuple[Traffic, Traffic]:
-    """Send and receive traffic of one call, without what it takes for an empty array."""
-    _call(backend, collective, algorithm, 0, dtype, root)
-    fixed = len(backend.sent), sum(backend.sent), len(backend.received), sum(backend.received)
-    backend.sent.clear()
-    backend.received.clear()
-    _call(backend, collective, algorithm, rows, dtype, root)
-    sent = Traffic(len(backend.sent) - fixed[0], sum(backend.sent) - fixed[1])
-    received = Traffic(len(backend.received) - fixed[2], sum(backend.received) - fixed[3])
-    return sent, received
+@pytest.mark.parametrize("p", SIZES)
+@pytest.mark.parametrize(("collective", "algorithm"), EVERY)
+def test_the_table_agrees_with_the_busiest_rank(collective: str, algorithm: str, p: int) -> None:
+    ranks = measure(collective, algorithm, p)
+    terms = ALGORITHMS[collective][algorithm].cost(p)
+    messages = max(max(rank.sent, rank.received) for rank in ranks)
+    moved = max(max(rank.out, rank.into) for rank in ranks)
+    if algorithm == "star":  # the centre does one after the other
+        messages = max(rank.sent + rank.received for rank in ranks)
+        moved = max(rank.out + rank.into for rank in ranks)
+    if algorithm == "tree" and collective in ("gather", "scatter"):
+        moved *= 2  # as its docstring says
+    assert terms.alpha == messages
+    assert terms.beta == pytest.approx(float(moved))
+    assert terms.gamma == pytest.approx(float(max(rank.reduced for rank in ranks)))
 
 
-Measured = list[tuple[Traffic, Traffic]]
+@pytest.mark.parametrize("p", SIZES)
+@pytest.mark.parametrize("collective", ROOTED)
+def test_any_root(collective: str, p: int) -> None:
+    """Another root turns the ranks around; ``reduce`` by the tree keeps their order."""
+    for algorithm in ALGORITHMS[collective]:
+        root = p // 2
+        ranks = measure(collective, algorithm, p, root=root)
+        expected = EXPECTED[collective, algorithm](p)
+        if collective == "reduce" and algorithm == "tree":
+            result = Traffic(1, Fraction(1), 0, Fraction(0))
+            arriving = Traffic(0, Fraction(0), 1, Fraction(1))
+            for rank, more in ((0, result), (root, arriving)):
+                expected[rank] = Traffic.total([expected[rank], more])
+        elif algorithm in ("star", "hierarchical"):
+            expected[0], expected[root] = expected[root], expected[0]
+        else:
+            expected = expected[-root:] + expected[:-root]
+        assert ranks == expected, algorithm
 
 
-def _measure(
-    collective: str, algorithm: str, p: int, *, dtype: Any = np.float32, root: int = 0
-) -> tuple[int, Measured]:
-    rows = 24 * p
-    args = (collective, algorithm, rows, dtype, root)
-    return rows * np.dtype(dtype).itemsize, run_on(CountingSim, _count, world_size=p, args=args)
+# Hosts.
 
 
-SIZES = pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
+def _host_sizes(p: int, hosts: int) -> list[int]:
+    return [len([rank for rank in range(p) if rank * hosts // p == host]) for host in range(hosts)]
 
 
-def _depth(p: int) -> int:
-    """The smallest k with 2**k >= p."""
-    k = 0
-    while 2**k < p:
-        k += 1
-    return k
+def _subtrees(first: int, end: int, p: int) -> int:
+    """How many nodes of the canonical tree it takes to cover the ranks from first to end."""
+    if first == end:
+        return 0
+    size = 1
+    while first % (2 * size) == 0 and (first + 2 * size <= end or end == p > first + size):
+        size *= 2
+    return 1 + _subtrees(min(first + size, end), end, p)
 
 
-@SIZES
-@pytest.mark.parametrize(
-    ("collective", "algorithm"),
-    [
-        *itertools.product(["reduce_scatter", "all_gather", "all_reduce"], ["direct", "ring"]),
-        ("all_to_all", "direct"),
-    ],
-)
-def test_direct_and_ring(collective: str, algorithm: str, p: int) -> None:
-    n, ranks = _measure(collective, algorithm, p)
-    times = 2 if collective == "all_reduce" else 1
-    expected = Traffic(times * (p - 1), Fraction(times * (p - 1) * n, p))
-    for sent, received in ranks:
-        assert sent == expected
-        assert received == expected
+HOSTS = [(p, hosts) for p in SIZES for hosts in (2, 3, 4, 8) if hosts <= p]
 
 
-STAR: dict[str, Callable[[int], tuple[int, Fraction]]] = {
-    "all_reduce": lambda p: (2 * (p - 1), Fraction(2 * (p - 1))),
-    "reduce_scatter": lambda p: (2 * (p - 1), (p - 1) * (1 + Fraction(1, p))),
-    "all_gather": lambda p: (2 * (p - 1), (p - 1) * (1 + Fraction(1, p))),
-    "broadcast": lambda p: (p - 1, Fraction(p - 1)),
-    "reduce": lambda p: (p - 1, Fraction(p - 1)),
-    "gather": lambda p: (p - 1, Fraction(p - 1, p)),
-    "scatter": lambda p: (p - 1, Fraction(p - 1, p)),
-}
+@pytest.mark.parametrize(("p", "hosts"), HOSTS)
+def test_hierarchical_totals(p: int, hosts: int) -> None:
+    sizes = _host_sizes(p, hosts)
+    ends = np.cumsum([0, *sizes]).tolist()
+    k = [_subtrees(a, b, p) for a, b in itertools.pairwise(ends)]
+    inside = sum(m * (m - 1) for m in sizes)
+    across = sum(trees * (p - m) for trees, m in zip(k, sizes, strict=True))
+    reduced = Traffic.total(measure("reduce_scatter", "hierarchical", p, hosts=hosts))
+    assert reduced.sent == reduced.received == inside + across
+    assert reduced.out == reduced.into == p - hosts + Fraction(across, p)
+    assert reduced.reduced == p - 1
+    gathered = Traffic.total(measure("all_gather", "hierarchical", p, hosts=hosts))
+    assert gathered.sent == gathered.received == inside + p * (hosts - 1)
+    assert gathered.out == gathered.into == p - 1
+    both = Traffic.total(measure("all_reduce", "hierarchical", p, hosts=hosts))
+    assert both == Traffic.total([reduced, gathered])
+    for root in (0, p - 1):
+        m = sizes[root * hosts // p]
+        # Pieces of equal size, whatever the number of ranks on the root's host.
+        ranks = measure("broadcast", "hierarchical", p, hosts=hosts, root=root, rows=12 * m * p)
+        sent = Traffic.total(ranks)
+        elsewhere = sum(size - 1 for size in sizes) - (m - 1)
+        assert sent.sent == sent.received == m * (m - 1) + m * (hosts - 1) + m * elsewhere
+        assert sent.out == sent.into == p - 1
 
 
-@SIZES
-@pytest.mark.parametrize("collective", STAR)
-def test_star(collective: str, p: int) -> None:
-    centre = p - 1 if collective in ("broadcast", "reduce", "gather", "scatter") else 0
-    n, ranks = _measure(collective, "star", p, root=centre)
-    messages, factor = STAR[collective](p)
-    sent, received = ranks[centre]
-    assert sent.messages + received.messages == messages
-    assert sent.bytes + received.bytes == factor * n
+@pytest.mark.parametrize(("p", "hosts"), [(p, hosts) for p, hosts in HOSTS if p % hosts == 0])
+def test_hierarchical_on_equal_hosts(p: int, hosts: int) -> None:
+    m, others, share = p // hosts, hosts - 1, Fraction(p - 1, p)
+    for rank, traffic in enumerate(measure("reduce_scatter", "hierarchical", p, hosts=hosts)):
+        first = rank // m * m
+        k = _subtrees(first, first + m, p)
+        assert traffic.sent == m - 1 + k * others
+        assert traffic.out == Fraction(m - 1, m) + Fraction(k * others, p)
+        if m == 2 ** depth(m):
+            assert k == 1
+            assert traffic == Traffic(m - 1 + others, share, m - 1 + others, share, share)
+    messages = m - 1 + others
+    expected = Traffic(messages, share, messages, share)
+    assert set(measure("all_gather", "hierarchical", p, hosts=hosts)) == {expected}
+    root = measure("broadcast", "hierarchical", p, hosts=hosts)[0]
+    messages = 2 * (m - 1) + others
+    assert (root.sent, root.out) == (messages, Fraction(messages, m))
 
 
-@SIZES
-@pytest.mark.parametrize("root", ["first", "last"])
-def test_tree(root: str, p: int) -> None:
-    where = 0 if root == "first" else p - 1
-    n, ranks = _measure("broadcast", "tree", p, root=where)
-    assert ranks[where][0] == Traffic(_depth(p), _depth(p) * n)
-    assert max(sent.messages for sent, _ in ranks) == _depth(p)
-    n, ranks = _measure("gather", "tree", p, root=where)
-    assert ranks[where][1] == Traffic(_depth(p), Fraction((p - 1) * n, p))
-    n, ranks = _measure("scatter", "tree", p, root=where)
-    assert ranks[where][0] == Traffic(_depth(p), Fraction((p - 1) * n, p))
-    n, ranks = _measure("reduce", "tree", p, root=where)
-    assert ranks[0][1] == Traffic(_depth(p), _depth(p) * n)
-    extra = 1 if where else 0
-    assert sum(sent.messages for sent, _ in ranks) == p - 1 + extra
-
-
-@SIZES
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_doubling(collective: str, p: int) -> None:
-    n, ranks = _measure(collective, "doubling", p)
-    for sent, received in ranks:
-        if p == 2 ** _depth(p):
-            whole = Fraction((p - 1) * n, p) if collective == "all_gather" else _depth(p) * n
-            assert sent == received == Traffic(_depth(p), whole)
-        assert sent.messages <= p - 1
-        assert received.messages <= _depth(p)
+# Special cases.
 
 
 @pytest.mark.parametrize(
@@ -169,42 +167,51 @@ def test_doubling(collective: str, p: int) -> None:
         ("all_reduce", "star", 1),
         ("all_gather", "doubling", 1),
         ("all_gather", "ring", 1),
+        ("all_gather", "bruck", 1),
         ("all_reduce", "doubling", 2),
         ("reduce_scatter", "ring", 2),
+        ("reduce_scatter", "halving", 2),
         ("all_reduce", "ring", Fraction(3, 2)),
+        ("all_reduce", "rabenseifner", Fraction(3, 2)),
         ("reduce", "tree", 2),
     ],
 )
 def test_half_precision(collective: str, algorithm: str, factor: int | Fraction) -> None:
     """Where partial sums travel, they travel as float32."""
-    p = 4
-    _, narrow = _measure(collective, algorithm, p, dtype=oracle.HALVES[1])
-    _, integers = _measure(collective, algorithm, p, dtype=np.int16)
+    narrow = measure(collective, algorithm, 4, dtype=oracle.HALVES[1])
+    integers = measure(collective, algorithm, 4, dtype=np.int16)
     for half, whole in zip(narrow, integers, strict=True):
-        assert half[0] == Traffic(whole[0].messages, factor * whole[0].bytes)
+        assert half.sent == whole.sent
+        assert half.out == factor * whole.out
 
 
-@SIZES
+def test_half_precision_across_hosts() -> None:
+    """Inside of a host what travels is the input, across hosts partial sums as float32."""
+    narrow = measure("reduce_scatter", "hierarchical", 4, dtype=np.float16, hosts=2)
+    assert {rank.out for rank in narrow} == {Fraction(1, 2) + 2 * Fraction(1, 4)}
+
+
+def test_star_in_segments() -> None:
+    """A reduction of more elements than one segment counts alpha once for each."""
+    rows = 3 * 256 * 1024 - 6
+    centre, *others = measure("reduce", "star", 3, rows=rows)
+    assert (centre.received, centre.into) == (2 * 3, 2)
+    assert {(rank.sent, rank.out) for rank in others} == {(3, 1)}
+
+
+@pytest.mark.parametrize("p", SIZES)
 def test_agreement_and_barrier(p: int) -> None:
-    """Before the data: ceil(lg p) messages, p - 1 records of one size, on every rank."""
+    """Before the data: ceil(lg p) messages, 16 bytes for each other rank, on every rank."""
     ranks = run_on(CountingSim, _count_barrier, world_size=p)
-    record = ranks[0][0].bytes // (p - 1)
-    for sent, received in ranks:
-        assert sent == received == Traffic(_depth(p), record * (p - 1))
-    empty = run_on(CountingSim, _count_empty, world_size=p)
-    assert empty == ranks
+    assert ranks == [[depth(p), 16 * (p - 1)] * 2] * p
+    assert run_on(CountingSim, _count_empty, world_size=p) == ranks
 
 
-def _count_barrier(backend: Any) -> tuple[Traffic, Traffic]:
+def _count_barrier(backend: Any) -> list[int]:
     fc.barrier(backend)
-    return _so_far(backend)
+    return counters(backend)[:4]
 
 
-def _count_empty(backend: Any) -> tuple[Traffic, Traffic]:
+def _count_empty(backend: Any) -> list[int]:
     fc.all_gather(np.zeros((0, 5)), backend, algorithm="ring")
-    return _so_far(backend)
-
-
-def _so_far(backend: Any) -> tuple[Traffic, Traffic]:
-    sent, received = backend.sent, backend.received
-    return Traffic(len(sent), sum(sent)), Traffic(len(received), sum(received))
+    return counters(backend)[:4]

@@ -13,11 +13,11 @@ from support.bodies.reductions import CANONICAL, expect_refusal
 import fsdpcore as fc
 
 ALGORITHMS = {
-    "all_gather": ["auto", "star", "direct", "doubling", "ring"],
-    "broadcast": ["auto", "star", "tree"],
+    "all_gather": ["auto", "star", "direct", "doubling", "bruck", "hierarchical", "ring"],
+    "broadcast": ["auto", "star", "tree", "scatter_gather", "hierarchical"],
     "gather": ["auto", "star", "tree"],
     "scatter": ["auto", "star", "tree"],
-    "all_to_all": ["auto", "direct"],
+    "all_to_all": ["auto", "direct", "bruck"],
 }
 
 
@@ -115,6 +115,25 @@ def ragged_gather(backend: fc.Backend) -> None:
     result = fc.all_gather_v(np.full(me + 1, me, np.int16), backend, out=room)
     assert result is room
     check_same(room, np.repeat(np.arange(p), range(1, p + 1)).astype(np.int16), "into out")
+
+
+def ragged_rooted(backend: fc.Backend) -> None:
+    """gather_v and scatter_v with every root and algorithm, and with ranks that have nothing."""
+    me, p = backend.rank, backend.world_size
+    for root in range(p):
+        sizes = _rows_of(p, root)
+        parts = [array_of(rank, (rows, 2), oracle.HALVES[0]) for rank, rows in enumerate(sizes)]
+        whole = oracle.joined(parts)
+        for name in ALGORITHMS["gather"]:
+            result = fc.gather_v(parts[me], backend, root=root, algorithm=name)
+            _check_at_root(me == root, result, whole, f"gather_v, {name}, {sizes}")
+        for name in ALGORITHMS["scatter"]:
+            array, counts = (whole, sizes) if me == root else (None, None)
+            result = fc.scatter_v(array, backend, counts, root=root, algorithm=name)
+            check_same(result, parts[me], f"scatter_v, {name}, {sizes}")
+    expect_refusal(fc.scatter_v, np.zeros(3), backend, root=me)
+    expect_refusal(fc.scatter_v, np.zeros(p + 1), backend, [1] * p, root=me)
+    expect_refusal(fc.gather_v, np.float32(1), backend)
 
 
 def ragged_reduction(backend: fc.Backend) -> None:

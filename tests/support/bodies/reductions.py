@@ -13,8 +13,8 @@ import fsdpcore as fc
 
 # Every algorithm that must give the canonical bits.
 CANONICAL = {
-    "all_reduce": ["auto", "star", "direct", "doubling"],
-    "reduce_scatter": ["auto", "star", "direct", "doubling"],
+    "all_reduce": ["auto", "star", "direct", "doubling", "rabenseifner", "hierarchical"],
+    "reduce_scatter": ["auto", "star", "direct", "doubling", "halving", "hierarchical"],
     "reduce": ["auto", "star", "tree"],
 }
 

@@ -1,0 +1,98 @@
+"""What was measured: rows of samples, and two contestants compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import NamedTuple
+
+from fsdpcore.bench.cases import Case, algbw, busbw_factor
+
+
+@dataclass
+class Row:
+    """One contestant on one case.
+
+    Attributes:
+        iterations: back to back, in each round.
+        wrong: elements that were wrong, over all ranks; None where nobody looked.
+        samples: for each round, the seconds of one iteration on each rank.
+    """
+
+    case: Case
+    contestant: str
+    iterations: int
+    wrong: int | None
+    samples: list[list[float]] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> list[float]:
+        """Seconds of one iteration in each round, the mean over the ranks."""
+        return [mean(ranks) for ranks in self.samples]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one iteration: the median over the rounds of the mean over the ranks."""
+        return median(self.rounds)
+
+    @property
+    def fastest_rank(self) -> float:
+        """As ``seconds``, but of the rank that was the fastest in each round."""
+        return median(min(ranks) for ranks in self.samples)
+
+    @property
+    def slowest_rank(self) -> float:
+        """As ``seconds``, but of the rank that was the slowest in each round."""
+        return median(max(ranks) for ranks in self.samples)
+
+    @property
+    def algbw(self) -> float:
+        """Size over time, in GB/s."""
+        return algbw(self.case.size, self.seconds)
+
+    @property
+    def busbw(self) -> float:
+        """``algbw`` times the operation's factor, in GB/s."""
+        return self.algbw * busbw_factor(self.case.operation, self.case.world_size)
+
+
+class Spread(NamedTuple):
+    """A quantity that has one value per round."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Summarise values, of which there is at least one."""
+        return cls(median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A peer beside ours, on one case, round by round.
+
+    Attributes:
+        ratio: the peer's time over ours: more than 1 where ours is faster.
+        difference: our time less the peer's, in seconds.
+        overhead: the difference in per cent of the peer's time.
+        best_difference: between the fastest rounds of the two, in seconds: what is left of the
+            difference where something else disturbs most rounds.
+    """
+
+    ratio: Spread
+    difference: Spread
+    overhead: Spread
+    best_difference: float
+
+
+def compare(ours: Row, theirs: Row) -> Comparison:
+    """Compare two rows of the same case, each round of one with the same round of the other."""
+    pairs = list(zip(ours.rounds, theirs.rounds, strict=True))
+    return Comparison(
+        Spread.of([b / a for a, b in pairs]),
+        Spread.of([a - b for a, b in pairs]),
+        Spread.of([100 * (a - b) / b for a, b in pairs]),
+        min(ours.rounds) - min(theirs.rounds),
+    )

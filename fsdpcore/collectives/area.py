@@ -1,0 +1,177 @@
+"""``Area``: memory that all ranks of a group on one host see, and how they take turns in it.
+
+Every rank has two rooms to put data into, and two flags. The ranks go through the area in steps
+that they count. In a step a rank
+
+1. fills its own room of that step (the even steps use one room, the odd steps the other);
+2. writes its fingerprint, and then the number of the step, into its flag: ``sync``;
+3. waits until the flags of all others show that number as well, and compares the fingerprints;
+4. reads the rooms of the others.
+
+So one step is a barrier, the check that all call the same collective, and an exchange of data at
+once. Nobody needs to wait before filling a room: a rank writes to it again two steps later, and
+before that it has seen every other rank enter the step in between, which those do only when they
+have finished reading. The flags rely on stores becoming visible in program order, as they do on
+x86-64; ``usable`` says whether that holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.collectives import doubling, tree
+
+if TYPE_CHECKING:
+    from fsdpcore.backend import Backend
+    from fsdpcore.collectives.link import Link
+
+_LOG = logging.getLogger("fsdpcore")
+
+ROOM = 256 * 1024  # bytes: the room of one rank and what it copies from fit a core's cache
+_FLAG = 64  # bytes: a cache line, so that ranks do not disturb each other
+# How long to wait for a rank: looks at its flag, then looks with the core given away in between
+# (about 2 ms), then sleeps.
+_LOOKS = 200
+_YIELDS = 2000
+_LOOKS_BETWEEN_CHECKS = 100
+_LONGEST_SLEEP = 1e-3
+_VIEWS = 256
+_OFFER = 64
+
+
+def usable() -> bool:
+    """Return whether the flags are safe on this processor."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def nbytes(ranks: int) -> int:
+    """The memory that a group of so many ranks needs."""
+    return 2 * ranks * (_FLAG + ROOM)
+
+
+class Area:
+    """The area of one group, seen from one rank."""
+
+    def __init__(self, memory: memoryview, rank: int, size: int) -> None:
+        flags = 2 * size * _FLAG
+        self._flags = memory[:flags].cast("Q")
+        self._rooms = np.frombuffer(memory, np.uint8, 2 * size * ROOM, flags).reshape(2, size, ROOM)
+        self._rank = rank
+        self._size = size
+        at = [[(step * size + r) * _FLAG // 8 for r in range(size)] for step in (0, 1)]
+        self._own = [ranks[rank] for ranks in at]
+        self._all = at
+        self._others = [ranks[rank + 1 :] + ranks[:rank] for ranks in at]
+        self._step = 0
+        self._views: dict[tuple[np.dtype[Any], int], list[list[Array]]] = {}
+
+    def next_rooms(self, dtype: np.dtype[Any], count: int) -> list[Array]:
+        """All ranks' rooms of the next step, as arrays of ``count`` elements; fill the own one."""
+        return self._arrays(dtype, count)[(self._step + 1) & 1]
+
+    def rooms(self, dtype: np.dtype[Any], count: int) -> list[Array]:
+        """All ranks' rooms of the step that ``sync`` has entered; to read."""
+        return self._arrays(dtype, count)[self._step & 1]
+
+    def sync(self, link: Link) -> None:
+        """Enter the next step, and wait until all ranks have.
+
+        Raises:
+            MismatchError: another rank is in another collective.
+            The errors of ``link.check``.
+        """
+        step = self._step = self._step + 1
+        parity, flags, call = step & 1, self._flags, link.call
+        own, digest = self._own[parity], call.digest
+        flags[own + 1] = digest
+        flags[own + 2] = call.rows
+        flags[own] = step
+        fits = True
+        for at in self._others[parity]:
+            if flags[at] != step:
+                self._wait(at, step, link)
+            if flags[at + 1] != digest:
+                fits = False
+        if not fits:
+            link.disagree()
+
+    def rows(self) -> list[int]:
+        """What every rank has entered the step with as its rows."""
+        return [self._flags[at + 2] for at in self._all[self._step & 1]]
+
+    def _wait(self, at: int, step: int, link: Link) -> None:
+        flags = self._flags
+        for _ in range(_LOOKS):
+            if flags[at] == step:
+                return
+        # Python code on other threads of this process waits for the interpreter while this one
+        # looks; only a sleep lets it have its turn.
+        yields = 0 if link.background else _YIELDS
+        pause = 20e-6
+        while True:
+            for _ in range(min(yields, _LOOKS_BETWEEN_CHECKS)):
+                if flags[at] == step:
+                    return
+                os.sched_yield()
+            link.check()
+            if flags[at] == step:
+                return
+            yields = max(0, yields - _LOOKS_BETWEEN_CHECKS)
+            if not yields:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_SLEEP)
+
+    def _arrays(self, dtype: np.dtype[Any], count: int) -> list[list[Array]]:
+        """The rooms of both parities; made once, since a view costs more than a small message."""
+        try:
+            return self._views[dtype, count]
+        except KeyError:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            size = count * dtype.itemsize
+            made = [[room[:size].view(dtype) for room in rooms] for rooms in self._rooms]
+            self._views[dtype, count] = made
+            return made
+
+
+def establish(link: Link, backend: Backend) -> Area | None:
+    """Make the area of a group, or find out that there can be none; the same on all ranks.
+
+    Called by all ranks of the group. The first rank offers memory, all map it and tell each other
+    whether they could.
+    """
+    sharing = backend.root.memory
+    if sharing is None or link.size == 1 or len(set(backend.hosts)) > 1:
+        return None
+    offer, why = np.zeros(_OFFER, np.uint8), "rank 0 of the group has none to offer"
+    if link.rank == 0:
+        try:
+            if not usable():
+                raise OSError(f"not supported on {platform.machine()}")
+            made = np.frombuffer(sharing.offer(nbytes(link.size)), np.uint8)
+            offer[: made.size] = made
+        except OSError as error:
+            why = str(error)
+    tree.broadcast(link, offer, 0)
+    memory = None
+    if offer.any():
+        try:
+            memory = sharing.map(offer.tobytes())
+        except OSError as error:
+            why = str(error)
+    votes = np.zeros(link.size, np.bool_)
+    doubling.all_gather(link, np.array([memory is not None]), votes, range(link.size + 1))
+    if link.rank == 0 and offer.any():
+        sharing.forget(offer.tobytes())
+    if memory is not None and votes.all():
+        return Area(memory, link.rank, link.size)
+    if memory is None:
+        _LOG.info("rank %d shares no memory with its group: %s", backend.root.rank, why)
+    return None

@@ -1,0 +1,143 @@
+"""``fsdpcore bench``: measure collectives, alone or beside Gloo and MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdpcore.backend import Backend
+from fsdpcore.bench import main as bench
+from fsdpcore.bench.cases import DTYPE_NAMES, OPERATIONS, PLACES, parse_size
+from fsdpcore.bench.session import Plan
+from fsdpcore.commands.usage import one_line
+from fsdpcore.config import resolve
+from fsdpcore.environment import detect, launched_threads
+from fsdpcore.errors import ConfigError
+from fsdpcore.launch import launch
+
+WRONG_RESULTS = 1
+_PLACES = {"both": PLACES, "out": ("out",), "in": ("in",)}
+_MEMORY = ("backend", "numpy")
+
+
+def show_bench(
+    operations: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"{', '.join(OPERATIONS)}; or all (default: all_reduce)."),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", help="Number of ranks.")] = None,
+    transport: Annotated[
+        str | None, typer.Option("--transport", help="Scheme or URL, such as sim or zmq.")
+    ] = None,
+    first: Annotated[str, typer.Option("-b", "--begin", help="Smallest size.")] = "8",
+    last: Annotated[str, typer.Option("-e", "--end", help="Largest size.")] = "64MiB",
+    factor: Annotated[int, typer.Option("-f", "--factor", help="From one size to the next.")] = 2,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPE_NAMES)}.")] = "float32",
+    op: Annotated[str, typer.Option(help="Reduction: sum, mean, min, max or prod.")] = "sum",
+    root: Annotated[int, typer.Option(help="Of operations that have one.")] = 0,
+    algorithm: Annotated[str, typer.Option(help="Of ours, as the collectives take it.")] = "auto",
+    iterations: Annotated[
+        int, typer.Option("--iters", help="Iterations per round; 0: as many as fit --seconds.")
+    ] = 0,
+    seconds: Annotated[
+        float, typer.Option(help="Time per round, size and competitor, roughly.")
+    ] = 0.1,
+    rounds: Annotated[int, typer.Option(help="How often the competitors take turns.")] = 5,
+    warmup: Annotated[int, typer.Option(help="Iterations before the clock runs.")] = 5,
+    check: Annotated[bool, typer.Option(help="Compare the results with an oracle.")] = True,
+    place: Annotated[
+        str, typer.Option(help="Where results go: out (of place), in (place) or both.")
+    ] = "both",
+    memory: Annotated[
+        str, typer.Option(help="Our arrays: backend (backend.empty) or numpy (numpy.empty).")
+    ] = "backend",
+    against: Annotated[
+        str, typer.Option(help="Peers to measure in turn with ours: gloo, mpi or gloo,mpi.")
+    ] = "",
+    json: Annotated[Path | None, typer.Option(help="File for all samples.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG of bandwidth over size.")] = None,
+) -> None:
+    """Measure collectives the way nccl-tests does.
+
+    Started by a launcher (mpirun, srun, fsdpcore run), it measures among the ranks of that job;
+    otherwise it starts -n ranks itself. The exit code is 1 if a result was wrong, and 2 if there
+    is none.
+    """
+    with one_line():
+        config = resolve(
+            {"transport": transport, "world_size": ranks},
+            os.environ,
+            Path.cwd(),
+            default_transport="zmq",
+        )
+        launched = detect(os.environ)
+        size = launched.world_size if launched else launched_threads(os.environ)
+        inside = size > 0
+        if ranks is not None and inside and ranks != size:
+            raise ConfigError(f"-n {ranks} contradicts the launcher, which started {size} ranks")
+        size = size or config.world_size
+        if not size:
+            raise ConfigError("how many ranks? Say so with -n, as in 'fsdpcore bench -n 2'")
+        request = bench.Request(
+            operations=operations or ["all_reduce"],
+            world_size=size,
+            transport=config.transport,
+            first=parse_size(first),
+            last=parse_size(last),
+            factor=factor,
+            dtype=dtype,
+            op=op,
+            root=root,
+            algorithm=algorithm,
+            plain=_one_of(memory, _MEMORY, "--memory") == "numpy",
+            places=_PLACES[_one_of(place, tuple(_PLACES), "--place")],
+            plan=Plan(rounds, iterations, seconds, warmup, check),
+            against=tuple(dict.fromkeys(name for name in against.split(",") if name)),
+            json=json,
+            plot=plot,
+            command=("fsdpcore", *sys.argv[1:]),
+        )
+        request.check()
+        if inside:
+            request.check_inside()
+            wrong = _inside(request)
+        else:
+            with _ending_well_on_sigterm():
+                wrong = bench.run(request, typer.echo)
+    raise typer.Exit(WRONG_RESULTS if wrong else 0)
+
+
+def _inside(request: bench.Request) -> int:
+    (wrong, *_) = launch(_rank, transport=request.transport, args=(request,))
+    return int(wrong)
+
+
+def _rank(backend: Backend, request: bench.Request) -> int:
+    return bench.run_inside(backend, request, typer.echo)
+
+
+@contextmanager
+def _ending_well_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process as an exception does, with all ranks and files that it has."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _one_of(value: str, known: tuple[str, ...], option: str) -> str:
+    if value not in known:
+        raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+    return value

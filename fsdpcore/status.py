@@ -1,0 +1,159 @@
+"""What a rank is doing, in words for people and in data for the ranks that ask.
+
+A rank whose deadline has passed asks the others, and ``deadlock.py`` draws conclusions from what
+they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+WORLD_CHANNEL = 0
+
+# A rank may run operations of many groups at once; the oldest say enough.
+MAX_WAITS = 4
+_MAX_NAMED = 8
+
+
+class Group(NamedTuple):
+    """The name of a group: everything by which its members tell it from others.
+
+    Attributes:
+        channel: identifies its messages; 0 for all ranks.
+        ranks: the members' numbers in the whole job, in the order of the group.
+        position: how many groups of equal members and name its parent had made before.
+        name: as given to ``sub()``.
+    """
+
+    channel: int
+    ranks: tuple[int, ...]
+    position: int = 0
+    name: str = ""
+
+    def __str__(self) -> str:
+        if self.channel == WORLD_CHANNEL:
+            return "all ranks"
+        words = f"group {shorten(self.ranks)}"
+        if self.name:
+            words += f" {self.name!r}"
+        return f"{words} (the {ordinal(self.position + 1)} of these)" if self.position else words
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An operation that a rank is in, or that was the last one that it could not finish.
+
+    Attributes:
+        text: the operation in words, with its group.
+        seconds: since it began or, if it is ``over``, since it failed.
+        over: it has failed.
+        op: name of the collective, or ``send`` or ``recv``.
+        sequence: number of the collective in its group; 0 for a message.
+        peer, tag: of a message; -1 for a collective.
+        channel, ranks, position, name: the ``Group``.
+    """
+
+    text: str
+    seconds: float
+    over: bool
+    op: str
+    sequence: int
+    peer: int
+    tag: int
+    channel: int
+    ranks: tuple[int, ...]
+    position: int
+    name: str
+
+    @property
+    def group(self) -> Group:
+        """Whose operation it is."""
+        return Group(self.channel, self.ranks, self.position, self.name)
+
+    def __str__(self) -> str:
+        if self.over:
+            return f"failed in {self.text} {self.seconds:.1f} s ago"
+        return f"in {self.text} for {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank is doing: in words, how far it is on one channel, and what it waits in.
+
+    Attributes:
+        text: for an error's message.
+        entered: the last collective that it has begun on the channel asked about; 0 for none.
+        member: it has made the group with that channel.
+        waits: the operations that it is in, the oldest first.
+    """
+
+    text: str
+    entered: int
+    member: bool = True
+    waits: tuple[Wait, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Encode for the wire, in types that JSON has."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> Status:
+        """Decode; what is not as it should be is left out, since it only goes into messages."""
+        entered = content.get("entered")
+        waits = content.get("waits")
+        return Status(
+            str(content.get("text", "")),
+            entered if isinstance(entered, int) else 0,
+            content.get("member") is not False,
+            tuple(w for item in _listed(waits)[:MAX_WAITS] if (w := _wait(item)) is not None),
+        )
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _wait(content: Any) -> Wait | None:
+    try:
+        ranks = tuple(int(rank) for rank in content["ranks"])
+        return Wait(
+            str(content["text"]),
+            float(content["seconds"]),
+            bool(content["over"]),
+            str(content["op"]),
+            int(content["sequence"]),
+            int(content["peer"]),
+            int(content["tag"]),
+            int(content["channel"]),
+            ranks,
+            int(content["position"]),
+            str(content["name"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def shorten(ranks: Sequence[int]) -> str:
+    """Write a list of ranks, a long one in short: ``[0, 2]``, ``[0..7]``, ``[0, 2, ... 99]``."""
+    listed = list(ranks)
+    if len(listed) > 3 and listed == list(range(listed[0], listed[0] + len(listed))):
+        return f"[{listed[0]}..{listed[-1]}]"
+    if len(listed) > 2 * _MAX_NAMED:
+        return f"[{', '.join(map(str, listed[:_MAX_NAMED]))}, ... {listed[-1]}]"
+    return str(listed)
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, ..."""
+    last = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else last}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Write ranks as the subject of a sentence: ``rank 2``, ``ranks 0, 1, 3``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    text = shorten(ranks)
+    return f"ranks {text.strip('[]')}"

@@ -1,0 +1,27 @@
+"""Very many operations under way, on every transport."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.bodies import bounded
+from support.cases import bodies, jobs
+from support.spmd import TRANSPORTS, run
+
+
+@jobs(1, 2, 3, 7)
+@bodies(
+    bounded.more_than_fit,
+    bounded.not_waited_for,
+    bounded.hundreds_of_messages,
+    bounded.sent_before_received,
+    bounded.messages_between_collectives,
+)
+def test_under_way(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size)
+
+
+@jobs(2, 3)
+@bodies(bounded.hundreds_of_messages, bounded.sent_before_received)
+def test_messages_the_long_way(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size, **TRANSPORTS[transport].tight)

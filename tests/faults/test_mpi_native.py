@@ -1,0 +1,28 @@
+"""MPI's own collectives, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import spmd_mpi_bodies as bodies_
+from support.cases import bodies, only_if_asked_for
+from support.spmd import run
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@bodies(
+    bodies_.reductions,
+    bodies_.movement,
+    bodies_.in_place,
+    bodies_.ragged,
+    bodies_.groups_at_once,
+)
+def test_native(body: Any, world_size: int) -> None:
+    run(body, transport="mpi", world_size=world_size, deterministic=False)
+
+
+@pytest.mark.campaign
+def test_beyond_32_bits(request: pytest.FixtureRequest) -> None:
+    only_if_asked_for(request)
+    run(bodies_.large, transport="mpi", world_size=2, timeout=300, op_timeout=200)

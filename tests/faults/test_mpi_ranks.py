@@ -1,0 +1,237 @@
+"""Ranks under a real ``mpirun``: they end well, or all of them end, with the reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+from support.jobs import finished, python, started
+from support.spmd_mpi import mpi_environ, mpirun
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import fsdpcore as fc
+
+def say(*words):  # in one piece, whatever the other ranks print
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
+# Rank 1 does what the first argument names, while the others wait for it.
+SCRIPT = (
+    HEAD
+    + """
+def misbehave(how):
+    say("failing", time.time())
+    if how == "raise":
+        raise ValueError("rank one is unwell")
+    if how == "exit":
+        sys.exit(5)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "_exit":
+        os._exit(9)
+    if how == "sleep":
+        time.sleep(300)
+
+def main(backend):
+    total = fc.all_reduce(np.full(2, backend.rank + 1.0), backend)
+    say("joined", backend.capabilities.transport, backend.rank, *total)
+    backend.barrier()
+    if backend.rank == 1:
+        misbehave(sys.argv[1])
+    elif sys.argv[2:] == ["numpy"]:
+        while True:
+            np.ones((100, 100)) @ np.ones((100, 100))
+    fc.all_reduce(np.ones(2), backend, timeout=100 if sys.argv[1] != "sleep" else 1)
+
+if __name__ == "__main__":
+    fc.launch(main)
+    if sys.argv[2:] == ["after"]:
+        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            raise KeyError("after the launch")
+        time.sleep(300)
+"""
+)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(source):
+        path = tmp_path / "script.py"
+        path.write_text(source)
+        return path
+
+    return write
+
+
+def under_mpirun(ranks, *arguments, **environ):
+    """How a job ended, within what is left to it after the longest deadline in it."""
+    command = [*mpirun(ranks), *python(*arguments)]
+    start = time.time()
+    done = finished(command, mpi_environ(**environ))
+    assert done.ended - start < 50, "a rank was waited for"
+    return done
+
+
+def test_ranks_that_end_well_say_nothing(script):
+    done = under_mpirun(3, script(SCRIPT), "well")
+    assert (done.code, done.err) == (0, "")
+    joined = [line for line in done.out.splitlines() if line.startswith("joined")]
+    assert sorted(joined) == [f"joined mpi {rank} 6.0 6.0" for rank in range(3)]
+
+
+def test_several_launches_and_init_in_one_process(script):
+    source = (
+        HEAD
+        + """
+def main(backend, number):
+    return float(fc.all_reduce(np.float64(number), backend))
+
+if __name__ == "__main__":
+    say("results", *(fc.launch(main, args=[number])[0] for number in range(3)))
+    backend = fc.init()
+    say("init", fc.all_gather(np.int64(backend.rank), backend).tolist())
+    # Closed when the interpreter ends.
+"""
+    )
+    done = under_mpirun(2, script(source))
+    assert (done.code, done.err) == (0, "")
+    assert done.out.count("results 0.0 2.0 4.0\n") == 2
+    assert done.out.count("init [0, 1]\n") == 2
+
+
+@pytest.mark.parametrize("more", [[], ["numpy"]])
+def test_an_exception_ends_all_ranks(script, more):
+    done = under_mpirun(3, script(SCRIPT), "raise", *more)
+    assert done.code == 1
+    assert "rank 1 failed:\nTraceback" in done.err
+    assert "ValueError: rank one is unwell" in done.err
+    if not more:
+        assert "rank 0: stopped, because rank 1 failed: ValueError: rank one is" in done.err
+
+
+def test_an_exception_after_the_launch_ends_all_ranks(script):
+    done = under_mpirun(3, script(SCRIPT), "well", "after")
+    assert done.code == 1
+    assert "KeyError: 'after the launch'" in done.err
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 5), ("_exit", 9), ("kill", 137)])
+def test_exit_codes(script, how, code):
+    done = under_mpirun(3, script(SCRIPT), how)
+    assert done.code == code
+
+
+def test_a_rank_that_is_late_is_named(script):
+    done = under_mpirun(3, script(SCRIPT), "sleep")
+    assert done.code == 1
+    assert "CommTimeoutError: all_reduce #3" in done.err
+    assert "rank 1 is missing: finished barrier #2" in done.err
+
+
+def test_a_rank_that_is_killed_leaves_none(script):
+    source = SCRIPT.replace("misbehave(sys.argv[1])", "say('pid', os.getpid()); time.sleep(300)")
+    command = [*mpirun(3), *python(script(source), "sleeps")]
+    with started(command, mpi_environ()) as job:
+        job.wait_for("pid")
+        (pid,) = re.findall(r"pid (\d+)", job._seen)
+        os.kill(int(pid), signal.SIGKILL)
+        assert job.finish().code == 137
+
+
+def test_a_rank_that_stops_inside_mpi_ends_the_job_at_the_deadline(script):
+    source = (
+        HEAD
+        + """
+from fsdpcore.transports.mpi_native import NativeCollectives
+
+def main(backend):
+    if backend.rank == 1:  # the ranks have agreed on the call; it never enters MPI
+        NativeCollectives.all_reduce = lambda *args: time.sleep(300)
+    fc.all_reduce(np.ones(100), backend, algorithm="native", timeout=2)
+
+if __name__ == "__main__":
+    fc.launch(main)
+"""
+    )
+    done = under_mpirun(2, script(source))
+    assert done.code == 1
+    words = "rank 0 failed: CommTimeoutError: all_reduce #1 on ranks [0, 1] did not end in time"
+    assert words in done.err
+
+
+def test_a_failure_while_others_are_inside_mpi_ends_the_job(script):
+    source = (
+        HEAD
+        + """
+from fsdpcore.transports.mpi_native import NativeCollectives
+
+def fail(*args):
+    raise MemoryError("no room")
+
+def main(backend):
+    if backend.rank == 1:
+        NativeCollectives.broadcast = fail
+    try:
+        fc.broadcast(np.ones(100), backend, root=1, algorithm="native")
+    except MemoryError:  # and it goes on by itself
+        time.sleep(300)
+
+if __name__ == "__main__":
+    fc.launch(main)
+"""
+    )
+    done = under_mpirun(2, script(source))
+    assert done.code == 1
+    assert "rank 0: stopped in broadcast #1" in done.err
+    assert "MemoryError: no room" in done.err
+
+
+def test_zmq_under_mpirun(script):
+    source = SCRIPT.replace("fc.launch(main)", "fc.launch(main, transport='zmq://127.0.0.1:{}')")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = under_mpirun(2, script(source.replace("{}", str(port))), "well")
+    assert done.code == 0, done.err
+    assert "joined zmq 0 3.0 3.0\n" in done.out
+
+
+def test_the_launcher_of_another_mpi_is_explained(script):
+    environ = mpi_environ(PMI_RANK="1", PMI_SIZE="4", MPI_LOCALNRANKS="4", MPI_LOCALRANKID="1")
+    done = finished(python(script(SCRIPT), "well"), environ)
+    assert done.code == 1
+    assert "as rank 1 of 4, but the MPI library that mpi4py uses" in done.err
+    assert "knows of a single rank" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_variables_that_contradict_mpi_are_explained(script):
+    one_of_one = {"FSDPCORE_RANK": "0", "FSDPCORE_WORLD_SIZE": "1"}
+    done = under_mpirun(2, script(SCRIPT), "well", FSDPCORE_TRANSPORT="mpi", **one_of_one)
+    assert done.code == 1
+    assert "of 2, but by the variables of fsdpcore run it is rank 0 of 1" in done.err
+
+
+def test_one_rank_needs_no_launcher(script):
+    source = SCRIPT.replace("fc.launch(main)", "fc.launch(main, transport='mpi')")
+    done = finished(python(script(source), "well"), mpi_environ())
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "joined mpi 0 1.0 1.0\n"
+
+
+def test_ranks_that_never_come_are_not_waited_for_forever(script):
+    source = SCRIPT.replace(
+        "    fc.launch(main)",
+        "    if os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n"
+        "        time.sleep(300)\n"
+        "    fc.launch(main, rendezvous_timeout=2)",
+    )
+    done = under_mpirun(2, script(source), "well")
+    assert done.code != 0
+    assert "_start_while_all_ranks_come" in done.err

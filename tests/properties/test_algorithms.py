@@ -1,0 +1,164 @@
+"""Every algorithm against the oracle: many numbers of ranks, odd sizes, and hosts of any shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from support import oracle
+from support.arrays import array_of, arrays_of, check_same
+from support.bodies import movement, reductions
+from support.bodies.movement import ALGORITHMS, check_movements
+from support.bodies.reductions import CANONICAL, check_reductions
+from support.spmd import run
+
+import fsdpcore as fc
+from fsdpcore.collectives import algorithms, halving, hierarchical
+
+SETTINGS = settings(
+    deadline=None,
+    max_examples=60,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@st.composite
+def _jobs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """The host of every rank, and the rows of every rank's chunk, often none."""
+    size = draw(st.integers(1, 17))
+    count = draw(st.integers(1, 4))
+    hosts = draw(
+        st.just([rank * min(count, size) // size for rank in range(size)])
+        | st.just([rank % count for rank in range(size)])
+        | st.lists(st.integers(0, count), min_size=size, max_size=size)
+    )
+    rows = st.integers(0, 3) | st.sampled_from([0, 0, 40])
+    return hosts, draw(st.lists(rows, min_size=size, max_size=size))
+
+
+@SETTINGS
+@given(
+    job=_jobs(),
+    combination=st.sampled_from(oracle.COMBINATIONS),
+    columns=st.sampled_from([1, 3]),
+    eager_bytes=st.sampled_from([0, 4096]),
+)
+@example(([0] * 17, [1] * 17), (np.dtype(np.float32), "sum"), 1, 0)
+@example(([rank // 4 for rank in range(15)], [2] * 15), (oracle.HALVES[1], "mean"), 1, 0)
+@example(([rank // 3 for rank in range(14)], [2] * 14), (oracle.HALVES[0], "sum"), 1, 0)
+def test_uneven_chunks(
+    job: tuple[list[int], list[int]], combination: Any, columns: int, eager_bytes: int
+) -> None:
+    args = (*job, *combination, columns)
+    run(uneven_chunks, transport="sim", world_size=len(job[0]), args=args, eager_bytes=eager_bytes)
+
+
+def uneven_chunks(
+    backend: Any, hosts: list[int], counts: list[int], dtype: Any, op: str, columns: int
+) -> None:
+    backend.hosts = tuple(hosts)
+    me, p = backend.rank, backend.world_size
+    ends = np.cumsum([0, *counts])
+    parts = arrays_of(p, (sum(counts), columns), dtype)
+    own = oracle.reduced(parts, op)[ends[me] : ends[me + 1]]
+    mine = parts[me].copy()
+    for name in CANONICAL["reduce_scatter"]:
+        result = fc.reduce_scatter_v(mine, backend, counts, op=op, algorithm=name)
+        check_same(result, own, f"reduce_scatter_v, {name}, {counts}, {hosts}")
+        check_same(mine, parts[me], f"the input of {name}")
+    chunks = [array_of(rank, (rows, columns), dtype) for rank, rows in enumerate(counts)]
+    for name in ALGORITHMS["all_gather"]:
+        result = fc.all_gather_v(chunks[me], backend, algorithm=name)
+        check_same(result, oracle.joined(chunks), f"all_gather_v, {name}, {counts}, {hosts}")
+    table = [[(s + counts[r] * r) % 4 for r in range(p)] for s in range(p)]
+    sources = [array_of(rank, (sum(table[rank]), columns), dtype) for rank in range(p)]
+    for name in ALGORITHMS["all_to_all"]:
+        result = fc.all_to_all_v(sources[me], backend, table[me], algorithm=name)
+        check_same(result, oracle.exchanged(sources, table, me), f"all_to_all_v, {name}")
+
+
+@SETTINGS
+@given(
+    job=_jobs(),
+    rows=st.integers(0, 40),
+    combination=st.sampled_from(oracle.COMBINATIONS),
+    where=st.integers(0, 16),
+)
+def test_even_chunks(
+    job: tuple[list[int], list[int]], rows: int, combination: Any, where: int
+) -> None:
+    hosts = job[0]
+    args = (hosts, rows, *combination, where % len(hosts))
+    run(even_chunks, transport="sim", world_size=len(hosts), args=args)
+
+
+def even_chunks(backend: Any, hosts: list[int], rows: int, dtype: Any, op: str, root: int) -> None:
+    backend.hosts = tuple(hosts)
+    parts = arrays_of(backend.world_size, (rows,), dtype)
+    check_reductions(backend, parts, op, root)
+    check_movements(backend, parts, root)
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(4, 2), (6, 2)])
+@pytest.mark.parametrize("body", [reductions.large_arrays, movement.large_arrays])
+def test_large_arrays_on_hosts(body: Any, size: int, hosts: int) -> None:
+    """More than one block of the reductions for every rank's chunk."""
+    run(body, transport="sim", world_size=size, args=(300_000,), hosts=hosts, eager_bytes=0)
+
+
+def test_the_lists_above_are_complete() -> None:
+    for collective, known in algorithms.ALGORITHMS.items():
+        names = {**CANONICAL, **ALGORITHMS}[collective]
+        assert {"auto", *(n for n, a in known.items() if a.canonical)} <= {*names}
+
+
+# The plans behind them.
+
+
+@pytest.mark.parametrize("p", range(1, 34))
+def test_halving_plans_fit_together(p: int) -> None:
+    """Whoever sends positions of its order, the receiver keeps the same chunks in that order."""
+    plans = [halving.plan(rank, p) for rank in range(p)]
+    kept = {}
+    for rank, plan in enumerate(plans):
+        assert sorted(plan.order) == list(range(p))
+        for number, merge in enumerate(plan.merges):
+            kept[merge.source, rank] = plan.order[merge.first : merge.end]
+            inside = range(plan.merges[number - 1].first, plan.merges[number - 1].end)
+            assert number == 0 or {merge.first, merge.end - 1} <= {*inside}
+    sent = {
+        (rank, send.target): plan.order[send.first : send.end]
+        for rank, plan in enumerate(plans)
+        for merge in plan.merges
+        for send in merge.sends
+    }
+    assert sent == kept
+    left = next(w for w in (1, 2, 4, 8, 16, 32) if 2 * w >= p)
+    assert all(plan.order == plans[0].order for plan in plans[: p if p == 2 * left else left])
+    for rank, plan in enumerate(plans if p > 1 else []):
+        last = plan.merges[-1]
+        assert plan.order[last.first : last.end] == [rank]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
+def test_blocks_of_hosts_cover_each_rank_once(hosts: list[int]) -> None:
+    """They are aligned subtrees, within one host, and no two of them are one subtree."""
+    arrangement = hierarchical.Arrangement(hosts)
+    seen = []
+    for host, blocks in arrangement.blocks.items():
+        for low, high in blocks:
+            assert set(hosts[low:high]) == {host}
+            size = 1
+            while size < high - low:
+                size *= 2
+            assert low % size == 0
+            assert high in (low + size, len(hosts))
+            seen += range(low, high)
+            sibling = low - size if low // size % 2 else low + size
+            other = (sibling, min(sibling + size, len(hosts)))
+            assert other not in blocks or sibling >= len(hosts)
+    assert sorted(seen) == list(range(len(hosts)))

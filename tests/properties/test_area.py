@@ -1,0 +1,190 @@
+"""The shared area: every collective through memory that all ranks see, ranks being threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from support import oracle
+from support.arrays import arrays_of, check_same
+from support.bodies import asynchronous, layouts, movement, reductions
+from support.sharing import ReluctantSim, SharingSim
+from support.spmd import run_on
+
+import fsdpcore as fc
+from fsdpcore.collectives import area, shared
+
+SIZES = (1, 2, 3, 5, 8)
+
+
+@pytest.fixture(autouse=True)
+def _threads_let_each_other_run(monkeypatch):
+    """A thread that only looks keeps the interpreter from those that it waits for."""
+    monkeypatch.setattr(area, "_LOOKS", 1)
+    monkeypatch.setattr(area, "_YIELDS", 0)
+
+
+def _shares(backend: fc.Backend) -> bool:
+    backend.barrier()
+    assert backend.link is not None
+    return backend.link.area is not None
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        reductions.every_dtype_and_op,
+        reductions.every_shape,
+        movement.every_dtype,
+        movement.every_shape,
+    ],
+)
+def test_auto_goes_through_the_area(body: Any, world_size: int) -> None:
+    run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
+
+
+def _auto(backend: fc.Backend, body: Any) -> None:
+    assert _shares(backend) == (backend.world_size > 1)
+    body(backend)
+    if backend.world_size > 1:
+        names = {call.algorithm for call in backend.calls.values() if call.collective}
+        assert shared.NAME in names
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("over", [-8, 0, 8, area.ROOM])
+def test_arrays_around_the_size_of_a_room(world_size: int, over: int) -> None:
+    run_on(SharingSim, _around_a_room, world_size=world_size, args=(over,))
+
+
+def _around_a_room(backend: fc.Backend, over: int) -> None:
+    p, me = backend.world_size, backend.rank
+    for nbytes in (area.ROOM + over, p * area.ROOM + over, shared.AT_ONCE + over):
+        parts = arrays_of(p, (nbytes // 8,), np.dtype(np.float64))
+        mine, total = parts[me], oracle.reduced(parts, "sum")
+        check_same(fc.all_reduce(mine, backend), total, "all_reduce")
+        check_same(fc.all_gather(mine, backend), oracle.joined(parts), "all_gather")
+        check_same(fc.broadcast(mine, backend, root=p - 1), parts[p - 1], "broadcast")
+        own = oracle.pieces(total, p)[me]
+        check_same(fc.reduce_scatter(mine, backend), own, "reduce_scatter")
+        check_same(fc.reduce_scatter(mine.copy(), backend, op="sum"), own, "reduce_scatter")
+        arriving = oracle.joined([oracle.pieces(part, p)[me] for part in parts])
+        check_same(fc.all_to_all(mine, backend), arriving, "all_to_all")
+        root = 1 % p
+        reduced = fc.reduce(mine, backend, root=root)
+        gathered = fc.gather(mine, backend, root=root)
+        scattered = fc.scatter(mine if me == root else None, backend, root=root)
+        check_same(scattered, oracle.pieces(parts[root], p)[me], "scatter")
+        if me == root:
+            check_same(reduced, total, "reduce")
+            check_same(gathered, oracle.joined(parts), "gather")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ragged_calls_of_very_different_sizes(world_size: int) -> None:
+    run_on(SharingSim, _ragged, world_size=world_size)
+
+
+def _counting(count: int, start: int) -> Any:
+    return np.arange(start, start + count, dtype=np.int32)
+
+
+def _ragged(backend: fc.Backend) -> None:
+    p, me = backend.world_size, backend.rank
+    many = 2 * area.ROOM // 4 + 3
+    rows = [0] * p
+    rows[-1] = many
+    parts = [_counting(count, r) for r, count in enumerate(rows)]
+    check_same(fc.all_gather_v(parts[me], backend), oracle.joined(parts), "all_gather_v")
+    gathered = fc.gather_v(parts[me], backend, root=0)
+    if me == 0:
+        check_same(gathered, oracle.joined(parts), "gather_v")
+    whole = _counting(many, 9)
+    own = fc.scatter_v(whole if me == 0 else None, backend, rows if me == 0 else None)
+    check_same(own, whole if me == p - 1 else whole[:0], "scatter_v")
+    counts = [[(r * p + s) % 3 * (many // 4) for s in range(p)] for r in range(p)]
+    sources = [_counting(sum(row), r) for r, row in enumerate(counts)]
+    result = fc.all_to_all_v(sources[me], backend, counts[me])
+    check_same(result, oracle.exchanged(sources, counts, me), "all_to_all_v")
+
+
+def test_layouts() -> None:
+    for body in (layouts.every_layout, layouts.own_chunk_in_place, layouts.partial_overlap):
+        run_on(SharingSim, body, world_size=3)
+
+
+def test_async_operations_and_groups_have_areas_of_their_own() -> None:
+    run_on(SharingSim, asynchronous.every_collective, world_size=4)
+    run_on(SharingSim, _groups, world_size=4)
+
+
+def _groups(backend: fc.Backend) -> None:
+    pair = backend.sub([0, 1] if backend.rank < 2 else [2, 3])
+    works = []
+    for number in range(20):
+        works.append(fc.all_reduce(np.full(3, backend.rank + number), backend, async_op=True))
+        works.append(fc.all_reduce(np.full(3, backend.rank * number), pair, async_op=True))
+    for number in range(20):
+        assert works[2 * number].wait().tolist() == [6 + 4 * number] * 3
+        low = 2 * (backend.rank // 2)
+        assert works[2 * number + 1].wait().tolist() == [(2 * low + 1) * number] * 3
+    assert _shares(pair)
+    assert pair.link is not None and pair.link.area is not backend.link.area  # type: ignore
+
+
+def test_one_rank_that_cannot_map_it_keeps_all_away_from_it() -> None:
+    assert run_on(ReluctantSim, _shares, world_size=3) == [False] * 3
+    assert run_on(ReluctantSim, _shares, world_size=2) == [True] * 2
+
+
+def test_hosts_do_not_share() -> None:
+    assert run_on(SharingSim, _shares, world_size=3, hosts=2) == [False] * 3
+
+
+def test_an_explicit_choice() -> None:
+    run_on(SharingSim, _explicit, world_size=3)
+
+
+def _explicit(backend: fc.Backend) -> None:
+    result = fc.all_reduce(np.arange(4), backend, algorithm="shared")
+    assert result.tolist() == [0, 3, 6, 9]
+    with pytest.raises(fc.ArgumentError, match="'shared'"):
+        fc.all_reduce(np.arange(4), backend, algorithm="shred")
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    run_on(SharingSim, _disagree, world_size=3)
+
+
+def _disagree(backend: fc.Backend) -> None:
+    assert _shares(backend)
+    with pytest.raises(fc.MismatchError) as caught:
+        fc.all_reduce(np.zeros(2 + (backend.rank == 1)), backend)
+    assert "rank 1: all_reduce(sum, float64 of shape (3,))" in str(caught.value)
+    assert "ranks 0, 2: all_reduce(sum, float64 of shape (2,))" in str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    run_on(SharingSim, _absent, world_size=3)
+
+
+def _absent(backend: fc.Backend) -> None:
+    assert _shares(backend)
+    if backend.rank == 1:
+        gone.wait(10)
+        return
+    try:
+        # The first to give up tells the other.
+        with pytest.raises((fc.CommTimeoutError, fc.PeerFailedError), match="rank 1 is missing"):
+            fc.all_reduce(np.zeros(2), backend, timeout=0.3)
+    finally:
+        waiting.discard(backend.rank)
+        if not waiting:
+            gone.set()
+
+
+gone = threading.Event()
+waiting = {0, 2}

@@ -1,0 +1,166 @@
+"""Bodies: MPI's own collectives, the algorithm ``native`` of the mpi transport."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from support import oracle
+from support.arrays import Array, array_of, arrays_of, check_close, check_same
+from support.bodies.point_to_point import check_words, expect
+
+import fsdpcore as fc
+
+NATIVE = "native"
+# What MPI does to the values that are promised; for all else it must not be asked.
+SHAPES = [(12,), (13, 2), (1,), (0,), (5, 0), (24, 3)]
+
+
+def _compare(actual: Any, expected: Array, what: str, ranks: int) -> None:
+    if expected.dtype.kind in "biu":
+        check_same(actual, expected, what)
+    else:
+        check_close(actual, expected, what, terms=2 * ranks)
+
+
+def reductions(backend: fc.Backend) -> None:
+    """Every dtype and operation, in every collective; what MPI would get wrong is refused."""
+    me, p = backend.rank, backend.world_size
+    for (dtype, op), shape in itertools.product(oracle.COMBINATIONS, SHAPES[:2]):
+        what = f"{op} of {dtype} {shape}"
+        parts = arrays_of(p, shape, dtype, salt=op)
+        if op == "prod" and dtype.kind in "fc":
+            parts = [
+                np.asarray(1 + 0.1 * np.tanh(part.astype(dtype))).astype(dtype) for part in parts
+            ]
+        expected = oracle.reduced(parts, op)
+        keywords = {"op": op, "algorithm": NATIVE}
+        half = dtype in oracle.HALVES
+        loses_nan = op in ("min", "max") and dtype.kind == "f"
+        saturates = op in ("sum", "prod") and dtype.kind in "iu" and dtype.itemsize <= 2
+        if half or loses_nan or saturates or (op == "prod" and dtype.kind == "c"):
+            for call in (fc.all_reduce, fc.reduce_scatter, fc.reduce):
+                check_words(expect(fc.ArgumentError, call, parts[me], backend, **keywords), NATIVE)
+            check_same(fc.all_reduce(parts[me], backend, op=op), expected, f"auto {what}")
+            continue
+        _compare(fc.all_reduce(parts[me], backend, **keywords), expected, what, p)
+        mine = oracle.pieces(expected, p)[me]
+        _compare(fc.reduce_scatter(parts[me], backend, **keywords), mine, what, p)
+        for root in (0, p - 1):
+            total = fc.reduce(parts[me], backend, root=root, **keywords)
+            if me == root:
+                _compare(total, expected, what, p)
+            else:
+                assert total is None
+
+
+def movement(backend: fc.Backend) -> None:
+    """Every dtype, in shapes that divide by the ranks and in others, to the bit."""
+    me, p = backend.rank, backend.world_size
+    for dtype, shape in itertools.product(oracle.DTYPES, SHAPES):
+        what = f"{dtype} {shape}"
+        parts = arrays_of(p, shape, dtype)
+        own, whole = parts[me], oracle.joined(parts)
+        check_same(fc.all_gather(own, backend, algorithm=NATIVE), whole, what)
+        arriving = oracle.joined([oracle.pieces(part, p)[me] for part in parts])
+        check_same(fc.all_to_all(own, backend, algorithm=NATIVE), arriving, what)
+        for root in {0, p - 1}:
+            keywords: dict[str, Any] = {"root": root, "algorithm": NATIVE}
+            check_same(fc.broadcast(own, backend, **keywords), parts[root], what)
+            mine = oracle.pieces(parts[root], p)[me]
+            check_same(fc.scatter(own if me == root else None, backend, **keywords), mine, what)
+            joined = fc.gather(own, backend, **keywords)
+            if me == root:
+                check_same(joined, whole, what)
+            else:
+                assert joined is None
+
+
+def in_place(backend: fc.Backend) -> None:
+    """With ``out`` being the input, or the part of it that is this rank's."""
+    me, p = backend.rank, backend.world_size
+    parts = arrays_of(p, (3 * p, 2))
+    total, rows = oracle.reduced(parts, "sum"), slice(3 * me, 3 * me + 3)
+    data = parts[me].copy()
+    assert fc.all_reduce(data, backend, out=data, algorithm=NATIVE) is data
+    _compare(data, total, "all_reduce", p)
+    data = parts[me].copy()
+    fc.reduce_scatter(data, backend, out=data[rows], algorithm=NATIVE)
+    _compare(data[rows], total[rows], "reduce_scatter", p)
+    data = parts[me].copy()
+    fc.reduce(data, backend, root=p - 1, out=data, algorithm=NATIVE)
+    _compare(data, total if me == p - 1 else parts[me], "reduce", p)
+    data = np.zeros((3 * p, 2), np.float32)
+    data[rows] = parts[me][rows]
+    fc.all_gather(data[rows], backend, out=data, algorithm=NATIVE)
+    gathered = np.concatenate([part[3 * r : 3 * r + 3] for r, part in enumerate(parts)])
+    check_same(data, gathered, "all_gather")
+    data = np.zeros((3 * p, 2), np.float32)
+    data[rows] = parts[me][rows]
+    fc.gather(data[rows], backend, root=0, out=data if me == 0 else None, algorithm=NATIVE)
+    check_same(data[rows], parts[me][rows], "the part that was gathered")
+    if me == 0:
+        check_same(data, gathered, "gather")
+    data = parts[me].copy()
+    fc.scatter(data if me == 0 else None, backend, out=data[rows], algorithm=NATIVE)
+    check_same(data[rows], parts[0][rows], "scatter")
+
+
+def ragged(backend: fc.Backend) -> None:
+    """Parts of any size, none at all too."""
+    me, p = backend.rank, backend.world_size
+    counts = [(5 * rank) % 4 for rank in range(p)]
+    parts = [array_of(rank, (counts[rank], 3)) for rank in range(p)]
+    got = fc.all_gather_v(parts[me], backend, algorithm=NATIVE)
+    check_same(got, oracle.joined(parts), "all_gather_v")
+    whole = arrays_of(p, (sum(counts), 2))
+    start = sum(counts[:me])
+    mine = oracle.reduced(whole, "sum")[start : start + counts[me]]
+    _compare(fc.reduce_scatter_v(whole[me], backend, counts, algorithm=NATIVE), mine, "ragged", p)
+    table = [[(src + 2 * dst) % 3 for dst in range(p)] for src in range(p)]
+    sources = [array_of(rank, (sum(table[rank]), 2)) for rank in range(p)]
+    got = fc.all_to_all_v(sources[me], backend, table[me], algorithm=NATIVE)
+    check_same(got, oracle.exchanged(sources, table, me), "all_to_all_v")
+
+
+def groups_at_once(backend: fc.Backend) -> None:
+    """Operations of crossing groups, started in different orders on different ranks."""
+    me, p = backend.rank, backend.world_size
+    members = [
+        list(range(p)),
+        list(reversed(range(p))),
+        *([r, (r + 1) % p] for r in range(p) if p > 1),
+    ]
+    groups = {i: backend.sub(ranks) for i, ranks in enumerate(members) if me in ranks}
+    for number in range(3):
+        works = []
+        # The order in which a rank makes the communicators, and uses them, is its own.
+        for i in sorted(groups, key=lambda i: (i * (me + 1) + number) % 7):
+            ranks, group = members[i], groups[i]
+            parts = [array_of(rank, (50,), np.int64, salt=f"{i}/{number}") for rank in ranks]
+            work = fc.all_reduce(parts[group.rank], group, algorithm=NATIVE, async_op=True)
+            works.append((work, oracle.reduced(parts, "sum"), f"{ranks}, number {number}"))
+        parts = [array_of(rank, (50,), np.int64, salt=str(number)) for rank in range(p)]
+        got = fc.all_reduce(parts[me], backend, algorithm=NATIVE)
+        check_same(got, oracle.reduced(parts, "sum"), "all ranks")
+        for work, expected, what in works:
+            check_same(work.wait(), expected, what)
+
+
+def large(backend: fc.Backend) -> None:
+    """More bytes than 31 bits can count, which MPI takes in pieces."""
+    me, p = backend.rank, backend.world_size
+    size = 2**31 + 11
+    data = np.full(size, me + 1, np.uint8)
+    fc.all_reduce(data, backend, op="max", out=data, algorithm=NATIVE)
+    assert int(data[0]) == int(data[-1]) == p
+    assert (data == data[0]).all()
+    data[-1] = 200 + me
+    fc.broadcast(data, backend, out=data, root=p - 1, algorithm=NATIVE)
+    assert int(data[-1]) == 200 + p - 1
+    del data
+    joined = fc.all_gather(np.full(2**30 + 7, me, np.uint8), backend, algorithm=NATIVE)
+    assert joined.size == p * (2**30 + 7)
+    assert int(joined[-1]) == p - 1
+    assert int(np.count_nonzero(joined == 0)) == 2**30 + 7
