@@ -151,6 +151,10 @@ class Transport(Backend):
         """
         return {}
 
+    def departed(self, rank: int) -> bool:
+        """Whether a rank has closed its backend; for those who wait by looking at memory."""
+        return False
+
     def progress(self) -> None:
         """Handle what has arrived, without waiting; for those who wait by looking at memory."""
 

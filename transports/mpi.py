@@ -154,6 +154,9 @@ class MpiBackend(Transport):
                 raise
         return incoming
 
+    def departed(self, rank: int) -> bool:
+        return rank in self._left
+
     def progress(self) -> None:
         self.engine.poll()
 

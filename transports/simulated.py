@@ -195,6 +195,9 @@ class SimBackend(Transport):
                         peer.inbox.table.withdraw_message(send)
                         send.finish(error)
 
+    def departed(self, rank: int) -> bool:
+        return bool(self._world[rank].gone)
+
     def _tell(self, error: CommunicationError) -> None:
         if isinstance(self._failure, InjectedCrash):
             return

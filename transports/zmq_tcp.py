@@ -355,6 +355,9 @@ class ZmqBackend(Transport):
         if peer.unwanted() or any(wait.peer is peer for wait in self.table.receives()):
             self._miss(peer)
 
+    def departed(self, rank: int) -> bool:
+        return self._peers[rank].left
+
     def _miss(self, peer: Peer) -> None:
         """Break the backend because something was needed of a rank that has left."""
         self.fail(PeerFailedError(f"rank {peer.rank} has left the job", peer.rank), tell=True)

@@ -27,6 +27,7 @@ import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import doubling, tree
+from fsdpcore.errors import PeerFailedError
 
 if TYPE_CHECKING:
     from fsdpcore.backend import Backend
@@ -121,8 +122,12 @@ class Area:
                     return
                 os.sched_yield()
             link.check()
-            if flags[at] == step:
+            gone = link.departed(at * 8 // _FLAG % self._size)
+            if flags[at] == step:  # looked at last: a rank may leave once it has set its flag
                 return
+            if gone:
+                rank = link.global_rank(at * 8 // _FLAG % self._size)
+                raise PeerFailedError(f"rank {rank} has left the job", rank)
             yields = max(0, yields - _LOOKS_BETWEEN_CHECKS)
             if not yields:
                 time.sleep(pause)

@@ -146,6 +146,10 @@ class Link:
         if time.monotonic() > self._end:
             raise self._timed_out()
 
+    def departed(self, rank: int) -> bool:
+        """Whether a rank of the group has left the job."""
+        return self._backend.root.departed(self.global_rank(rank))
+
     def release(self) -> None:
         """Give up on what was not waited for, so that no buffer is written to any more."""
         if self._posted:

