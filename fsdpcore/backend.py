@@ -455,6 +455,10 @@ class SubBackend(Backend):
         self._closed = True
         if self._executor is not None:
             self._root.end_executor(self._executor)
+        area = self.link.area if self.link is not None else None
+        if area is not None and area in self._root.areas:
+            self._root.areas.discard(area)
+            area.close()
 
     def _check_open(self) -> None:
         self._root.check_usable()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -23,6 +24,7 @@ from fsdpcore.work import OrderedExecutor, fresh
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.algorithms import Algorithm
+    from fsdpcore.collectives.area import Area
     from fsdpcore.config import Config
     from fsdpcore.environment import Place
 
@@ -91,6 +93,8 @@ class Transport(Backend):
         self._peers_know = False
         self._failure_lock = threading.Lock()
         self._executors: list[OrderedExecutor] = []
+        # Those of this rank's groups, to be unmapped at the end.
+        self.areas: weakref.WeakSet[Area] = weakref.WeakSet()
 
     @property
     def root(self) -> Transport:
@@ -176,7 +180,8 @@ class Transport(Backend):
         with self._failure_lock:
             first = self._failure is None
             if first:
-                self._failure = error
+                # Without its traceback, whose frames hold arrays.
+                self._failure = fresh(error)
             tell = tell and not self._peers_know
             self._peers_know = self._peers_know or tell
         if tell:
@@ -217,6 +222,8 @@ class Transport(Backend):
             self._peers_know = True  # that this rank has left, through _release
         self.fail(ClosedError(f"the backend of rank {self.rank} was closed"))
         self._release(flush=not broken)
+        while self.areas:
+            self.areas.pop().close()
 
     # Services for groups.
 

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdpcore.errors import (
     ArgumentError,
@@ -31,7 +31,10 @@ MAX_QUEUED_BYTES = 1 << 30
 SLICE_SECONDS = 0.2
 
 
-def fresh(error: BaseException) -> BaseException:
+E = TypeVar("E", bound=BaseException)
+
+
+def fresh(error: E) -> E:
     """Return a copy of a stored error to raise, so that tracebacks do not pile up on it."""
     again = copy.copy(error)
     again.__cause__ = error.__cause__

@@ -37,8 +37,9 @@ from fsdpcore.transport import Transport
 from fsdpcore.work import Deadline, Pending
 
 from .mpi_engine import Engine
+from .mpi_guard import Guard
 from .mpi_library import MPI, PROCESS, poll_until, versions
-from .mpi_native import Guard, native_algorithms
+from .mpi_native import native_algorithms
 from .mpi_place import check_place
 from .mpi_watch import Watch
 from .mpi_wire import MAX_INLINE, MAX_TEXT, Frame, Kind, pack, pack_json, unpack_json

@@ -20,7 +20,7 @@ from fsdpcore.errors import MismatchError, ProtocolError
 from fsdpcore.work import Pending
 
 from .matching import Key, MatchTable, mismatch
-from .mpi_library import MPI
+from .mpi_library import MPI, PROCESS
 from .mpi_watch import Waiting, Watch
 from .mpi_wire import MAX_MESSAGE, Frame, Kind, pack, unpack
 
@@ -129,8 +129,8 @@ class Engine:
         self._offered: dict[int, Outgoing] = {}
         self._transfers: list[_Transfer] = []
         self._requests: list[MPI.Request] = []
-        self._given_up: list[_Transfer] = []
         self._closed = False
+        self._deaf = False  # MPI has reported an error: what it says from then on means nothing
         self._inbox = memoryview(bytearray(MAX_MESSAGE))
         room = [self._inbox, MAX_MESSAGE, MPI.BYTE]
         self._receive = comm.Recv_init(room, MPI.ANY_SOURCE, _CONTROL_TAG)
@@ -211,7 +211,7 @@ class Engine:
     def poll(self) -> bool:
         """Handle what has arrived and what has ended; return whether there was anything."""
         with self.lock:
-            if self._closed:
+            if self._closed or self._deaf:
                 return False
             try:
                 moved = bool(self._requests) and self._reap()
@@ -221,6 +221,7 @@ class Engine:
                     moved = True
                     self._read()
             except BaseException as error:
+                self._deaf = isinstance(error, MPI.Exception)
                 self._failed(error)
                 if not isinstance(error, (MPI.Exception, ProtocolError)):
                     raise
@@ -330,19 +331,14 @@ class Engine:
                 while not MPI.Request.Testall(transfer.requests) and time.monotonic() < end:
                     if not isinstance(transfer.pending, Incoming):
                         break
-        self._given_up += [t for t in transfers if any(t.requests)]
-
-    def keep(self, requests: list[MPI.Request], memory: Any) -> None:
-        """Keep memory that requests use which were given up, until the process ends."""
-        transfer = _Transfer(None, memory)
-        transfer.requests = requests
-        self._given_up.append(transfer)
+        PROCESS.kept += [t for t in transfers if any(t.requests)]
 
     def close(self) -> None:
         """Receive no more."""
         with self.lock:
             if not self._closed:
                 self._closed = True
+                PROCESS.kept += self._transfers
                 with contextlib.suppress(MPI.Exception):
                     self._receive.Cancel()
                     self._receive.Wait()

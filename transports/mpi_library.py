@@ -13,6 +13,7 @@ import faulthandler
 import os
 import sys
 import time
+from typing import Any
 
 import mpi4py
 
@@ -56,9 +57,14 @@ def poll_until(request: MPI.Request, seconds: float) -> bool:
 
 
 class Process:
-    """This process as a member of an MPI job; there is one, ``PROCESS``."""
+    """This process as a member of an MPI job; there is one, ``PROCESS``.
+
+    Attributes:
+        kept: memory that MPI may still use, though nobody waits for it; until the process ends.
+    """
 
     def __init__(self) -> None:
+        self.kept: list[Any] = []
         self._prepared = False
         self._owns_mpi = False
         self._code: int | None = None

@@ -2,7 +2,7 @@
 
 Most block inside MPI, out of reach of deadlines; but all ranks of the group have agreed on the
 call before it, so that only a rank that dies in the middle keeps the others. MPI's launcher then
-ends the job. Should that not happen, ``Guard`` does when the deadline has passed, or soon after a
+ends the job. Should that not happen, ``mpi_guard`` does when the deadline has passed, or soon after a
 failure has become known. Where a rank may still find something wrong after the agreement (its
 ``out``, its counts), the call does not block inside MPI: scatter, gather, all_to_all.
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from fsdpcore.collectives.link import Link
 from fsdpcore.errors import CommTimeoutError
 from fsdpcore.reduce_ops import ReduceOp, Reduction
 
+from .mpi_guard import seconds_left
 from .mpi_library import MPI, PROCESS
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 PIECE = 1 << 29
 _TAG = 0  # of messages within a collective; the communicator of the whole job has others
 
-# A call that blocks inside MPI may still end by itself for so long after the job has failed.
-_FAILED_SECONDS = 2.0
 _SPINS = 100
 
 _KINDS: dict[np.dtype[Any], MPI.Datatype] = {
@@ -86,43 +84,6 @@ def reduces(dtype: np.dtype[Any] | None, op: str) -> bool:
     return op in (_SUM, _MEAN) or (op == _PROD and dtype.kind == "f")
 
 
-class Guard:
-    """Ends the job when a call that blocks inside MPI has outlasted its deadline, or the job.
-
-    Args:
-        rank: this rank.
-        failure: returns what the backend is broken by, if it is.
-
-    Attributes:
-        calls: the groups that are inside MPI, each with its call.
-    """
-
-    def __init__(self, rank: int, failure: Callable[[], BaseException | None]) -> None:
-        self._rank = rank
-        self._failure = failure
-        self._failed_at: float | None = None
-        self.calls: dict[NativeCollectives, Link] = {}
-
-    def check(self) -> None:
-        """Abort the job if a call is overdue."""
-        if not self.calls:
-            return
-        now, failure = time.monotonic(), self._failure()
-        if failure is not None and self._failed_at is None:
-            self._failed_at = now
-        for group, link in list(self.calls.items()):
-            call = f"{link.name} on ranks {list(group.ranks)}"
-            if not _seconds_left(link):
-                PROCESS.abort(
-                    f"rank {self._rank} failed: CommTimeoutError: {call} did not end in time "
-                    "inside MPI, where nothing but the end of the job stops it; a rank of it is "
-                    "stopped or lost\n"
-                )
-            if self._failed_at is not None and now > self._failed_at + _FAILED_SECONDS:
-                why = str(failure).partition("\n")[0]
-                PROCESS.abort(f"rank {self._rank}: stopped in {call} inside MPI, because {why}\n")
-
-
 class NativeCollectives:
     """The collectives of one group, with the signatures of those in ``collectives``.
 
@@ -137,6 +98,7 @@ class NativeCollectives:
     def __init__(self, transport: MpiBackend, group: Backend) -> None:
         self._transport = transport
         self.ranks = group.ranks
+        self._bound: tuple[Reduction | None, tuple[MPI.Datatype, MPI.Op] | None] = (None, None)
         self._channel = group.channel
         whole = group is transport
         self._comm: MPI.Intracomm | None = transport.comm if whole else None
@@ -183,35 +145,60 @@ class NativeCollectives:
                     os.sched_yield()
                     self._transport.progress()
                     self._transport.check_usable()
-                if not _seconds_left(link):
+                if not seconds_left(link):
                     raise CommTimeoutError(
                         f"{link.name} on ranks {list(self.ranks)} timed out inside MPI on rank "
                         f"{self._transport.rank}: a rank is stopped or lost"
                     )
         except BaseException:
             # MPI cannot be made to forget them: what they use must not go away.
-            self._transport.engine.keep(requests, memory)
+            PROCESS.kept.append((requests, memory))
             raise
 
     # Reductions.
 
+    def _binding(self, reduction: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
+        """MPI's names for a reduction; None where it is left to our own algorithms."""
+        if reduction is self._bound[0]:  # calls that are remembered bring the same one
+            return self._bound[1]
+        binding = None
+        if len(self.ranks) > 1 and reduces(reduction.dtype, reduction.name):
+            ops = _BOOL_OPS if reduction.dtype.kind == "b" else _OPS
+            binding = _KINDS[reduction.dtype], ops[reduction.name]
+        self._bound = reduction, binding
+        return binding
+
     def all_reduce(self, link: Link, data: Array, reduction: Reduction) -> None:
         """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-        if link.size == 1 or not reduces(reduction.dtype, reduction.name):
+        binding = self._binding(reduction)
+        if binding is None:
             return direct.all_reduce(link, data, reduction)
-        kind, op = _binding(reduction)
+        kind, op = binding
         with self._calling(link) as comm:
             for piece in _pieces(data):
                 comm.Allreduce(MPI.IN_PLACE, _buffer(piece, kind), op)
         return _finish(data, reduction, link.size)
 
+    def all_reduce_into(self, link: Link, source: Array, out: Array, reduction: Reduction) -> None:
+        """Reduce ``source`` of all ranks into ``out`` of all; they are the same array or apart."""
+        binding = self._binding(reduction)
+        if binding is None or np.may_share_memory(source, out):
+            np.copyto(out, source)
+            return self.all_reduce(link, out, reduction)
+        kind, op = binding
+        with self._calling(link) as comm:
+            for piece, room in zip(_pieces(source), _pieces(out), strict=True):
+                comm.Allreduce(_buffer(piece, kind), _buffer(room, kind), op)
+        return _finish(out, reduction, link.size)
+
     def reduce(
         self, link: Link, source: Array, out: Array | None, root: int, reduction: Reduction
     ) -> None:
         """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
-        if link.size == 1 or not reduces(reduction.dtype, reduction.name):
+        binding = self._binding(reduction)
+        if binding is None:
             return star.reduce(link, source, out, root, reduction)
-        kind, op = _binding(reduction)
+        kind, op = binding
         with self._calling(link) as comm:
             if link.rank != root:
                 for piece in _pieces(source):
@@ -228,10 +215,10 @@ class NativeCollectives:
         self, link: Link, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
     ) -> None:
         """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]``."""
-        known = reduces(reduction.dtype, reduction.name)
-        if link.size == 1 or not known or source.nbytes > PIECE:
+        binding = self._binding(reduction)
+        if binding is None or source.nbytes > PIECE:
             return direct.reduce_scatter(link, source, own, bounds, reduction)
-        kind, op = _binding(reduction)
+        kind, op = binding
         room = np.empty_like(own) if np.may_share_memory(source, own) else own
         counts = _counts(bounds, _width(source, kind))
         with self._calling(link) as comm:
@@ -338,15 +325,10 @@ class NativeCollectives:
             self._complete(link, requests, (source, out))
 
 
-def _binding(reduction: Reduction) -> tuple[MPI.Datatype, MPI.Op]:
-    boolean = reduction.dtype.kind == "b"
-    ops = _BOOL_OPS if boolean else _OPS
-    return _KINDS[reduction.dtype], ops[reduction.name]
-
-
 def _finish(out: Array, reduction: Reduction, count: int) -> None:
     """Divide for a mean, as our own algorithms do."""
-    reduction.store(out, out, count)
+    if reduction.op is ReduceOp.MEAN:
+        reduction.store(out, out, count)
 
 
 def _buffer(array: Array, kind: MPI.Datatype = MPI.BYTE, count: int | None = None) -> list[Any]:
@@ -380,10 +362,6 @@ def _counts(bounds: Sequence[int], scale: int) -> list[int]:
 
 def _equal(counts: Sequence[int]) -> bool:
     return counts.count(counts[0]) == len(counts)
-
-
-def _seconds_left(link: Link) -> float:
-    return max(0.0, link._end - time.monotonic())
 
 
 _MOVES = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")

@@ -159,10 +159,10 @@ def start_reduce_scatter(
 ) -> Any:
     """Run a reduction of which rank r gets chunk r; shared with the ragged form."""
     output = Output(out, call.out_shape, source.dtype)
-    flat, bounds, me = source.reshape(-1), call.bounds, backend.rank
-    flat = output.separate(flat, bounds[me], bounds[me + 1], output.flat)
 
     def body(link: Link) -> Array:
+        bounds, me = call.bounds, link.rank
+        flat = output.separate(source.reshape(-1), bounds[me], bounds[me + 1], output.flat)
         call.choice.function(link, flat, output.flat, bounds, call.reduction)
         return output.deliver()
 
@@ -216,10 +216,11 @@ def all_gather(
     source = operand(array, backend)
     call = remembered(backend, _all_gather, source.dtype, source.shape, algorithm, label)
     output = Output(out, call.out_shape, source.dtype)
-    flat, bounds, me = source.reshape(-1), call.bounds, backend.rank
-    flat = output.separate(flat, 0, flat.size, output.flat[bounds[me] : bounds[me + 1]])
 
     def body(link: Link) -> Array:
+        bounds, me = call.bounds, link.rank
+        place = output.flat[bounds[me] : bounds[me + 1]]
+        flat = output.separate(source.reshape(-1), 0, source.size, place)
         call.choice.function(link, flat, output.flat, bounds)
         return output.deliver()
 
@@ -319,11 +320,11 @@ def reduce(
     source = operand(array, backend)
     call = remembered(backend, _reduce, source.dtype, source.shape, root, op, algorithm)
     output = Output(out, source.shape, source.dtype) if backend.rank == call.root else None
-    flat = source.reshape(-1)
-    if output is not None:
-        flat = output.separate(flat, 0, flat.size, output.flat)
 
     def body(link: Link) -> Array | None:
+        flat = source.reshape(-1)
+        if output is not None:
+            flat = output.separate(flat, 0, flat.size, output.flat)
         call.choice.function(link, flat, output.flat if output else None, call.root, call.reduction)
         return output.deliver() if output else None
 
@@ -379,14 +380,13 @@ def gather(
         "gather",
         root,
     )
-    flat, bounds = source.reshape(-1), call.bounds
-    output = None
-    if backend.rank == root:
-        output = Output(out, call.out_shape, source.dtype)
-        place = output.flat[bounds[root] : bounds[root + 1]]
-        flat = output.separate(flat, 0, flat.size, place)
+    output = Output(out, call.out_shape, source.dtype) if backend.rank == root else None
 
     def body(link: Link) -> Array | None:
+        flat, bounds = source.reshape(-1), call.bounds
+        if output is not None:
+            place = output.flat[bounds[root] : bounds[root + 1]]
+            flat = output.separate(flat, 0, flat.size, place)
         call.choice.function(link, flat, output.flat if output else None, bounds, root)
         return output.deliver() if output else None
 
@@ -483,12 +483,12 @@ def all_to_all(
     source = operand(array, backend)
     call = remembered(backend, _all_to_all, source.dtype, source.shape, algorithm)
     output = Output(out, call.out_shape, source.dtype)
-    flat = source.reshape(-1)
-    if np.may_share_memory(flat, output.flat):
-        flat = flat.copy()
     arriving = bounds_of([output.flat.size // backend.world_size] * backend.world_size)
 
     def body(link: Link) -> Array:
+        flat = source.reshape(-1)
+        if np.may_share_memory(flat, output.flat):
+            flat = flat.copy()
         call.choice.function(link, flat, call.bounds, output.flat, arriving)
         return output.deliver()
 

@@ -17,7 +17,9 @@ x86-64; ``usable`` says whether that holds.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import os
 import platform
 import time
@@ -32,6 +34,7 @@ from fsdpcore.errors import PeerFailedError
 if TYPE_CHECKING:
     from fsdpcore.backend import Backend
     from fsdpcore.collectives.link import Link
+    from fsdpcore.transport import MemorySharing
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -39,7 +42,7 @@ ROOM = 256 * 1024  # bytes: the room of one rank and what it copies from fit a c
 _FLAG = 64  # bytes: a cache line, so that ranks do not disturb each other
 # How long to wait for a rank: looks at its flag, then looks with the core given away in between
 # (about 2 ms), then sleeps.
-_LOOKS = 200
+_LOOKS = 50
 _YIELDS = 2000
 _LOOKS_BETWEEN_CHECKS = 100
 _LONGEST_SLEEP = 1e-3
@@ -62,6 +65,7 @@ class Area:
 
     def __init__(self, memory: memoryview, rank: int, size: int) -> None:
         flags = 2 * size * _FLAG
+        self._memory, self._mapping = memory, memory.obj
         self._flags = memory[:flags].cast("Q")
         self._rooms = np.frombuffer(memory, np.uint8, 2 * size * ROOM, flags).reshape(2, size, ROOM)
         self._rank = rank
@@ -72,6 +76,18 @@ class Area:
         self._others = [ranks[rank + 1 :] + ranks[:rank] for ranks in at]
         self._step = 0
         self._views: dict[tuple[np.dtype[Any], int], list[list[Array]]] = {}
+
+    def close(self) -> None:
+        """Unmap the memory; the area is of no use after that."""
+        self._views.clear()
+        del self._rooms
+        # The frames of an error that somebody keeps may hold on to rooms; then it goes with them.
+        with contextlib.suppress(BufferError):
+            self._flags.release()
+            self._memory.release()
+            if isinstance(self._mapping, mmap.mmap):
+                self._mapping.close()
+        del self._flags, self._memory, self._mapping
 
     def next_rooms(self, dtype: np.dtype[Any], count: int) -> list[Array]:
         """All ranks' rooms of the next step, as arrays of ``count`` elements; fill the own one."""
@@ -155,28 +171,35 @@ def establish(link: Link, backend: Backend) -> Area | None:
     sharing = backend.root.memory
     if sharing is None or link.size == 1 or len(set(backend.hosts)) > 1:
         return None
-    offer, why = np.zeros(_OFFER, np.uint8), "rank 0 of the group has none to offer"
-    if link.rank == 0:
-        try:
-            if not usable():
-                raise OSError(f"not supported on {platform.machine()}")
-            made = np.frombuffer(sharing.offer(nbytes(link.size)), np.uint8)
-            offer[: made.size] = made
-        except OSError as error:
-            why = str(error)
-    tree.broadcast(link, offer, 0)
+    offer, why = b"", "rank 0 of the group has none to offer"
+    try:
+        if link.rank == 0:
+            try:
+                if not usable():
+                    raise OSError(f"not supported on {platform.machine()}")
+                offer = sharing.offer(nbytes(link.size))
+            except OSError as error:
+                why = str(error)
+        return _map(link, sharing, offer, why)
+    finally:
+        if offer:
+            sharing.forget(offer)
+
+
+def _map(link: Link, sharing: MemorySharing, offer: bytes, why: str) -> Area | None:
+    """Map what the first rank offers, if all ranks can."""
+    told = np.frombuffer(offer.ljust(_OFFER, b"\0"), np.uint8).copy()
+    tree.broadcast(link, told, 0)
     memory = None
-    if offer.any():
+    if told.any():
         try:
-            memory = sharing.map(offer.tobytes())
+            memory = sharing.map(told.tobytes())
         except OSError as error:
             why = str(error)
     votes = np.zeros(link.size, np.bool_)
     doubling.all_gather(link, np.array([memory is not None]), votes, range(link.size + 1))
-    if link.rank == 0 and offer.any():
-        sharing.forget(offer.tobytes())
     if memory is not None and votes.all():
         return Area(memory, link.rank, link.size)
     if memory is None:
-        _LOG.info("rank %d shares no memory with its group: %s", backend.root.rank, why)
+        _LOG.info("rank %d shares no memory: %s", link.global_rank(link.rank), why)
     return None

@@ -270,6 +270,7 @@ def _first(backend: Backend, link: Link) -> None:
     """Find out, in a group's first collective, whether its ranks share memory."""
     link.area = area.establish(link, backend)
     if link.area is not None:
+        backend.root.areas.add(link.area)
         own = backend.own_algorithms
         names = {*own, *shared.ALGORITHMS}
         backend.own_algorithms = {

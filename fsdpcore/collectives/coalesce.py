@@ -6,6 +6,9 @@ kind and root, whatever their dtypes. Each such pack travels as one collective o
 and one exchange of fingerprints covers the whole batch. What each call returns has the bits that it
 would have by itself where the algorithm is canonical: reductions combine each element on its own,
 in an order that depends on nothing but the number of ranks.
+
+It pays where messages are dear, that is between hosts. Among ranks of one host that share memory, a
+small collective by itself costs no more than the bookkeeping of a batch does for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MPI's own collectives, on real ranks."""
+"""MPI's own collectives, and its progress, on real ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from support.spmd import run
     bodies_.reductions,
     bodies_.movement,
     bodies_.in_place,
+    bodies_.without_a_copy,
     bodies_.ragged,
     bodies_.groups_at_once,
+    bodies_.advances_by_itself,
 )
 def test_native(body: Any, world_size: int) -> None:
     run(body, transport="mpi", world_size=world_size, deterministic=False)

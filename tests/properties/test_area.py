@@ -132,7 +132,12 @@ def _groups(backend: fc.Backend) -> None:
         low = 2 * (backend.rank // 2)
         assert works[2 * number + 1].wait().tolist() == [(2 * low + 1) * number] * 3
     assert _shares(pair)
-    assert pair.link is not None and pair.link.area is not backend.link.area  # type: ignore
+    assert pair.link is not backend.link
+    assert pair.link is not None
+    assert backend.link is not None
+    assert pair.link.area is not backend.link.area
+    pair.close()
+    assert _shares(backend)
 
 
 def test_one_rank_that_cannot_map_it_keeps_all_away_from_it() -> None:

@@ -48,7 +48,7 @@ TRANSPORTS = {
     "zmq": Transport(
         ProcessRanks("zmq"), tight={"eager_bytes": 0, "segment_bytes": 1024}, costly=True
     ),
-    "mpi": Transport(MpiRanks(), tight={"eager_bytes": 0}, costly=True),
+    "mpi": Transport(MpiRanks(), tight={"eager_bytes": 0, "shm": "off"}, costly=True),
 }
 
 

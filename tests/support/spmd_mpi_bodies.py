@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.arrays import Array, array_of, arrays_of, check_close, check_same
 from support.bodies.point_to_point import check_words, expect
 
 import fsdpcore as fc
+from fsdpcore.reduce_ops import Reduction
 
 NATIVE = "native"
 # What MPI does to the values that are promised; for all else it must not be asked.
@@ -107,6 +109,22 @@ def in_place(backend: fc.Backend) -> None:
     check_same(data[rows], parts[0][rows], "scatter")
 
 
+def without_a_copy(backend: fc.Backend) -> None:
+    """MPI reduces from one array into another, and leaves the first as it is."""
+    me, p = backend.rank, backend.world_size
+    algorithm = backend.own_algorithms["all_reduce"][NATIVE].module
+    into = algorithm.all_reduce_into  # type: ignore[attr-defined]
+    for op, dtype in (("sum", np.int64), ("mean", np.float32), ("min", np.float16)):
+        parts = arrays_of(p, (70,), dtype)
+        source, out = parts[me].copy(), np.zeros(70, dtype)
+        fc.barrier(backend)
+        link = backend.link
+        assert link is not None
+        into(link, source, out, Reduction.of(op, source.dtype))
+        _compare(out, oracle.reduced(parts, op), op, p)
+        check_same(source, parts[me], "the input")
+
+
 def ragged(backend: fc.Backend) -> None:
     """Parts of any size, none at all too."""
     me, p = backend.rank, backend.world_size
@@ -146,6 +164,23 @@ def groups_at_once(backend: fc.Backend) -> None:
         check_same(got, oracle.reduced(parts, "sum"), "all ranks")
         for work, expected, what in works:
             check_same(work.wait(), expected, what)
+
+
+def advances_by_itself(backend: fc.Backend) -> None:
+    """Long messages arrive while nobody waits for them, and both sides compute."""
+    me, p = backend.rank, backend.world_size
+    if p == 1:
+        return
+    parts = arrays_of(p, (2_000_000,))
+    room = np.empty_like(parts[0])
+    works = [backend.irecv(room, (me - 1) % p), backend.isend(parts[me], (me + 1) % p)]
+    total = fc.all_reduce(np.ones(3), backend, async_op=True)
+    end = time.monotonic() + 20
+    while not all(work.done() for work in (*works, total)) and time.monotonic() < end:
+        sum(range(1000))
+    assert all(work.done() for work in (*works, total)), "nothing moves unless it is waited for"
+    check_same(room, parts[(me - 1) % p], "the message")
+    check_same(total.wait(), np.full(3, float(p)), "the collective")
 
 
 def large(backend: fc.Backend) -> None:

