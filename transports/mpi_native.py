@@ -2,8 +2,8 @@
 
 Most block inside MPI, out of reach of deadlines; but all ranks of the group have agreed on the
 call before it, so that only a rank that dies in the middle keeps the others. MPI's launcher then
-ends the job. Should that not happen, ``mpi_guard`` does when the deadline has passed, or soon after a
-failure has become known. Where a rank may still find something wrong after the agreement (its
+ends the job. Should that not happen, ``mpi_guard`` does when the deadline has passed, or soon after
+a failure has become known. Where a rank may still find something wrong after the agreement (its
 ``out``, its counts), the call does not block inside MPI: scatter, gather, all_to_all.
 
 MPI reduces in an order of its own choice. It is not asked to where it would give other values than
@@ -32,7 +32,6 @@ from fsdpcore.collectives.link import Link
 from fsdpcore.errors import CommTimeoutError
 from fsdpcore.reduce_ops import ReduceOp, Reduction
 
-from .mpi_guard import seconds_left
 from .mpi_library import MPI, PROCESS
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ class NativeCollectives:
                     os.sched_yield()
                     self._transport.progress()
                     self._transport.check_usable()
-                if not seconds_left(link):
+                if not link.remaining():
                     raise CommTimeoutError(
                         f"{link.name} on ranks {list(self.ranks)} timed out inside MPI on rank "
                         f"{self._transport.rank}: a rank is stopped or lost"

@@ -41,7 +41,7 @@ from fsdpcore.buffers import (
     split_sizes,
     unpack_signature,
 )
-from fsdpcore.collectives import shared, tree
+from fsdpcore.collectives import tree
 from fsdpcore.collectives.call import Call, call_for, check_backend, operand, remembered, run
 from fsdpcore.collectives.link import Link
 from fsdpcore.collectives.output import Output
@@ -84,12 +84,16 @@ def all_reduce(
     """
     source = operand(array, backend)
     call = remembered(backend, _all_reduce, source.dtype, source.shape, op, algorithm, label)
-    output, reduction = Output(out, source.shape, source.dtype), call.reduction
+    if call.lane is not None and timeout is None and not async_op:
+        result = call.lane(source, out)
+        if result is not None:
+            return result
+    output, reduction = Output(out, call.out_shape, source.dtype), call.reduction
     assert reduction is not None
 
     def body(link: Link) -> Array:
-        if call.choice.function is shared.all_reduce:  # it needs no copy of the input
-            shared.all_reduce_into(link, source.reshape(-1), output.flat, reduction)
+        if call.choice.into is not None:  # it needs no copy of the input
+            call.choice.into(link, source.reshape(-1), output.flat, reduction)
         else:
             output.load(array, source)
             call.choice.function(link, output.flat, reduction)
@@ -116,6 +120,7 @@ def _all_reduce(
         reduction=Reduction.of(op, dtype),
         algorithm=algorithm,
         label=label,
+        out_shape=shape,
     )
 
 
@@ -158,6 +163,10 @@ def start_reduce_scatter(
     async_op: bool,
 ) -> Any:
     """Run a reduction of which rank r gets chunk r; shared with the ragged form."""
+    if call.lane is not None and timeout is None and not async_op:
+        result = call.lane(source, out)
+        if result is not None:
+            return result
     output = Output(out, call.out_shape, source.dtype)
 
     def body(link: Link) -> Array:
@@ -215,6 +224,10 @@ def all_gather(
     """
     source = operand(array, backend)
     call = remembered(backend, _all_gather, source.dtype, source.shape, algorithm, label)
+    if call.lane is not None and timeout is None and not async_op:
+        result = call.lane(source, out)
+        if result is not None:
+            return result
     output = Output(out, call.out_shape, source.dtype)
 
     def body(link: Link) -> Array:
@@ -270,6 +283,10 @@ def broadcast(
     """
     source = operand(array, backend)
     call = remembered(backend, _broadcast, source.dtype, source.shape, root, algorithm)
+    if call.lane is not None and timeout is None and not async_op:
+        result = call.lane(source, out)
+        if result is not None:
+            return result
     output = Output(out, source.shape, source.dtype)
 
     def body(link: Link) -> Array:
@@ -298,6 +315,7 @@ def _broadcast(
         nbytes=_nbytes(dtype, shape),
         root=root,
         algorithm=algorithm,
+        out_shape=shape,
     )
 
 

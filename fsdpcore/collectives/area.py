@@ -61,20 +61,26 @@ def nbytes(ranks: int) -> int:
 
 
 class Area:
-    """The area of one group, seen from one rank."""
+    """The area of one group, seen from one rank.
+
+    Attributes:
+        step: the last one that this rank has entered.
+        flags: of all ranks, as 64-bit words: the step, the fingerprint, the rows.
+        own, others: for even and odd steps, where the flags of this and of the other ranks are.
+    """
 
     def __init__(self, memory: memoryview, rank: int, size: int) -> None:
         flags = 2 * size * _FLAG
         self._memory, self._mapping = memory, memory.obj
-        self._flags = memory[:flags].cast("Q")
+        self.flags = memory[:flags].cast("Q")
         self._rooms = np.frombuffer(memory, np.uint8, 2 * size * ROOM, flags).reshape(2, size, ROOM)
         self._rank = rank
         self._size = size
         at = [[(step * size + r) * _FLAG // 8 for r in range(size)] for step in (0, 1)]
-        self._own = [ranks[rank] for ranks in at]
+        self.own = [ranks[rank] for ranks in at]
         self._all = at
-        self._others = [ranks[rank + 1 :] + ranks[:rank] for ranks in at]
-        self._step = 0
+        self.others = [ranks[rank + 1 :] + ranks[:rank] for ranks in at]
+        self.step = 0
         self._views: dict[tuple[np.dtype[Any], int], list[list[Array]]] = {}
 
     def close(self) -> None:
@@ -83,19 +89,19 @@ class Area:
         del self._rooms
         # The frames of an error that somebody keeps may hold on to rooms; then it goes with them.
         with contextlib.suppress(BufferError):
-            self._flags.release()
+            self.flags.release()
             self._memory.release()
             if isinstance(self._mapping, mmap.mmap):
                 self._mapping.close()
-        del self._flags, self._memory, self._mapping
+        del self.flags, self._memory, self._mapping
 
     def next_rooms(self, dtype: np.dtype[Any], count: int) -> list[Array]:
         """All ranks' rooms of the next step, as arrays of ``count`` elements; fill the own one."""
-        return self._arrays(dtype, count)[(self._step + 1) & 1]
+        return self.arrays(dtype, count)[(self.step + 1) & 1]
 
     def rooms(self, dtype: np.dtype[Any], count: int) -> list[Array]:
         """All ranks' rooms of the step that ``sync`` has entered; to read."""
-        return self._arrays(dtype, count)[self._step & 1]
+        return self.arrays(dtype, count)[self.step & 1]
 
     def sync(self, link: Link) -> None:
         """Enter the next step, and wait until all ranks have.
@@ -104,16 +110,16 @@ class Area:
             MismatchError: another rank is in another collective.
             The errors of ``link.check``.
         """
-        step = self._step = self._step + 1
-        parity, flags, call = step & 1, self._flags, link.call
-        own, digest = self._own[parity], call.digest
+        step = self.step = self.step + 1
+        parity, flags, call = step & 1, self.flags, link.call
+        own, digest = self.own[parity], call.digest
         flags[own + 1] = digest
         flags[own + 2] = call.rows
         flags[own] = step
         fits = True
-        for at in self._others[parity]:
+        for at in self.others[parity]:
             if flags[at] != step:
-                self._wait(at, step, link)
+                self.wait(at, step, link)
             if flags[at + 1] != digest:
                 fits = False
         if not fits:
@@ -121,10 +127,11 @@ class Area:
 
     def rows(self) -> list[int]:
         """What every rank has entered the step with as its rows."""
-        return [self._flags[at + 2] for at in self._all[self._step & 1]]
+        return [self.flags[at + 2] for at in self._all[self.step & 1]]
 
-    def _wait(self, at: int, step: int, link: Link) -> None:
-        flags = self._flags
+    def wait(self, at: int, step: int, link: Link) -> None:
+        """Wait until the flag ``at`` shows ``step``; raises what ``sync`` does."""
+        flags = self.flags
         for _ in range(_LOOKS):
             if flags[at] == step:
                 return
@@ -149,8 +156,8 @@ class Area:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_SLEEP)
 
-    def _arrays(self, dtype: np.dtype[Any], count: int) -> list[list[Array]]:
-        """The rooms of both parities; made once, since a view costs more than a small message."""
+    def arrays(self, dtype: np.dtype[Any], count: int) -> list[list[Array]]:
+        """All ranks' rooms of even and of odd steps; kept, as a view costs more than a message."""
         try:
             return self._views[dtype, count]
         except KeyError:

@@ -13,9 +13,10 @@ from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array, dtype_code, input_array
 from fsdpcore.collectives import area, shared
 from fsdpcore.collectives.fingerprint import Fingerprint
+from fsdpcore.collectives.lane import Lane, lane_for
 from fsdpcore.collectives.link import Link
 from fsdpcore.collectives.select import Choice, choose
-from fsdpcore.errors import ArgumentError, CommTimeoutError, CommunicationError
+from fsdpcore.errors import ArgumentError
 from fsdpcore.reduce_ops import Reduction
 from fsdpcore.work import Deadline
 
@@ -46,6 +47,7 @@ class Call:
         bounds: where the ranks' chunks lie in the flat array that is split or joined.
         out_shape: of the result on this rank.
         choice: the algorithm, chosen when the first such call runs.
+        lane: a shorter way for blocking calls with the default deadline, if there is one.
         chooses_late: there is no ``choice``: the body takes ``choose(nbytes)``, or needs none.
     """
 
@@ -75,6 +77,7 @@ class Call:
         self.bounds = bounds
         self.out_shape = out_shape
         self.choice = _UNCHOSEN
+        self.lane: Lane | None = None
         self.chooses_late = nbytes is None
         self._backend = weakref.ref(backend)
         if collective:
@@ -240,16 +243,8 @@ def _perform(
         if not choice.agrees:
             link.rows = link.agree()
         result = body(link)
-    except CommunicationError as error:
-        recorder.fail(entry, error)
-        # After a timeout the others are left time to report their own view of it.
-        backend.root.fail(error, tell=not isinstance(error, CommTimeoutError))
-        raise
     except BaseException as error:
-        recorder.fail(entry, error)
-        rank = backend.root.rank
-        why = f"{link.name} was left on rank {rank}: {type(error).__name__}: {error}"
-        backend.root.fail(CommunicationError(why), tell=True)
+        link.broke(entry, error)
         raise
     finally:
         link.release()
@@ -263,6 +258,8 @@ def _settle(backend: Backend, link: Link, call: Call) -> Choice:
         _first(backend, link)
     if not call.chooses_late:
         call.choice = call.choose(call.nbytes)
+        if call.choice.agrees:
+            call.lane = lane_for(backend, call)
     return call.choice
 
 

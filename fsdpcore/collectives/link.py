@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from fsdpcore.backend import Backend, Envelope
 from fsdpcore.buffers import Array, byte_view
 from fsdpcore.collectives.fingerprint import disagreement, exchange
-from fsdpcore.errors import CommTimeoutError
+from fsdpcore.errors import CommTimeoutError, CommunicationError
 from fsdpcore.work import Pending
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.area import Area
     from fsdpcore.collectives.call import Call
+    from fsdpcore.recorder import Entry
 
 
 class Link:
@@ -29,6 +30,7 @@ class Link:
         call: what is called now.
         sequence: its number in the group, from 1.
         rows: the size of axis 0 of every rank's array, once they have agreed.
+        end: of ``time.monotonic``, by when the collective must have ended.
         background: this thread runs asynchronous operations, while others may compute.
     """
 
@@ -42,7 +44,8 @@ class Link:
         self.sequence = 0
         self.rows: list[int] = []
         self.background = False
-        self._limit = self._end = 0.0
+        self.end = 0.0
+        self._limit = 0.0
         self._envelope = Envelope(backend.channel | 1, 0)
         self._posted: list[Pending] = []
 
@@ -52,7 +55,7 @@ class Link:
         self.call = call
         self.sequence = sequence
         self._limit = limit
-        self._end = time.monotonic() + limit
+        self.end = time.monotonic() + limit
 
     @property
     def name(self) -> str:
@@ -131,7 +134,7 @@ class Link:
 
     def remaining(self) -> float:
         """Seconds until the call's deadline, never negative."""
-        return max(0.0, self._end - time.monotonic())
+        return max(0.0, self.end - time.monotonic())
 
     def check(self) -> None:
         """Do what has to be done while waiting without messages: see failures, and the time.
@@ -143,12 +146,23 @@ class Link:
         root = self._backend.root
         root.progress()
         root.check_usable()
-        if time.monotonic() > self._end:
+        if time.monotonic() > self.end:
             raise self._timed_out()
 
     def departed(self, rank: int) -> bool:
         """Whether a rank of the group has left the job."""
         return self._backend.root.departed(self.global_rank(rank))
+
+    def broke(self, entry: Entry, error: BaseException) -> None:
+        """Break the backend because the collective was left by an error: ranks may be anywhere."""
+        root = self._backend.root
+        root.recorder.fail(entry, error)
+        if isinstance(error, CommunicationError):
+            # After a timeout the others are left time to report their own view of it.
+            root.fail(error, tell=not isinstance(error, CommTimeoutError))
+        else:
+            why = f"{self.name} was left on rank {root.rank}: {type(error).__name__}: {error}"
+            root.fail(CommunicationError(why), tell=True)
 
     def release(self) -> None:
         """Give up on what was not waited for, so that no buffer is written to any more."""

@@ -29,11 +29,20 @@ from fsdpcore.policy import Costs
 
 
 class Choice(NamedTuple):
-    """An algorithm: its name, the function that carries the collective out, ``agrees`` of it."""
+    """An algorithm that was chosen.
+
+    Attributes:
+        name: of the algorithm.
+        function: carries the collective out.
+        agrees: as of the algorithm.
+        into: of an all_reduce that can write its result elsewhere than over its input, the
+            function that does: it takes an array more.
+    """
 
     name: str
     function: Callable[..., Any]
     agrees: bool = False
+    into: Callable[..., Any] | None = None
 
 
 def choose(
@@ -71,7 +80,8 @@ def choose(
         what = f"{op} of {dtype}" if op else f"{dtype}"
         raise ArgumentError(f"algorithm {algorithm!r} of {collective} has no {what}; use 'auto'")
     chosen = known[algorithm]
-    return Choice(algorithm, getattr(chosen.module, collective), chosen.agrees)
+    function, into = getattr(chosen.module, collective), f"{collective}_into"
+    return Choice(algorithm, function, chosen.agrees, getattr(chosen.module, into, None))
 
 
 def unknown(collective: str, algorithm: object, known: list[str]) -> ArgumentError:

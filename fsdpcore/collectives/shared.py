@@ -31,6 +31,7 @@ import numpy as np
 from fsdpcore.buffers import Array, bounds_of, split_sizes
 from fsdpcore.collectives.algorithms import Algorithm, Terms
 from fsdpcore.collectives.area import ROOM, Area
+from fsdpcore.collectives.lane import LARGEST
 from fsdpcore.collectives.link import Link
 from fsdpcore.policy import Costs
 from fsdpcore.reduce_ops import Reduction
@@ -38,7 +39,7 @@ from fsdpcore.reduce_ops import Reduction
 NAME = "shared"
 
 # Up to here every rank reduces everything: cheaper than a second step.
-AT_ONCE = 8 * 1024  # bytes
+AT_ONCE = LARGEST
 _LINE = 64  # bytes; parts of a room begin at multiples of it
 _INT64 = np.dtype(np.int64)
 
