@@ -79,7 +79,8 @@ class Diagnosis:
         cores: that this process may use.
         shared_memory: None where the system has none.
         launcher: whose variables are set here, in words.
-        settings: as a script in this directory would find them.
+        settings: as a script in this directory would find them, with the transport's options and
+            the overrides of algorithms.
         configuration_error: why they could not be resolved.
     """
 
@@ -172,6 +173,7 @@ def _settings(
     names = [field.name for field in dataclasses.fields(Settings)]
     values = {name: getattr(config, name) for name in names}
     values |= dataclasses.asdict(config.transport_options)
+    values |= {name: str(ranges) for name, ranges in config.policy.overrides.items()}
     return tuple(
         Setting(name, str(value), config.sources.get(name, "default"))
         for name, value in values.items()

@@ -62,9 +62,22 @@ def launch(
         transport: scheme or URL (default: ``sim``; in a launcher's process ``mpi`` if that is an
             MPI's and mpi4py is installed, else ``zmq``).
         args: further arguments of ``fn``.
-        **options: settings (``timeout``, ``rendezvous_timeout``, ``blas_threads``,
-            ``deterministic``) and options of the transport. What is not given comes from
-            ``FSDPCORE_*`` variables, then from ``fsdpcore.toml``.
+        **options: settings, options of the transport, and overrides of algorithms. What is not
+            given comes from ``FSDPCORE_*`` variables, then from ``fsdpcore.toml``. The settings
+            (see ``config.Settings``):
+
+            - ``timeout``, ``rendezvous_timeout``: seconds for an operation, and until all ranks
+              have joined; 60 each by default.
+            - ``blas_threads``: of each rank; by default the ranks of a host share its cores.
+            - ``deterministic``: keep ``algorithm="auto"`` to algorithms that reduce in the
+              canonical order, so that the bits are those of every other transport.
+            - ``tuning``: file that ``fsdpcore tune`` has written; the same on all ranks.
+            - ``algorithms``: what ``"auto"`` is to take, by collective, as in
+              ``{"all_reduce": "doubling:0-8KiB;ring:8193-max"}`` (grammar:
+              ``collectives.overrides``).
+            - ``trace``: directory where every rank writes its last operations when it fails and
+              when it closes, for ``fsdpcore trace``; ``trace_operations``: how many, by default
+              1000.
 
     Returns:
         The results of the ranks that this process ran, in rank order.

@@ -121,6 +121,18 @@ def test_it_says_where_settings_come_from(tmp_path):
     assert settings["timeout"].source == "default"
 
 
+def test_it_shows_which_algorithms_are_overridden(tmp_path):
+    (tmp_path / "fsdpcore.toml").write_text('[algorithms]\nall_gather = "ring"\n')
+    diagnosis = examine(tmp_path, FSDPCORE_ALL_REDUCE="ring:8193-max;doubling:0-8KiB")
+    settings = {item.name: item for item in diagnosis.settings}
+    assert settings["all_reduce"].value == "doubling:0-8192;ring:8193-max"
+    assert "FSDPCORE_ALL_REDUCE" in settings["all_reduce"].source
+    assert settings["all_gather"].value == "ring:0-max"
+    assert "fsdpcore.toml [algorithms]" in settings["all_gather"].source
+    assert "broadcast" not in settings
+    assert "doubling:0-8192;ring:8193-max" in shown(diagnosis, width=200)
+
+
 def test_a_wrong_configuration_is_shown_not_raised(tmp_path):
     diagnosis = examine(tmp_path, FSDPCORE_TIMOUT="5")
     assert "FSDPCORE_TIMOUT" in diagnosis.configuration_error
