@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +30,13 @@ from fsdpcore.buffers import (
 from fsdpcore.errors import (
     ArgumentError,
     ClosedError,
-    CommTimeoutError,
     CommunicationError,
     UnsupportedError,
 )
 from fsdpcore.members import channel_of, check_int64, check_members, check_tag
 from fsdpcore.members import check_rank as check_rank
-from fsdpcore.recorder import Message, MessageEntry
+from fsdpcore.message_work import MessageWork
+from fsdpcore.recorder import Message
 from fsdpcore.status import Group
 from fsdpcore.work import Deadline, OrderedExecutor, Pending, Work
 
@@ -470,77 +469,3 @@ class SubBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self._root.abort(reason)
-
-
-class MessageWork(Work):
-    """A point-to-point message in flight."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        pending: Pending,
-        entry: MessageEntry,
-        peer: int,
-        deliver: Callable[[], Array] | None,
-    ) -> None:
-        self._backend = backend
-        self._pending = pending
-        self._entry = entry
-        self._peer = peer
-        self._deliver = deliver
-        self._value: Array | None = None
-        entry.work = weakref.ref(self)
-
-    def done(self) -> bool:
-        if not self._pending.finished:
-            return False
-        if self._entry.end == 0:
-            recorder = self._backend.root.recorder
-            if self._pending.error is None:
-                recorder.end(self._entry)
-            else:
-                recorder.fail(self._entry, self._pending.error)
-        return True
-
-    def wait(self, timeout: float | None = None) -> Any:
-        limit = self._backend.timeout if timeout is None else timeout
-        deadline = Deadline(limit)
-        self._entry.waiting = True
-        try:
-            if not self._pending.join(deadline.remaining()):
-                raise self._timed_out(limit)
-        finally:
-            self._entry.waiting = False
-            self.done()
-        if self._deliver is not None:  # once: the caller may have changed the array since
-            self._value = self._deliver()
-            self._deliver = None
-        return self._value
-
-    def finish(self, timeout: float) -> None:
-        """Wait; when the time is over, withdraw the message before raising."""
-        try:
-            self.wait(timeout)
-        except BaseException as error:
-            withdrawn = self._pending.cancel()
-            recorder = self._backend.root.recorder
-            if not isinstance(error, CommTimeoutError):
-                recorder.fail(self._entry, error)
-                raise
-            if self._pending.finished:  # just now: it must not get lost
-                self.wait()
-                return
-            recorder.fail(self._entry, error)
-            if not withdrawn:
-                self._backend.root.fail(error)
-            recorder.save(seldom=True)
-            raise
-
-    def _timed_out(self, limit: float) -> CommTimeoutError:
-        backend = self._backend
-        message = self._entry.call
-        assert isinstance(message, Message)
-        report = backend.root.message_report(message.peer, backend.channel)
-        where = f"on rank {backend.rank} of {backend.world_size}"
-        words = message.words(self._peer)
-        return CommTimeoutError(f"{words} {where} timed out after {limit:g} s{report}")

@@ -23,7 +23,8 @@ from fsdpcore.status import MAX_WAITS, Group, Status, Wait
 from fsdpcore.trace_file import FORMAT, VERSION, file_name, write_json
 
 if TYPE_CHECKING:
-    from fsdpcore.backend import Backend, MessageWork
+    from fsdpcore.backend import Backend
+    from fsdpcore.message_work import MessageWork
     from fsdpcore.transport import Transport
 
 DEFAULT_SIZE = 1000

@@ -10,11 +10,7 @@ from fsdpcore.collectives.api import (
     all_reduce,
     all_to_all,
     barrier,
-    broadcast,
-    gather,
-    reduce,
     reduce_scatter,
-    scatter,
 )
 from fsdpcore.collectives.bucketed import all_reduce_many
 from fsdpcore.collectives.coalesce import Batch, coalesce
@@ -25,6 +21,7 @@ from fsdpcore.collectives.ragged import (
     reduce_scatter_v,
     scatter_v,
 )
+from fsdpcore.collectives.rooted import broadcast, gather, reduce, scatter
 
 __all__ = [
     "Batch",

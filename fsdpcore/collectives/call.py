@@ -15,6 +15,7 @@ from fsdpcore.collectives import area, shared
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.lane import Lane, lane_for
 from fsdpcore.collectives.link import Link
+from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.select import Choice, choose
 from fsdpcore.errors import ArgumentError
 from fsdpcore.reduce_ops import Reduction
@@ -201,6 +202,7 @@ def run(
     *,
     timeout: float | None,
     async_op: bool,
+    output: Output | None = None,
 ) -> Any:
     """Run one collective: ``body(link)`` after the ranks have agreed on it.
 
@@ -211,6 +213,7 @@ def run(
             rank, where the ranks have agreed before.
         timeout: seconds from the start of the operation, for all of it.
         async_op: return a ``Work`` at once.
+        output: what ``body`` fills, if that was made before.
 
     Returns:
         What ``body`` returns, or a ``Work`` for it.
@@ -227,6 +230,7 @@ def run(
         call.operation,
         lambda sequence: _perform(backend, call, body, limit, sequence, True),
         async_op=async_op,
+        nbytes=output.held if output is not None else 0,
     )
 
 

@@ -30,6 +30,12 @@ class Output:
         else:
             self.flat = result if result.ndim == 1 else result.reshape(-1)
 
+    @property
+    def held(self) -> int:
+        """Bytes that were allocated here, and that a queued operation therefore holds."""
+        fresh = self._result.nbytes if self._given is None else 0
+        return fresh + (self.flat.nbytes if self._staged else 0)
+
     def load(self, array: ArrayLike, source: Array) -> None:
         """Begin with the input ``array``, which is ``source`` as an array that travels."""
         if array is not self._given or self._staged:

@@ -16,15 +16,11 @@ from numpy.typing import ArrayLike
 from fsdpcore.backend import Backend, check_rank
 from fsdpcore.buffers import Array, bounds_of, check_out, row_size
 from fsdpcore.collectives import direct, tree
-from fsdpcore.collectives.api import (
-    reduce_scatter_call,
-    scatter_chunks,
-    start_reduce_scatter,
-    tell_what_is_scattered,
-)
+from fsdpcore.collectives.api import reduce_scatter_call, start_reduce_scatter
 from fsdpcore.collectives.call import Call, call_for, check_backend, operand, remembered, run
 from fsdpcore.collectives.link import Link
 from fsdpcore.collectives.output import Output
+from fsdpcore.collectives.rooted import scatter_chunks, tell_what_is_scattered
 from fsdpcore.errors import ArgumentError, MismatchError
 from fsdpcore.reduce_ops import ReduceOp
 

@@ -1,0 +1,247 @@
+"""The collectives that have a root. Keywords and errors are those of ``api.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fsdpcore.backend import Backend, check_rank
+from fsdpcore.buffers import (
+    MAX_SIGNATURE,
+    Array,
+    bounds_of,
+    pack_signature,
+    row_size,
+    split_sizes,
+    unpack_signature,
+)
+from fsdpcore.collectives import tree
+from fsdpcore.collectives.api import all_gather_call, check_splittable, nbytes_of
+from fsdpcore.collectives.call import Call, call_for, check_backend, operand, remembered, run
+from fsdpcore.collectives.link import Link
+from fsdpcore.collectives.output import Output
+from fsdpcore.errors import ArgumentError
+from fsdpcore.reduce_ops import ReduceOp, Reduction
+
+Shape = tuple[int, ...]
+
+
+def broadcast(
+    array: ArrayLike,
+    backend: Backend,
+    *,
+    root: int = 0,
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Copy the root's array to all ranks; the others pass one of equal shape and dtype.
+
+    Returns:
+        Array of that shape. The input itself changes only where it is passed as ``out`` too.
+    """
+    source = operand(array, backend)
+    call = remembered(backend, _broadcast, source.dtype, source.shape, root, algorithm)
+    if call.lane is not None and timeout is None and not async_op:
+        result = call.lane(source, out)
+        if result is not None:
+            return result
+    output = Output(out, source.shape, source.dtype)
+
+    def body(link: Link) -> Array:
+        if link.rank == call.root:
+            output.load(array, source)
+        call.choice.function(link, output.flat, call.root)
+        return output.deliver()
+
+    return run(backend, call, body, timeout=timeout, async_op=async_op, output=output)
+
+
+def _broadcast(
+    backend: Backend,
+    dtype: np.dtype[Any],
+    shape: Shape,
+    root: int,
+    algorithm: str,
+) -> Call:
+    root = check_rank(root, backend.world_size, "broadcast: root")
+    return call_for(
+        backend,
+        "broadcast",
+        "broadcast",
+        dtype,
+        shape,
+        nbytes=nbytes_of(dtype, shape),
+        root=root,
+        algorithm=algorithm,
+        out_shape=shape,
+    )
+
+
+def reduce(
+    array: ArrayLike,
+    backend: Backend,
+    *,
+    root: int = 0,
+    op: ReduceOp | str = "sum",
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Combine the arrays of all ranks elementwise; the root gets the result.
+
+    Returns:
+        Array of the input's shape on the root, None on the others (whose ``out`` is ignored).
+    """
+    source = operand(array, backend)
+    call = remembered(backend, _reduce, source.dtype, source.shape, root, op, algorithm)
+    output = Output(out, source.shape, source.dtype) if backend.rank == call.root else None
+
+    def body(link: Link) -> Array | None:
+        flat = source.reshape(-1)
+        if output is not None:
+            flat = output.separate(flat, 0, flat.size, output.flat)
+        call.choice.function(link, flat, output.flat if output else None, call.root, call.reduction)
+        return output.deliver() if output else None
+
+    return run(backend, call, body, timeout=timeout, async_op=async_op, output=output)
+
+
+def _reduce(
+    backend: Backend,
+    dtype: np.dtype[Any],
+    shape: Shape,
+    root: int,
+    op: ReduceOp | str,
+    algorithm: str,
+) -> Call:
+    root = check_rank(root, backend.world_size, "reduce: root")
+    return call_for(
+        backend,
+        "reduce",
+        "reduce",
+        dtype,
+        shape,
+        nbytes=nbytes_of(dtype, shape),
+        reduction=Reduction.of(op, dtype),
+        root=root,
+        algorithm=algorithm,
+    )
+
+
+def gather(
+    array: ArrayLike,
+    backend: Backend,
+    *,
+    root: int = 0,
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Join the arrays of all ranks, which have equal shapes, along axis 0; the root gets it.
+
+    Returns:
+        On the root an array as from ``all_gather``, None on the others (whose ``out`` is ignored).
+    """
+    source = operand(array, backend)
+    root = check_rank(root, backend.world_size, "gather: root")
+    call = remembered(
+        backend,
+        all_gather_call,
+        source.dtype,
+        source.shape,
+        algorithm,
+        "",
+        "gather",
+        root,
+    )
+    output = Output(out, call.out_shape, source.dtype) if backend.rank == root else None
+
+    def body(link: Link) -> Array | None:
+        flat, bounds = source.reshape(-1), call.bounds
+        if output is not None:
+            place = output.flat[bounds[root] : bounds[root + 1]]
+            flat = output.separate(flat, 0, flat.size, place)
+        call.choice.function(link, flat, output.flat if output else None, bounds, root)
+        return output.deliver() if output else None
+
+    return run(backend, call, body, timeout=timeout, async_op=async_op, output=output)
+
+
+def scatter(
+    array: ArrayLike | None,
+    backend: Backend,
+    *,
+    root: int = 0,
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Split the root's array along axis 0; each rank gets its part.
+
+    The other ranks pass None: they learn shape and dtype from the root, in one small broadcast.
+
+    Returns:
+        Array of shape ``(rows of this rank, *array.shape[1:])``.
+    """
+    check_backend(backend)
+    call = remembered(backend, _scatter, root, algorithm)
+    source = None
+    if backend.rank == call.root:
+        if array is None:
+            raise ArgumentError(f"scatter: rank {call.root} is the root and has to pass the array")
+        source = operand(array, backend)
+        check_splittable(source.shape, "scatter")
+
+    def body(link: Link) -> Array:
+        dtype, shape = tell_what_is_scattered(link, source, call.root)
+        counts = split_sizes(shape[0], link.size)
+        return scatter_chunks(link, call, source, counts, out, dtype, shape)
+
+    return run(backend, call, body, timeout=timeout, async_op=async_op)
+
+
+def _scatter(backend: Backend, root: int, algorithm: str) -> Call:
+    root = check_rank(root, backend.world_size, "scatter: root")
+    return call_for(backend, "scatter", "scatter", nbytes=None, root=root, algorithm=algorithm)
+
+
+def tell_what_is_scattered(
+    link: Link, source: Array | None, root: int
+) -> tuple[np.dtype[Any], Shape]:
+    """Tell all ranks dtype and shape of the root's array."""
+    header = np.zeros(MAX_SIGNATURE, np.uint8)
+    if source is not None:
+        signature = pack_signature(source.dtype, source.shape)
+        header[: len(signature)] = np.frombuffer(signature, np.uint8)
+    tree.broadcast(link, header, root)
+    return unpack_signature(header.tobytes())
+
+
+def scatter_chunks(
+    link: Link,
+    call: Call,
+    source: Array | None,
+    counts: Sequence[int],
+    out: Array | None,
+    dtype: np.dtype[Any],
+    shape: Shape,
+) -> Array:
+    """Bring the root's rows to the ranks, ``counts[r]`` of them to rank r."""
+    root, me = call.root, link.rank
+    bounds = bounds_of(counts, row_size(shape))
+    output = Output(out, (counts[me], *shape[1:]), dtype)
+    flat = None
+    if source is not None:
+        flat = source.reshape(-1)
+        flat = output.separate(flat, bounds[root], bounds[root + 1], output.flat)
+    function = call.choose(bounds[-1] * dtype.itemsize).function
+    function(link, flat, output.flat, bounds, root)
+    return output.deliver()

@@ -1,0 +1,89 @@
+"""A point-to-point message in flight, as a ``Work``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fsdpcore.buffers import Array
+from fsdpcore.errors import CommTimeoutError
+from fsdpcore.recorder import Message, MessageEntry
+from fsdpcore.work import Deadline, Pending, Work
+
+if TYPE_CHECKING:
+    from fsdpcore.backend import Backend
+
+
+class MessageWork(Work):
+    """A point-to-point message in flight."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        pending: Pending,
+        entry: MessageEntry,
+        peer: int,
+        deliver: Callable[[], Array] | None,
+    ) -> None:
+        self._backend = backend
+        self._pending = pending
+        self._entry = entry
+        self._peer = peer
+        self._deliver = deliver
+        self._value: Array | None = None
+        entry.work = weakref.ref(self)
+
+    def done(self) -> bool:
+        if not self._pending.finished:
+            return False
+        if self._entry.end == 0:
+            recorder = self._backend.root.recorder
+            if self._pending.error is None:
+                recorder.end(self._entry)
+            else:
+                recorder.fail(self._entry, self._pending.error)
+        return True
+
+    def wait(self, timeout: float | None = None) -> Any:
+        limit = self._backend.timeout if timeout is None else timeout
+        deadline = Deadline(limit)
+        self._entry.waiting = True
+        try:
+            if not self._pending.join(deadline.remaining()):
+                raise self._timed_out(limit)
+        finally:
+            self._entry.waiting = False
+            self.done()
+        if self._deliver is not None:  # once: the caller may have changed the array since
+            self._value = self._deliver()
+            self._deliver = None
+        return self._value
+
+    def finish(self, timeout: float) -> None:
+        """Wait; when the time is over, withdraw the message before raising."""
+        try:
+            self.wait(timeout)
+        except BaseException as error:
+            withdrawn = self._pending.cancel()
+            recorder = self._backend.root.recorder
+            if not isinstance(error, CommTimeoutError):
+                recorder.fail(self._entry, error)
+                raise
+            if self._pending.finished:  # just now: it must not get lost
+                self.wait()
+                return
+            recorder.fail(self._entry, error)
+            if not withdrawn:
+                self._backend.root.fail(error)
+            recorder.save(seldom=True)
+            raise
+
+    def _timed_out(self, limit: float) -> CommTimeoutError:
+        backend = self._backend
+        message = self._entry.call
+        assert isinstance(message, Message)
+        report = backend.root.message_report(message.peer, backend.channel)
+        where = f"on rank {backend.rank} of {backend.world_size}"
+        words = message.words(self._peer)
+        return CommTimeoutError(f"{words} {where} timed out after {limit:g} s{report}")
