@@ -68,6 +68,10 @@ def run(
         bool | None,
         typer.Option("--deterministic", help="Only algorithms that reduce in canonical order."),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Folder for the ranks' last operations; see 'fsdpcore trace'."),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as 'python -m' does.")] = False,
 ) -> None:
     """Run a script on every rank.
@@ -80,6 +84,7 @@ def run(
         "rendezvous_timeout": rendezvous_timeout,
         "blas_threads": blas_threads,
         "deterministic": deterministic,
+        "trace": str(Path(trace).absolute()) if trace else None,
     }
     with one_line():
         if ranks is not None and ranks < 1:

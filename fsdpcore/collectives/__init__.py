@@ -1,8 +1,22 @@
 """Collective operations over any ``Backend``.
 
-``api`` and ``ragged`` hold the operations, one file per algorithm moves the data, ``select``
-chooses among them, ``fingerprint`` makes sure that the ranks agree, ``call`` runs it all.
-``coalesce`` and ``bucketed`` put many small operations into few messages.
+==========================================  ======================================================
+``api``, ``rooted``, ``ragged``             the operations: arguments in, ``Call`` and body out
+``coalesce``, ``packs``, ``bucketed``       many small operations in few messages
+``call``, ``lane``, ``output``              how a call runs: in order, checked, in time; its result
+``fingerprint``, ``area``                   that the ranks agree: by messages, or in shared memory
+``link``                                    the group, as an algorithm sees it during one call
+``star``, ``direct``, ``ring``, ``tree``,   one file per algorithm, with its cost formula, over the
+``doubling``, ``halving``, ``bruck``,       messages of a ``Link``
+``rabenseifner``, ``scatter_gather``,
+``hierarchical``
+``shared``                                  the algorithm that works in an ``Area``
+``algorithms``, ``traffic``                 the table of algorithms and their costs
+``select``, ``overrides``, ``costs``        which one "auto" takes; what the user, tables say of it
+``measure``                                 what ``fsdpcore tune`` runs on every rank
+==========================================  ======================================================
+
+ARCHITECTURE.md follows one call through them.
 """
 
 from fsdpcore.collectives.api import (
