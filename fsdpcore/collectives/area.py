@@ -23,6 +23,7 @@ import mmap
 import os
 import platform
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +61,10 @@ def nbytes(ranks: int) -> int:
     return 2 * ranks * (_FLAG + ROOM)
 
 
+class Rooms(list[list[Array]]):
+    """All ranks' rooms as arrays, of even and of odd steps."""
+
+
 class Area:
     """The area of one group, seen from one rank.
 
@@ -81,10 +86,15 @@ class Area:
         self._all = at
         self.others = [ranks[rank + 1 :] + ranks[:rank] for ranks in at]
         self.step = 0
-        self._views: dict[tuple[np.dtype[Any], int], list[list[Array]]] = {}
+        self._views: dict[tuple[np.dtype[Any], int], Rooms] = {}
+        # All that somebody holds, to be emptied when the memory goes.
+        self._made: weakref.WeakValueDictionary[int, Rooms] = weakref.WeakValueDictionary()
 
     def close(self) -> None:
         """Unmap the memory; the area is of no use after that."""
+        for rooms in self._made.values():
+            for arrays in rooms:
+                arrays.clear()
         self._views.clear()
         del self._rooms
         # The frames of an error that somebody keeps may hold on to rooms; then it goes with them.
@@ -156,7 +166,7 @@ class Area:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_SLEEP)
 
-    def arrays(self, dtype: np.dtype[Any], count: int) -> list[list[Array]]:
+    def arrays(self, dtype: np.dtype[Any], count: int) -> Rooms:
         """All ranks' rooms of even and of odd steps; kept, as a view costs more than a message."""
         try:
             return self._views[dtype, count]
@@ -164,8 +174,8 @@ class Area:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             size = count * dtype.itemsize
-            made = [[room[:size].view(dtype) for room in rooms] for rooms in self._rooms]
-            self._views[dtype, count] = made
+            made = Rooms([room[:size].view(dtype) for room in rooms] for rooms in self._rooms)
+            self._views[dtype, count] = self._made[id(made)] = made
             return made
 
 
