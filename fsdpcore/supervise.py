@@ -16,7 +16,7 @@ from typing import TypeVar
 from fsdpcore.errors import RankFailedError
 
 # After one rank failed, the others have this long to end by themselves, then to heed SIGTERM.
-GRACE_SECONDS = 1.0
+GRACE_SECONDS = 1.4
 TERM_SECONDS = 0.4
 _KILL_SECONDS = 10.0
 # The longest single wait of a launching thread. A signal that the system delivers just before a
