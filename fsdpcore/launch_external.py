@@ -36,7 +36,7 @@ def default_transport(place: Place) -> str:
 
 def needs_launcher(config: Config) -> bool:
     """Whether only another launcher can start the ranks of the transport."""
-    return bool(getattr(config.transport_class, "needs_launcher", False))
+    return config.transport_class.needs_launcher
 
 
 def place_without_launcher(config: Config) -> Place:

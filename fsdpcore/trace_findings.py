@@ -158,7 +158,11 @@ def _apart(moment: float, other: float) -> str:
 def _all_began(waiters: Sequence[tuple[int, Operation]], op: Operation) -> str:
     ranks = [rank for rank, _ in waiters]
     why = next((_one_line(op.error) for _, op in waiters if op.error), "")
-    return f"{named(ranks)} stopped in {op}, which every rank had begun" + f": {why}" * bool(why)
+    calls = sorted({str(called) for _, called in waiters})
+    where = f"in {op}, which every rank had begun"
+    if len(calls) > 1:
+        where = f"where they called different things ({'; '.join(calls)})"
+    return f"{named(ranks)} stopped {where}" + f": {why}" * bool(why)
 
 
 def _messages(stuck: dict[int, list[Operation]]) -> Iterator[Finding]:

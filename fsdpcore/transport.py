@@ -60,6 +60,7 @@ class Transport(Backend):
     Attributes:
         ranks_are_threads: ``launch`` starts the ranks as threads, through ``threads``; otherwise
             as processes, each of which calls ``join``.
+        needs_launcher: its ranks are processes that a launcher of its own starts, such as mpirun.
         takes_address: its URLs may name ``HOST:PORT``.
         memory: how ranks of one host share memory; None, on all ranks, where a transport has no
             way to.
@@ -70,6 +71,7 @@ class Transport(Backend):
     """
 
     ranks_are_threads: ClassVar[bool] = False
+    needs_launcher: ClassVar[bool] = False
     takes_address: ClassVar[bool] = False
     options: ClassVar[type[Any]]
     transport_capabilities: Capabilities

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,13 +44,14 @@ class Call:
         fingerprint: what the ranks must agree on.
         operation, dtype, shape, root, label, digest, rows, ragged: of the fingerprint.
         collective: the one whose algorithms carry it out; empty for none.
-        nbytes: the n of the cost formulas; 0 where it follows only from what ranks tell each other.
+        nbytes: of this rank's array.
+        size: the n of the cost formulas; 0 where it follows only from what ranks tell each other.
         reduction: of a collective that reduces.
         bounds: where the ranks' chunks lie in the flat array that is split or joined.
         out_shape: of the result on this rank.
         choice: the algorithm, chosen when the first such call runs.
         lane: a shorter way for blocking calls with the default deadline, if there is one.
-        chooses_late: there is no ``choice``: the body takes ``choose(nbytes)``, or needs none.
+        chooses_late: there is no ``choice``: the body takes ``link.choose(size)``, or needs none.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Call:
         backend: Backend,
         collective: str,
         fingerprint: Fingerprint,
-        nbytes: int | None = None,
+        size: int | None = None,
         *,
         reduction: Reduction | None = None,
         bounds: Sequence[int] = (),
@@ -73,13 +75,15 @@ class Call:
         self.rows = fingerprint.rows
         self.ragged = fingerprint.ragged
         self.collective = collective
-        self.nbytes = nbytes or 0
+        itemsize = self.dtype.itemsize if self.dtype is not None else 0
+        self.nbytes = math.prod(self.shape) * itemsize
+        self.size = size or 0
         self.reduction = reduction
         self.bounds = bounds
         self.out_shape = out_shape
         self.choice = _UNCHOSEN
         self.lane: Lane | None = None
-        self.chooses_late = nbytes is None
+        self.chooses_late = size is None
         self._backend = weakref.ref(backend)
         if collective:
             self._check_algorithm(backend)
@@ -89,14 +93,14 @@ class Call:
         """The name of the algorithm: as asked for, until it is chosen."""
         return self.choice.name or self.fingerprint.algorithm
 
-    def choose(self, nbytes: int) -> Choice:
-        """Return the algorithm for ``nbytes``, as the cost formulas count them."""
+    def choose(self, size: int) -> Choice:
+        """Return the algorithm for ``size`` bytes, as the cost formulas count them."""
         backend, fingerprint = self._backend(), self.fingerprint
         assert backend is not None, "the group is in use"
         return choose(
             self.collective,
             fingerprint.algorithm,
-            nbytes,
+            size,
             backend,
             fingerprint.dtype,
             fingerprint.op,
@@ -108,7 +112,7 @@ class Call:
         Whether a group has shared memory is known only once its first collective runs.
         """
         if self.fingerprint.algorithm != shared.NAME or backend.root.memory is None:
-            self.choose(self.nbytes)
+            self.choose(self.size)
 
 
 def call_for(
@@ -118,7 +122,7 @@ def call_for(
     dtype: np.dtype[Any] | None = None,
     shape: tuple[int, ...] = (),
     *,
-    nbytes: int | None = None,
+    size: int | None = None,
     reduction: Reduction | None = None,
     root: int = -1,
     algorithm: str = "auto",
@@ -151,7 +155,7 @@ def call_for(
         backend,
         collective,
         fingerprint,
-        nbytes,
+        size,
         reduction=reduction,
         bounds=bounds,
         out_shape=out_shape,
@@ -239,7 +243,7 @@ def _perform(
 ) -> Any:
     link, recorder = backend.link or Link(backend), backend.root.recorder
     link.begin(call, sequence, limit, background)
-    entry = recorder.begin(backend, sequence, call)
+    entry = link.entry = recorder.begin(backend, sequence, call)
     try:
         choice = call.choice
         if choice is _UNCHOSEN:
@@ -261,7 +265,7 @@ def _settle(backend: Backend, link: Link, call: Call) -> Choice:
     if backend.link is None:
         _first(backend, link)
     if not call.chooses_late:
-        call.choice = call.choose(call.nbytes)
+        call.choice = call.choose(call.size)
         if call.choice.agrees:
             call.lane = lane_for(backend, call)
     return call.choice

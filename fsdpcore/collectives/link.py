@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from fsdpcore.backend import Backend, Envelope
 from fsdpcore.buffers import Array, byte_view
@@ -27,7 +28,7 @@ class Link:
     Attributes:
         rank, size: this rank and the number of ranks, in the group.
         area: memory that all ranks of the group see, or None.
-        call: what is called now.
+        call: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
         rows: the size of axis 0 of every rank's array, once they have agreed.
         end: of ``time.monotonic``, by when the collective must have ended.
@@ -35,6 +36,7 @@ class Link:
     """
 
     call: Call
+    entry: Entry
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -70,6 +72,16 @@ class Link:
     def global_rank(self, rank: int) -> int:
         """The number that a rank of the group has in the whole job."""
         return self._backend.ranks[rank]
+
+    def choose(self, size: int) -> Callable[..., Any]:
+        """Return the function that carries a call out whose ``size`` only the ranks together know.
+
+        Args:
+            size: the n of the cost formulas, the same on all ranks.
+        """
+        choice = self.call.choose(size)
+        self.entry.algorithm = choice.name
+        return choice.function
 
     def agree(self) -> list[int]:
         """Wait until all ranks have begun the collective, and check that they all call the same.

@@ -24,6 +24,9 @@ from fsdpcore.collectives.rooted import scatter_chunks, tell_what_is_scattered
 from fsdpcore.errors import ArgumentError, MismatchError
 from fsdpcore.reduce_ops import ReduceOp
 
+# The ranks of all_to_all_v know different sizes, and have to choose the same: as for long arrays.
+_UNKNOWN = 1 << 20
+
 
 def all_gather_v(
     array: ArrayLike,
@@ -51,7 +54,7 @@ def all_gather_v(
     def body(link: Link) -> Array:
         output, bounds, place = _joined(link, source, out)
         flat = output.separate(source.reshape(-1), 0, source.size, place)
-        call.choose(output.flat.nbytes).function(link, flat, output.flat, bounds)
+        link.choose(output.flat.nbytes)(link, flat, output.flat, bounds)
         return output.deliver()
 
     return run(backend, call, body, timeout=timeout, async_op=async_op)
@@ -86,7 +89,7 @@ def gather_v(
         if link.rank == call.root:
             output, _, place = _joined(link, source, out)
             flat, target = output.separate(flat, 0, flat.size, place), output.flat
-        function = call.choose(bounds[-1] * source.dtype.itemsize).function
+        function = link.choose(bounds[-1] * source.dtype.itemsize)
         function(link, flat, target, bounds, call.root)
         return output.deliver() if output else None
 
@@ -258,7 +261,7 @@ def all_to_all_v(
         if np.may_share_memory(flat, output.flat):
             flat = flat.copy()
         send_bounds, bounds = bounds_of(sending, row), bounds_of(receiving, row)
-        call.choose(0).function(link, flat, send_bounds, output.flat, bounds)
+        link.choose(_UNKNOWN)(link, flat, send_bounds, output.flat, bounds)
         return output.deliver()
 
     return run(backend, call, body, timeout=timeout, async_op=async_op)

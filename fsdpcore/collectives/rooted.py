@@ -75,7 +75,7 @@ def _broadcast(
         "broadcast",
         dtype,
         shape,
-        nbytes=nbytes_of(dtype, shape),
+        size=nbytes_of(dtype, shape),
         root=root,
         algorithm=algorithm,
         out_shape=shape,
@@ -127,7 +127,7 @@ def _reduce(
         "reduce",
         dtype,
         shape,
-        nbytes=nbytes_of(dtype, shape),
+        size=nbytes_of(dtype, shape),
         reduction=Reduction.of(op, dtype),
         root=root,
         algorithm=algorithm,
@@ -210,7 +210,7 @@ def scatter(
 
 def _scatter(backend: Backend, root: int, algorithm: str) -> Call:
     root = check_rank(root, backend.world_size, "scatter: root")
-    return call_for(backend, "scatter", "scatter", nbytes=None, root=root, algorithm=algorithm)
+    return call_for(backend, "scatter", "scatter", size=None, root=root, algorithm=algorithm)
 
 
 def tell_what_is_scattered(
@@ -242,6 +242,6 @@ def scatter_chunks(
     if source is not None:
         flat = source.reshape(-1)
         flat = output.separate(flat, bounds[root], bounds[root + 1], output.flat)
-    function = call.choose(bounds[-1] * dtype.itemsize).function
+    function = link.choose(bounds[-1] * dtype.itemsize)
     function(link, flat, output.flat, bounds, root)
     return output.deliver()
