@@ -225,7 +225,7 @@ def finish(
 
 def cli(
     ranks: Annotated[int, typer.Option(min=1, help="Where no launcher decides.")] = 4,
-    transport: Annotated[str | None, typer.Option(help="sim, zmq, or a URL.")] = None,
+    transport: Annotated[str | None, typer.Option(help="sim, zmq, mpi, or a URL.")] = None,
     steps: Annotated[int, typer.Option(min=1)] = 600,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of all ranks together.")] = 32,
     context: Annotated[int, typer.Option(min=1, help="Bytes of a sequence.")] = 128,
@@ -236,7 +236,7 @@ def cli(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-3,
     seed: int = 1337,
     prefetch: Annotated[int, typer.Option(min=0, max=1, help="Units gathered ahead.")] = 1,
-    algorithm: Annotated[str, typer.Option(help="auto, star, ring, direct, doubling.")] = "auto",
+    algorithm: Annotated[str, typer.Option(help="auto, or one such as direct.")] = "auto",
     out: Annotated[Path, typer.Option(help="Where the loss curve goes.")] = Path("runs/train_gpt"),
 ) -> None:
     """Train a small GPT, fully sharded over the ranks."""

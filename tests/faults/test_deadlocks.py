@@ -14,7 +14,7 @@ from support.spmd import meet, run
 import fsdpcore as fc
 
 # Time for every rank to begin a call after a meeting, with all cores busy.
-PATIENCE = 1.5
+PATIENCE = 0.9
 ONES = np.ones(3)
 
 
