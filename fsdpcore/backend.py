@@ -84,6 +84,7 @@ class Backend(ABC):
         ranks: the members' numbers in the whole job, in the order of the group.
         hosts: the number of each member's host; equal for members that share one.
         channel: identifies the group's messages; equal on all members, unlike any other group's.
+        begun: how many collectives this rank has begun.
         group: all of this that tells the group from others, for reports.
 
     A backend may be used from several threads, but the ranks must issue collectives of one group
@@ -102,6 +103,7 @@ class Backend(ABC):
         self._groups_lock = threading.Lock()
         self.issue_lock = threading.Lock()
         self._sequence = 0
+        self.begun = 0
         self._closed = False
         self._executor: OrderedExecutor | None = None
 
@@ -347,7 +349,13 @@ class Backend(ABC):
         return sequence
 
     def issue(
-        self, text: str, task: Callable[[int], Any], *, async_op: bool, nbytes: int = 0
+        self,
+        text: str,
+        task: Callable[[int], Any],
+        *,
+        async_op: bool,
+        nbytes: int = 0,
+        timeout: float | None = None,
     ) -> Any:
         """Run ``task(sequence)`` as this group's next collective, in the order of the calls.
 
@@ -357,6 +365,7 @@ class Backend(ABC):
             async_op: do not wait for it. Where too much is queued already (``work.MAX_QUEUED``
                 operations or ``work.MAX_QUEUED_BYTES``), wait until some of that has run.
             nbytes: memory that the task holds while it is queued, beyond the caller's arrays.
+            timeout: seconds to wait for room in the queue; by default ``backend.timeout``.
 
         Returns:
             What ``task`` returns or, with ``async_op``, a ``Work`` for it.
@@ -370,7 +379,7 @@ class Backend(ABC):
             self._check_open()
             if self._executor is None:
                 self._executor = self.root.new_executor(f"fsdpcore-rank{self.root.rank}")
-            self._executor.make_room(nbytes, self.timeout, text)
+            self._executor.make_room(nbytes, self._limit(timeout), text)
             self._check_open()  # it may have been closed, or have failed, while this one waited
             self._sequence = sequence = self._sequence + 1
             work = self._executor.submit(lambda: task(sequence), text, nbytes)

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -32,8 +33,27 @@ DEFAULT_SIZE = 1000
 _SECONDS_BETWEEN_TIMEOUTS = 1.0
 
 
+@dataclass
+class Record:
+    """What is recorded of a collective, the same for all calls of a kind.
+
+    Attributes:
+        operation: name of the collective.
+        dtype, shape, nbytes: of this rank's array; None, () and 0 where it has none.
+        algorithm: who carries it out, as far as that is known.
+        label: what the call is for.
+    """
+
+    operation: str
+    dtype: np.dtype[Any] | None
+    shape: tuple[int, ...]
+    nbytes: int
+    algorithm: str
+    label: str
+
+
 class Call(Protocol):
-    """What is recorded of a collective; kept by reference, so it must not hold any array."""
+    """What an entry describes: a ``Record`` or a ``Message``; must not lead to any array."""
 
     @property
     def operation(self) -> str:
@@ -112,7 +132,7 @@ class Entry:
     @property
     def carrier(self) -> str:
         """The algorithm, as far as it is known."""
-        return getattr(self, "algorithm", "") or self.call.algorithm
+        return self.algorithm or self.call.algorithm
 
     @property
     def state(self) -> str:
@@ -194,6 +214,8 @@ class Recorder:
         entry.call = call
         entry.end = 0
         entry.failed = ""
+        entry.algorithm = ""
+        backend.begun = sequence
         entry.start = monotonic_ns()
         self._entries.append(entry)
         return entry
@@ -218,6 +240,7 @@ class Recorder:
         entry.sequence = 0
         entry.group = backend.group
         entry.call = message
+        entry.algorithm = ""
         entry.end = 0
         entry.failed = ""
         entry.start = monotonic_ns()
@@ -248,15 +271,11 @@ class Recorder:
 
     def entered(self, channel: int) -> int:
         """The last collective begun on a channel; 0 for none."""
-        return self._entered(self.entries(), channel)
-
-    def _entered(self, entries: list[Entry], channel: int) -> int:
-        for entry in reversed(entries):
-            if entry.group.channel == channel and entry.sequence:
-                return entry.sequence
-        # None of the last operations: what was issued has begun long ago.
         backend = self._groups.get(channel)
-        return 0 if backend is None else backend.issued
+        if backend is not None:
+            return backend.begun
+        last = (e.sequence for e in reversed(self.entries()) if e.group.channel == channel)
+        return next((sequence for sequence in last if sequence), 0)
 
     def status(self, channel: int) -> Status:
         """Say what this rank is doing, and how far it is on one channel."""
@@ -274,7 +293,7 @@ class Recorder:
             ago = (now - last.end) * 1e-9
             text = f"finished {last.words()} {ago:.1f} s ago, busy elsewhere since"
         known = any(entry.group.channel == channel for entry in entries)
-        entered = self._entered(entries, channel)
+        entered = self.entered(channel)
         return Status(text, entered, known or channel in self._groups, tuple(running))
 
     # Writing.
@@ -333,7 +352,7 @@ class Recorder:
                     "ranks": list(group.ranks),
                     "position": group.position,
                     "name": group.name,
-                    "entered": self._entered(entries, group.channel),
+                    "entered": self.entered(group.channel),
                     "issued": issued.get(group.channel),
                 }
                 for group in sorted(groups)

@@ -329,7 +329,7 @@ def _exchange_identities(comm: MPI.Intracomm, deadline: Deadline) -> list[str]:
     if not poll_until(request, max(deadline.remaining(), 1.0)):
         PROCESS.doom(1)
         raise RendezvousError(f"rank {comm.rank}: not all ranks have said on which host they run")
-    return [bytes(row).rstrip(b"\0").decode() for row in every]
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in every]
 
 
 _SENT = Pending()

@@ -5,7 +5,8 @@ the array first, then the backend, and share these keywords:
 
 - ``out``: array to write the result to; it may be the input. Without it a new array is returned.
 - ``algorithm``: "auto" (by size and number of ranks), or one that ``algorithms.ALGORITHMS`` lists.
-- ``timeout``: seconds for the whole operation; by default ``backend.timeout``.
+- ``timeout``: seconds for the whole operation, from when its turn comes after those that this
+  group was given before; by default ``backend.timeout``.
 - ``async_op``: return a ``Work`` at once; until its ``wait()``, the input must not change and the
   output must not be read.
 - ``label``: what the call is for; compared between the ranks and named in errors.

@@ -19,6 +19,7 @@ from fsdpcore.collectives.link import Link
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.select import Choice, choose
 from fsdpcore.errors import ArgumentError
+from fsdpcore.recorder import Record
 from fsdpcore.reduce_ops import Reduction
 from fsdpcore.work import Deadline
 
@@ -42,7 +43,8 @@ class Call:
 
     Attributes:
         fingerprint: what the ranks must agree on.
-        operation, dtype, shape, root, label, digest, rows, ragged: of the fingerprint.
+        operation, dtype, shape, root, digest, rows, ragged: of the fingerprint.
+        record: what the flight recorder keeps.
         collective: the one whose algorithms carry it out; empty for none.
         nbytes: of this rank's array.
         size: the n of the cost formulas; 0 where it follows only from what ranks tell each other.
@@ -70,13 +72,20 @@ class Call:
         self.dtype = fingerprint.dtype
         self.shape = fingerprint.shape
         self.root = fingerprint.root
-        self.label = fingerprint.label
         self.digest = fingerprint.digest
         self.rows = fingerprint.rows
         self.ragged = fingerprint.ragged
         self.collective = collective
         itemsize = self.dtype.itemsize if self.dtype is not None else 0
         self.nbytes = math.prod(self.shape) * itemsize
+        self.record = Record(
+            self.operation,
+            self.dtype,
+            self.shape,
+            self.nbytes,
+            fingerprint.algorithm,
+            fingerprint.label,
+        )
         self.size = size or 0
         self.reduction = reduction
         self.bounds = bounds
@@ -87,11 +96,6 @@ class Call:
         self._backend = weakref.ref(backend)
         if collective:
             self._check_algorithm(backend)
-
-    @property
-    def algorithm(self) -> str:
-        """The name of the algorithm: as asked for, until it is chosen."""
-        return self.choice.name or self.fingerprint.algorithm
 
     def choose(self, size: int) -> Choice:
         """Return the algorithm for ``size`` bytes, as the cost formulas count them."""
@@ -235,6 +239,7 @@ def run(
         lambda sequence: _perform(backend, call, body, limit, sequence, True),
         async_op=async_op,
         nbytes=output.held if output is not None else 0,
+        timeout=limit,
     )
 
 
@@ -243,7 +248,7 @@ def _perform(
 ) -> Any:
     link, recorder = backend.link or Link(backend), backend.root.recorder
     link.begin(call, sequence, limit, background)
-    entry = link.entry = recorder.begin(backend, sequence, call)
+    entry = link.entry = recorder.begin(backend, sequence, call.record)
     try:
         choice = call.choice
         if choice is _UNCHOSEN:
@@ -266,6 +271,7 @@ def _settle(backend: Backend, link: Link, call: Call) -> Choice:
         _first(backend, link)
     if not call.chooses_late:
         call.choice = call.choose(call.size)
+        call.record.algorithm = call.choice.name
         if call.choice.agrees:
             call.lane = lane_for(backend, call)
     return call.choice

@@ -45,7 +45,7 @@ def _lane(backend: Backend, call: Call, read: _Read, fills: bool) -> Lane:
     assert link is not None
     assert link.area is not None
     assert call.dtype is not None
-    area, me, limit = link.area, backend.rank, root.default_timeout
+    area, me, limit, record = link.area, backend.rank, root.default_timeout, call.record
     flags, own, others = area.flags, area.own, area.others
     digest, rows, dtype, shape = call.digest, call.rows, call.dtype, call.out_shape
     rooms_of = area.arrays(dtype, int(np.prod(call.shape)))
@@ -58,11 +58,13 @@ def _lane(backend: Backend, call: Call, read: _Read, fills: bool) -> Lane:
             type(out) is ndarray and out.shape == shape and out.dtype is dtype and out.flags.carray
         ):
             return None
-        with lock:
+        if not lock.acquire(blocking=False):
+            return None
+        try:
             sequence = backend.turn()
             if not sequence:
                 return None
-            entry = recorder.begin(backend, sequence, call)
+            entry = link.entry = recorder.begin(backend, sequence, record)
             try:
                 area.step = step = area.step + 1
                 parity = step & 1
@@ -72,10 +74,12 @@ def _lane(backend: Backend, call: Call, read: _Read, fills: bool) -> Lane:
                 flags[mine + 1] = digest
                 flags[mine + 2] = rows
                 flags[mine] = step
-                fits = True
+                fits, begun = True, False
                 for at in others[parity]:
                     if flags[at] != step:
-                        link.begin(call, sequence, limit, False)
+                        if not begun:  # once: the deadline is for all of them
+                            link.begin(call, sequence, limit, False)
+                            begun = True
                         area.wait(at, step, link)
                     if flags[at + 1] != digest:
                         fits = False
@@ -88,6 +92,8 @@ def _lane(backend: Backend, call: Call, read: _Read, fills: bool) -> Lane:
                 link.broke(entry, error)
                 raise
             entry.end = monotonic_ns()
+        finally:
+            lock.release()
         return out
 
     return go

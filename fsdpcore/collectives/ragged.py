@@ -79,6 +79,7 @@ def gather_v(
         ignored).
     """
     source = operand(array, backend)
+    root = check_rank(root, backend.world_size, "gather_v: root")
     call = remembered(backend, _gather_v, "gather", source.dtype, source.shape, root, algorithm, "")
     if backend.rank == call.root:
         _check_rows_out(out, source)
@@ -106,8 +107,6 @@ def _gather_v(
     label: str,
 ) -> Call:
     _check_rows(shape, f"{collective}_v")
-    if collective == "gather":
-        root = check_rank(root, backend.world_size, "gather_v: root")
     return call_for(
         backend,
         f"{collective}_v",
@@ -153,6 +152,7 @@ def scatter_v(
         Array of shape ``(counts[rank], *array.shape[1:])``.
     """
     check_backend(backend)
+    root = check_rank(root, backend.world_size, "scatter_v: root")
     call = remembered(backend, _scatter_v, root, algorithm)
     source, sizes = None, [0] * backend.world_size
     if backend.rank == call.root:
@@ -174,7 +174,6 @@ def scatter_v(
 
 
 def _scatter_v(backend: Backend, root: int, algorithm: str) -> Call:
-    root = check_rank(root, backend.world_size, "scatter_v: root")
     return call_for(backend, "scatter_v", "scatter", root=root, algorithm=algorithm)
 
 

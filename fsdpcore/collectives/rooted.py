@@ -45,6 +45,7 @@ def broadcast(
         Array of that shape. The input itself changes only where it is passed as ``out`` too.
     """
     source = operand(array, backend)
+    root = check_rank(root, backend.world_size, "broadcast: root")
     call = remembered(backend, _broadcast, source.dtype, source.shape, root, algorithm)
     if call.lane is not None and timeout is None and not async_op:
         result = call.lane(source, out)
@@ -68,7 +69,6 @@ def _broadcast(
     root: int,
     algorithm: str,
 ) -> Call:
-    root = check_rank(root, backend.world_size, "broadcast: root")
     return call_for(
         backend,
         "broadcast",
@@ -99,6 +99,7 @@ def reduce(
         Array of the input's shape on the root, None on the others (whose ``out`` is ignored).
     """
     source = operand(array, backend)
+    root = check_rank(root, backend.world_size, "reduce: root")
     call = remembered(backend, _reduce, source.dtype, source.shape, root, op, algorithm)
     output = Output(out, source.shape, source.dtype) if backend.rank == call.root else None
 
@@ -120,7 +121,6 @@ def _reduce(
     op: ReduceOp | str,
     algorithm: str,
 ) -> Call:
-    root = check_rank(root, backend.world_size, "reduce: root")
     return call_for(
         backend,
         "reduce",
@@ -192,6 +192,7 @@ def scatter(
         Array of shape ``(rows of this rank, *array.shape[1:])``.
     """
     check_backend(backend)
+    root = check_rank(root, backend.world_size, "scatter: root")
     call = remembered(backend, _scatter, root, algorithm)
     source = None
     if backend.rank == call.root:
@@ -209,7 +210,6 @@ def scatter(
 
 
 def _scatter(backend: Backend, root: int, algorithm: str) -> Call:
-    root = check_rank(root, backend.world_size, "scatter: root")
     return call_for(backend, "scatter", "scatter", size=None, root=root, algorithm=algorithm)
 
 

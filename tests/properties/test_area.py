@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,7 +15,7 @@ from support import oracle
 from support.arrays import arrays_of, check_same
 from support.bodies import asynchronous, layouts, movement, reductions
 from support.sharing import ReluctantSim, SharingSim
-from support.spmd import run_on
+from support.spmd import meet, run_on
 
 import fsdpcore as fc
 from fsdpcore.collectives import area, shared
@@ -50,7 +54,7 @@ def _auto(backend: fc.Backend, body: Any) -> None:
     assert _shares(backend) == (backend.world_size > 1)
     body(backend)
     if backend.world_size > 1:
-        names = {call.algorithm for call in backend.calls.values() if call.collective}
+        names = {call.record.algorithm for call in backend.calls.values() if call.collective}
         assert shared.NAME in names
 
 
@@ -193,3 +197,53 @@ def _absent(backend: fc.Backend) -> None:
 
 gone = threading.Event()
 waiting = {0, 2}
+
+
+def test_one_deadline_counts_for_all_ranks_that_are_late() -> None:
+    """The second call of a kind takes the express lane, where there is one."""
+    run_on(SharingSim, _late, world_size=3, op_timeout=1.0)
+
+
+def _late(backend: fc.Backend) -> None:
+    array = np.zeros(2)
+    fc.all_reduce(array, backend)
+    assert {call.lane is not None for call in backend.calls.values() if call.collective} == {True}
+    time.sleep(0.7 * backend.rank)  # rank 2 comes too late for rank 0, though soon after rank 1
+    if backend.rank == 0:
+        with pytest.raises(fc.CommTimeoutError, match="rank 2 is missing"):
+            fc.all_reduce(array, backend)
+    else:
+        with contextlib.suppress(fc.PeerFailedError):
+            fc.all_reduce(array, backend)
+    meet()
+
+
+def test_groups_that_are_dropped_are_forgotten_with_their_memory() -> None:
+    run_on(SharingSim, _drop_groups, world_size=2)
+
+
+def _drop_groups(backend: fc.Backend) -> None:
+    groups = []
+    for _ in range(5):
+        group = backend.sub([0, 1])
+        fc.all_reduce(np.zeros(2), group)
+        fc.all_reduce(np.zeros(2), group)
+        assert group.link is not None
+        groups.append(weakref.ref(group.link.area))
+    del group
+    backend.barrier()
+    gc.collect()
+    assert [group() for group in groups] == [None] * 5
+
+
+def test_a_wrong_root_is_refused_whatever_was_called_before() -> None:
+    run_on(SharingSim, _wrong_root, world_size=2)
+
+
+def _wrong_root(backend: fc.Backend) -> None:
+    for root in (1.0, 1, 1.0):
+        if isinstance(root, int):
+            fc.broadcast(np.zeros(2), backend, root=root)
+        else:
+            with pytest.raises(fc.ArgumentError, match="a rank is an integer"):
+                fc.broadcast(np.zeros(2), backend, root=root)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ class Backend:
     """What the recorder uses of a group, and of a whole job."""
 
     def __init__(self, channel=0, ranks=(0, 1), position=0, name="", rank=1):
-        self.channel, self.ranks, self.issued = channel, ranks, 0
+        self.channel, self.ranks, self.issued, self.begun = channel, ranks, 0, 0
         self.group = Group(channel, ranks, position, name)
         self.rank, self.world_size, self.failure = rank, 4, None
         self.capabilities = fc.Capabilities("fake", 1, 1, 1)
@@ -206,7 +206,7 @@ def test_entered_is_known_for_a_group_in_use_whose_operations_are_forgotten(reco
     group = Backend(8)
     recorder.add_group(group)
     finished(recorder, group, 41)
-    group.issued = 41
+    group.begun = 41
     for number in range(1, 30):
         finished(recorder, world, number)
     assert recorder.entered(8) == 41
