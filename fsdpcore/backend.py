@@ -32,6 +32,7 @@ from fsdpcore.errors import (
     ClosedError,
     CommunicationError,
     UnsupportedError,
+    in_words,
 )
 from fsdpcore.members import channel_of, check_int64, check_members, check_tag
 from fsdpcore.members import check_rank as check_rank
@@ -291,6 +292,7 @@ class Backend(ABC):
             ArgumentError: a number twice, out of range, or this rank not among them.
         """
         members = check_members(ranks, self.world_size)
+        self._check_open()
         if self.rank not in members:
             raise ArgumentError(
                 f"sub(): rank {self.rank} is not in {list(members)}; only members make a group"
@@ -424,10 +426,7 @@ class Backend(ABC):
     ) -> None:
         # sys.exit() without a code is a way to end well.
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            try:
-                self.abort(f"{type(error).__name__}: {error}")
-            except Exception:  # an exception that cannot say what it is must not keep peers waiting
-                self.abort(type(error).__name__)
+            self.abort(in_words(error))
         self.close()
 
     def __repr__(self) -> str:

@@ -96,3 +96,18 @@ class RankFailedError(FsdpcoreError, RuntimeError):
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank  # with a default, so that the error can be copied and pickled
+
+
+def in_words(error: BaseException) -> str:
+    """Return type and text of an error; never raises, whatever the error's own methods do."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return type and text of an error in short: the first line, and what that announces."""
+    first, *more = [line.strip() for line in in_words(error).strip().split("\n")]
+    return f"{first} {more[0]}" if first.endswith(":") and more else first

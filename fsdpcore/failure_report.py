@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import NamedTuple
 
-from fsdpcore.errors import PeerFailedError, RankFailedError
+from fsdpcore.errors import PeerFailedError, RankFailedError, in_one_line
 
 VARIABLE = "FSDPCORE_REPORT_FD"
 
@@ -73,18 +73,12 @@ def report(rank: int, error: BaseException, environ: Mapping[str, str]) -> None:
     descriptor, _, inode = environ.get(VARIABLE, "").partition(":")
     if not descriptor.isdecimal():
         return
-    line = json.dumps(Report(rank, describe(error)[:_MAX_ERROR], is_consequence(error)))
+    line = json.dumps(Report(rank, in_one_line(error)[:_MAX_ERROR], is_consequence(error)))
     with contextlib.suppress(OSError):
         # A process that a rank has started has the variable, but not the pipe.
         status = os.fstat(int(descriptor))
         if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
             os.write(int(descriptor), line.encode() + b"\n")
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line."""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def is_consequence(error: BaseException) -> bool:

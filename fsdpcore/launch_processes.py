@@ -16,8 +16,7 @@ from typing import Any
 from fsdpcore import supervise
 from fsdpcore.config import Config
 from fsdpcore.environment import Place
-from fsdpcore.errors import ArgumentError, RankFailedError
-from fsdpcore.failure_report import describe
+from fsdpcore.errors import ArgumentError, RankFailedError, in_one_line
 from fsdpcore.rank_process import Job, Outcome, command, main_module
 from fsdpcore.rendezvous import listen
 
@@ -148,7 +147,7 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> byt
     except Exception as error:
         raise ArgumentError(
             "ranks that are processes import the function and unpickle its arguments and options; "
-            f"pass a function at the top of a module and picklable arguments ({describe(error)})"
+            f"pass a function at the top of a module and picklable arguments ({in_one_line(error)})"
         ) from error
 
 
@@ -158,7 +157,7 @@ def _result(rank: _Rank) -> Any:
         return pickle.loads(rank.outcome.result)  # noqa: S301 (from our own child)
     except Exception as error:
         raise RankFailedError(
-            f"the result of rank {rank.rank} cannot be unpickled ({describe(error)})", rank.rank
+            f"the result of rank {rank.rank} cannot be unpickled ({in_one_line(error)})", rank.rank
         ) from error
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdpcore.config import Config
-from fsdpcore.errors import RankFailedError
+from fsdpcore.errors import RankFailedError, in_words
 from fsdpcore.failure_report import is_consequence
 from fsdpcore.rank import run_rank
 from fsdpcore.supervise import SLICE_SECONDS
@@ -117,7 +117,8 @@ def _failure(ranks: list[_Rank], first: _Rank, stuck: list[int]) -> RankFailedEr
     """The error to raise: about the rank that failed by itself, not one that it took along."""
     culprit = next((rank for rank in (first, *ranks) if _failed_by_itself(rank)), first)
     error = culprit.error
-    message = f"rank {culprit.backend.rank} failed: {type(error).__name__}: {error}"
+    assert error is not None
+    message = f"rank {culprit.backend.rank} failed: {in_words(error)}"
     if stuck:
         message += f" (the threads of ranks {stuck} are busy outside of Python and did not stop)"
     failure = RankFailedError(message, culprit.backend.rank)

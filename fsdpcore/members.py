@@ -24,6 +24,8 @@ def check_rank(value: object, world_size: int, what: str) -> int:
         rank = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ArgumentError(f"{what}: a rank is an integer, got {value!r}") from None
+    if isinstance(value, bool):
+        raise ArgumentError(f"{what}: a rank is an integer, got the flag {value}")
     if not 0 <= rank < world_size:
         raise ArgumentError(f"{what}: rank {rank} is not in 0..{world_size - 1}")
     return rank

@@ -13,8 +13,8 @@ from fsdpcore.backend import Backend
 from fsdpcore.blas import blas_limit
 from fsdpcore.config import Config
 from fsdpcore.environment import Place
-from fsdpcore.errors import ConfigError, RendezvousError
-from fsdpcore.failure_report import describe, is_consequence, report
+from fsdpcore.errors import ConfigError, RendezvousError, in_one_line
+from fsdpcore.failure_report import is_consequence, report
 
 _inside_rank: ContextVar[bool] = ContextVar("inside_rank", default=False)
 
@@ -87,7 +87,7 @@ class ExceptHook:
     ) -> None:
         report(self._rank, error, self._environ)
         if self._backend is not None:
-            self._backend.abort(describe(error))
+            self._backend.abort(in_one_line(error))
         self._print(kind, error, trace)
         if self._backend is not None:
             self._backend.close()

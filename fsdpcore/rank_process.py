@@ -17,8 +17,8 @@ from typing import Any
 
 from fsdpcore.config import Config
 from fsdpcore.environment import Place
-from fsdpcore.errors import ArgumentError, StateError
-from fsdpcore.failure_report import describe, is_consequence
+from fsdpcore.errors import ArgumentError, StateError, in_one_line, in_words
+from fsdpcore.failure_report import is_consequence
 from fsdpcore.rank import become
 from fsdpcore.supervise import admit_interrupts
 
@@ -77,14 +77,14 @@ def _run(place: Place, job: Job) -> Outcome:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return Outcome(pickle.dumps(None))
         return Outcome(
-            error=f"{type(error).__name__}: {error}",
+            error=in_words(error),
             traceback=traceback.format_exc(),
             consequence=is_consequence(error),
         )
     try:
         return Outcome(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
     except Exception as error:
-        reason = f"its result cannot be pickled for the parent process ({describe(error)})"
+        reason = f"its result cannot be pickled for the parent process ({in_one_line(error)})"
         return Outcome(error=reason, traceback=traceback.format_exc())
 
 
@@ -96,7 +96,7 @@ def _load(job: Job) -> tuple[Callable[..., Any], Sequence[Any], Config]:
     except Exception as error:
         raise ArgumentError(
             f"the function or its arguments cannot be unpickled in a rank's process "
-            f"({describe(error)}); they must come from the top of a module that the process can "
+            f"({in_one_line(error)}); they must come from the top of a module that the process can "
             "import"
         ) from error
     return fn, args, config

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fsdpcore.errors import ArgumentError, CommTimeoutError
+from fsdpcore.errors import ArgumentError, CommTimeoutError, in_words
 from fsdpcore.status import MAX_WAITS, Group, Status, Wait
 from fsdpcore.trace_file import FORMAT, VERSION, file_name, write_json
 
@@ -228,7 +228,7 @@ class Recorder:
         """Note that an operation has failed. Only the first end of an operation counts."""
         if entry.end == 0:
             # Not the error itself: the frames of its traceback hold arrays.
-            entry.error = f"{type(error).__name__}: {error}"
+            entry.error = in_words(error)
             entry.failed = "timed out" if isinstance(error, CommTimeoutError) else "failed"
             entry.end = monotonic_ns()
 

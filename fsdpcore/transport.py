@@ -8,6 +8,7 @@ operations, deadlines and error reports come from the base classes.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from abc import abstractmethod
@@ -31,6 +32,22 @@ if TYPE_CHECKING:
 # How long a rank that gives up waits for the others to say what they are doing.
 QUERY_SECONDS = 0.5
 _MAX_TAGS = 8
+
+
+_alive: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """In a forked process, keep what was forked with it from talking in the rank's name."""
+    for transport in list(_alive):
+        transport.forked = True
+        transport._failure = ClosedError(
+            f"this process was forked from rank {transport.rank}, and is not that rank"
+        )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown)
 
 
 class MemorySharing(Protocol):
@@ -92,6 +109,9 @@ class Transport(Backend):
         self.recorder = Recorder(self)
         self.recorder.add_group(self)
         self._failure: CommunicationError | None = None
+        # In a process forked from this rank: connections and memory belong to the rank.
+        self.forked = False
+        _alive.add(self)
         self._peers_know = False
         self._failure_lock = threading.Lock()
         self._executors: list[OrderedExecutor] = []
@@ -179,6 +199,8 @@ class Transport(Backend):
             tell: let the peers know, whose calls then raise as well; also where this rank was
                 broken before, but by something that they have not heard of, such as a timeout.
         """
+        if self.forked:
+            return
         with self._failure_lock:
             first = self._failure is None
             if first:
@@ -212,6 +234,8 @@ class Transport(Backend):
         self.fail(error, tell=True)
 
     def close(self) -> None:
+        if self.forked:
+            return
         broken = self._failure is not None
         if self._failure is not None:
             self.fail(self._failure, tell=True)  # in case that nobody has heard of it

@@ -20,6 +20,7 @@ from fsdpcore.errors import (
     CommTimeoutError,
     CommunicationError,
     StateError,
+    in_words,
 )
 
 _LOG = logging.getLogger("fsdpcore")
@@ -155,7 +156,7 @@ class Failures:
 
     def note(self, text: str, error: BaseException) -> None:
         """A task has failed."""
-        self._first = self._first or f"{text} failed: {type(error).__name__}: {error}"
+        self._first = self._first or f"{text} failed: {in_words(error)}"
 
     def tell(self) -> None:
         """The failure of a task was raised where somebody waited for it."""

@@ -30,6 +30,7 @@ from fsdpcore.errors import (
     PeerFailedError,
     ProtocolError,
     RendezvousError,
+    in_words,
 )
 from fsdpcore.host import identity, number
 from fsdpcore.status import Status
@@ -181,7 +182,7 @@ class MpiBackend(Transport):
         if isinstance(error, ProtocolError):
             self.fail(error, tell=True)
         elif not isinstance(error, CommunicationError):
-            why = f"rank {self.rank} was interrupted: {type(error).__name__}: {error}"
+            why = f"rank {self.rank} was interrupted: {in_words(error)}"
             self.fail(CommunicationError(why), tell=True)
 
     def _handle(self, frame: Frame) -> None:
@@ -251,6 +252,8 @@ class MpiBackend(Transport):
         super().__exit__(kind, error, traceback)
 
     def close(self) -> None:
+        if self.forked:
+            return
         for executor in self._executors:  # what they still run needs the messages
             executor.close(self.default_timeout if self.failure is None else 1.0)
         with self.lock:

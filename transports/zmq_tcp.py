@@ -31,6 +31,7 @@ from fsdpcore.errors import (
     PeerFailedError,
     ProtocolError,
     RendezvousError,
+    in_words,
 )
 from fsdpcore.host import identity, number
 from fsdpcore.policy import Policy
@@ -131,7 +132,7 @@ class ZmqBackend(Transport):
             if place.world_size > 1:
                 backend._connect(place, meeting_point(place, config), config.rendezvous_timeout)
         except BaseException as error:
-            why = f"rank {place.rank} did not join: {type(error).__name__}: {error}"
+            why = f"rank {place.rank} did not join: {in_words(error)}"
             backend.fail(CommunicationError(why), tell=True)
             backend._release(flush=False)
             raise
@@ -292,7 +293,7 @@ class ZmqBackend(Transport):
     def _interrupted(self, error: BaseException) -> None:
         """Break the backend when Ctrl-C, or a bug, has left a message half handled."""
         if not isinstance(error, CommunicationError):
-            why = f"rank {self.rank} was interrupted: {type(error).__name__}: {error}"
+            why = f"rank {self.rank} was interrupted: {in_words(error)}"
             self.fail(CommunicationError(why), tell=True)
 
     def _handle(self, peer: Peer, frame: Frame) -> None:
@@ -411,6 +412,8 @@ class ZmqBackend(Transport):
                         self._serve(peer)
 
     def close(self) -> None:
+        if self.forked:
+            return
         for executor in self._executors:  # what they still run needs the connections
             executor.close(self.default_timeout if self._failure is None else 1.0)
         with self.lock:

@@ -33,7 +33,7 @@ from fsdpcore.bench.cases import Case
 from fsdpcore.bench.contestants import OURS, Contestant, Ours, Step
 from fsdpcore.bench.peer_gloo import Gloo
 from fsdpcore.bench.peer_mpi import Mpi
-from fsdpcore.errors import ArgumentError
+from fsdpcore.errors import ArgumentError, in_words
 
 
 class Member:
@@ -117,7 +117,7 @@ def serve(rank: int, world_size: int, member: Member, path: str) -> None:
                 try:
                     answer = member.obey(json.loads(line))
                 except Exception as error:
-                    _say(lines, {"error": f"{type(error).__name__}: {error}"})
+                    _say(lines, {"error": in_words(error)})
                     if isinstance(error, ArgumentError):  # on all ranks alike
                         return
                     raise

@@ -89,7 +89,8 @@ def all_reduce(
 
     def body(link: Link) -> Array:
         if call.choice.into is not None:  # it needs no copy of the input
-            call.choice.into(link, source.reshape(-1), output.flat, reduction)
+            flat = output.separate(source.reshape(-1), 0, source.size, output.flat)
+            call.choice.into(link, flat, output.flat, reduction)
         else:
             output.load(array, source)
             call.choice.function(link, output.flat, reduction)

@@ -143,6 +143,8 @@ def call_for(
     """
     if dtype is not None:
         dtype_code(dtype)
+    if not isinstance(label, str):
+        raise ArgumentError(f"{operation}: a label is a string, got {label!r}")
     fingerprint = Fingerprint(
         operation,
         dtype,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fsdpcore.backend import Backend, Envelope
 from fsdpcore.buffers import Array, byte_view
 from fsdpcore.collectives.fingerprint import disagreement, exchange
-from fsdpcore.errors import CommTimeoutError, CommunicationError
+from fsdpcore.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.work import Pending
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Link:
             # After a timeout the others are left time to report their own view of it.
             root.fail(error, tell=not isinstance(error, CommTimeoutError))
         else:
-            why = f"{self.name} was left on rank {root.rank}: {type(error).__name__}: {error}"
+            why = f"{self.name} was left on rank {root.rank}: {in_words(error)}"
             root.fail(CommunicationError(why), tell=True)
 
     def release(self) -> None:

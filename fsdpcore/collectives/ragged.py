@@ -7,7 +7,7 @@ rows at all. Keywords and errors are those of ``api.py``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -297,6 +297,8 @@ def _check_counts(
     counts: Sequence[int], backend: Backend, total: int | None, what: str
 ) -> list[int]:
     try:
+        if isinstance(counts, (Mapping, Set)) or any(isinstance(c, bool) for c in counts):
+            raise TypeError
         sizes = [operator.index(count) for count in counts]
     except TypeError:
         raise ArgumentError(f"{what} must be integers, one per rank, got {counts!r}") from None

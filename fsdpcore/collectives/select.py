@@ -74,7 +74,7 @@ def choose(
             or _measured(collective, nbytes, backend, usable)
             or cheapest(collective, nbytes, backend, dtype, op)
         )
-    elif algorithm not in known:
+    elif not isinstance(algorithm, str) or algorithm not in known:
         raise unknown(collective, algorithm, [*known])
     elif not known[algorithm].supports(dtype, op):
         what = f"{op} of {dtype}" if op else f"{dtype}"

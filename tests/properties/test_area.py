@@ -247,3 +247,18 @@ def _wrong_root(backend: fc.Backend) -> None:
         else:
             with pytest.raises(fc.ArgumentError, match="a rank is an integer"):
                 fc.broadcast(np.zeros(2), backend, root=root)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shift", [1, -1, 50_000])
+def test_out_that_overlaps_the_input_in_part(shift: int) -> None:
+    run_on(SharingSim, _overlap, world_size=2, args=(shift,))
+
+
+def _overlap(backend: fc.Backend, shift: int) -> None:
+    size = 3 * area.ROOM // 8
+    buffer = np.arange(size + abs(shift), dtype=np.float64)
+    source, out = buffer[:size], buffer[abs(shift) :]
+    if shift < 0:
+        source, out = out, source
+    expected = 2 * source
+    check_same(fc.all_reduce(source, backend, out=out), expected, "all_reduce")

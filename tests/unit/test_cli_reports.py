@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from fsdpcore.errors import PeerFailedError, RankFailedError
-from fsdpcore.failure_report import VARIABLE, Report, Reports, describe, is_consequence, report
+from fsdpcore.errors import PeerFailedError, RankFailedError, in_one_line
+from fsdpcore.failure_report import VARIABLE, Report, Reports, is_consequence, report
 
 
 def test_the_last_report_of_each_rank_arrives_in_order():
@@ -74,5 +74,8 @@ def test_consequences():
 
 
 def test_descriptions_are_one_line():
-    assert describe(ValueError("first\nsecond")) == "ValueError: first"
-    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert in_one_line(ValueError("first\nsecond")) == "ValueError: first"
+    assert in_one_line(ValueError("late:\n  rank 2 is missing\n  rank 3 is missing")) == (
+        "ValueError: late: rank 2 is missing"
+    )
+    assert in_one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
