@@ -85,7 +85,9 @@ class Backend(ABC):
         ranks: the members' numbers in the whole job, in the order of the group.
         hosts: the number of each member's host; equal for members that share one.
         channel: identifies the group's messages; equal on all members, unlike any other group's.
-        begun: how many collectives this rank has begun.
+        issued, begun: how many collectives this rank has called, and how many of them have begun.
+        closed: by its user.
+        executor: runs asynchronous collectives; None before the first.
         group: all of this that tells the group from others, for reports.
 
     A backend may be used from several threads, but the ranks must issue collectives of one group
@@ -103,10 +105,10 @@ class Backend(ABC):
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
         self._groups_lock = threading.Lock()
         self.issue_lock = threading.Lock()
-        self._sequence = 0
+        self.issued = 0
         self.begun = 0
-        self._closed = False
-        self._executor: OrderedExecutor | None = None
+        self.closed = False
+        self.executor: OrderedExecutor | None = None
 
     # What collectives keep with a group: see collectives/call.py.
     link: Link | None = None
@@ -120,11 +122,6 @@ class Backend(ABC):
     def own_algorithms(self) -> Mapping[str, Mapping[str, Algorithm]]:
         """What the transport offers for this group's collectives beyond the general algorithms."""
         return self.root.algorithms(self)
-
-    @property
-    def issued(self) -> int:
-        """How many collectives this rank has called, begun or not."""
-        return self._sequence
 
     # What differs between a whole job and a group of it.
 
@@ -343,11 +340,11 @@ class Backend(ABC):
 
         Called, and the collective run, with ``issue_lock`` held.
         """
-        if self._closed or self.root.failure is not None:
+        if self.closed or self.root.failure is not None:
             self._check_open()
-        if self._executor is not None and not self._executor.idle:
+        if self.executor is not None and not self.executor.idle:
             return 0
-        self._sequence = sequence = self._sequence + 1
+        self.issued = sequence = self.issued + 1
         return sequence
 
     def issue(
@@ -379,12 +376,12 @@ class Backend(ABC):
             if not async_op and (sequence := self.turn()):
                 return task(sequence)
             self._check_open()
-            if self._executor is None:
-                self._executor = self.root.new_executor(f"fsdpcore-rank{self.root.rank}")
-            self._executor.make_room(nbytes, self._limit(timeout), text)
+            if self.executor is None:
+                self.executor = self.root.new_executor(f"fsdpcore-rank{self.root.rank}")
+            self.executor.make_room(nbytes, self._limit(timeout), text)
             self._check_open()  # it may have been closed, or have failed, while this one waited
-            self._sequence = sequence = self._sequence + 1
-            work = self._executor.submit(lambda: task(sequence), text, nbytes)
+            self.issued = sequence = self.issued + 1
+            work = self.executor.submit(lambda: task(sequence), text, nbytes)
         return work if async_op else work.wait()
 
     # Memory.
@@ -445,7 +442,7 @@ class SubBackend(Backend):
             [parent.hosts[member] for member in members],
         )
         self._root = parent.root
-        self._closed = False
+        self.closed = False
 
     @property
     def root(self) -> Transport:
@@ -459,9 +456,9 @@ class SubBackend(Backend):
 
     def close(self) -> None:
         """Let the group's asynchronous operations end. The job's backend stays open."""
-        self._closed = True
-        if self._executor is not None:
-            self._root.end_executor(self._executor)
+        self.closed = True
+        if self.executor is not None:
+            self._root.end_executor(self.executor)
         area = self.link.area if self.link is not None else None
         if area is not None and area in self._root.areas:
             self._root.areas.discard(area)
@@ -469,7 +466,7 @@ class SubBackend(Backend):
 
     def _check_open(self) -> None:
         self._root.check_usable()
-        if self._closed:
+        if self.closed:
             raise ClosedError(
                 f"rank {self.rank} has closed this group (ranks {list(self.ranks)}); "
                 "make a new one with sub()"

@@ -113,6 +113,13 @@ class Area:
         """All ranks' rooms of the step that ``sync`` has entered; to read."""
         return self.arrays(dtype, count)[self.step & 1]
 
+    def parts(self, dtype: np.dtype[Any], count: int, low: int, high: int) -> Rooms:
+        """The same elements of all ranks' rooms, of even and of odd steps; not kept here."""
+        rooms = self.arrays(dtype, count)
+        made = Rooms([array[low:high] for array in arrays] for arrays in rooms)
+        self._made[id(made)] = made
+        return made
+
     def sync(self, link: Link) -> None:
         """Enter the next step, and wait until all ranks have.
 

@@ -8,6 +8,7 @@ leaves everything out of the ordinary to them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -36,19 +37,19 @@ def lane_for(backend: Backend, call: Call) -> Lane | None:
 
 
 def _lane(backend: Backend, call: Call, read: _Read, fills: bool) -> Lane:
-    root, link, recorder, lock = (
-        backend.root,
-        backend.link,
-        backend.root.recorder,
-        backend.issue_lock,
-    )
+    root, link = backend.root, backend.link
     assert link is not None
     assert link.area is not None
     assert call.dtype is not None
+    acquire, release = backend.issue_lock.acquire, backend.issue_lock.release
+    begin = root.recorder.begin
     area, me, limit, record = link.area, backend.rank, root.default_timeout, call.record
     flags, own, others = area.flags, area.own, area.others
-    digest, rows, dtype, shape = call.digest, call.rows, call.dtype, call.out_shape
-    rooms_of = area.arrays(dtype, int(np.prod(call.shape)))
+    digest, dtype, shape = call.digest, call.dtype, call.out_shape
+    count = math.prod(call.shape)
+    rooms_of = read_of = area.arrays(dtype, count)
+    if call.operation == "reduce_scatter":  # every rank reads its own part only
+        read_of = area.parts(dtype, count, call.bounds[me], call.bounds[me + 1])
     empty, ndarray = np.empty, np.ndarray
 
     def go(source: Array, out: Array | None) -> Array | None:
@@ -58,21 +59,22 @@ def _lane(backend: Backend, call: Call, read: _Read, fills: bool) -> Lane:
             type(out) is ndarray and out.shape == shape and out.dtype is dtype and out.flags.carray
         ):
             return None
-        if not lock.acquire(blocking=False):
+        if not acquire(False):
             return None
         try:
-            sequence = backend.turn()
-            if not sequence:
+            executor = backend.executor
+            busy = executor is not None and not executor.idle
+            if busy or backend.closed or root.failure is not None:
                 return None
-            entry = link.entry = recorder.begin(backend, sequence, record)
+            backend.issued = sequence = backend.issued + 1
+            entry = begin(backend, sequence, record)
             try:
                 area.step = step = area.step + 1
                 parity = step & 1
-                rooms, mine = rooms_of[parity], own[parity]
+                mine = own[parity]
                 if fills:
-                    rooms[me][...] = source if source.ndim == 1 else source.reshape(-1)
+                    rooms_of[parity][me][...] = source if source.ndim == 1 else source.reshape(-1)
                 flags[mine + 1] = digest
-                flags[mine + 2] = rows
                 flags[mine] = step
                 fits, begun = True, False
                 for at in others[parity]:
@@ -86,36 +88,25 @@ def _lane(backend: Backend, call: Call, read: _Read, fills: bool) -> Lane:
                 if not fits:
                     link.begin(call, sequence, limit, False)
                     link.disagree()
-                read(rooms, source, out)
+                read(read_of[parity], source, out)
             except BaseException as error:
                 link.begin(call, sequence, limit, False)
                 link.broke(entry, error)
                 raise
             entry.end = monotonic_ns()
         finally:
-            lock.release()
+            release()
         return out
 
     return go
 
 
-def _all_reduce(backend: Backend, call: Call) -> _Read:
+def _reduces(backend: Backend, call: Call) -> _Read:
     assert call.reduction is not None
     reduce = call.reduction.reduce
 
     def read(rooms: list[Array], source: Array, out: Array) -> None:
         reduce(rooms, out if out.ndim == 1 else out.reshape(-1))
-
-    return read
-
-
-def _reduce_scatter(backend: Backend, call: Call) -> _Read:
-    assert call.reduction is not None
-    reduce, me = call.reduction.reduce, backend.rank
-    place = slice(call.bounds[me], call.bounds[me + 1])
-
-    def read(rooms: list[Array], source: Array, out: Array) -> None:
-        reduce([room[place] for room in rooms], out if out.ndim == 1 else out.reshape(-1))
 
     return read
 
@@ -145,7 +136,7 @@ def _broadcast(backend: Backend, call: Call) -> _Read:
 
 _READERS: dict[str, Callable[[Backend, Call], _Read]] = {
     "all_gather": _all_gather,
-    "all_reduce": _all_reduce,
+    "all_reduce": _reduces,
     "broadcast": _broadcast,
-    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter": _reduces,
 }
