@@ -137,9 +137,10 @@ def meeting_point(place: Place, config: Config) -> tuple[str, int]:
         return split_address(place.rendezvous)
     if config.port:
         return config.host, config.port
+    hint = '; or install mpi4py (pip install "fsdpcore[mpi]"), and use mpi' if place.mpi else ""
     raise ConfigError(
-        f"{place.launcher} does not say where the ranks can meet: name an address that rank 0's "
-        "host has, as in --transport zmq://HOST:PORT"
+        f"{place.launcher} does not say where the ranks can meet over ZeroMQ: name an address that "
+        f"the host of rank 0 has, as in --transport zmq://HOST:PORT{hint}"
     )
 
 
