@@ -289,7 +289,8 @@ class Backend(ABC):
             ArgumentError: a number twice, out of range, or this rank not among them.
         """
         members = check_members(ranks, self.world_size)
-        self._check_open()
+        if self.closed or isinstance(self.root.failure, ClosedError):
+            self._check_open()
         if self.rank not in members:
             raise ArgumentError(
                 f"sub(): rank {self.rank} is not in {list(members)}; only members make a group"
