@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hmac
 import itertools
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -445,7 +446,11 @@ class ZmqBackend(Transport):
         self.watch.stop()
         for peer in self._peers.values():
             peer.close()
-        self._context.destroy(linger=0)
+        # Very rarely libzmq never comes back from this, though all sockets are closed: seen after
+        # failures, on a loaded machine. What is left then are its own idle threads.
+        ending = threading.Thread(target=self._context.destroy, args=(0,), daemon=True)
+        ending.start()
+        ending.join(_CLOSING_SECONDS if flush else _FAILED_SECONDS)
 
     # What are the others doing?
 
