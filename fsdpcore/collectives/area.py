@@ -79,7 +79,6 @@ class Area:
         self._memory, self._mapping = memory, memory.obj
         self.flags = memory[:flags].cast("Q")
         self._rooms = np.frombuffer(memory, np.uint8, 2 * size * ROOM, flags).reshape(2, size, ROOM)
-        self._rank = rank
         self._size = size
         at = [[(step * size + r) * _FLAG // 8 for r in range(size)] for step in (0, 1)]
         self.own = [ranks[rank] for ranks in at]
@@ -143,7 +142,10 @@ class Area:
             link.disagree()
 
     def rows(self) -> list[int]:
-        """What every rank has entered the step with as its rows."""
+        """What every rank has entered the step with as its rows, through ``sync``.
+
+        Express lanes leave the rows out: no call that takes one asks for them.
+        """
         return [self.flags[at + 2] for at in self._all[self.step & 1]]
 
     def wait(self, at: int, step: int, link: Link) -> None:
@@ -162,12 +164,13 @@ class Area:
                     return
                 os.sched_yield()
             link.check()
-            gone = link.departed(at * 8 // _FLAG % self._size)
+            rank = at * 8 // _FLAG % self._size
+            gone = link.departed(rank)
             if flags[at] == step:  # looked at last: a rank may leave once it has set its flag
                 return
             if gone:
-                rank = link.global_rank(at * 8 // _FLAG % self._size)
-                raise PeerFailedError(f"rank {rank} has left the job", rank)
+                left = link.global_rank(rank)
+                raise PeerFailedError(f"rank {left} has left the job", left)
             yields = max(0, yields - _LOOKS_BETWEEN_CHECKS)
             if not yields:
                 time.sleep(pause)

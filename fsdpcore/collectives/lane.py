@@ -2,8 +2,8 @@
 
 Moving a few bytes between two cores takes half a microsecond, less than it takes Python to look
 up where they go. So once a kind of call has been settled, all that does not change from call to
-call is bound here in one closure. It does what ``call.run`` and ``shared`` do, step for step, and
-leaves everything out of the ordinary to them.
+call is bound here in one closure. It does what ``call.run``, ``Area.sync`` and ``shared`` do, step
+for step, and leaves everything out of the ordinary to them: who changes one of these changes it.
 """
 
 from __future__ import annotations
