@@ -248,8 +248,9 @@ class Transport(Backend):
             self._peers_know = True  # that this rank has left, through _release
         self.fail(ClosedError(f"the backend of rank {self.rank} was closed"))
         self._release(flush=not broken)
-        while self.areas:
-            self.areas.pop().close()
+        for area in list(self.areas):  # the collector may take others meanwhile
+            area.close()
+        self.areas.clear()
 
     # Services for groups.
 
