@@ -8,9 +8,10 @@ and ``post_recv``.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -31,7 +32,6 @@ from fsdpcore.errors import (
     ArgumentError,
     ClosedError,
     CommunicationError,
-    UnsupportedError,
     in_words,
 )
 from fsdpcore.members import channel_of, check_int64, check_members, check_tag
@@ -109,6 +109,7 @@ class Backend(ABC):
         self.begun = 0
         self.closed = False
         self.executor: OrderedExecutor | None = None
+        self._host_group: Backend | None = None
 
     # What collectives keep with a group: see collectives/call.py.
     link: Link | None = None
@@ -154,7 +155,7 @@ class Backend(ABC):
     @property
     def capabilities(self) -> Capabilities:
         """What this transport can do."""
-        return self.root.transport_capabilities
+        return self.root.capabilities
 
     @property
     def timeout(self) -> float:
@@ -305,6 +306,22 @@ class Backend(ABC):
         self.root.recorder.add_group(made)
         return made
 
+    def host_group(self) -> Backend:
+        """Return the group of those members that are on this rank's host; the same every time.
+
+        No communication; this group itself where all are on one host.
+        """
+        with self._groups_lock:
+            found = self._host_group
+        if found is None:
+            here = self.hosts[self.rank]
+            members = [rank for rank, host in enumerate(self.hosts) if host == here]
+            alone = len(members) == self.world_size
+            found = self if alone else self.sub(members, name="host")
+            with self._groups_lock:
+                found = self._host_group = self._host_group or found
+        return found
+
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None
     ) -> SubBackend | None:
@@ -388,20 +405,34 @@ class Backend(ABC):
     # Memory.
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
-        """Return an uninitialised array in the memory that this transport moves fastest."""
+        """Return an uninitialised array in the memory that this transport moves fastest.
+
+        Where ranks of one host share memory, that is memory which the others read in place:
+        collectives on such arrays copy less. It is used again when the last array on it has gone,
+        and given back when the backend is closed; arrays stay usable after that.
+        """
         dtype_code(dtype)
-        return np.empty(shape, dtype)
+        sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        sharing = self.root.memory
+        if sharing is None or self.root.world_size == 1 or any(size < 0 for size in sizes):
+            return np.empty(sizes, dtype)
+        made = sharing.empty(math.prod(sizes) * np.dtype(dtype).itemsize)
+        return np.empty(sizes, dtype) if made is None else made.view(dtype).reshape(sizes)
 
     def shared_window(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
-        """Return one array that all co-located ranks see.
+        """Return one array of zeros that all ranks of this group on a host see.
+
+        All ranks call it, as a collective. Who writes and who reads when is theirs to agree on, for
+        instance with ``barrier``. The memory lives as long as any rank has an array on it.
 
         Raises:
-            UnsupportedError: ``capabilities.shared_window`` is false.
+            UnsupportedError: the ranks do not share memory; on all ranks. Without a way to it at
+                all, ``capabilities.shared_window`` is false.
+            The errors of a collective.
         """
-        raise UnsupportedError(
-            f"transport {self.capabilities.transport!r} has no shared windows "
-            "(capabilities.shared_window is False); use empty() and a collective"
-        )
+        from fsdpcore.collectives.window import shared_window
+
+        return shared_window(self, shape, dtype)
 
     # Ending.
 

@@ -8,6 +8,8 @@ operations, deadlines and error reports come from the base classes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
 import threading
 import weakref
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fsdpcore import deadlock
 from fsdpcore.backend import Backend, Capabilities
+from fsdpcore.buffers import Array, Bytes
 from fsdpcore.errors import ClosedError, CommunicationError, MismatchError, PeerFailedError
 from fsdpcore.policy import Policy
 from fsdpcore.recorder import Recorder
@@ -50,25 +53,67 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown)
 
 
-class MemorySharing(Protocol):
-    """A way to memory that several ranks see."""
+class Window(Protocol):
+    """Memory that one rank has made for all.
 
-    def offer(self, nbytes: int) -> bytes:
-        """Make ``nbytes`` zeros; return at most 64 bytes that tell ``map`` where they are.
+    Attributes:
+        number: what the others open it by.
+    """
+
+    number: int
+
+    def bytes(self, offset: int, nbytes: int) -> Bytes:
+        """An array on a part of it."""
+
+    def close(self) -> None:
+        """Let no further rank open it."""
+
+
+class MemorySharing(Protocol):
+    """A way to memory that several ranks see. Arrays on it keep it alive.
+
+    Attributes:
+        required: that ranks of one host cannot share memory is an error.
+        available: there is such memory.
+    """
+
+    required: bool
+    available: bool
+
+    def area(self, memory: Bytes, rank: int, size: int) -> Area:
+        """How ``size`` ranks take turns in ``memory``, seen from one of them."""
+
+    def introduce(self) -> bytes:
+        """Return at most 64 bytes by which other ranks find this one's memory.
 
         Raises:
-            OSError: they cannot be had; the reason.
+            OSError: there is no such memory; the reason.
         """
 
-    def map(self, offer: bytes) -> memoryview:
-        """Map what a rank has offered, this one or another.
+    def meet(self, introduction: bytes) -> None:
+        """Make sure that the memory of the rank that introduced itself can be opened.
 
         Raises:
             OSError: it is out of reach; the reason.
         """
 
-    def forget(self, offer: bytes) -> None:
-        """Close what this rank has offered; who has mapped it keeps it."""
+    def segment(self, nbytes: int) -> Window:
+        """Make ``nbytes`` zeros; raises OSError if they cannot be had."""
+
+    def open(self, number: int) -> Bytes:
+        """Map what another rank has made; raises OSError if it is out of reach."""
+
+    def empty(self, nbytes: int) -> Bytes | None:
+        """Return uninitialised memory that ``locate`` knows; None if there is none."""
+
+    def locate(self, array: Array) -> tuple[int, int] | None:
+        """Return two numbers of 64 bits by which all ranks find an array; None if they cannot."""
+
+    def attach(self, number: int) -> Bytes:
+        """Return the memory that the first of these numbers stands for; the second is an offset."""
+
+    def close(self) -> None:
+        """Let nobody map anything any more; arrays stay usable."""
 
 
 class Transport(Backend):
@@ -85,6 +130,7 @@ class Transport(Backend):
             fields of type int, float, bool and str can be given as text.
         policy: how ``algorithm="auto"`` is decided; ``config.policy``, which ``threads`` and
             ``join`` pass on.
+        warned: that ranks of a host cannot share memory has been logged.
     """
 
     ranks_are_threads: ClassVar[bool] = False
@@ -93,6 +139,7 @@ class Transport(Backend):
     options: ClassVar[type[Any]]
     transport_capabilities: Capabilities
     memory: MemorySharing | None = None
+    warned: bool = False
 
     def __init__(
         self,
@@ -121,6 +168,11 @@ class Transport(Backend):
     @property
     def root(self) -> Transport:
         return self
+
+    @functools.cached_property
+    def capabilities(self) -> Capabilities:
+        shares = self.memory is not None and self.memory.available
+        return dataclasses.replace(self.transport_capabilities, shared_window=shares)
 
     # How ranks come into being.
 
@@ -251,6 +303,8 @@ class Transport(Backend):
         for area in list(self.areas):  # the collector may take others meanwhile
             area.close()
         self.areas.clear()
+        if self.memory is not None:
+            self.memory.close()
 
     # Services for groups.
 

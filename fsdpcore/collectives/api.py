@@ -47,15 +47,17 @@ from fsdpcore.reduce_ops import ReduceOp, Reduction
 Shape = tuple[int, ...]
 
 
-def barrier(backend: Backend, *, timeout: float | None = None, async_op: bool = False) -> Any:
+def barrier(
+    backend: Backend, *, timeout: float | None = None, async_op: bool = False, label: str = ""
+) -> Any:
     """Block until every rank has called it: ceil(lg p) small messages, no data."""
     check_backend(backend)
-    call = remembered(backend, _barrier)
+    call = remembered(backend, _barrier, label)
     return run(backend, call, _nothing, timeout=timeout, async_op=async_op)
 
 
-def _barrier(backend: Backend) -> Call:
-    return call_for(backend, "barrier", "")
+def _barrier(backend: Backend, label: str) -> Call:
+    return call_for(backend, "barrier", "", label=label)
 
 
 def _nothing(link: Link) -> None:

@@ -3,34 +3,39 @@
 Every rank has two rooms to put data into, and two flags. The ranks go through the area in steps
 that they count. In a step a rank
 
-1. fills its own room of that step (the even steps use one room, the odd steps the other);
+1. fills its own room of that step (the even steps use one room, the odd steps the other), or
+   writes into its flag where its arrays lie: ``lend``;
 2. writes its fingerprint, and then the number of the step, into its flag: ``sync``;
 3. waits until the flags of all others show that number as well, and compares the fingerprints;
-4. reads the rooms of the others.
+4. reads the rooms of the others, or their arrays: ``borrowed``.
 
 So one step is a barrier, the check that all call the same collective, and an exchange of data at
 once. Nobody needs to wait before filling a room: a rank writes to it again two steps later, and
 before that it has seen every other rank enter the step in between, which those do only when they
-have finished reading. The flags rely on stores becoming visible in program order, as they do on
-x86-64; ``usable`` says whether that holds.
+have finished reading. Who lends an array does need to wait: for the next step.
+
+A flag must not become visible before what was written ahead of it. On x86-64 stores become visible
+in program order. Elsewhere, as on ARM, a rank locks and unlocks a mutex twice in between, which no
+store or load passes: those ahead of it do not pass the first unlocking, those behind it not the
+second locking, and on ARM these two do not pass each other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
 import os
 import platform
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpcore.buffers import Array
-from fsdpcore.collectives import doubling, tree
-from fsdpcore.errors import PeerFailedError
+from fsdpcore.buffers import Array, Bytes
+from fsdpcore.collectives import doubling
+from fsdpcore.errors import ConfigError, PeerFailedError
 
 if TYPE_CHECKING:
     from fsdpcore.backend import Backend
@@ -48,12 +53,25 @@ _YIELDS = 2000
 _LOOKS_BETWEEN_CHECKS = 100
 _LONGEST_SLEEP = 1e-3
 _VIEWS = 256
-_OFFER = 64
+_INTRODUCTION = 64
+
+# Words of a flag.
+_STEP, _DIGEST, _ROWS, _LENT = 0, 1, 2, 3
+SOURCE, OUT = 0, 1  # the arrays that a rank can lend: two words each
+
+_ORDERED = ("x86_64", "amd64")  # processors whose stores become visible in program order
 
 
-def usable() -> bool:
-    """Return whether the flags are safe on this processor."""
-    return platform.machine().lower() in ("x86_64", "amd64")
+class _Fence:
+    """Lets no store or load of this thread pass a call of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        for _ in range(2):
+            self._lock.acquire()
+            self._lock.release()
 
 
 def nbytes(ranks: int) -> int:
@@ -70,39 +88,44 @@ class Area:
 
     Attributes:
         step: the last one that this rank has entered.
-        flags: of all ranks, as 64-bit words: the step, the fingerprint, the rows.
+        flags: of all ranks, as 64-bit words: the step, the fingerprint, the rows, and where the
+            arrays are that it lends.
         own, others: for even and odd steps, where the flags of this and of the other ranks are.
+        fence: what keeps a flag behind the data, where the processor does not.
+        block: bytes that are best reduced at once: two of them stay in a core's cache.
+        express: calls may take the lanes of ``lane.py``.
+        wake: to be called once the flag is set, where ranks are asleep until then.
     """
 
-    def __init__(self, memory: memoryview, rank: int, size: int) -> None:
+    block = 512 * 1024
+    wake: Callable[[], None] | None = None
+
+    def __init__(self, memory: Bytes, rank: int, size: int, sharing: MemorySharing) -> None:
         flags = 2 * size * _FLAG
-        self._memory, self._mapping = memory, memory.obj
-        self.flags = memory[:flags].cast("Q")
-        self._rooms = np.frombuffer(memory, np.uint8, 2 * size * ROOM, flags).reshape(2, size, ROOM)
-        self._size = size
+        self.flags = memoryview(memory.data)[:flags].cast("Q")
+        self._rooms = memory[flags : flags + 2 * size * ROOM].reshape(2, size, ROOM)
+        self._size, self._sharing = size, sharing
+        self.fence = None if platform.machine().lower() in _ORDERED else _Fence()
+        self.express = self.fence is None
         at = [[(step * size + r) * _FLAG // 8 for r in range(size)] for step in (0, 1)]
         self.own = [ranks[rank] for ranks in at]
         self._all = at
         self.others = [ranks[rank + 1 :] + ranks[:rank] for ranks in at]
         self.step = 0
         self._views: dict[tuple[np.dtype[Any], int], Rooms] = {}
+        self._borrowed: dict[tuple[int, int, np.dtype[Any], int], Array] = {}
         # All that somebody holds, to be emptied when the memory goes.
         self._made: weakref.WeakValueDictionary[int, Rooms] = weakref.WeakValueDictionary()
 
     def close(self) -> None:
-        """Unmap the memory; the area is of no use after that."""
+        """Let go of the memory; the area is of no use after that."""
         for rooms in self._made.values():
             for arrays in rooms:
                 arrays.clear()
         self._views.clear()
+        self._borrowed.clear()
         del self._rooms
-        # The frames of an error that somebody keeps may hold on to rooms; then it goes with them.
-        with contextlib.suppress(BufferError):
-            self.flags.release()
-            self._memory.release()
-            if isinstance(self._mapping, mmap.mmap):
-                self._mapping.close()
-        del self.flags, self._memory, self._mapping
+        self.flags.release()
 
     def next_rooms(self, dtype: np.dtype[Any], count: int) -> list[Array]:
         """All ranks' rooms of the next step, as arrays of ``count`` elements; fill the own one."""
@@ -129,15 +152,21 @@ class Area:
         step = self.step = self.step + 1
         parity, flags, call = step & 1, self.flags, link.call
         own, digest = self.own[parity], call.digest
-        flags[own + 1] = digest
-        flags[own + 2] = call.rows
+        flags[own + _DIGEST] = digest
+        flags[own + _ROWS] = call.rows
+        if self.fence is not None:
+            self.fence()
         flags[own] = step
+        if self.wake is not None:
+            self.wake()
         fits = True
         for at in self.others[parity]:
             if flags[at] != step:
                 self.wait(at, step, link)
-            if flags[at + 1] != digest:
+            if flags[at + _DIGEST] != digest:
                 fits = False
+        if self.fence is not None:
+            self.fence()
         if not fits:
             link.disagree()
 
@@ -146,7 +175,46 @@ class Area:
 
         Express lanes leave the rows out: no call that takes one asks for them.
         """
-        return [self.flags[at + 2] for at in self._all[self.step & 1]]
+        return [self.flags[at + _ROWS] for at in self._all[self.step & 1]]
+
+    def exchange(self, link: Link, value: int) -> list[int]:
+        """Take a step, and return what every rank has brought to it: 64 bits each."""
+        self.flags[self.own[(self.step + 1) & 1] + _LENT] = value
+        self.sync(link)
+        return [self.flags[at + _LENT] for at in self._all[self.step & 1]]
+
+    def lend(self, source: Array | None, out: Array | None = None) -> bool:
+        """Let the others use flat arrays in place, from the next step to the one after it.
+
+        Returns:
+            Whether all of them are where the others can see them.
+        """
+        flags, at, lent = self.flags, self.own[(self.step + 1) & 1] + _LENT, True
+        for array in (source, out):
+            if array is not None:
+                place = self._sharing.locate(array) if array.size else (0, 0)
+                flags[at], flags[at + 1] = place or (0, 1)
+                lent = lent and place is not None
+            at += 2
+        return lent
+
+    def lent(self, rank: int, which: int = SOURCE) -> bool:
+        """Whether ``borrowed`` has the array of ``rank``, through ``sync``."""
+        at = self._all[self.step & 1][rank] + _LENT + 2 * which
+        return self.flags[at] != 0 or self.flags[at + 1] == 0
+
+    def borrowed(self, rank: int, dtype: np.dtype[Any], count: int, which: int = SOURCE) -> Array:
+        """The array of ``count`` elements that ``rank`` has lent in this step."""
+        at = self._all[self.step & 1][rank] + _LENT + 2 * which
+        key = (self.flags[at], self.flags[at + 1], dtype, count)
+        array = self._borrowed.get(key)
+        if array is None:
+            if len(self._borrowed) >= _VIEWS:
+                self._borrowed.clear()
+            number, offset, nbytes = key[0], key[1], count * dtype.itemsize
+            memory = self._sharing.attach(number) if count else np.empty(0, np.uint8)
+            array = self._borrowed[key] = memory[offset : offset + nbytes].view(dtype)
+        return array
 
     def wait(self, at: int, step: int, link: Link) -> None:
         """Wait until the flag ``at`` shows ``step``; raises what ``sync`` does."""
@@ -163,18 +231,28 @@ class Area:
                 if flags[at] == step:
                     return
                 os.sched_yield()
-            link.check()
-            rank = at * 8 // _FLAG % self._size
-            gone = link.departed(rank)
-            if flags[at] == step:  # looked at last: a rank may leave once it has set its flag
+            if self.arrived(at, step, link):
                 return
-            if gone:
-                left = link.global_rank(rank)
-                raise PeerFailedError(f"rank {left} has left the job", left)
             yields = max(0, yields - _LOOKS_BETWEEN_CHECKS)
             if not yields:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_SLEEP)
+
+    def arrived(self, at: int, step: int, link: Link) -> bool:
+        """Whether the flag ``at`` shows ``step``; raises what ``sync`` does."""
+        link.check()
+        rank = self.rank_of(at)
+        gone = link.departed(rank)
+        if self.flags[at] == step:  # looked at last: a rank may leave once it has set its flag
+            return True
+        if gone:
+            left = link.global_rank(rank)
+            raise PeerFailedError(f"rank {left} has left the job", left)
+        return False
+
+    def rank_of(self, at: int) -> int:
+        """Whose flag is ``at``."""
+        return at * 8 // _FLAG % self._size
 
     def arrays(self, dtype: np.dtype[Any], count: int) -> Rooms:
         """All ranks' rooms of even and of odd steps; kept, as a view costs more than a message."""
@@ -192,41 +270,63 @@ class Area:
 def establish(link: Link, backend: Backend) -> Area | None:
     """Make the area of a group, or find out that there can be none; the same on all ranks.
 
-    Called by all ranks of the group. The first rank offers memory, all map it and tell each other
-    whether they could.
+    Called by all ranks of the group. They introduce themselves to each other, the first one makes
+    memory, and they tell each other whether they could reach all of that.
+
+    Raises:
+        ConfigError: there can be none, and the transport was told that there has to be.
     """
     sharing = backend.root.memory
     if sharing is None or link.size == 1 or len(set(backend.hosts)) > 1:
         return None
-    offer, why = b"", "rank 0 of the group has none to offer"
+    window, introduction, why = None, b"", ""
     try:
+        introduction = sharing.introduce()
         if link.rank == 0:
-            try:
-                if not usable():
-                    raise OSError(f"not supported on {platform.machine()}")
-                offer = sharing.offer(nbytes(link.size))
-            except OSError as error:
-                why = str(error)
-        return _map(link, sharing, offer, why)
-    finally:
-        if offer:
-            sharing.forget(offer)
-
-
-def _map(link: Link, sharing: MemorySharing, offer: bytes, why: str) -> Area | None:
-    """Map what the first rank offers, if all ranks can."""
-    told = np.frombuffer(offer.ljust(_OFFER, b"\0"), np.uint8).copy()
-    tree.broadcast(link, told, 0)
+            window = sharing.segment(nbytes(link.size))
+    except OSError as error:
+        why = str(error)
+    own = np.zeros(_INTRODUCTION + 8, np.uint8)
+    own[: len(introduction)] = np.frombuffer(introduction, np.uint8)
+    own[_INTRODUCTION:] = np.array([window.number if window else 0], np.uint64).view(np.uint8)
+    told = np.zeros(own.size * link.size, np.uint8)
+    doubling.all_gather(link, own, told, range(0, told.size + 1, own.size))
     memory = None
-    if told.any():
-        try:
-            memory = sharing.map(told.tobytes())
-        except OSError as error:
-            why = str(error)
+    try:
+        number = int(told[_INTRODUCTION : own.size].view(np.uint64)[0])
+        if number and not why:
+            for rank in range(link.size):
+                sharing.meet(told[rank * own.size :][:_INTRODUCTION].tobytes())
+            memory = window.bytes(0, nbytes(link.size)) if window else sharing.open(number)
+    except OSError as error:
+        why = str(error)
     votes = np.zeros(link.size, np.bool_)
     doubling.all_gather(link, np.array([memory is not None]), votes, range(link.size + 1))
+    if window is not None:
+        window.close()
     if memory is not None and votes.all():
-        return Area(memory, link.rank, link.size)
-    if memory is None:
-        _LOG.info("rank %d shares no memory: %s", link.global_rank(link.rank), why)
+        return sharing.area(memory, link.rank, link.size)
+    if memory is None and votes.argmin() == link.rank:  # one rank speaks for all
+        _report(backend, sharing, why)
+    if sharing.required:
+        without = [link.global_rank(rank) for rank in range(link.size) if not votes[rank]]
+        raise ConfigError(
+            f"shm=on, but rank(s) {without} of this host cannot share memory with the others"
+            f"{': ' + why if why else ''}; use shm=auto, which falls back to messages"
+        )
     return None
+
+
+def _report(backend: Backend, sharing: MemorySharing, why: str) -> None:
+    """Log that there is no area, as a warning where that may be news: once for all groups."""
+    root = backend.root
+    level = logging.WARNING if sharing.available and not root.warned else logging.INFO
+    root.warned = root.warned or level == logging.WARNING
+    _LOG.log(
+        level,
+        "rank %d cannot share memory with the others on its host, messages are sent among ranks "
+        "%s: %s",
+        root.rank,
+        list(backend.ranks),
+        why,
+    )

@@ -1,9 +1,10 @@
-"""Express lanes: blocking calls with small arrays, through the group's area.
+"""Express lanes: blocking calls of groups that share memory.
 
 Moving a few bytes between two cores takes half a microsecond, less than it takes Python to look
 up where they go. So once a kind of call has been settled, all that does not change from call to
-call is bound here in one closure. It does what ``call.run``, ``Area.sync`` and ``shared`` do, step
-for step, and leaves everything out of the ordinary to them: who changes one of these changes it.
+call is bound here in one closure. It does what ``call.run`` does, and for small arrays what
+``Area.sync`` and ``shared`` do, step for step, and leaves everything out of the ordinary to them:
+who changes one of these changes it.
 """
 
 from __future__ import annotations
@@ -16,40 +17,40 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpcore.buffers import Array
+from fsdpcore.collectives.output import apart
 
 if TYPE_CHECKING:
     from fsdpcore.backend import Backend
+    from fsdpcore.collectives.area import Area
     from fsdpcore.collectives.call import Call
+    from fsdpcore.collectives.link import Link
+    from fsdpcore.recorder import Entry
 
 # Input and ``out``, both of any shape and layout, to the result; None to go the ordinary way.
 Lane = Callable[[Array, "Array | None"], "Array | None"]
+_Work = Callable[["Entry", int, Array, Array], None]
 _Read = Callable[[list[Array], Array, Array], Any]
 
 LARGEST = 8 * 1024  # bytes
 
 
 def lane_for(backend: Backend, call: Call) -> Lane | None:
-    """Return the lane of a call that goes through the group's area, if it has one."""
-    make = _READERS.get(call.operation)
-    if make is None or call.nbytes > LARGEST:
+    """Return the lane of a call of a group that shares memory, if it has one."""
+    link, choice = backend.link, call.choice
+    if link is None or link.area is None or not link.area.express:
         return None
-    return _lane(backend, call, make(backend, call), call.root in (-1, backend.rank))
+    if choice.agrees and call.operation in _READERS and call.nbytes <= LARGEST:
+        return _lane(backend, call, _short(backend, link, link.area, call))
+    if call.operation in _STARTERS:
+        return _lane(backend, call, _long(backend, link, call))
+    return None
 
 
-def _lane(backend: Backend, call: Call, read: _Read, fills: bool) -> Lane:
-    root, link = backend.root, backend.link
-    assert link is not None
-    assert link.area is not None
-    assert call.dtype is not None
+def _lane(backend: Backend, call: Call, work: _Work) -> Lane:
+    """Return ``work`` with what stands before and after it in every call."""
+    root, record, begin = backend.root, call.record, backend.root.recorder.begin
     acquire, release = backend.issue_lock.acquire, backend.issue_lock.release
-    begin = root.recorder.begin
-    area, me, limit, record = link.area, backend.rank, root.default_timeout, call.record
-    flags, own, others = area.flags, area.own, area.others
-    digest, dtype, shape = call.digest, call.dtype, call.out_shape
-    count = math.prod(call.shape)
-    rooms_of = read_of = area.arrays(dtype, count)
-    if call.operation == "reduce_scatter":  # every rank reads its own part only
-        read_of = area.parts(dtype, count, call.bounds[me], call.bounds[me + 1])
+    dtype, shape = call.dtype, call.out_shape
     empty, ndarray = np.empty, np.ndarray
 
     def go(source: Array, out: Array | None) -> Array | None:
@@ -68,37 +69,110 @@ def _lane(backend: Backend, call: Call, read: _Read, fills: bool) -> Lane:
                 return None
             backend.issued = sequence = backend.issued + 1
             entry = begin(backend, sequence, record)
-            try:
-                area.step = step = area.step + 1
-                parity = step & 1
-                mine = own[parity]
-                if fills:
-                    rooms_of[parity][me][...] = source if source.ndim == 1 else source.reshape(-1)
-                flags[mine + 1] = digest
-                flags[mine] = step
-                fits, begun = True, False
-                for at in others[parity]:
-                    if flags[at] != step:
-                        if not begun:  # once: the deadline is for all of them
-                            link.begin(call, sequence, limit, False)
-                            begun = True
-                        area.wait(at, step, link)
-                    if flags[at + 1] != digest:
-                        fits = False
-                if not fits:
-                    link.begin(call, sequence, limit, False)
-                    link.disagree()
-                read(read_of[parity], source, out)
-            except BaseException as error:
-                link.begin(call, sequence, limit, False)
-                link.broke(entry, error)
-                raise
+            work(entry, sequence, source, out)
             entry.end = monotonic_ns()
         finally:
             release()
         return out
 
     return go
+
+
+def _long(backend: Backend, link: Link, call: Call) -> _Work:
+    """Any algorithm, for arrays of any size."""
+    start, agrees, limit = _STARTERS[call.operation], call.choice.agrees, backend.timeout
+
+    def work(entry: Entry, sequence: int, source: Array, out: Array) -> None:
+        link.begin(call, sequence, limit, False)
+        link.entry = entry
+        try:
+            if not agrees:
+                link.rows = link.agree()
+            start(link, call, source.reshape(-1), out.reshape(-1))
+        except BaseException as error:
+            link.broke(entry, error)
+            raise
+        finally:
+            link.release()
+
+    return work
+
+
+def _start_all_reduce(link: Link, call: Call, source: Array, out: Array) -> None:
+    into = call.choice.into
+    if into is not None:
+        into(link, apart(source, out, out), out, call.reduction)
+        return
+    if source is not out:
+        np.copyto(out, source)
+    call.choice.function(link, out, call.reduction)
+
+
+def _start_all_gather(link: Link, call: Call, source: Array, out: Array) -> None:
+    place = out[call.bounds[link.rank] : call.bounds[link.rank + 1]]
+    call.choice.function(link, apart(source, out, place, source), out, call.bounds)
+
+
+def _start_reduce_scatter(link: Link, call: Call, source: Array, out: Array) -> None:
+    part = source[call.bounds[link.rank] : call.bounds[link.rank + 1]]
+    call.choice.function(link, apart(source, out, out, part), out, call.bounds, call.reduction)
+
+
+def _start_broadcast(link: Link, call: Call, source: Array, out: Array) -> None:
+    if link.rank == call.root and source is not out:
+        np.copyto(out, source)
+    call.choice.function(link, out, call.root)
+
+
+_STARTERS: dict[str, Callable[[Link, Call, Array, Array], None]] = {
+    "all_gather": _start_all_gather,
+    "all_reduce": _start_all_reduce,
+    "broadcast": _start_broadcast,
+    "reduce_scatter": _start_reduce_scatter,
+}
+
+
+def _short(backend: Backend, link: Link, area: Area, call: Call) -> _Work:
+    """The algorithm ``shared`` for small arrays: one step."""
+    assert call.dtype is not None
+    me, limit, digest = backend.rank, backend.timeout, call.digest
+    flags, own, others, wake = area.flags, area.own, area.others, area.wake
+    count, fills = math.prod(call.shape), call.root in (-1, backend.rank)
+    read = _READERS[call.operation](backend, call)
+    rooms_of = read_of = area.arrays(call.dtype, count)
+    if call.operation == "reduce_scatter":  # every rank reads its own part only
+        read_of = area.parts(call.dtype, count, call.bounds[me], call.bounds[me + 1])
+
+    def work(entry: Entry, sequence: int, source: Array, out: Array) -> None:
+        try:
+            area.step = step = area.step + 1
+            parity = step & 1
+            mine = own[parity]
+            if fills:
+                rooms_of[parity][me][...] = source if source.ndim == 1 else source.reshape(-1)
+            flags[mine + 1] = digest
+            flags[mine] = step
+            if wake is not None:
+                wake()
+            fits, begun = True, False
+            for at in others[parity]:
+                if flags[at] != step:
+                    if not begun:  # once: the deadline is for all of them
+                        link.begin(call, sequence, limit, False)
+                        begun = True
+                    area.wait(at, step, link)
+                if flags[at + 1] != digest:
+                    fits = False
+            if not fits:
+                link.begin(call, sequence, limit, False)
+                link.disagree()
+            read(read_of[parity], source, out)
+        except BaseException as error:
+            link.begin(call, sequence, limit, False)
+            link.broke(entry, error)
+            raise
+
+    return work
 
 
 def _reduces(backend: Backend, call: Call) -> _Read:

@@ -42,20 +42,27 @@ class Output:
             np.copyto(self.flat, source.reshape(-1))
 
     def separate(self, source: Array, low: int, high: int, place: Array) -> Array:
-        """Return ``source``, or a copy of it if it overlaps the result.
-
-        An algorithm may write to the result before it has read all of ``source``. The one overlap
-        that all of them allow is ``source[low:high]`` being exactly ``place``, a part of ``flat``:
-        a rank's own chunk in place.
-        """
-        if self._given is None or not np.may_share_memory(source, self.flat):
+        """Return ``source``, or a copy of it if it overlaps the result; see ``apart``."""
+        if self._given is None:
             return source
-        part = source[low:high]
-        in_place = part.ctypes.data == place.ctypes.data and part.nbytes == place.nbytes
-        return source if in_place else source.copy()
+        return apart(source, self.flat, place, source[low:high])
 
     def deliver(self) -> Array:
         """Return the result array, filled."""
         if self._staged:
             np.copyto(self._result, self.flat.reshape(self._result.shape))
         return self._result
+
+
+def apart(source: Array, out: Array, place: Array, part: Array | None = None) -> Array:
+    """Return flat ``source``, or a copy of it if it overlaps flat ``out``.
+
+    An algorithm may write to ``out`` before it has read all of ``source``. The one overlap that
+    all of them allow is ``part``, all of ``source`` or a piece of it, being exactly ``place``, a
+    piece of ``out``: a rank's own chunk in place.
+    """
+    if not np.may_share_memory(source, out):
+        return source
+    part = source if part is None else part
+    in_place = part.ctypes.data == place.ctypes.data and part.nbytes == place.nbytes
+    return source if in_place else source.copy()

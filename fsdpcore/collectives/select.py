@@ -3,8 +3,10 @@
 For ``algorithm="auto"``, the first of these that has an answer decides:
 
 1. the user's override for the collective and the size (``overrides``);
-2. the ranges that ``fsdpcore tune`` measured, where it did for a group of this size;
-3. the lowest cost by the formulas of the algorithms' docstrings, with the alpha, beta and gamma
+2. where the ranks share memory: ``shared`` for arrays that all of them can see in place, and for
+   others what follows;
+3. the ranges that ``fsdpcore tune`` measured, where it did for a group of this size;
+4. the lowest cost by the formulas of the algorithms' docstrings, with the alpha, beta and gamma
    of the tuning table or, for a transport that it does not know, of ``Capabilities``.
 
 What is named but cannot be used (the group has no such algorithm, it does not support the dtype
@@ -37,12 +39,15 @@ class Choice(NamedTuple):
         agrees: as of the algorithm.
         into: of an all_reduce that can write its result elsewhere than over its input, the
             function that does: it takes an array more.
+        staged: of an algorithm that uses arrays in place where all ranks can see them, the one
+            that is faster for others.
     """
 
     name: str
     function: Callable[..., Any]
     agrees: bool = False
     into: Callable[..., Any] | None = None
+    staged: Choice | None = None
 
 
 def choose(
@@ -67,21 +72,30 @@ def choose(
     """
     own = backend.own_algorithms.get(collective, {})
     known = {**ALGORITHMS[collective], **own}
+    lender = None
     if algorithm == "auto":
         usable = _usable(collective, backend, dtype, op)
-        algorithm = (
-            _overridden(collective, nbytes, backend, usable)
-            or _measured(collective, nbytes, backend, usable)
-            or cheapest(collective, nbytes, backend, dtype, op)
-        )
+        algorithm = _overridden(collective, nbytes, backend, usable) or ""
+        if not algorithm:
+            algorithm = _measured(collective, nbytes, backend, usable) or cheapest(
+                collective, nbytes, backend, dtype, op
+            )
+            lender = next((n for n in usable if 0 < known[n].lends < nbytes), None)
     elif not isinstance(algorithm, str) or algorithm not in known:
         raise unknown(collective, algorithm, [*known])
     elif not known[algorithm].supports(dtype, op):
         what = f"{op} of {dtype}" if op else f"{dtype}"
         raise ArgumentError(f"algorithm {algorithm!r} of {collective} has no {what}; use 'auto'")
-    chosen = known[algorithm]
+    choice = _choice(collective, algorithm, known)
+    if lender is None or lender == algorithm:
+        return choice
+    return _choice(collective, lender, known)._replace(staged=choice)
+
+
+def _choice(collective: str, name: str, known: dict[str, Algorithm]) -> Choice:
+    chosen = known[name]
     function, into = getattr(chosen.module, collective), f"{collective}_into"
-    return Choice(algorithm, function, chosen.agrees, getattr(chosen.module, into, None))
+    return Choice(name, function, chosen.agrees, getattr(chosen.module, into, None))
 
 
 def unknown(collective: str, algorithm: object, known: list[str]) -> ArgumentError:
@@ -126,7 +140,8 @@ def predict(
     """Return the seconds that an algorithm takes by its cost formula."""
     terms = algorithm.cost(world_size)
     moved, reduced = terms.beta * costs.beta, terms.gamma * costs.gamma
-    return terms.alpha * costs.alpha + nbytes * (moved + reduced)
+    seconds = terms.alpha * costs.alpha + nbytes * (moved + reduced)
+    return seconds + (algorithm.besides(nbytes) if algorithm.besides is not None else 0.0)
 
 
 def _usable(

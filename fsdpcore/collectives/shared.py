@@ -1,36 +1,41 @@
-"""Shared: the ranks are on one host and work in memory that all of them see (``Area``).
+"""Shared: the ranks are on one host and use memory that all of them see (``Area``).
 
+Arrays that all ranks can see in place (those of ``backend.empty``; in threads, all) are lent: read
+and written where they are. Others are staged: they go through the rooms of the area in pieces.
 With p ranks and n bytes (per rank for all_reduce, reduce and broadcast, in total for the others),
-each rank copies, besides what it reduces; no messages are sent:
+no messages are sent, and each rank copies
 
-==============  ===========================================================
-all_reduce      n in, n out, reduces n/p from p arrays in two steps per room (up to ``AT_ONCE``
-                bytes: n in, and reduces n from p arrays, in one step)
-reduce          as all_reduce, n out on the root only
-reduce_scatter  ((p - 1) / p) n in, reduces n/p from p arrays
-all_gather      n/p in, ((p - 1) / p) n out
-broadcast       n in on the root, n out on the others
-gather          n/p in; ((p - 1) / p) n out on the root
-scatter         ((p - 1) / p) n in on the root; n/p out on the others
-all_to_all      ((p - 1) / p) n in, ((p - 1) / p) n out
-==============  ===========================================================
+==============  ====================  ====================================================
+collective      lent                  staged
+==============  ====================  ====================================================
+all_reduce      ((p - 1) / p) n       (2 (p - 1) / p + 1 / p) n
+reduce          0                     ((p - 1) / p) n, the root n more
+reduce_scatter  0                     ((p - 1) / p) n
+all_gather      n                     n / p in, n out
+broadcast       n, not on the root    n in on the root, n out on the others
+gather          n on the root         n / p in, n out on the root
+scatter         n / p                 ((p - 1) / p) n in on the root, n / p out
+all_to_all      n                     ((p - 1) / p) n in, n out
+==============  ====================  ====================================================
 
-Larger arrays go through the rooms in pieces, a step for each, and the next piece is copied in
-while others still read the last. The first step is the check that all ranks call the same (see
-``area.py``), so these functions are called without one. Reductions are canonical.
+Reductions reduce n/p from p arrays, in the canonical order. Up to ``AT_ONCE`` bytes every array is
+staged, and every rank reduces all that it needs: one step is all. The first step is the check that
+all ranks call the same (see ``area.py``), so these functions are called without one. After arrays
+were lent, the last step tells that nobody uses them any more. Who leaves a call by an error leaves
+arrays that others may still read, and an output that they may still write to.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
 from fsdpcore.buffers import Array, bounds_of, split_sizes
 from fsdpcore.collectives.algorithms import Algorithm, Terms
-from fsdpcore.collectives.area import ROOM, Area
+from fsdpcore.collectives.area import OUT, ROOM, SOURCE, Area
 from fsdpcore.collectives.lane import LARGEST
 from fsdpcore.collectives.link import Link
 from fsdpcore.policy import Costs
@@ -55,52 +60,69 @@ def all_reduce(link: Link, data: Array, reduction: Reduction) -> None:
 
 def all_reduce_into(link: Link, source: Array, out: Array, reduction: Reduction) -> None:
     """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
-    area = _area(link)
     if source.nbytes <= AT_ONCE:
-        rooms = area.next_rooms(source.dtype, source.size)
-        rooms[link.rank][...] = source
-        area.sync(link)
-        reduction.reduce(rooms, out)
+        reduction.reduce(_all_at_once(link, source), out)
         return
-    for low, high in _pieces(source.size, ROOM // source.itemsize):
-        bounds = _reduce_parts(area, link, source[low:high], reduction)
+    area, ranks, me = _area(link), range(link.size), link.rank
+    bounds = bounds_of(split_sizes(source.size, link.size))
+    parts = _Parts(link, source, bounds)
+    if _lend(link, lambda: parts.fill(0), source, out, ranks, ranks):
+        sources, outs = parts.borrow(ranks), parts.borrow(ranks, OUT)
+        for block in _blocks(link, bounds, source.itemsize):
+            reduced = outs[me][block]
+            reduction.reduce([array[block] for array in sources], reduced)
+            for rank in ranks:
+                if rank != me:
+                    np.copyto(outs[rank][block], reduced)
         area.sync(link)
-        _copy_parts(area, link, out[low:high], bounds)
+        return
+    if (other := link.otherwise()) is not None:
+        if other.into is not None:
+            other.into(link, source, out, reduction)
+            return
+        if source is not out:
+            np.copyto(out, source)
+        other.function(link, out, reduction)
+        return
+    for low in parts.pieces():
+        arrays = parts.collect(low)
+        reduced = parts.cut(out, me, low)
+        reduction.reduce(arrays, reduced)
+        np.copyto(area.next_rooms(source.dtype, reduced.size)[me], reduced)
+        area.sync(link)
+        for rank in ranks:
+            if rank != me:
+                target = parts.cut(out, rank, low)
+                np.copyto(target, area.rooms(source.dtype, target.size)[rank])
 
 
 def reduce(link: Link, source: Array, out: Array | None, root: int, reduction: Reduction) -> None:
     """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
-    area = _area(link)
     if source.nbytes <= AT_ONCE:
-        rooms = area.next_rooms(source.dtype, source.size)
-        rooms[link.rank][...] = source
-        area.sync(link)
+        arrays = _all_at_once(link, source)
         if out is not None and link.rank == root:
-            reduction.reduce(rooms, out)
+            reduction.reduce(arrays, out)
         return
-    for low, high in _pieces(source.size, ROOM // source.itemsize):
-        bounds = _reduce_parts(area, link, source[low:high], reduction)
+    area, ranks, me = _area(link), range(link.size), link.rank
+    bounds = bounds_of(split_sizes(source.size, link.size))
+    parts = _Parts(link, source, bounds)
+    if _lend(link, lambda: parts.fill(0), source, out, ranks, [root]):
+        sources, (target,) = parts.borrow(ranks), parts.borrow([root], OUT)
+        for block in _blocks(link, bounds, source.itemsize):
+            reduction.reduce([array[block] for array in sources], target[block])
         area.sync(link)
-        if out is not None and link.rank == root:
-            _copy_parts(area, link, out[low:high], bounds)
-
-
-def _reduce_parts(area: Area, link: Link, piece: Array, reduction: Reduction) -> list[int]:
-    """Reduce this rank's part of ``piece`` into its next room, at its place; return the places."""
-    me, dtype, size = link.rank, piece.dtype, piece.size
-    bounds = bounds_of(split_sizes(size, link.size))
-    own = slice(bounds[me], bounds[me + 1])
-    np.copyto(area.next_rooms(dtype, size)[me], piece)
-    area.sync(link)
-    parts = [room[own] for room in area.rooms(dtype, size)]
-    reduction.reduce(parts, area.next_rooms(dtype, size)[me][own])
-    return bounds
-
-
-def _copy_parts(area: Area, link: Link, out: Array, bounds: Sequence[int]) -> None:
-    for rank, room in enumerate(area.rooms(out.dtype, out.size)):
-        low, high = bounds[rank], bounds[rank + 1]
-        np.copyto(out[low:high], room[low:high])
+        return
+    if (other := link.otherwise()) is not None:
+        other.function(link, source, out, root, reduction)
+        return
+    for low in parts.pieces():
+        arrays = parts.collect(low)
+        reduction.reduce(arrays, area.next_rooms(source.dtype, arrays[me].size)[me])
+        area.sync(link)
+        if out is not None and me == root:
+            for rank in ranks:
+                target = parts.cut(out, rank, low)
+                np.copyto(target, area.rooms(source.dtype, target.size)[rank])
 
 
 def reduce_scatter(
@@ -110,23 +132,25 @@ def reduce_scatter(
 
     ``own`` may be that part of ``source``.
     """
-    area, me, dtype = _area(link), link.rank, source.dtype
+    me, ranks = link.rank, range(link.size)
     if source.nbytes <= AT_ONCE:
-        rooms = area.next_rooms(dtype, source.size)
-        rooms[me][...] = source
-        area.sync(link)
         place = slice(bounds[me], bounds[me + 1])
-        reduction.reduce([room[place] for room in rooms], own)
+        reduction.reduce([array[place] for array in _all_at_once(link, source)], own)
         return
-    width = _width(link, dtype)
-    for low, high in _pieces(_largest(bounds), width):
-        _fill(area, link, source, bounds, low, width)
-        area.sync(link)
-        target = own[low:high]
-        place = slice(me * width, me * width + target.size)
-        parts = [room[place] for room in area.rooms(dtype, width * link.size)]
-        parts[me] = source[bounds[me] + low :][: target.size]
-        reduction.reduce(parts, target)
+    parts = _Parts(link, source, bounds)
+    if _lend(link, lambda: parts.fill(0), source, None, ranks):
+        sources = parts.borrow(ranks)
+        for block in _blocks(link, bounds, source.itemsize):
+            target = own[block.start - bounds[me] : block.stop - bounds[me]]
+            reduction.reduce([array[block] for array in sources], target)
+        _area(link).sync(link)
+        return
+    if (other := link.otherwise()) is not None:
+        other.function(link, source, own, bounds, reduction)
+        return
+    for low in parts.pieces():
+        arrays = parts.collect(low)
+        reduction.reduce(arrays, own[low : low + arrays[me].size])
 
 
 def all_gather(link: Link, own: Array, out: Array, bounds: Sequence[int]) -> None:
@@ -139,52 +163,91 @@ def all_gather(link: Link, own: Array, out: Array, bounds: Sequence[int]) -> Non
 
 def gather(link: Link, own: Array, out: Array | None, bounds: Sequence[int], root: int) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of the root."""
-    area, me, dtype = _area(link), link.rank, own.dtype
+    area, dtype, ranks = _area(link), own.dtype, range(link.size)
     width, largest = ROOM // own.itemsize, _largest(bounds)
-    low = 0
-    while True:
-        rooms = area.next_rooms(dtype, min(width, largest - low))
-        piece = own if largest <= width else own[low : low + width]
-        rooms[me][: piece.size] = piece
+
+    def fill(low: int) -> None:
+        _stage(link, own[low : low + width])
+
+    lent = _lend(link, lambda: fill(0), own, None, ranks, least=largest * own.itemsize)
+    if not lent and (other := link.otherwise()) is not None:
+        rooted = [root] if link.call.collective == "gather" else []
+        other.function(link, own, out, bounds, *rooted)
+        return
+    taken = out if link.rank == root else None
+    others = [rank for rank in ranks if rank != root]
+    if taken is not None:
+        own_place = taken[bounds[root] : bounds[root + 1]]
+        if not np.may_share_memory(own_place, own):  # it is in its place already
+            np.copyto(own_place, own)
+    if lent:
+        if taken is not None:
+            for rank in others:
+                target = taken[bounds[rank] : bounds[rank + 1]]
+                np.copyto(target, area.borrowed(rank, dtype, target.size))
         area.sync(link)
-        if out is not None and me == root:
-            for rank, room in enumerate(rooms):
-                target = out[bounds[rank] + low : bounds[rank + 1]][:width]
-                if rank != me:
-                    target[...] = room[: target.size]
-                elif not np.may_share_memory(target, piece):  # it is in its place already
-                    target[...] = piece
-        low += width
-        if low >= largest:
-            return
+        return
+    for low in _starts(largest, width):
+        if low:
+            fill(low)
+            area.sync(link)
+        if taken is not None:
+            for rank in others:
+                target = taken[bounds[rank] + low : bounds[rank + 1]][:width]
+                np.copyto(target, area.rooms(dtype, target.size)[rank])
 
 
 def broadcast(link: Link, data: Array, root: int) -> None:
     """Copy ``data`` of the root into ``data`` of all ranks."""
     area, sends = _area(link), link.rank == root
-    for piece in _cut(data):
-        rooms = area.next_rooms(piece.dtype, piece.size)
+    width = ROOM // data.itemsize
+
+    def fill(low: int) -> None:
         if sends:
-            rooms[root][...] = piece
-        area.sync(link)
+            _stage(link, data[low : low + width])
+
+    if _lend(link, lambda: fill(0), data, None, [root], least=data.nbytes):
         if not sends:
-            piece[...] = rooms[root]
+            np.copyto(data, area.borrowed(root, data.dtype, data.size))
+        area.sync(link)
+        return
+    if (other := link.otherwise()) is not None:
+        other.function(link, data, root)
+        return
+    for low in _starts(data.size, width):
+        if low:
+            fill(low)
+            area.sync(link)
+        if not sends:
+            target = data[low : low + width]
+            np.copyto(target, area.rooms(data.dtype, target.size)[root])
 
 
 def scatter(link: Link, source: Array | None, own: Array, bounds: Sequence[int], root: int) -> None:
     """Bring ``source[bounds[rank]:bounds[rank + 1]]`` of the root to every rank's ``own``."""
-    area, me = _area(link), link.rank
-    width = _width(link, own.dtype)
-    for low, high in _pieces(_largest(bounds), width):
-        if source is not None and me == root:
-            _fill(area, link, source, bounds, low, width)
+    area, me, dtype = _area(link), link.rank, own.dtype
+    sends = me == root
+    parts = _Parts(link, own if source is None else source, bounds)
+
+    def fill(low: int) -> None:
+        if sends:
+            parts.fill(low)
+
+    if source is not None and sends:
+        np.copyto(own, source[bounds[me] : bounds[me + 1]])
+    if _lend(link, lambda: fill(0), source, None, [root], least=bounds[-1] * own.itemsize):
+        if not sends:
+            place = slice(bounds[me], bounds[me + 1])
+            np.copyto(own, area.borrowed(root, dtype, bounds[-1])[place])
         area.sync(link)
-        target = own[low:high]
-        if source is not None and me == root:
-            np.copyto(target, source[bounds[me] + low :][: target.size])
-        else:
-            room = area.rooms(own.dtype, width * link.size)[root]
-            np.copyto(target, room[me * width :][: target.size])
+        return
+    for low in parts.pieces():
+        if low:
+            fill(low)
+            area.sync(link)
+        if not sends:
+            target = own[low : low + parts.width]
+            np.copyto(target, parts.sent(root, target.size))
 
 
 def all_to_all(
@@ -198,58 +261,164 @@ def all_to_all(
 
     What rank r sends arrives in ``out[recv_bounds[r]:recv_bounds[r + 1]]``; ``out`` and
     ``source`` must not overlap. The ranks first find out the size of the largest message of all,
-    where those are not equal anyway.
+    where those are not equal anyway; and where they are, all ranks have the same ``send_bounds``.
     """
-    area, me, dtype = _area(link), link.rank, source.dtype
-    width, largest = _width(link, dtype), max(_largest(send_bounds), _largest(recv_bounds))
+    area, me, ranks = _area(link), link.rank, range(link.size)
+    parts = _Parts(link, source, send_bounds)
+    largest, least = max(_largest(send_bounds), _largest(recv_bounds)), source.nbytes
     if link.call.ragged:
         area.next_rooms(_INT64, 1)[me][0] = largest
         area.sync(link)
-        largest = max(int(room[0]) for room in area.rooms(_INT64, 1))
-    for low, _ in _pieces(largest, width):
-        _fill(area, link, source, send_bounds, low, width)
+        largest, least = max(int(room[0]) for room in area.rooms(_INT64, 1)), 0
+    lent = _lend(link, lambda: parts.fill(0), source, None, ranks, least=least)
+    if lent:
+        place = slice(send_bounds[me], send_bounds[me + 1])
+        for rank, array in enumerate(parts.borrow(ranks)):
+            np.copyto(out[recv_bounds[rank] : recv_bounds[rank + 1]], array[place])
         area.sync(link)
-        rooms = area.rooms(dtype, width * link.size)
+        return
+    if (other := link.otherwise()) is not None:
+        other.function(link, source, send_bounds, out, recv_bounds)
+        return
+    np.copyto(
+        out[recv_bounds[me] : recv_bounds[me + 1]], source[send_bounds[me] : send_bounds[me + 1]]
+    )
+    for low in _starts(largest, parts.width):
+        if low:
+            parts.fill(low)
+            area.sync(link)
+        for rank in ranks:
+            if rank != me:
+                target = out[recv_bounds[rank] + low : recv_bounds[rank + 1]][: parts.width]
+                np.copyto(target, parts.sent(rank, target.size))
+
+
+def _all_at_once(link: Link, source: Array) -> list[Array]:
+    """Stage a small array whole; return those of all ranks."""
+    _stage(link, source)
+    _area(link).sync(link)
+    return _area(link).rooms(source.dtype, source.size)
+
+
+def _stage(link: Link, piece: Array) -> None:
+    np.copyto(_area(link).next_rooms(piece.dtype, piece.size)[link.rank], piece)
+
+
+def _lend(
+    link: Link,
+    fill: Callable[[], None],
+    source: Array | None,
+    out: Array | None,
+    givers: Collection[int],
+    takers: Collection[int] = (),
+    *,
+    least: int = AT_ONCE + 1,
+) -> bool:
+    """Take the first step: lend what others can see, or stage the first piece of it.
+
+    Args:
+        fill: stages the first piece.
+        source, out: what this rank would lend.
+        givers: the ranks that have to lend their ``source``.
+        takers: those of them that have to lend their ``out``, too.
+        least: bytes that there are; small arrays are staged.
+
+    Returns:
+        Whether all of them have lent. If not, ``link.otherwise`` tells what to do; or the first
+        pieces of all ranks are staged.
+    """
+    area, me = _area(link), link.rank
+    if least <= AT_ONCE:
+        fill()
+        area.sync(link)
+        return False
+    other = link.call.choice.staged is not None  # which then does what is not lent
+    if not area.lend(source if me in givers else None, out if me in takers else None) and not other:
+        fill()
+    area.sync(link)
+    lent = kept = False
+    for rank in givers:
+        if area.lent(rank) and (rank not in takers or area.lent(rank, OUT)):
+            lent = True
+        else:
+            kept = True
+    if lent and kept and not other:  # who has lent has not staged; all do it in the same step
+        fill()
+        area.sync(link)
+    return not kept
+
+
+class _Parts:
+    """A flat array in parts, one for each rank, and the places for them in the rooms.
+
+    Attributes:
+        width: elements of a place: what a piece of a part has at most.
+    """
+
+    def __init__(self, link: Link, array: Array, bounds: Sequence[int]) -> None:
+        self._link, self._array, self._bounds = link, array, bounds
+        size = ROOM // max(1, link.size - 1) // _LINE * _LINE  # a rank needs no place for itself
+        self.width = size // array.itemsize
+
+    def pieces(self) -> range:
+        """Where pieces begin, counted from the beginning of each part."""
+        return _starts(_largest(self._bounds), self.width)
+
+    def cut(self, array: Array, rank: int, low: int) -> Array:
+        """The piece at ``low`` of ``rank``'s part of ``array``."""
+        return array[self._bounds[rank] + low : self._bounds[rank + 1]][: self.width]
+
+    def fill(self, low: int) -> None:
+        """Stage the pieces at ``low`` for all other ranks."""
+        link, width, itemsize = self._link, self.width, self._array.itemsize
+        room = _area(link).next_rooms(self._array.dtype, ROOM // itemsize)[link.rank]
         for rank in range(link.size):
-            target = out[recv_bounds[rank] + low : recv_bounds[rank + 1]][:width]
-            if rank == me:
-                np.copyto(target, source[send_bounds[me] + low :][: target.size])
-            else:
-                np.copyto(target, rooms[rank][me * width :][: target.size])
+            if rank != link.rank:
+                piece = self.cut(self._array, rank, low)
+                np.copyto(room[_place(link.rank, rank) * width :][: piece.size], piece)
+
+    def sent(self, rank: int, count: int) -> Array:
+        """What ``rank`` has staged for this one."""
+        link, dtype = self._link, self._array.dtype
+        room = _area(link).rooms(dtype, ROOM // dtype.itemsize)[rank]
+        return room[_place(rank, link.rank) * self.width :][:count]
+
+    def collect(self, low: int) -> list[Array]:
+        """All ranks' pieces at ``low`` of this rank's part; the first ones are staged already."""
+        link = self._link
+        if low:
+            self.fill(low)
+            _area(link).sync(link)
+        own = self.cut(self._array, link.rank, low)
+        return [
+            own if rank == link.rank else self.sent(rank, own.size) for rank in range(link.size)
+        ]
+
+    def borrow(self, ranks: Collection[int], which: int = SOURCE) -> list[Array]:
+        """The whole arrays that ranks have lent."""
+        area, array = _area(self._link), self._array
+        return [area.borrowed(rank, array.dtype, array.size, which) for rank in ranks]
 
 
-def _fill(
-    area: Area, link: Link, source: Array, bounds: Sequence[int], low: int, width: int
-) -> None:
-    """Put the next ``width`` elements for every other rank at that rank's place in the own room."""
-    room = area.next_rooms(source.dtype, width * link.size)[link.rank]
-    for rank in range(link.size):
-        if rank != link.rank:
-            piece = source[bounds[rank] + low : bounds[rank + 1]][:width]
-            np.copyto(room[rank * width :][: piece.size], piece)
+def _place(owner: int, reader: int) -> int:
+    """The number of ``reader``'s place in the room of ``owner``."""
+    return reader - (reader > owner)
 
 
-def _width(link: Link, dtype: np.dtype[np.generic]) -> int:
-    """The elements of one rank's place, where a room has a place for each rank."""
-    return ROOM // link.size // _LINE * _LINE // dtype.itemsize
+def _blocks(link: Link, bounds: Sequence[int], itemsize: int) -> Iterator[slice]:
+    """This rank's part, in what is reduced at once."""
+    low, high, step = bounds[link.rank], bounds[link.rank + 1], _area(link).block // itemsize
+    for start in range(low, high, step):
+        yield slice(start, min(start + step, high))
+
+
+def _starts(size: int, width: int) -> range:
+    """Where pieces of ``size`` elements begin; at least one, so that every call takes a step."""
+    return range(0, max(1, size), width)
 
 
 def _largest(bounds: Sequence[int]) -> int:
     return max(high - low for low, high in itertools.pairwise(bounds))
-
-
-def _cut(data: Array) -> list[Array]:
-    """Cut an array into pieces that fit a room; at least one, so that every call takes a step."""
-    if data.nbytes <= ROOM:
-        return [data]
-    return [data[low:high] for low, high in _pieces(data.size, ROOM // data.itemsize)]
-
-
-def _pieces(size: int, width: int) -> Iterator[tuple[int, int]]:
-    """Cut ``size`` elements into pieces; at least one, so that every call takes a step."""
-    yield 0, min(size, width)
-    for low in range(width, size, width):
-        yield low, min(low + width, size)
 
 
 # One thread copies about 10 GB/s of what is not in its cache.
@@ -260,16 +429,17 @@ def _algorithm(steps: int, copies: Callable[[int], float], reduces: float = 0) -
     def cost(p: int) -> Terms:
         return Terms(steps, copies(p), reduces)
 
-    return Algorithm(sys.modules[__name__], cost, costs=_COSTS, agrees=True)
+    return Algorithm(sys.modules[__name__], cost, costs=_COSTS, agrees=True, lends=AT_ONCE)
 
 
+# Of arrays that are staged: others do not compete.
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
-    "all_reduce": {NAME: _algorithm(2, lambda p: 2, 1)},
-    "reduce": {NAME: _algorithm(2, lambda p: 2, 1)},
+    "all_reduce": {NAME: _algorithm(2, lambda p: (2 * p - 1) / p, 1)},
+    "reduce": {NAME: _algorithm(2, lambda p: (2 * p - 1) / p, 1)},
     "reduce_scatter": {NAME: _algorithm(1, lambda p: (p - 1) / p, 1)},
-    "all_gather": {NAME: _algorithm(1, lambda p: 1)},
+    "all_gather": {NAME: _algorithm(1, lambda p: (p + 1) / p)},
     "broadcast": {NAME: _algorithm(1, lambda p: 1)},
     "gather": {NAME: _algorithm(1, lambda p: 1)},
     "scatter": {NAME: _algorithm(1, lambda p: 1)},
-    "all_to_all": {NAME: _algorithm(1, lambda p: 2 * (p - 1) / p)},
+    "all_to_all": {NAME: _algorithm(1, lambda p: (2 * p - 1) / p)},
 }

@@ -109,7 +109,7 @@ def measure(
     rows = rows or 12 * p
     args = (collective, algorithm, rows, dtype, root)
     with mock.patch.object(Reduction, "combine", _counting_combine):
-        ranks = run_on(CountingSim, _count, world_size=p, args=args, hosts=hosts)
+        ranks = run_on(CountingSim, _count, world_size=p, args=args, hosts=hosts, shm="off")
     n = rows * np.dtype(dtype).itemsize
     return [
         Traffic(sent, Fraction(out, n), received, Fraction(into, n), Fraction(reduced, n))
