@@ -1,4 +1,4 @@
-"""Flat buffers for gathered parameters and full gradients: reused within a step, freed after."""
+"""Flat buffers for gathered parameters and full gradients, used again and again."""
 
 from __future__ import annotations
 
@@ -9,39 +9,65 @@ import numpy as np
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 
+# A buffer that came back serves smaller ones too, down to this part of it without second thoughts.
+_SNUG = 0.75
+
 
 class BufferPool:
-    """Hands out flat buffers and takes them back; ``clear`` gives the memory up.
+    """Hands out flat buffers in the memory that the backend moves fastest, and takes them back.
 
-    Buffers that came back wait for a unit of the same size. As soon as none of them fits, all are
-    freed, so that units of different sizes never pile up: no more memory is held than was handed
-    out at once.
+    What came back is kept for the next request, so a step like the one before allocates nothing.
+    But no more memory is ever held than was handed out at once: what does not fit is used by a
+    smaller request, or freed, before that would be exceeded.
 
     Attributes:
         live_bytes: handed out now.
+        spare_bytes: kept to be handed out again.
         peak_bytes: largest value of ``live_bytes`` since ``reset_peak``.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._free: dict[tuple[int, np.dtype[Any]], list[Array]] = {}
+        self._spare: list[Array] = []  # of bytes, the smallest first
+        self._used: dict[int, Array] = {}  # by the id of what was handed out
+        self._most = 0
         self.live_bytes = 0
+        self.spare_bytes = 0
         self.peak_bytes = 0
 
     def take(self, size: int, dtype: np.dtype[Any]) -> Array:
         """Return a flat buffer of ``size`` elements, with any content."""
-        free = self._free.get((size, dtype))
-        if not free:
-            self._free.clear()
-        buffer = free.pop() if free else self._backend.empty((size,), dtype)
-        self.live_bytes += buffer.nbytes
+        nbytes = size * dtype.itemsize
+        memory = self._reuse(nbytes)
+        if memory is None:
+            memory = self._backend.empty((nbytes,), np.uint8)
+        flat = memory[:nbytes].view(dtype)
+        self._used[id(flat)] = memory
+        self.live_bytes += memory.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return buffer
+        self._most = max(self._most, self.live_bytes)
+        return flat
+
+    def _reuse(self, nbytes: int) -> Array | None:
+        """Take a spare buffer for ``nbytes``; None if one has to be allocated."""
+        fits = next((n for n, spare in enumerate(self._spare) if spare.nbytes >= nbytes), None)
+        if fits is None or self._spare[fits].nbytes * _SNUG > nbytes:
+            if self.live_bytes + self.spare_bytes + nbytes <= self._most:
+                return None
+            if fits is None:
+                self.clear()
+                return None
+        memory = self._spare.pop(fits)
+        self.spare_bytes -= memory.nbytes
+        return memory
 
     def give(self, buffer: Array) -> None:
-        """Take a buffer back; it may be handed out again at once."""
-        self.live_bytes -= buffer.nbytes
-        self._free.setdefault((buffer.size, buffer.dtype), []).append(buffer)
+        """Take back what ``take`` has returned; it may be handed out again at once."""
+        memory = self._used.pop(id(buffer))
+        self.live_bytes -= memory.nbytes
+        self.spare_bytes += memory.nbytes
+        self._spare.append(memory)
+        self._spare.sort(key=_nbytes)
 
     def reset_peak(self) -> None:
         """Begin a new measurement of the peak."""
@@ -49,4 +75,9 @@ class BufferPool:
 
     def clear(self) -> None:
         """Free what is not handed out."""
-        self._free.clear()
+        self._spare.clear()
+        self.spare_bytes = 0
+
+
+def _nbytes(array: Array) -> int:
+    return array.nbytes

@@ -30,7 +30,9 @@ def as_int(
     Raises ``error`` for bools, for what is not an integer, and below ``minimum``.
     """
     number: int | None = None
-    if isinstance(value, SupportsIndex) and not isinstance(value, (bool, np.bool_)):
+    if type(value) is int:  # what is common, without the cost of asking for a protocol
+        number = value
+    elif isinstance(value, SupportsIndex) and not isinstance(value, (bool, np.bool_)):
         try:
             number = operator.index(value)
         except TypeError:

@@ -18,6 +18,7 @@ from fsdpcore.fsdp.optim import Optimizer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.step import Step
 from fsdpcore.fsdp.unit import Binding, ParamState, Unit
+from fsdpcore.fsdp.window import open_window
 
 STRATEGIES = ("full_shard",)
 
@@ -29,6 +30,10 @@ class FSDP:
     it, gathered again before its backward pass and freed, then its gradients are reduced so that
     each rank gets its shard. While one unit is in use, the next one in order is on its way.
 
+    Ranks of one host keep the parameters in one window, memory that all of them map, where the
+    transport has windows. Each then writes its shard where the others read it: gathering a unit
+    moves nothing and takes no memory, and the host holds the parameters once.
+
     Making an engine is a collective: all ranks pass the same units with the same values.
 
     Args:
@@ -36,13 +41,14 @@ class FSDP:
         backend: the ranks to shard over.
         strategy: "full_shard".
         optimizer: applied by ``step.update``; may be missing for evaluation only.
-        prefetch: how many units to gather ahead: 0 or 1.
+        prefetch: how many units to gather ahead: 0 or 1. In a window there is nothing to fetch.
         seed: of the initialisers of deferred parameters (``Spec``).
         algorithm: of all collectives; "auto", or one that every one of them has.
 
     Attributes:
         units: in order; verbs can be called on them directly.
         backend, algorithm: as given.
+        windowed: the parameters are in a window; the same on all ranks.
         steps: number of updates so far.
 
     Raises:
@@ -77,9 +83,12 @@ class FSDP:
         self._pool = BufferPool(backend)
         self._ahead: Unit | None = None
         self._step: Step | None = None
+        window = open_window([unit.lay_out(backend.world_size) for unit in self.units], backend)
+        self.windowed = window is not None
+        self._window_bytes = window.nbytes if window is not None else 0
         binding = Binding(backend, self._pool, optimizer, algorithm, seed)
-        for unit in self.units:
-            unit.bind(binding)
+        for number, unit in enumerate(self.units):
+            unit.bind(binding, window.flats[number] if window is not None else None)
 
     def _check_options(self, strategy: str, prefetch: int) -> None:
         if strategy not in STRATEGIES:
@@ -114,7 +123,7 @@ class FSDP:
         self._ahead = None
         unit.unshard()
         number = self._index[unit.name] + towards
-        if self._prefetch and 0 <= number < len(self.units):
+        if self._prefetch and not self.windowed and 0 <= number < len(self.units):
             following = self.units[number]
             if following.state is ParamState.SHARDED:
                 following.unshard(async_op=True)
@@ -143,23 +152,26 @@ class FSDP:
         self._pool.reset_peak()
 
     def end(self) -> None:
-        """Leave a step: free what is gathered and the gradients; called by ``Step``."""
+        """Leave a step: reshard all units and drop the gradients; called by ``Step``."""
         self._step = self._ahead = None
         for unit in self.units:
             unit.reshard()
             unit.drop_gradients()
-        self._pool.clear()
 
     # Memory.
 
     @property
     def gathered_peak(self) -> int:
-        """Most bytes of gathered parameters and full gradients at once, in the last step."""
+        """Most bytes of gathered parameters and full gradients at once, in the last step.
+
+        Parameters in a window are there anyway, so that gathering them adds nothing.
+        """
         return self._pool.peak_bytes
 
     def held(self) -> HeldMemory:
         """Measure what this rank holds now."""
-        return measure(self.units, self._pool.live_bytes)
+        pool = self._pool
+        return measure(self.units, pool.live_bytes, pool.spare_bytes, self._window_bytes)
 
 
 def _check_units(units: tuple[Unit, ...]) -> None:

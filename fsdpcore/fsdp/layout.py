@@ -12,6 +12,7 @@ sharded over any number of ranks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class FlatLayout:
             as_int(world_size, "world_size", minimum=1),
         )
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements of all parameters together, without padding."""
         return self.params[-1].stop if self.params else 0

@@ -14,9 +14,15 @@ class HeldMemory:
 
     Attributes:
         parameters, gradients, optimizer: of this rank's shards, padding included. Gradients are
-            counted at the size that they have from the backward pass to the update.
+            counted at the size that they have from the backward pass to the update. A shard in a
+            window is counted by the rank that writes it, so that the ranks' sum is what there is.
         padding: how much of that is padding, on this rank.
-        buffers: gathered parameters and full gradients, 0 between steps.
+        buffers: gathered parameters and full gradients, 0 between steps. What is in a window is
+            gathered for nothing.
+        spare: buffers that are kept for the next gathering; at most as large as ``buffers`` has
+            ever been.
+        window: all of the host's window, 0 where there is none; it exists once for all ranks.
+            Every rank maps it, so that tools count it for each of them.
         unsharded: what one rank alone would hold: parameters, gradients, optimizer state.
     """
 
@@ -25,16 +31,18 @@ class HeldMemory:
     optimizer: int
     padding: int
     buffers: int
+    spare: int
+    window: int
     unsharded: int
 
     @property
     def total(self) -> int:
-        """Everything that this rank holds."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers
+        """Everything that this rank holds, and of a window its own part."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.spare
 
 
-def measure(units: Iterable[Unit], buffers: int) -> HeldMemory:
-    """Add up the arrays of ``units``; ``buffers`` is what is gathered now."""
+def measure(units: Iterable[Unit], buffers: int, spare: int, window: int) -> HeldMemory:
+    """Add up the arrays of ``units``; the other arguments are those of ``HeldMemory``."""
     parameters = gradients = optimizer = padding = unsharded = 0
     for unit in units:
         item = unit.dtype.itemsize
@@ -44,4 +52,4 @@ def measure(units: Iterable[Unit], buffers: int) -> HeldMemory:
         optimizer += sum(array.nbytes for array in unit.optimizer_state.values())
         padding += 2 * (unit.shard.size - unit.valid_size) * item
         unsharded += unit.layout.size * item * (2 + states)
-    return HeldMemory(parameters, gradients, optimizer, padding, buffers, unsharded)
+    return HeldMemory(parameters, gradients, optimizer, padding, buffers, spare, window, unsharded)

@@ -21,14 +21,17 @@ def global_l2_norm(
     Every element must lie in one shard of one rank only. Squares are summed in float64, so
     neither overflow nor the number of ranks matters at float32 precision. A collective.
     """
-    local = sum(_sum_of_squares(shard) for shard in shards)
+    scratch = np.empty(_BLOCK, np.float64)
+    local = sum(_sum_of_squares(shard, scratch) for shard in shards)
     total = all_reduce(np.array(local, np.float64), backend, algorithm=algorithm, label=label)
     return float(np.sqrt(total))
 
 
-def _sum_of_squares(array: Array) -> float:
+def _sum_of_squares(array: Array, scratch: Array) -> float:
     total = 0.0
     for start in range(0, array.size, _BLOCK):
-        block = array[start : start + _BLOCK].astype(np.float64)
+        values = array[start : start + _BLOCK]
+        block = scratch[: values.size]
+        np.copyto(block, values)
         total += float(np.dot(block, block))
     return total

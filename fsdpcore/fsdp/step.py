@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fsdpcore.errors import ArgumentError, NonFiniteGradientError, StateError
 from fsdpcore.fsdp.norm import global_l2_norm
-from fsdpcore.fsdp.unit import Gradients, GradState, Params, Unit, check_divisor
+from fsdpcore.fsdp.unit import GradState, Unit, check_divisor
+from fsdpcore.fsdp.views import Gradients, Params
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -94,7 +95,7 @@ class Step:
         try:
             self._engine.gather(member, towards=-1)
             yield BackwardUnit(member.params, member.begin_gradients())
-            member.reshard()  # before the reduction, which needs the room
+            member.reshard()  # before the reduction, which needs the room, and ends all reading
             member.reduce_gradients(divisor=self._divisor)
             self._reduced = True
         finally:

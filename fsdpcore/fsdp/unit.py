@@ -6,7 +6,8 @@
     gradients    NONE --begin_gradients--> LOCAL --reduce_gradients--> REDUCED --update--> NONE
 
 Between uses a rank holds one shard of the unit's flat buffer: parameters, reduced gradients and
-optimizer state. Gathered parameters and full gradients live in buffers of the engine's pool.
+optimizer state. All parameters together are in the window of the host or, while they are in use,
+in a buffer of the engine's pool (``storage.py``); full gradients are in buffers of the pool.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,12 +23,14 @@ import numpy as np
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
-from fsdpcore.collectives import all_gather, reduce_scatter
+from fsdpcore.collectives import reduce_scatter
 from fsdpcore.errors import ArgumentError, CommunicationError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.optim import Optimizer
 from fsdpcore.fsdp.spec import Spec
+from fsdpcore.fsdp.storage import Separate, Storage, Windowed
+from fsdpcore.fsdp.views import Gradients, Params, Places
 from fsdpcore.work import Work
 
 T = TypeVar("T")
@@ -62,58 +65,12 @@ class Binding:
     seed: int
 
 
-class Params(Mapping[str, Array]):
-    """Gathered parameters by name, as read-only views; valid until the unit is resharded."""
-
-    def __init__(self, views: dict[str, Array], unit: str) -> None:
-        self._views = views
-        self._unit = unit
-
-    def __getitem__(self, name: str) -> Array:
-        try:
-            return self._views[name]
-        except KeyError:
-            raise UnknownParameterError(_unknown(self._unit, name, self._views)) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
-
-    def __len__(self) -> int:
-        return len(self._views)
-
-
-class Gradients(Params, MutableMapping[str, Array]):
-    """A unit's gradients by name, as writable views that begin as zeros.
-
-    ``grads[name] = array`` copies into the view after checking shape and dtype; views can also be
-    written directly, as in ``np.matmul(x.T, dy, out=grads["w"])``. What is not written stays zero.
-    """
-
-    def __setitem__(self, name: str, value: Array) -> None:
-        view, value = self[name], np.asarray(value)
-        if value.shape != view.shape or value.dtype != view.dtype:
-            raise ArgumentError(
-                f"gradient of {self._unit}.{name} must have shape {view.shape} and dtype "
-                f"{view.dtype}, got {value.shape} and {value.dtype}"
-            )
-        if value is not view:
-            view[...] = value
-
-    def __delitem__(self, name: str) -> None:
-        raise ArgumentError(f"a gradient cannot be removed; leave {self._unit}.{name} as zeros")
-
-
-class UnknownParameterError(ArgumentError, KeyError):
-    """A unit has no parameter of that name."""
-
-    __str__ = Exception.__str__  # KeyError would show the message in quotes
-
-
 class Unit:
     """An ordered set of named parameters of one dtype (float32 or float64).
 
     The engine that gets it takes over the parameters; use ``engine.units`` and the verbs from then
-    on. Verbs that communicate must be called on all ranks in the same order.
+    on. Verbs that communicate (``unshard``, ``reduce_gradients``, ``update``, ``writing``) must be
+    called on all ranks in the same order.
 
     Args:
         name: unique in the engine, equal on all ranks.
@@ -123,7 +80,7 @@ class Unit:
     Attributes:
         state, grad_state: where parameters and gradients are.
         layout: which parameter lies where in the flat buffer and in the shards.
-        shard: this rank's part of the parameters, flat; owned by the unit.
+        shard: this rank's part of the parameters, flat and read-only; ``writing`` is for changes.
         grad_shard: this rank's part of the reduced gradients, while there are any.
         optimizer_state: this rank's optimizer state by name, flat, without padding.
     """
@@ -141,33 +98,47 @@ class Unit:
         self.dtype = _common_dtype(name, self.initial)
         self.optimizer_state: dict[str, Array] = {}
         self.grad_shard: Array | None = None
-        self._shard: Array | None = None
         self._layout: FlatLayout | None = None
         self._binding: Binding | None = None
-        self._flat: Array | None = None
+        self._storage: Storage | None = None
         self._gather: Work | None = None
-        self._local: Array | None = None
+        self._local: Gradients | None = None
+        self._grad_buffer: Array | None = None  # what grad_shard is, whenever it is there
+        self._in_writing = False
 
     # Taking over.
 
-    def bind(self, binding: Binding) -> None:
-        """Shard the parameters; called by the engine, once."""
-        if self._binding is not None or self.initial is None:
+    def lay_out(self, world_size: int) -> FlatLayout:
+        """Fix how the parameters are sharded; called by the engine, before ``bind``."""
+        if self._layout is not None or self.initial is None:
             raise StateError(f"unit {self.name!r} belongs to an engine already; make a new one")
-        backend = binding.backend
         shapes = {name: value.shape for name, value in self.initial.items()}
-        layout = FlatLayout.build(shapes, self.dtype, backend.world_size)
-        shard = np.zeros(layout.shard_size, self.dtype)
-        for piece in layout.pieces(backend.rank):
-            target = shard[piece.shard_start : piece.shard_stop]
+        self._layout = FlatLayout.build(shapes, self.dtype, world_size)
+        return self._layout
+
+    def bind(self, binding: Binding, flat: Array | None) -> None:
+        """Shard the parameters; called by the engine, once.
+
+        Args:
+            binding: what all units of the engine have in common.
+            flat: the unit's flat buffer in the window of the host, if there is one.
+        """
+        assert self.initial is not None
+        backend, places = binding.backend, Places(self.name, self.layout)
+        storage: Storage
+        if flat is None:
+            storage = Separate(backend, places, binding.algorithm, binding.pool)
+        else:
+            storage = Windowed(backend, places, flat)
+        for piece in self.layout.pieces(backend.rank):
+            target = storage.own[piece.shard_start : piece.shard_stop]
             value = self.initial[piece.name]
             if isinstance(value, Spec):
                 name = f"{self.name}.{piece.name}"
                 value.init.fill(target, piece.param_start, seed=binding.seed, name=name)
             else:
                 target[...] = value.reshape(-1)[piece.param_start : piece.param_stop]
-        self._binding, self._layout, self._shard = binding, layout, shard
-        self.initial = None
+        self._binding, self._storage, self.initial = binding, storage, None
         if binding.optimizer is not None:
             self.optimizer_state = binding.optimizer.init_state(self.valid_size, self.dtype)
 
@@ -178,8 +149,8 @@ class Unit:
 
     @property
     def shard(self) -> Array:
-        """This rank's part of the flat parameters, padding included."""
-        return self._bound(self._shard)
+        """This rank's part of the flat parameters, padding included; read-only."""
+        return self._bound(self._storage).shard
 
     @property
     def valid_size(self) -> int:
@@ -196,21 +167,17 @@ class Unit:
     def unshard(self, *, async_op: bool = False) -> Work | None:
         """Gather the parameters of all ranks; does nothing if they are gathered already.
 
+        Where they are in a window, no data moves: the ranks wait until all have come here.
+
         Args:
             async_op: return a ``Work`` at once; ``params`` is there after its ``wait()``, or after
                 ``unshard()``.
         """
-        binding = self._bound(self._binding)
+        storage = self._bound(self._storage)
         if self.state is ParamState.SHARDED:
-            self._flat = binding.pool.take(self.layout.padded_size, self.dtype)
-            started = all_gather(
-                self.shard,
-                binding.backend,
-                out=self._flat,
-                algorithm=binding.algorithm,
-                async_op=async_op,
-                label=f"unit {self.name}",
-            )
+            if self._in_writing:
+                raise StateError(f"unshard() of unit {self.name!r} while it is being written")
+            started = storage.gather(async_op=async_op)
             self.state = ParamState.UNSHARDED
             if async_op:
                 self._gather, self.state = started, ParamState.GATHERING
@@ -227,50 +194,75 @@ class Unit:
             raise StateError(
                 f"parameters of unit {self.name!r} are {self.state.value}; call unshard() first"
             )
-        assert self._flat is not None
-        views = self._views(self._flat)
-        for view in views.values():
-            view.flags.writeable = False
-        return Params(views, self.name)
+        return self._bound(self._storage).params
 
     def reshard(self) -> None:
-        """Free the gathered parameters; does nothing if they are sharded already."""
+        """End the use of the gathered parameters; does nothing if they are sharded already.
+
+        Their memory is freed unless they are in a window. Views must not be read after this.
+        """
         gather, self._gather = self._gather, None
         if gather is not None:
             # If it failed, the backend is broken and whatever comes next says so; raised here,
             # it would hide the error that led to this clean-up.
             with contextlib.suppress(CommunicationError):
                 gather.wait()
-        self.state = ParamState.SHARDED
-        if self._flat is not None:
-            self._bound(self._binding).pool.give(self._flat)
-        self._flat = None
+        if self.state is not ParamState.SHARDED:
+            self.state = ParamState.SHARDED
+            self._bound(self._storage).free()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Array]:
+        """Change parameters, for instance to load them: gives this rank's shard to be written.
+
+        All ranks call it, each for its own shard (flat, padding included), in which
+        ``layout.pieces(rank)`` says what lies where. Gathered parameters are resharded; the next
+        ``unshard`` shows what was written. The array is read-only after the block.
+
+        Raises:
+            StateError: it is being written already.
+        """
+        storage = self._bound(self._storage)
+        if self._in_writing:
+            raise StateError(f"unit {self.name!r} is being written already")
+        self.reshard()
+        storage.claim()
+        writable = storage.own.view()
+        self._in_writing = True
+        try:
+            yield writable
+        finally:
+            self._in_writing = False
+            writable.flags.writeable = False
 
     # Gradients.
 
     def begin_gradients(self) -> Gradients:
         """Return zeroed gradients to be written, for ``reduce_gradients`` to pick up."""
         binding = self._bound(self._binding)
-        if self.grad_state is GradState.LOCAL:
+        if self._local is not None:
             raise StateError(
                 f"unit {self.name!r} has gradients that were not reduced; call reduce_gradients()"
             )
-        self._local = binding.pool.take(self.layout.padded_size, self.dtype)
-        self._local[:] = 0
+        flat = binding.pool.take(self.layout.padded_size, self.dtype)
+        self._local = Gradients(flat, self._bound(self._storage).places)
         self.grad_state = GradState.LOCAL
-        return Gradients(self._views(self._local), self.name)
+        return self._local
 
     def reduce_gradients(
         self, grads: Mapping[str, Array] | None = None, *, divisor: float | None = None
     ) -> None:
         """Sum the gradients of all ranks; each keeps its shard, added to what it had.
 
+        Whether the unit is resharded before or after must be the same on all ranks; before is
+        better (see ``storage.py``).
+
         Args:
             grads: gradients by name, where ``begin_gradients`` was not used; those that are
                 missing count as zeros.
             divisor: the sum is divided by it; by default the number of ranks, for their mean.
         """
-        binding = self._bound(self._binding)
+        self._bound(self._binding)
         check_divisor(divisor)
         if grads is not None:
             target = self.begin_gradients()
@@ -285,35 +277,53 @@ class Unit:
                 f"unit {self.name!r} has no gradients to reduce; pass them, or call "
                 "begin_gradients() and write them first"
             )
-        reduced = reduce_scatter(
-            self._local,
-            binding.backend,
-            algorithm=binding.algorithm,
-            label=f"unit {self.name}" + ("" if divisor is None else f", divisor {divisor}"),
-        )
-        ranks = float(binding.backend.world_size)
-        np.divide(reduced, ranks if divisor is None else divisor, out=reduced)
-        if self.grad_shard is None:
-            self.grad_shard = reduced
-        else:
-            np.add(self.grad_shard, reduced, out=self.grad_shard)
+        self._reduce(self._local.finish(), divisor)
         self.drop_local_gradients()
-        self.grad_state = GradState.REDUCED
+
+    def _reduce(self, flat: Array, divisor: float | None) -> None:
+        """Reduce the full gradients of all ranks to shards; ``flat`` may be overwritten."""
+        binding, storage = self._bound(self._binding), self._bound(self._storage)
+        backend, total = binding.backend, self.grad_shard
+        if total is None:
+            own = self._own_grad_buffer()
+        else:  # a collective may write to this rank's part of what it reads
+            start, stop = self.layout.shard_bounds(backend.rank)
+            own = flat[start:stop]
+        sharded = self.state is ParamState.SHARDED
+        label = f"unit {self.name}" if sharded else f"unit {self.name}, before reshard"
+        reduce_scatter(
+            flat,
+            backend,
+            op="mean" if divisor is None else "sum",
+            out=own,
+            algorithm=binding.algorithm,
+            label=label if divisor is None else f"{label}, divisor {divisor}",
+        )
+        if sharded:
+            storage.reduced()
+        if divisor is not None:
+            np.divide(own, divisor, out=own)
+        if total is None:
+            self.grad_shard = own
+        else:
+            np.add(total, own, out=total)
 
     def drop_local_gradients(self) -> None:
         """Free gradients that are not reduced; what was reduced before stays."""
         if self._local is not None:
-            self._bound(self._binding).pool.give(self._local)
+            self._bound(self._binding).pool.give(self._local.close())
         self._local = None
         self.grad_state = GradState.NONE if self.grad_shard is None else GradState.REDUCED
 
     def drop_gradients(self) -> None:
-        """Free all gradients."""
+        """Forget all gradients."""
         self.grad_shard = None
         self.drop_local_gradients()
 
     def update(self, *, step: int, lr: float | None, grad_scale: float) -> None:
-        """Apply the optimizer to this rank's shard; frees gathered parameters and gradients.
+        """Apply the optimizer to this rank's shard; reshards the unit and forgets the gradients.
+
+        All ranks call it. They wait for each other if the unit may be in use somewhere.
 
         Args:
             step: number of this update, from 1.
@@ -323,13 +333,15 @@ class Unit:
         optimizer = self._bound(self._binding).optimizer
         if optimizer is None:
             raise StateError("the engine has no optimizer; pass one: FSDP(..., optimizer=...)")
+        storage, size = self._bound(self._storage), self.valid_size
         self.reshard()  # what is gathered is about to be out of date
-        size = self.valid_size
+        storage.claim()
         grad = self.grad_shard
         if grad is None:  # no gradient counts as zeros
-            grad = np.zeros(size, self.dtype)
+            grad = self._own_grad_buffer()
+            grad[:] = 0
         optimizer.update(
-            self.shard[:size],
+            storage.own[:size],
             grad[:size],
             self.optimizer_state,
             step=step,
@@ -338,11 +350,10 @@ class Unit:
         )
         self.drop_gradients()
 
-    def _views(self, flat: Array) -> dict[str, Array]:
-        return {
-            param.name: flat[param.offset : param.stop].reshape(param.shape)
-            for param in self.layout.params
-        }
+    def _own_grad_buffer(self) -> Array:
+        if self._grad_buffer is None:
+            self._grad_buffer = np.empty(self.layout.shard_size, self.dtype)
+        return self._grad_buffer
 
     def __repr__(self) -> str:
         return f"<Unit {self.name!r} {self.state.value}, gradients {self.grad_state.value}>"
@@ -367,7 +378,3 @@ def _common_dtype(unit: str, params: Mapping[str, Array | Spec]) -> np.dtype[Any
             + ", ".join(f"{name}: {dtype}" for name, dtype in dtypes.items())
         )
     return next(iter(dtypes.values()), np.dtype(np.float32))
-
-
-def _unknown(unit: str, name: str, known: Mapping[str, Any]) -> str:
-    return f"unit {unit!r} has no parameter {name!r}; it has {', '.join(known) or 'none'}"

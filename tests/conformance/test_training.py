@@ -19,7 +19,9 @@ CLIP = 1.3
 # A softmax does not feel the bias of its keys: that gradient is pure rounding noise, which Adam
 # with its usual eps of 1e-8 blows up to full steps. This one keeps noise noise.
 EPS = 1e-5
+# Each of them with a window for the parameters, if it has one, and without.
 TRANSPORTS = ["sim", "zmq"]
+APART = {"sim": {"hosts": 2}, "zmq": {"shm": "off"}}
 
 
 @functools.cache
@@ -36,8 +38,11 @@ def initial():
     return {name: layer.init(rng) for name, layer in build(MODEL)}
 
 
-def train(backend, steps, algorithm, prefetch=1, clip=CLIP):
-    """Losses of every step, and in the end all parameters by unit and name."""
+def train(backend, steps, algorithm, prefetch=1, parts=1, clip=CLIP):
+    """Losses of every step, and in the end all parameters by unit and name.
+
+    A rank goes through its rows in so many ``parts``, whose gradients are added up.
+    """
     stack = fc.LayerStack(build(MODEL))
     engine = fc.FSDP(
         stack.units(np.random.default_rng(11)),
@@ -51,11 +56,14 @@ def train(backend, steps, algorithm, prefetch=1, clip=CLIP):
     for number in range(steps):
         x, y = batch(number)
         with engine.step(divisor=BATCH) as step:
-            logits, saved = stack.forward(step, x[mine])
-            loss, dlogits = cross_entropy(logits, y[mine])
-            stack.backward(step, saved, dlogits * np.float32(len(mine)))
+            summed = 0.0
+            for rows in np.array_split(mine, parts):
+                logits, saved = stack.forward(step, x[rows])
+                loss, dlogits = cross_entropy(logits, y[rows])
+                stack.backward(step, saved, dlogits * np.float32(len(rows)))
+                summed += loss * len(rows)
             norms.append(step.update(clip=clip))
-        total = fc.all_reduce(np.float64(loss * len(mine)), backend, algorithm=algorithm)
+        total = fc.all_reduce(np.float64(summed), backend, algorithm=algorithm)
         losses.append(float(total) / BATCH)
     params = {}
     for unit in engine.units:
@@ -66,13 +74,14 @@ def train(backend, steps, algorithm, prefetch=1, clip=CLIP):
 
 
 @functools.cache
-def trained(transport, world_size, algorithm="auto", prefetch=1, steps=12):
+def trained(transport, world_size, algorithm="auto", prefetch=1, parts=1, steps=12, *, apart=False):
     return fc.launch(
         train,
         world_size=world_size,
         transport=transport,
-        args=(steps, algorithm, prefetch),
+        args=(steps, algorithm, prefetch, parts),
         timeout=60,
+        **(APART[transport] if apart else {}),
     )
 
 
@@ -139,6 +148,18 @@ def test_transports_agree_on_other_numbers_of_ranks(world_size):
     assert_same_parameters(ours[2], theirs[2])
 
 
+@pytest.mark.parametrize(("world_size", "parts"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_shared_window_changes_no_bit(transport, world_size, parts):
+    together = trained(transport, world_size, parts=parts)[0]
+    apart = trained(transport, world_size, parts=parts, apart=True)[0]
+    assert apart[3].window == 0
+    assert transport != "sim" or together[3].window > 0
+    assert together[0] == apart[0]
+    assert together[1] == apart[1]
+    assert_same_parameters(together[2], apart[2])
+
+
 def test_prefetch_changes_nothing_but_the_time():
     ahead, without = trained("sim", 4)[0], trained("sim", 4, prefetch=0)[0]
     assert ahead[0] == without[0]
@@ -159,22 +180,39 @@ def test_sharded_training_follows_unsharded_training(world_size):
             assert_allclose(params[unit][name], array, atol=2e-4, err_msg=f"{unit}.{name}")
 
 
+def test_gradients_of_several_passes_add_up():
+    once, twice = trained("sim", 2)[0], trained("sim", 2, parts=2)[0]
+    assert_allclose(twice[0], once[0], rtol=2e-5)
+    assert_allclose(twice[1], once[1], rtol=2e-4)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_a_rank_holds_one_share_of_everything_between_steps(world_size):
     sizes = [sum(a.size for a in named.values()) for named in initial().values()]
     total = 4 * 4 * sum(sizes)  # parameter, gradient, two moments; four bytes each
     padding = 4 * 2 * len(sizes) * (world_size - 1)  # parameter and gradient, per unit
-    for _, _, _, held, _ in trained("sim", world_size):
-        assert held.unsharded == total
-        assert held.buffers == 0
-        assert held.total * world_size <= total + padding * world_size
-        assert held.padding <= padding
+    for apart in (False, True):
+        for _, _, _, held, peak in trained("sim", world_size, apart=apart):
+            assert held.unsharded == total
+            assert held.buffers == 0
+            assert held.spare <= peak
+            assert (held.total - held.spare) * world_size <= total + padding * world_size
+            assert held.padding <= padding
 
 
 @pytest.mark.parametrize(("prefetch", "live"), [(0, 2), (1, 3)])
 def test_no_more_is_gathered_than_the_units_in_use(prefetch, live):
     largest = max(sum(a.nbytes for a in named.values()) for named in initial().values())
-    peak = trained("sim", 4, prefetch=prefetch)[0][4]
+    *_, held, peak = trained("sim", 4, prefetch=prefetch, apart=True)[0]
     # Parameters and full gradients of one unit, and the unit that is fetched ahead.
     assert peak <= live * (largest + 4 * 3)
     assert peak > (live - 1) * largest * 0.5
+    assert held.window == 0
+
+
+def test_in_a_window_parameters_are_not_gathered_at_all():
+    named = initial().values()
+    largest = max(sum(a.nbytes for a in unit.values()) for unit in named)
+    *_, held, peak = trained("sim", 1)[0]
+    assert held.window >= held.parameters == sum(a.nbytes for unit in named for a in unit.values())
+    assert peak == largest  # the gradients of one unit

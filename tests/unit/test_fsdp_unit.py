@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from support.spmd import RanksFailed, run_on
+from support.windows import WithoutWindow, WithWindow
 
 import fsdpcore as fc
 
@@ -286,14 +290,16 @@ def test_ranks_with_different_initial_values_are_told_apart():
     assert "ranks 1" in str(error)
 
 
-def test_ranks_that_gather_different_units_get_an_error_though_the_shapes_fit():
+@pytest.mark.parametrize("kind", [WithoutWindow, WithWindow])
+def test_ranks_that_gather_different_units_get_an_error_though_the_shapes_fit(kind):
     def body(backend):
         engine_of(backend).units[backend.rank].unshard()
 
-    error = cause_of(body, 2)
-    assert isinstance(error, fc.MismatchError)
-    assert "rank 0: all_gather(float32 of shape (11,), for unit u0)" in str(error)
-    assert "rank 1: all_gather(float32 of shape (11,), for unit u1)" in str(error)
+    with pytest.raises(RanksFailed, match="MismatchError") as caught:
+        run_on(kind, body, world_size=2)
+    assert re.search(
+        r"rank 0: \w+\(.*for unit u0\)\n  rank 1: \w+\(.*for unit u1\)", str(caught.value)
+    )
 
 
 def test_not_a_number_is_noticed_on_all_ranks_and_changes_nothing():
@@ -418,15 +424,104 @@ def test_parameters_after_an_update_are_never_the_old_ones():
     run(body, 2)
 
 
-def test_units_of_different_sizes_do_not_pile_up_in_the_pool():
+@pytest.mark.parametrize(("kind", "live"), [(WithoutWindow, 3), (WithWindow, 1)])
+def test_units_of_different_sizes_do_not_pile_up_in_the_pool(kind, live):
     def body(backend):
         made = [fc.Unit(f"u{i}", {"w": np.ones(1000 + i, np.float32)}) for i in range(12)]
         engine = fc.FSDP(made, backend, optimizer=fc.optim.SGD(lr=1.0))
         with engine.step() as step:
             whole_pass(engine, step)
-            kept = sum(b.nbytes for free in engine._pool._free.values() for b in free)
-            assert kept + engine._pool.live_bytes <= engine.gathered_peak
+            held = engine.held()
+            assert held.buffers + held.spare <= engine.gathered_peak
             step.update()
-        assert engine.gathered_peak <= 3 * 4 * 1013
+        assert engine.gathered_peak <= live * 4 * 1013
 
-    run(body, 2)
+    run_on(kind, body, world_size=2)
+
+
+def test_gradients_that_are_not_written_are_zeros_whatever_the_memory_held_before():
+    def body(backend):
+        engine = engine_of(backend, 1)
+        unit = engine.units[0]
+        for fill in (np.nan, 1.0):  # the second time in the same memory
+            grads = unit.begin_gradients()
+            for name in grads:
+                grads[name] = np.full_like(grads[name], fill)
+            unit.reduce_gradients()
+            unit.drop_gradients()
+        grads = unit.begin_gradients()
+        assert (list(grads), len(grads)) == (["w", "b", "scale", "none"], 4)
+        assert "w" in grads
+        assert "x" not in grads
+        grads["b"] += 1
+        grads.empty("scale")[...] = 5
+        grads.empty("scale")[...] += 1
+        assert grads["scale"] == 6
+        unit.reduce_gradients()
+        return unit.grad_shard
+
+    for kind in (WithoutWindow, WithWindow):
+        flat = np.concatenate(run_on(kind, body, world_size=4))
+        assert_array_equal(flat[:15], 0)
+        assert_array_equal(flat[15:20], 1)
+        assert flat[20] == 6
+        assert_array_equal(flat[21:], 0)  # padding
+
+
+def test_gradients_are_out_of_reach_once_they_were_reduced():
+    def body(backend):
+        unit = engine_of(backend).units[0]
+        kept = unit.begin_gradients()
+        kept["w"] = np.ones((3, 5), np.float32)
+        unit.reduce_gradients()
+        for use in (
+            lambda: kept["w"],
+            lambda: kept["b"],
+            lambda: kept.empty("w"),
+            lambda: kept.update(w=np.ones((3, 5), np.float32)),
+        ):
+            with pytest.raises(fc.StateError, match="gradients of unit 'u0' were reduced"):
+                use()
+        dropped = unit.begin_gradients()
+        unit.drop_gradients()
+        with pytest.raises(fc.StateError, match="or dropped; write them before"):
+            _ = dropped["w"]
+
+    run(body)
+
+
+@pytest.mark.parametrize("kind", [WithoutWindow, WithWindow])
+def test_what_is_written_to_the_shards_is_what_the_next_gather_gives(kind):
+    def body(backend):
+        unit = engine_of(backend).units[0]
+        unit.unshard()
+        with unit.writing() as shard:
+            assert unit.state.value == "sharded"
+            with pytest.raises(fc.StateError, match="unshard\\(\\) of unit 'u0' while"):
+                unit.unshard()
+            with pytest.raises(fc.StateError, match="being written already"), unit.writing():
+                pass
+            for piece in unit.layout.pieces(backend.rank):
+                whole = np.arange(15, dtype=np.float32) + ord(piece.name[0])
+                shard[piece.shard_start : piece.shard_stop] = whole[
+                    piece.param_start : piece.param_stop
+                ]
+        unit.unshard()
+        return unit.params["w"].copy(), unit.params["b"].copy(), unit.params["scale"].copy()
+
+    for w, b, scale in run_on(kind, body, world_size=3):
+        assert_array_equal(w.reshape(-1), np.arange(15) + ord("w"))
+        assert_array_equal(b, np.arange(5) + ord("b"))
+        assert scale == ord("s")
+
+
+def test_one_rank_alone_gathers_without_a_copy():
+    def body(backend):
+        engine = engine_of(backend)
+        assert engine.windowed
+        unit = engine.units[0]
+        unit.unshard()
+        assert np.shares_memory(unit.params["w"], unit.shard)
+        return engine.held().buffers
+
+    assert run(body) == [0]
