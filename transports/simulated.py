@@ -24,6 +24,7 @@ from fsdpcore.work import Pending
 
 from .faults import FaultInjector, Faults, InjectedCrash
 from .matching import Key, MatchTable, mismatch
+from .sim_memory import SimMemory, World
 
 if TYPE_CHECKING:
     from fsdpcore.config import Config
@@ -38,6 +39,8 @@ class SimOptions:
         hosts: the ranks are treated as if they ran on so many hosts, in equal blocks.
         seed, max_delay: random delays in every post of a message, to shake out races.
         faults: a whole plan of faults (from Python only); replaces the two above.
+        shm: "auto" lets collectives use the arrays of all ranks where they are, unless faults are
+            planned that only messages can have; "off" has them send messages.
     """
 
     eager_bytes: int = 4096
@@ -45,6 +48,11 @@ class SimOptions:
     seed: int = 0
     max_delay: float = 0.0
     faults: Faults | None = None
+    shm: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.shm not in ("auto", "off"):
+            raise ConfigError(f"sim: shm must be 'auto' or 'off', got {self.shm!r}")
 
 
 class _Message(Pending):
@@ -117,6 +125,9 @@ class SimBackend(Transport):
         self._eager_bytes = options.eager_bytes
         plan = options.faults or Faults(options.seed, options.max_delay)
         self._injector = FaultInjector(plan, rank) if plan != Faults() else None
+        self.job: World = world[0].job if world else World()
+        if options.shm == "auto" and not plan.drop and not plan.crash:
+            self.memory = SimMemory(self.job, self._before_post if self._injector else None)
 
     @classmethod
     def threads(cls, world_size: int, config: Config) -> list[Transport]:

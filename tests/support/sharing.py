@@ -6,7 +6,11 @@ import itertools
 import threading
 from typing import Any
 
+import numpy as np
 from fsdpcore.transports.simulated import SimBackend
+
+from fsdpcore.buffers import Array, Bytes
+from fsdpcore.collectives.area import Area
 
 
 class ThreadMemory:
@@ -14,35 +18,72 @@ class ThreadMemory:
 
     def __init__(self, refusing: frozenset[int] = frozenset()) -> None:
         self.refusing = refusing
-        self.offered: dict[bytes, bytearray] = {}
+        self.segments: dict[int, Bytes] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
     def of(self, rank: int) -> _OfRank:
         return _OfRank(self, rank)
 
-    def offer(self, nbytes: int) -> bytes:
+    def make(self, nbytes: int) -> _Segment:
         with self._lock:
-            offer = next(self._numbers).to_bytes(64, "little")
-            self.offered[offer] = bytearray(nbytes)
-            return offer
+            return _Segment(self, next(self._numbers), nbytes)
+
+
+class _Segment:
+    def __init__(self, memory: ThreadMemory, number: int, nbytes: int) -> None:
+        self.number = number
+        self._memory = memory
+        self._bytes = memory.segments[number] = np.zeros(nbytes, np.uint8)
+
+    def bytes(self, offset: int, nbytes: int) -> Bytes:
+        return self._bytes[offset : offset + nbytes]
+
+    def close(self) -> None:
+        del self._memory.segments[self.number]
 
 
 class _OfRank:
+    required = False
+    available = True
+
     def __init__(self, memory: ThreadMemory, rank: int) -> None:
         self._memory = memory
         self._rank = rank
 
-    def offer(self, nbytes: int) -> bytes:
-        return self._memory.offer(nbytes)
+    def area(self, memory: Bytes, rank: int, size: int) -> Area:
+        return Area(memory, rank, size, self)
 
-    def map(self, offer: bytes) -> memoryview:
+    def introduce(self) -> bytes:
+        return bytes([self._rank])
+
+    def meet(self, introduction: bytes) -> None:
         if self._rank in self._memory.refusing:
             raise OSError("out of reach")
-        return memoryview(self._memory.offered[offer])
 
-    def forget(self, offer: bytes) -> None:
-        del self._memory.offered[offer]
+    def segment(self, nbytes: int) -> _Segment:
+        return self._memory.make(nbytes)
+
+    def open(self, number: int) -> Bytes:
+        return self._memory.segments[number]
+
+    def empty(self, nbytes: int) -> Bytes:
+        """Kept for ever, so that its address stays its own."""
+        return self._memory.make(nbytes + 64).bytes(64, nbytes)
+
+    def locate(self, array: Array) -> tuple[int, int] | None:
+        address = array.__array_interface__["data"][0]
+        for number, segment in list(self._memory.segments.items()):
+            offset = address - segment.__array_interface__["data"][0]
+            if 64 <= offset < segment.size:
+                return number, offset
+        return None
+
+    def attach(self, number: int) -> Bytes:
+        return self._memory.segments[number]
+
+    def close(self) -> None:
+        """Others may still use what this rank has made."""
 
 
 class SharingSim(SimBackend):

@@ -1,0 +1,95 @@
+"""``shared_window``: one array that the ranks of a host have in common."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array, Bytes
+from fsdpcore.collectives.call import Call, call_for, remembered, run
+from fsdpcore.collectives.link import Link
+from fsdpcore.errors import ArgumentError, UnsupportedError
+from fsdpcore.transport import MemorySharing
+
+_LOG = logging.getLogger("fsdpcore")
+
+
+def shared_window(backend: Backend, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
+    """Make the array; see ``Backend.shared_window``."""
+    kind = np.dtype(dtype)
+    sizes = _checked(shape, kind)
+    call = remembered(backend, _shared_window, kind, sizes)
+    if backend.world_size == 1:
+        return np.zeros(sizes, kind)
+    sharing = backend.root.memory
+    if sharing is None:
+        raise _unsupported(backend, "it has none")
+    if len(set(backend.hosts)) > 1:
+        return shared_window(backend.host_group(), sizes, kind)
+
+    def body(link: Link) -> Array | None:
+        found = _map(link, sharing, math.prod(sizes) * kind.itemsize)
+        return None if found is None else found.view(kind).reshape(sizes)
+
+    found: Array | None = run(backend, call, body, timeout=None, async_op=False)
+    if found is None:
+        raise _unsupported(backend, "see the log, at level INFO")
+    return found
+
+
+def _checked(shape: Any, dtype: np.dtype[Any]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        raise ArgumentError(f"shared_window: a shape has whole numbers, got {shape!r}") from None
+    if any(size < 0 for size in sizes):
+        raise ArgumentError(f"shared_window: a shape has no negative sizes, got {sizes}")
+    if math.prod(sizes) * dtype.itemsize > sys.maxsize:
+        raise ArgumentError(f"shared_window: no memory is as large as {dtype} of shape {sizes}")
+    return sizes
+
+
+def _shared_window(backend: Backend, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Call:
+    return call_for(backend, "shared_window", "", dtype, shape)
+
+
+def _map(link: Link, sharing: MemorySharing, nbytes: int) -> Bytes | None:
+    """Let the first rank make memory and all map it; the same outcome on all ranks."""
+    area = link.area
+    if area is None:
+        return None
+    window, memory, why = None, None, ""
+    try:
+        window = sharing.segment(max(nbytes, 1)) if link.rank == 0 else None
+    except (OSError, MemoryError) as error:
+        why = str(error)
+    try:
+        number = area.exchange(link, window.number if window else 0)[0]
+        try:
+            if number:
+                memory = window.bytes(0, nbytes) if window else sharing.open(number)[:nbytes]
+        except OSError as error:
+            why = str(error)
+        complete = all(area.exchange(link, memory is not None))
+    finally:
+        if window is not None:
+            window.close()
+    if why:
+        rank = link.global_rank(link.rank)
+        _LOG.info("rank %d has no memory for a window of %d bytes: %s", rank, nbytes, why)
+    return memory if complete else None
+
+
+def _unsupported(backend: Backend, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the ranks {list(backend.ranks)} of transport {backend.capabilities.transport!r} share no "
+        f"memory for a window ({why}); use empty() and a collective"
+    )
