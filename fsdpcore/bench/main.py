@@ -95,7 +95,7 @@ class Request:
                 )
         for file in (self.json, self.plot):
             if file is not None:
-                _check_writable(file)
+                check_writable(file)
         if self.plot is not None:
             plot.check_installed()
 
@@ -120,8 +120,12 @@ class Request:
         return found
 
 
-def _check_writable(file: Path) -> None:
-    """Check before hours of measuring rather than after that the result can be kept."""
+def check_writable(file: Path) -> None:
+    """Check before hours of measuring rather than after that the result can be kept.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
     folder = file.absolute().parent
     if not folder.is_dir():
         raise ArgumentError(f"cannot write {file}: there is no directory {file.parent}")
@@ -207,7 +211,7 @@ def _title(
         f"# fsdpcore {__version__}, transport {request.transport}, {request.world_size} ranks, "
         f"algorithm {request.algorithm}, arrays from {memory}",
         f"# {machine['cpu']}, {machine['cores']} cores",
-        *_warning(machine),
+        *noise_warning(machine),
         f"# {plan.rounds} rounds of {each} each, {plan.warmup} warm-up iterations; "
         "median over the rounds of the mean over the ranks",
     ]
@@ -227,7 +231,8 @@ def _title(
     return [*lines, "#"]
 
 
-def _warning(machine: Mapping[str, Any]) -> list[str]:
+def noise_warning(machine: Mapping[str, Any]) -> list[str]:
+    """A line to print, if this machine is not quiet."""
     load, cores = machine["load_average_at_start"], machine["cores"]
     if load <= cores / 4:
         return []

@@ -11,6 +11,9 @@ prepare     allocate the arrays of a case                    nothing
 check       one untimed run on known values                  number of wrong elements
 run         ``warmup`` untimed runs, a barrier, then         seconds of the
             ``iterations`` runs back to back                 ``iterations``
+memory      look at the process                              its id, the peak of its resident
+                                                             set since ``prepare``, and its
+                                                             proportional set size, in bytes
 release     forget the arrays                                nothing
 ==========  ===============================================  ======================
 """
@@ -24,13 +27,14 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import fsdpcore
 from fsdpcore.backend import Backend
 from fsdpcore.bench.buffers import Buffers
 from fsdpcore.bench.cases import Case
 from fsdpcore.bench.contestants import OURS, Contestant, Ours, Step
+from fsdpcore.bench.memory import Memory, reset_peak
 from fsdpcore.bench.peer_gloo import Gloo
 from fsdpcore.bench.peer_mpi import Mpi
 from fsdpcore.errors import ArgumentError, in_words
@@ -53,6 +57,7 @@ class Member:
         name = order["contestant"]
         contestant = self._contestants[name]
         if order["do"] == "prepare":
+            reset_peak()
             buffers = Buffers.allocate(Case(**order["case"]), contestant)
             step = contestant.step(buffers.case, buffers.source, buffers.output)
             self._ready[name] = buffers, step
@@ -60,10 +65,12 @@ class Member:
         if order["do"] == "release":
             self._ready.pop(name, None)
             return []
+        if order["do"] == "memory":
+            return Memory.now().as_answer()
         buffers, step = self._ready[name]
         if order["do"] == "check":
             return [float(_checked(contestant, buffers, step))]
-        return [_timed(contestant, step, order["warmup"], order["iterations"])]
+        return [timed(contestant.barrier, step, order["warmup"], order["iterations"])]
 
     def close(self) -> None:
         """Leave all contestants' jobs."""
@@ -82,13 +89,14 @@ def _checked(contestant: Contestant, buffers: Buffers, step: Step) -> int:
     return wrong
 
 
-def _timed(contestant: Contestant, step: Step, warmup: int, iterations: int) -> float:
+def timed(barrier: Step, step: Step, warmup: int, iterations: int) -> float:
+    """Seconds of ``iterations`` steps back to back, after ``warmup`` more and a barrier."""
     for _ in itertools.repeat(None, warmup):
         step()
     enabled = gc.isenabled()
     gc.disable()  # as timeit does: what a collection costs depends on the program around it
     try:
-        contestant.barrier()
+        barrier()
         started = time.perf_counter()
         for _ in itertools.repeat(None, iterations):
             step()
@@ -107,7 +115,21 @@ def make_member(backend: Backend, options: Mapping[str, Any]) -> Member:
     return Member(contestants)
 
 
-def serve(rank: int, world_size: int, member: Member, path: str) -> None:
+class Obedient(Protocol):
+    """What carries out a rank's orders."""
+
+    @property
+    def versions(self) -> dict[str, dict[str, str]]:
+        """Versions of libraries, by contestant."""
+
+    def obey(self, order: Mapping[str, Any]) -> list[float]:
+        """Carry out one order."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+def serve(rank: int, world_size: int, member: Obedient, path: str) -> None:
     """Carry out orders that arrive on the socket at ``path``, until it is closed."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(path)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdpcore.bench.contestants import OURS
-from fsdpcore.bench.results import Row, Spread, compare
+from fsdpcore.bench.memory import MIB, highest_rss, pss_per_rank
+from fsdpcore.bench.results import Row, Spread, Timing, compare
 from fsdpcore.blas import available_cores
 
 SCHEMA = "fsdpcore.bench.collectives/1"
@@ -83,8 +84,17 @@ def _row(row: Row) -> dict[str, Any]:
         },
         "algbw_gbs": row.algbw,
         "busbw_gbs": row.busbw,
+        "memory_mib": memory(row),
         "samples_us": [[seconds * 1e6 for seconds in ranks] for ranks in row.samples],
     }
+
+
+def memory(timing: Timing) -> dict[str, float | None]:
+    """Memory per rank in MiB; None where the system does not say, or nobody looked."""
+    if not timing.memory:
+        return {"peak_rss": None, "pss": None}
+    proportional = pss_per_rank(timing.memory) / MIB
+    return {"peak_rss": highest_rss(timing.memory) / MIB, "pss": proportional or None}
 
 
 def _case(row: Row) -> dict[str, Any]:

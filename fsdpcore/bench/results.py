@@ -7,23 +7,25 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from fsdpcore.bench.cases import Case, algbw, busbw_factor
+from fsdpcore.bench.memory import Memory
 
 
 @dataclass
-class Row:
-    """One contestant on one case.
+class Timing:
+    """One contestant on whatever was measured.
 
     Attributes:
         iterations: back to back, in each round.
         wrong: elements that were wrong, over all ranks; None where nobody looked.
         samples: for each round, the seconds of one iteration on each rank.
+        memory: of each rank's process, at the end.
     """
 
-    case: Case
     contestant: str
     iterations: int
     wrong: int | None
     samples: list[list[float]] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
 
     @property
     def rounds(self) -> list[float]:
@@ -44,6 +46,13 @@ class Row:
     def slowest_rank(self) -> float:
         """As ``seconds``, but of the rank that was the slowest in each round."""
         return median(max(ranks) for ranks in self.samples)
+
+
+@dataclass
+class Row(Timing):
+    """One contestant on one case of a collective."""
+
+    case: Case = field(kw_only=True)
 
     @property
     def algbw(self) -> float:
@@ -87,8 +96,8 @@ class Comparison:
     best_difference: float
 
 
-def compare(ours: Row, theirs: Row) -> Comparison:
-    """Compare two rows of the same case, each round of one with the same round of the other."""
+def compare(ours: Timing, theirs: Timing) -> Comparison:
+    """Compare two on the same case, each round of one with the same round of the other."""
     pairs = list(zip(ours.rounds, theirs.rounds, strict=True))
     return Comparison(
         Spread.of([b / a for a, b in pairs]),

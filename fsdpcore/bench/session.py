@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdpcore.bench import peer_gloo, peer_mpi
 from fsdpcore.bench.cases import Case
-from fsdpcore.bench.results import Row
+from fsdpcore.bench.memory import Memory
+from fsdpcore.bench.results import Row, Timing
 from fsdpcore.bench.team import Team
 from fsdpcore.errors import ArgumentError
 
@@ -71,43 +72,57 @@ class Session:
     def measure(self, case: Case) -> dict[str, Row]:
         """Measure one case; the rows by contestant. Those who cannot do it are left out."""
         able = [e for e in self._entrants if not refusal(e.contestant, case)]
-        rows: dict[str, Row] = {}
-        for contestant, team in able:
-            team.ask(contestant, "prepare", case=asdict(case))
-            wrong = self._wrong(team, contestant) if self._plan.check else None
-            iterations = self._choose_iterations(team, contestant)
-            rows[contestant] = Row(case, contestant, iterations, wrong)
-        for number in range(self._plan.rounds):
-            for contestant, team in able:
-                row = rows[contestant]
-                # What the others' turns have pushed out of the caches has to come back.
-                warmup = min(self._plan.warmup, max(1, row.iterations // 4))
-                # Before the first round, the trial has warmed up.
-                seconds = _seconds(team, contestant, warmup if number else 0, row.iterations)
-                row.samples.append([value / row.iterations for value in seconds])
-        for contestant, team in able:
-            team.ask(contestant, "release")
-        return rows
+        timings = take_turns(able, self._plan, asdict(case))
+        return {name: Row(**vars(timing), case=case) for name, timing in timings.items()}
 
-    @staticmethod
-    def _wrong(team: Team, contestant: str) -> int:
-        return sum(int(answer) for (answer,) in team.ask(contestant, "check"))
 
-    def _choose_iterations(self, team: Team, contestant: str) -> int:
-        plan = self._plan
-        if plan.iterations:
-            _seconds(team, contestant, plan.warmup, 1)
-            return plan.iterations
-        tried, warmup = 1, plan.warmup
-        while True:
-            took = max(_seconds(team, contestant, warmup, tried))
-            if took >= _TRIAL * plan.seconds or tried >= MAX_ITERATIONS:
-                break
-            warmup = 0
-            reach = int(_TRIAL * plan.seconds * tried / took) + 1 if took > 0 else MAX_ITERATIONS
-            tried = min(MAX_ITERATIONS, max(2 * tried, reach))
-        fitting = round(plan.seconds * tried / took) if took > 0 else MAX_ITERATIONS
-        return min(MAX_ITERATIONS, max(MIN_ITERATIONS, fitting))
+def take_turns(
+    entrants: Sequence[Entrant], plan: Plan, case: Mapping[str, Any]
+) -> dict[str, Timing]:
+    """Have all entrants prepare a case, run it in turn, and release it.
+
+    Args:
+        entrants: who takes part.
+        plan: how often, how long.
+        case: as the members of the teams take it.
+    """
+    timings: dict[str, Timing] = {}
+    for contestant, team in entrants:
+        team.ask(contestant, "prepare", case=dict(case))
+        wrong = None
+        if plan.check:
+            wrong = sum(int(answer) for (answer,) in team.ask(contestant, "check"))
+        iterations = _choose_iterations(team, contestant, plan)
+        timings[contestant] = Timing(contestant, iterations, wrong)
+    for number in range(plan.rounds):
+        for contestant, team in entrants:
+            timing = timings[contestant]
+            # What the others' turns have pushed out of the caches has to come back.
+            warmup = min(plan.warmup, max(1, timing.iterations // 4))
+            # Before the first round, the trial has warmed up.
+            seconds = _seconds(team, contestant, warmup if number else 0, timing.iterations)
+            timing.samples.append([value / timing.iterations for value in seconds])
+    for contestant, team in entrants:
+        answers = team.ask(contestant, "memory")
+        timings[contestant].memory = [Memory.read(answer) for answer in answers]
+        team.ask(contestant, "release")
+    return timings
+
+
+def _choose_iterations(team: Team, contestant: str, plan: Plan) -> int:
+    if plan.iterations:
+        _seconds(team, contestant, plan.warmup, 1)
+        return plan.iterations
+    tried, warmup = 1, plan.warmup
+    while True:
+        took = max(_seconds(team, contestant, warmup, tried))
+        if took >= _TRIAL * plan.seconds or tried >= MAX_ITERATIONS:
+            break
+        warmup = 0
+        reach = int(_TRIAL * plan.seconds * tried / took) + 1 if took > 0 else MAX_ITERATIONS
+        tried = min(MAX_ITERATIONS, max(2 * tried, reach))
+    fitting = round(plan.seconds * tried / took) if took > 0 else MAX_ITERATIONS
+    return min(MAX_ITERATIONS, max(MIN_ITERATIONS, fitting))
 
 
 def refusal(contestant: str, case: Case) -> str:

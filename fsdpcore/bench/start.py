@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,35 +69,66 @@ def check_installed(peers: tuple[str, ...]) -> None:
 
 
 def start_ours(world_size: int, options: OurOptions) -> Start:
-    """Start our ranks as ``fsdpcore run`` does, whatever the transport makes of it."""
+    """Start our ranks."""
+    return under_our_launcher(world_size, options.transport, _MEMBER, options.as_dict())
+
+
+def under_our_launcher(
+    world_size: int,
+    transport: str,
+    program: Sequence[str],
+    options: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+) -> Start:
+    """Start ranks as ``fsdpcore run`` does, whatever the transport makes of it.
+
+    Args:
+        world_size: number of ranks.
+        transport: scheme or URL.
+        program: what ``python`` runs; it gets ``options`` and the socket's ``path`` as JSON.
+        options: see there.
+        environ: the ranks' environment.
+    """
 
     def start(directory: Path, path: str) -> list[RankProcess]:
-        arguments = json.dumps({**options.as_dict(), "path": path})
-        run = ["-m", "fsdpcore", "run", "-n", str(world_size), "--transport", options.transport]
-        command = [sys.executable, *run, *_MEMBER, arguments]
-        return [RankProcess(0, command, environ=_unbound())]
+        run = ["-m", "fsdpcore", "run", "-n", str(world_size), "--transport", transport]
+        command = [sys.executable, *run, *program, json.dumps({**options, "path": path})]
+        return [RankProcess(0, command, environ=_unbound(environ))]
+
+    return start
+
+
+def one_by_one(
+    world_size: int,
+    program: Sequence[str],
+    options: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+) -> Start:
+    """Start one process per rank, which meet through a file.
+
+    Args:
+        world_size: number of ranks.
+        program: what ``python`` runs; as JSON it gets ``options``, the socket's ``path``, its
+            ``rank``, the ``world_size`` and the path of that file, which is its ``store``.
+        options: see there.
+        environ: the ranks' environment.
+    """
+
+    def start(directory: Path, path: str) -> list[RankProcess]:
+        given = {**options, "path": path, "store": str(directory / "store")}
+        processes = []
+        for rank in range(world_size):
+            arguments = json.dumps({**given, "rank": rank, "world_size": world_size})
+            command = [sys.executable, *program, arguments]
+            processes.append(RankProcess(rank, command, environ=environ))
+        return processes
 
     return start
 
 
 def start_gloo(world_size: int) -> Start:
     """Start one process per rank."""
-
-    def start(directory: Path, path: str) -> list[RankProcess]:
-        processes = []
-        for rank in range(world_size):
-            options = {
-                "contestants": ["gloo"],
-                "path": path,
-                "rank": rank,
-                "world_size": world_size,
-                "store": str(directory / "store"),
-            }
-            command = [sys.executable, *_MEMBER, json.dumps(options)]
-            processes.append(RankProcess(rank, command))
-        return processes
-
-    return start
+    return one_by_one(world_size, _MEMBER, {"contestants": ["gloo"]})
 
 
 def start_mpi(world_size: int) -> Start:
@@ -106,14 +137,14 @@ def start_mpi(world_size: int) -> Start:
     def start(directory: Path, path: str) -> list[RankProcess]:
         options = json.dumps({"contestants": ["mpi"], "path": path})
         command = [*find_mpirun(world_size, os.environ), sys.executable, *_MEMBER, options]
-        return [RankProcess(0, command, environ=_unbound())]
+        return [RankProcess(0, command, environ=_unbound(os.environ))]
 
     return start
 
 
-def _unbound() -> dict[str, str]:
+def _unbound(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment in which mpirun binds no rank to a core, as nobody else does here.
 
     For Open MPI; MPICH binds none by default.
     """
-    return {"PRTE_MCA_hwloc_default_binding_policy": "none", **os.environ}
+    return {"PRTE_MCA_hwloc_default_binding_policy": "none", **environ}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdpcore.bench.cases import Case
 from fsdpcore.bench.contestants import OURS
+from fsdpcore.bench.memory import MIB, highest_rss, pss_per_rank
 from fsdpcore.bench.results import Row, compare
 
 _KEY = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
@@ -96,7 +97,7 @@ def versus_line(rows: Mapping[str, Row], contestants: Sequence[str], shared: str
 
 
 def footer(rows: Sequence[Row]) -> list[str]:
-    """The last lines: whether results were wrong, and each contestant's average bandwidth."""
+    """The last lines: whether results were wrong, average bandwidths, memory."""
     lines = []
     checked = [row.wrong for row in rows if row.wrong is not None]
     if checked:
@@ -112,6 +113,11 @@ def footer(rows: Sequence[Row]) -> list[str]:
         values = [row.busbw for row in rows if row.contestant == name]
         average = sum(values) / len(values)
         lines.append(f"# Avg bus bandwidth : {average:.4g} GB/s ({name})")
+    for name in dict.fromkeys(row.contestant for row in rows if row.memory):
+        found = [row.memory for row in rows if row.contestant == name]
+        peak = max(highest_rss(memory) for memory in found) / MIB
+        shared = max(pss_per_rank(memory) for memory in found) / MIB
+        lines.append(f"# Memory per rank   : {peak:.1f} MiB at most, {shared:.1f} PSS ({name})")
     return lines
 
 

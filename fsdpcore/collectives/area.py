@@ -62,6 +62,9 @@ SOURCE, OUT = 0, 1  # the arrays that a rank can lend: two words each
 _ORDERED = ("x86_64", "amd64")  # processors whose stores become visible in program order
 
 
+Place = tuple[int, int] | None  # see ``MemorySharing.locate``
+
+
 class _Fence:
     """Lets no store or load of this thread pass a call of it."""
 
@@ -113,6 +116,7 @@ class Area:
         self.others = [ranks[rank + 1 :] + ranks[:rank] for ranks in at]
         self.step = 0
         self._views: dict[tuple[np.dtype[Any], int], Rooms] = {}
+        self._places: dict[int, tuple[weakref.ref[Array], Place]] = {}
         self._borrowed: dict[tuple[int, int, np.dtype[Any], int], Array] = {}
         # All that somebody holds, to be emptied when the memory goes.
         self._made: weakref.WeakValueDictionary[int, Rooms] = weakref.WeakValueDictionary()
@@ -192,11 +196,22 @@ class Area:
         flags, at, lent = self.flags, self.own[(self.step + 1) & 1] + _LENT, True
         for array in (source, out):
             if array is not None:
-                place = self._sharing.locate(array) if array.size else (0, 0)
+                place = self._place(array) if array.size else (0, 0)
                 flags[at], flags[at + 1] = place or (0, 1)
                 lent = lent and place is not None
             at += 2
         return lent
+
+    def _place(self, array: Array) -> Place:
+        """Where an array lies; kept, as the same ones come again and again."""
+        known = self._places.get(id(array))
+        if known is not None and known[0]() is array:
+            return known[1]
+        if len(self._places) >= _VIEWS:
+            self._places.clear()
+        place = self._sharing.locate(array)
+        self._places[id(array)] = weakref.ref(array), place
+        return place
 
     def lent(self, rank: int, which: int = SOURCE) -> bool:
         """Whether ``borrowed`` has the array of ``rank``, through ``sync``."""

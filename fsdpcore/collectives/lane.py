@@ -88,7 +88,11 @@ def _long(backend: Backend, link: Link, call: Call) -> _Work:
         try:
             if not agrees:
                 link.rows = link.agree()
-            start(link, call, source.reshape(-1), out.reshape(-1))
+            flat = source if source.ndim == 1 else source.reshape(-1)
+            if source is out:
+                start(link, call, flat, flat)
+            else:
+                start(link, call, flat, out if out.ndim == 1 else out.reshape(-1))
         except BaseException as error:
             link.broke(entry, error)
             raise

@@ -61,7 +61,7 @@ def apart(source: Array, out: Array, place: Array, part: Array | None = None) ->
     all of them allow is ``part``, all of ``source`` or a piece of it, being exactly ``place``, a
     piece of ``out``: a rank's own chunk in place.
     """
-    if not np.may_share_memory(source, out):
+    if source is place or not np.may_share_memory(source, out):
         return source
     part = source if part is None else part
     in_place = part.ctypes.data == place.ctypes.data and part.nbytes == place.nbytes

@@ -96,8 +96,8 @@ def show_bench(
             op=op,
             root=root,
             algorithm=algorithm,
-            plain=_one_of(memory, _MEMORY, "--memory") == "numpy",
-            places=_PLACES[_one_of(place, tuple(_PLACES), "--place")],
+            plain=one_of(memory, _MEMORY, "--memory") == "numpy",
+            places=_PLACES[one_of(place, tuple(_PLACES), "--place")],
             plan=Plan(rounds, iterations, seconds, warmup, check),
             against=tuple(dict.fromkeys(name for name in against.split(",") if name)),
             json=json,
@@ -109,7 +109,7 @@ def show_bench(
             request.check_inside()
             wrong = _inside(request)
         else:
-            with _ending_well_on_sigterm():
+            with ending_well_on_sigterm():
                 wrong = bench.run(request, typer.echo)
     raise typer.Exit(WRONG_RESULTS if wrong else 0)
 
@@ -124,7 +124,7 @@ def _rank(backend: Backend, request: bench.Request) -> int:
 
 
 @contextmanager
-def _ending_well_on_sigterm() -> Iterator[None]:
+def ending_well_on_sigterm() -> Iterator[None]:
     """Let SIGTERM end this process as an exception does, with all ranks and files that it has."""
 
     def end(number: int, frame: object) -> None:
@@ -137,7 +137,12 @@ def _ending_well_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _one_of(value: str, known: tuple[str, ...], option: str) -> str:
+def one_of(value: str, known: tuple[str, ...], option: str) -> str:
+    """Return the value of an option that has a few only.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
     if value not in known:
         raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdpcore.bench.cases import Case
+from fsdpcore.bench.memory import MIB, highest_rss, pss_per_rank
 from fsdpcore.bench.results import Row, compare
 from fsdpcore.bench.session import MAX_ITERATIONS, MIN_ITERATIONS, Entrant, Plan, Session
 from fsdpcore.bench.team import Team
@@ -29,6 +30,8 @@ class FakeTeam(Team):
         if do == "run":
             took = self._seconds * details["iterations"]
             return [[took], [1.2 * took]]
+        if do == "memory":
+            return [[7, 3 * MIB, MIB], [8, 4 * MIB, 3 * MIB]]
         return [[], []]
 
 
@@ -50,7 +53,17 @@ def test_every_case_is_prepared_first_and_released_last():
     _, log = measured(Plan(), fsdpcore={}, gloo={})
     doing = [(name, do) for name, do, _ in log]
     assert doing[:2] == [("fsdpcore", "prepare"), ("fsdpcore", "check")]
-    assert doing[-2:] == [("fsdpcore", "release"), ("gloo", "release")]
+    assert doing[-4:] == [
+        (name, do) for name in ("fsdpcore", "gloo") for do in ("memory", "release")
+    ]
+
+
+def test_memory_is_that_of_all_ranks_at_the_end():
+    rows, _ = measured(Plan(rounds=1), fsdpcore={})
+    memory = rows["fsdpcore"].memory
+    assert [one.process for one in memory] == [7, 8]
+    assert highest_rss(memory) == 4 * MIB
+    assert pss_per_rank(memory) == 2 * MIB
 
 
 def test_results_are_checked_apart_from_the_timed_runs_and_only_if_wanted():
@@ -95,7 +108,7 @@ def test_a_plan_that_makes_no_sense(wrong):
 
 def test_a_row_in_numbers():
     # Three rounds on two ranks: means 0.001, 0.004, 0.002 s.
-    row = Row(CASE, "fsdpcore", 5, 0, [[0.0008, 0.0012], [0.002, 0.006], [0.001, 0.003]])
+    row = Row("fsdpcore", 5, 0, [[0.0008, 0.0012], [0.002, 0.006], [0.001, 0.003]], case=CASE)
     assert row.seconds == pytest.approx(0.002)
     assert row.fastest_rank == pytest.approx(0.001)
     assert row.slowest_rank == pytest.approx(0.003)
@@ -104,8 +117,8 @@ def test_a_row_in_numbers():
 
 
 def test_a_comparison_goes_round_by_round():
-    ours = Row(CASE, "fsdpcore", 5, 0, [[1.0], [2.0], [4.0]])
-    theirs = Row(CASE, "mpi", 5, 0, [[2.0], [2.0], [2.0]])
+    ours = Row("fsdpcore", 5, 0, [[1.0], [2.0], [4.0]], case=CASE)
+    theirs = Row("mpi", 5, 0, [[2.0], [2.0], [2.0]], case=CASE)
     compared = compare(ours, theirs)
     assert compared.ratio == (1.0, 0.5, 2.0)
     assert compared.difference == (0.0, -1.0, 2.0)

@@ -8,6 +8,7 @@ import pytest
 
 from fsdpcore.bench import plot, record, table
 from fsdpcore.bench.cases import Case
+from fsdpcore.bench.memory import MIB, Memory
 from fsdpcore.bench.results import Row
 from fsdpcore.errors import MissingDependencyError
 
@@ -16,7 +17,10 @@ def row(contestant, seconds, operation="all_reduce", count=250_000, wrong=0, in_
     """A row of 1 MB on four ranks, if not told otherwise; three rounds."""
     op, root = ("sum", -1) if operation == "all_reduce" else ("none", 0)
     case = Case(operation, count, "float32", op, root, 4, in_place)
-    return Row(case, contestant, 20, wrong, [[factor * seconds] * 4 for factor in (1, 0.9, 1.1)])
+    samples = [[factor * seconds] * 4 for factor in (1, 0.9, 1.1)]
+    # Two processes with two ranks each.
+    memory = [Memory(number // 2, 30 * MIB, (8 + number // 2) * MIB) for number in range(4)]
+    return Row(contestant, 20, wrong, samples, memory, case=case)
 
 
 def cells(line):
@@ -89,6 +93,8 @@ def test_the_last_lines():
         "# Wrong values      : 0 OK",
         "# Avg bus bandwidth : 1.5 GB/s (fsdpcore)",
         "# Avg bus bandwidth : 0.75 GB/s (gloo)",
+        "# Memory per rank   : 30.0 MiB at most, 4.2 PSS (fsdpcore)",
+        "# Memory per rank   : 30.0 MiB at most, 4.2 PSS (gloo)",
     ]
     bad = table.footer([row("fsdpcore", 1e-3), row("gloo", 2e-3, wrong=5)])
     assert bad[:2] == ["# Wrong values      : 5 FAILED", "#   gloo: 5 in all_reduce"]
@@ -127,6 +133,7 @@ def test_the_record(tmp_path):
     times = {"avg": 1000, "min": 1000, "max": 1000, "best": 900}
     assert first["time_us"] == pytest.approx(times)
     assert (first["algbw_gbs"], first["busbw_gbs"]) == pytest.approx((1.0, 1.5))
+    assert first["memory_mib"] == {"peak_rss": 30.0, "pss": 4.25}
     assert [item["peer"] for item in read["comparisons"]] == ["gloo", "gloo"]
     compared = read["comparisons"][0]
     assert compared["ratio"]["median"] == pytest.approx(4.0)
@@ -149,7 +156,7 @@ def test_the_picture(tmp_path):
 def test_a_picture_of_one_rank_has_no_lines_and_is_drawn_all_the_same(tmp_path):
     pytest.importorskip("matplotlib")
     case = Case("all_reduce", 4, "float32", "sum", -1, 1, in_place=False)
-    alone = Row(case, "fsdpcore", 5, 0, [[1e-6]])
+    alone = Row("fsdpcore", 5, 0, [[1e-6]], case=case)
     plot.save_png(tmp_path / "alone.png", [{"fsdpcore": alone}], {"fsdpcore": "ours"}, "1 rank")
     assert (tmp_path / "alone.png").read_bytes().startswith(b"\x89PNG")
 
