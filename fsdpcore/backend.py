@@ -491,10 +491,10 @@ class SubBackend(Backend):
         self.closed = True
         if self.executor is not None:
             self._root.end_executor(self.executor)
-        area = self.link.area if self.link is not None else None
-        if area is not None and area in self._root.areas:
-            self._root.areas.discard(area)
-            area.close()
+        for area in self.link.areas if self.link is not None else []:
+            if area in self._root.areas:
+                self._root.areas.discard(area)
+                area.close()
 
     def _check_open(self) -> None:
         self._root.check_usable()

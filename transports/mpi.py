@@ -32,7 +32,7 @@ from fsdpcore.errors import (
     RendezvousError,
     in_words,
 )
-from fsdpcore.host import identity, number
+from fsdpcore.host import MAX_BYTES, identity, number, warn_of_containers
 from fsdpcore.status import Status
 from fsdpcore.transport import Transport
 from fsdpcore.work import Deadline, Pending
@@ -63,10 +63,13 @@ class MpiOptions:
         eager_bytes: messages up to this size are sent at once, and kept by the receiver.
         shm: "auto" lets collectives among ranks of one host go through shared memory, where that
             is to be had; "off" leaves everything to MPI.
+        host_id: ranks with equal ones count as being on one host, those with others as elsewhere;
+            by default the system tells.
     """
 
     eager_bytes: int = 16 * 1024
     shm: str = "auto"
+    host_id: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.eager_bytes <= MAX_INLINE:
@@ -119,7 +122,11 @@ class MpiBackend(Transport):
         PROCESS.start(config.rendezvous_timeout)
         check_place(place)
         comm = PROCESS.duplicate_world(deadline.remaining())
-        hosts = _exchange_identities(comm, deadline)
+        options = config.transport_options
+        assert isinstance(options, MpiOptions)
+        hosts = _exchange_identities(comm, identity(options.host_id), deadline)
+        if comm.rank == 0 and not options.host_id:
+            warn_of_containers(hosts)
         return cls(comm, hosts, config)
 
     def algorithms(self, backend: Backend) -> Mapping[str, Mapping[str, Algorithm]]:
@@ -324,11 +331,11 @@ class _Query:
         self.answers: dict[int, Status] = {}
 
 
-def _exchange_identities(comm: MPI.Intracomm, deadline: Deadline) -> list[str]:
+def _exchange_identities(comm: MPI.Intracomm, own: str, deadline: Deadline) -> list[str]:
     """Tell all ranks on which host this one runs."""
-    mine = np.frombuffer(identity().encode()[:64].ljust(64, b"\0"), np.uint8)
-    every = np.empty((comm.size, 64), np.uint8)
-    request = comm.Iallgather([mine, 64, MPI.BYTE], [every, 64, MPI.BYTE])
+    mine = np.frombuffer(own.encode(errors="replace").ljust(MAX_BYTES, b"\0"), np.uint8)
+    every = np.empty((comm.size, MAX_BYTES), np.uint8)
+    request = comm.Iallgather([mine, MAX_BYTES, MPI.BYTE], [every, MAX_BYTES, MPI.BYTE])
     if not poll_until(request, max(deadline.remaining(), 1.0)):
         PROCESS.doom(1)
         raise RendezvousError(f"rank {comm.rank}: not all ranks have said on which host they run")

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array, dtype_code, input_array
-from fsdpcore.collectives import area, shared
+from fsdpcore.collectives import area, levels, shared
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.lane import Lane, lane_for
 from fsdpcore.collectives.link import Link
@@ -274,8 +274,7 @@ def _settle(backend: Backend, link: Link, call: Call) -> Choice:
     if not call.chooses_late:
         call.choice = call.choose(call.size)
         call.record.algorithm = call.choice.name
-        if call.choice.agrees:
-            call.lane = lane_for(backend, call)
+        call.lane = lane_for(backend, call)
     return call.choice
 
 
@@ -284,9 +283,12 @@ def _first(backend: Backend, link: Link) -> None:
     link.area = area.establish(link, backend)
     if link.area is not None:
         backend.root.areas.add(link.area)
-        own = backend.own_algorithms
-        names = {*own, *shared.ALGORITHMS}
+        found = shared.ALGORITHMS
+    else:
+        found = levels.establish(link, backend)
+    own = backend.own_algorithms
+    if found:
         backend.own_algorithms = {
-            name: {**own.get(name, {}), **shared.ALGORITHMS.get(name, {})} for name in names
+            name: {**own.get(name, {}), **found.get(name, {})} for name in {*own, *found}
         }
     backend.link = link

@@ -32,7 +32,7 @@ def reduce_scatter(
     ``own`` may be that part of ``source``.
     """
     me, p = link.rank, link.size
-    parts: list[Array] = list(np.empty((p, own.size), source.dtype))
+    parts: list[Array] = list(np.empty((p, bounds[me + 1] - bounds[me]), source.dtype))
     parts[me] = source[bounds[me] : bounds[me + 1]]
     # Rank order is rotated by the own rank, or all would send to rank 0 first.
     for step in range(1, p):

@@ -15,6 +15,8 @@ from fsdpcore.work import Pending
 if TYPE_CHECKING:
     from fsdpcore.collectives.area import Area
     from fsdpcore.collectives.call import Call
+    from fsdpcore.collectives.host_link import HostLink
+    from fsdpcore.collectives.select import Choice
     from fsdpcore.recorder import Entry
 
 
@@ -28,6 +30,7 @@ class Link:
     Attributes:
         rank, size: this rank and the number of ranks, in the group.
         area: memory that all ranks of the group see, or None.
+        inside: the link of the ranks on this host, where the group spans several.
         call: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
         rows: the size of axis 0 of every rank's array, once they have agreed.
@@ -43,6 +46,7 @@ class Link:
         self.rank = backend.rank
         self.size = backend.world_size
         self.area: Area | None = None
+        self.inside: HostLink | None = None
         self.sequence = 0
         self.rows: list[int] = []
         self.background = False
@@ -50,6 +54,12 @@ class Link:
         self._limit = 0.0
         self._envelope = Envelope(backend.channel | 1, 0)
         self._posted: list[Pending] = []
+
+    @property
+    def areas(self) -> list[Area]:
+        """The memory that this rank shares because of the group."""
+        links = [self] if self.inside is None else [self, self.inside]
+        return [link.area for link in links if link.area is not None]
 
     def begin(self, call: Call, sequence: int, limit: float, background: bool) -> None:
         """Start a collective, which may take ``limit`` seconds."""
@@ -82,6 +92,13 @@ class Link:
         choice = self.call.choose(size)
         self.entry.algorithm = choice.name
         return choice.function
+
+    def otherwise(self) -> Choice | None:
+        """What carries the call out where arrays were not lent; None for the algorithm itself."""
+        staged = self.call.choice.staged
+        if staged is not None:
+            self.entry.algorithm = staged.name
+        return staged
 
     def agree(self) -> list[int]:
         """Wait until all ranks have begun the collective, and check that they all call the same.

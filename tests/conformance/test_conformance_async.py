@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from support.bodies import bounded
 from support.cases import bodies, jobs
 from support.spmd import TRANSPORTS, run
+
+pytestmark = pytest.mark.side_by_side("transport")
 
 
 @jobs(1, 2, 3, 7)

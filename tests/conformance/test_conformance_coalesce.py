@@ -16,6 +16,8 @@ from fsdpcore.backend import Envelope
 from fsdpcore.buffers import Bytes
 from fsdpcore.work import Pending
 
+pytestmark = pytest.mark.side_by_side("transport")
+
 
 @jobs()
 @bodies(

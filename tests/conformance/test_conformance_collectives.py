@@ -9,6 +9,8 @@ from support.bodies import layouts, movement, overview, reductions
 from support.cases import LARGE, bodies, jobs
 from support.spmd import TRANSPORTS, run
 
+pytestmark = pytest.mark.side_by_side("transport")
+
 
 @jobs()
 @bodies(

@@ -9,6 +9,8 @@ from support.bodies import agreement, endings
 from support.cases import bodies, jobs
 from support.spmd import run
 
+pytestmark = pytest.mark.side_by_side("transport")
+
 
 @jobs(2, 3, 8)
 @pytest.mark.parametrize("what", agreement.DIFFERENCES)
@@ -27,12 +29,14 @@ def test_differences(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
+@pytest.mark.side_by_side(16)
 @jobs(2, 4)
 @bodies(endings.skipped_collective, endings.started_and_skipped)
 def test_skipped(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
+@pytest.mark.side_by_side(16)
 @jobs(4)
 def test_skipped_in_a_group(transport: str, world_size: int) -> None:
     run(endings.skipped_in_a_group, transport=transport, world_size=world_size)

@@ -9,6 +9,8 @@ from support.bodies import asynchronous, groups, point_to_point
 from support.cases import bodies, jobs, only_if_asked_for
 from support.spmd import TRANSPORTS, run
 
+pytestmark = pytest.mark.side_by_side("transport")
+
 
 @jobs()
 @bodies(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.jobs import fsdpcore, started
+from support.jobs import finished, fsdpcore
 
 SCRIPT = """
 import os, sys
@@ -27,12 +27,10 @@ os.write(1, f"rank {backend.rank}: {total.tolist()}\\n".encode())
 """
 
 
+@pytest.mark.side_by_side(3)
 @pytest.mark.parametrize("transport", ["zmq", "zmq://?shm=off", "mpi"])
-def test_a_forked_process_leaves_the_rank_alone(tmp_path, transport):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    with started(fsdpcore("run", "-n", 2, "--transport", transport, script)) as job:
-        done = job.finish()
+def test_a_forked_process_leaves_the_rank_alone(script, transport):
+    done = finished(fsdpcore("run", "-n", 2, "--transport", transport, script(SCRIPT)))
     assert done.code == 0, done.err
     assert sorted(done.out.splitlines()) == [
         "child: this process was forked from rank 1, and is not that rank",

@@ -17,6 +17,9 @@ import fsdpcore as fc
 
 TRANSPORTS = ["sim", "zmq"]
 
+# Those that start many interpreters.
+together = pytest.mark.side_by_side(4)
+
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch, tmp_path):
@@ -27,7 +30,8 @@ def _no_launcher(monkeypatch, tmp_path):
 
 def children():
     """Processes that this one has started and not let go of, zombies included."""
-    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+    threads = Path("/proc/self/task").glob("*/children")
+    return {child for thread in threads for child in thread.read_text().split()}
 
 
 def left():
@@ -61,6 +65,7 @@ def text(error):
 # What comes back.
 
 
+@together
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_results_come_in_rank_order_and_twice(transport):
     for argument in ("first", "second"):
@@ -70,6 +75,7 @@ def test_results_come_in_rank_order_and_twice(transport):
         assert results == [(rank, 3, (argument, 7)) for rank in range(3)]
 
 
+@together
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_rank(transport):
     assert fc.launch(programs.identify, transport=transport) == [(0, 1, ())]
@@ -85,16 +91,19 @@ def test_ranks_are_threads_or_processes_with_the_same_blas():
     assert blas in (0, 3)
 
 
+@together
 def test_results_of_100_megabytes():
     results = fc.launch(programs.big, world_size=2, transport="zmq", args=[100])
     assert [(r.size, r.min(), r.max()) for r in results] == [(10**8, k, k) for k in range(2)]
 
 
+@together
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_may_end_well_with_sys_exit(transport):
     assert fc.launch(programs.leaves, world_size=3, transport=transport) == [None, None, 2]
 
 
+@together
 @pytest.mark.parametrize(("outer", "inner"), [("sim", "sim"), ("sim", "zmq"), ("zmq", "zmq")])
 def test_a_rank_may_launch_in_turn(outer, inner):
     results = fc.launch(programs.nests, world_size=2, transport=outer, args=[inner])
@@ -142,9 +151,19 @@ def test_a_function_of_an_interactive_session(monkeypatch):
         fc.launch(fn, world_size=2, transport="zmq")
 
 
+@pytest.mark.parametrize(
+    ("transport", "words"), [("sim", "use launch()"), ("zmq", "fsdpcore run -n 3")]
+)
+def test_init_of_several_ranks_without_a_launcher_is_refused(transport, words):
+    with pytest.raises(fc.ConfigError) as caught:
+        fc.init(transport, world_size=3)
+    assert words in str(caught.value)
+
+
 # Failures.
 
 
+@together
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("how", "words"),
@@ -163,6 +182,7 @@ def test_the_rank_that_failed_is_named_with_its_traceback(transport, how, words)
     assert "direct cause" in shown
 
 
+@together
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -177,6 +197,7 @@ def test_a_rank_that_ends_without_a_word(how, words):
     assert error.rank == 1
 
 
+@together
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_error_that_another_rank_caused_is_not_blamed(transport):
     error = failure(programs.wraps, transport=transport)
@@ -184,6 +205,7 @@ def test_an_error_that_another_rank_caused_is_not_blamed(transport):
     assert "the cause" in str(error)
 
 
+@together
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_computes_in_python_is_stopped(transport):
     error = failure(programs.computes, world_size=2, transport=transport)
@@ -191,6 +213,7 @@ def test_a_rank_that_computes_in_python_is_stopped(transport):
     assert "did not stop" not in str(error)
 
 
+@together
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import socket
 
 import pytest
 from support.jobs import Job, finished, python
-
-import fsdpcore as fc
 
 HEAD = """
 import sys
@@ -17,21 +14,7 @@ import fsdpcore as fc
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(source):
-        path = tmp_path / "script.py"
-        path.write_text(HEAD + source)
-        return path
-
-    return write
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+pytestmark = pytest.mark.side_by_side(4)
 
 
 # The main module.
@@ -44,7 +27,7 @@ def main(backend):
 
 fc.launch(main, world_size=3, transport="zmq")
 """
-    done = finished(python(script(source)))
+    done = finished(python(script(HEAD + source)))
     assert done.code == 1
     last = done.err.splitlines()[-1]
     assert re.search(r"RankFailedError: rank \d failed: StateError: launch\(\)", last)
@@ -61,7 +44,7 @@ if __name__ == "__main__":
     fc.launch(main, world_size=2, transport="zmq")
 sys.exit(0)
 """
-    done = finished(python(script(source)))
+    done = finished(python(script(HEAD + source)))
     assert done.code == 1
     assert "sys.exit(0)" in done.err.splitlines()[-1]
 
@@ -79,7 +62,7 @@ if __name__ == "__main__":
     results = fc.launch(main, world_size=2, transport="zmq", args=[Pair(1, "x")])
     print([(type(p) is Pair, p.left, p.right, argv) for p, argv in results])
 """
-    done = finished(python(script(source), "--some", "argument"))
+    done = finished(python(script(HEAD + source), "--some", "argument"))
     assert (done.code, done.err) == (0, "")
     argv = ["--some", "argument"]
     assert done.out == f"{[(True, 'x', rank, argv) for rank in range(2)]}\n"
@@ -104,16 +87,6 @@ print(backend.world_size, fc.all_reduce([3], backend).tolist())
 """
         done = finished(python("-W", "error", "-c", source))
         assert (done.code, done.out, done.err) == (0, "1 [3]\n", "")
-
-
-@pytest.mark.parametrize(
-    ("transport", "words"), [("sim", "use launch()"), ("zmq", "fsdpcore run -n 3")]
-)
-def test_init_of_several_ranks_without_a_launcher_is_refused(monkeypatch, transport, words):
-    monkeypatch.delenv("FSDPCORE_RANK", raising=False)
-    with pytest.raises(fc.ConfigError) as caught:
-        fc.init(transport, world_size=3)
-    assert words in str(caught.value)
 
 
 # Other launchers.
@@ -150,50 +123,54 @@ def torch_style(rank, size, port):
 
 
 def test_four_ranks_of_torchrun(script, free_port):
-    path = script(PROGRAM)
-    done = launch_all(path, [torch_style(rank, 4, free_port) for rank in range(4)])
+    path = script(HEAD + PROGRAM)
+    port = free_port()
+    done = launch_all(path, [torch_style(rank, 4, port) for rank in range(4)])
     for rank, each in enumerate(done):
         assert (each.code, each.err) == (0, "")
         assert each.out == f"[({rank}, 4, [10, 10, 10, 10])]\n"
 
 
 def test_ranks_of_mpirun_meet_where_the_url_says(script, free_port):
+    url = f"zmq://127.0.0.1:{free_port()}"
+
     def environ(rank):
         return {
             "OMPI_COMM_WORLD_RANK": str(rank),
             "OMPI_COMM_WORLD_SIZE": "2",
-            "FSDPCORE_TRANSPORT": f"zmq://127.0.0.1:{free_port}",
+            "FSDPCORE_TRANSPORT": url,
         }
 
-    done = launch_all(script(PROGRAM), [environ(rank) for rank in range(2)])
+    done = launch_all(script(HEAD + PROGRAM), [environ(rank) for rank in range(2)])
     assert [each.out for each in done] == [f"[({rank}, 2, [3, 3, 3, 3])]\n" for rank in range(2)]
 
 
 def test_an_address_in_the_url_beats_what_torchrun_sets(script, free_port):
-    elsewhere = {"MASTER_ADDR": "203.0.113.1", "FSDPCORE_TRANSPORT": f"zmq://127.0.0.1:{free_port}"}
+    url = f"zmq://127.0.0.1:{free_port()}"
+    elsewhere = {"MASTER_ADDR": "203.0.113.1", "FSDPCORE_TRANSPORT": url}
     environs = [{**torch_style(rank, 2, 29501), **elsewhere} for rank in range(2)]
-    for each in launch_all(script(PROGRAM), environs):
+    for each in launch_all(script(HEAD + PROGRAM), environs):
         assert (each.code, each.err) == (0, "")
 
 
 def test_a_launcher_that_names_no_address_asks_for_one(script):
     environ = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     environ["FSDPCORE_TRANSPORT"] = "zmq"
-    done = finished(python(script(PROGRAM)), environ)
+    done = finished(python(script(HEAD + PROGRAM)), environ)
     assert done.code == 1
     (line,) = done.err.splitlines()
     assert "zmq://HOST:PORT" in line
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(script, free_port):
-    deadline = {"FSDPCORE_RENDEZVOUS_TIMEOUT": "3"}
-    environs = [{**torch_style(rank, 3, free_port), **deadline} for rank in (0, 2)]
-    for rank, each in zip((0, 2), launch_all(script(PROGRAM), environs), strict=True):
+    deadline, port = {"FSDPCORE_RENDEZVOUS_TIMEOUT": "5"}, free_port()
+    environs = [{**torch_style(rank, 3, port), **deadline} for rank in (0, 2)]
+    for rank, each in zip((0, 2), launch_all(script(HEAD + PROGRAM), environs), strict=True):
         assert each.code == 1
         (line,) = each.err.splitlines()
         assert line.startswith(f"rank {rank} failed: RendezvousError")
         assert "rank 1 of 3 did not come" in line
-        assert f"127.0.0.1:{free_port}" in line
+        assert f"127.0.0.1:{port}" in line
 
 
 def test_an_uncaught_exception_under_another_launcher_ends_all_ranks(script, free_port):
@@ -204,7 +181,8 @@ if backend.rank == 1:
     raise ValueError("rank one is unwell")
 backend.barrier()
 """
-    done = launch_all(script(source), [torch_style(rank, 3, free_port) for rank in range(3)])
+    port = free_port()
+    done = launch_all(script(HEAD + source), [torch_style(rank, 3, port) for rank in range(3)])
     assert [each.code for each in done] == [1, 1, 1]
     assert "Traceback" in done[1].err
     for rank in (0, 2):
@@ -215,13 +193,13 @@ backend.barrier()
 
 def test_a_threads_transport_under_a_launcher_is_a_conflict(script):
     environ = {**torch_style(1, 2, 29501), "FSDPCORE_TRANSPORT": "sim"}
-    done = finished(python(script(PROGRAM)), environ)
+    done = finished(python(script(HEAD + PROGRAM)), environ)
     (line,) = done.err.splitlines()
     assert "rank 1 of 2 (torchrun)" in line
     assert "threads of one process" in line
 
 
 def test_variables_that_make_no_sense(script):
-    done = finished(python(script(PROGRAM)), torch_style(5, 2, 29501))
+    done = finished(python(script(HEAD + PROGRAM)), torch_style(5, 2, 29501))
     assert done.code == 1
     assert "RANK=5 is not a rank of WORLD_SIZE=2" in done.err.splitlines()[-1]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import time
 
 import pytest
 from support.jobs import finished, python, started
 from support.spmd_mpi import mpi_environ, mpirun
+
+pytestmark = pytest.mark.side_by_side(4)
 
 HEAD = """
 import os, signal, sys, time
@@ -57,16 +58,6 @@ if __name__ == "__main__":
         time.sleep(300)
 """
 )
-
-
-@pytest.fixture
-def script(tmp_path):
-    def write(source):
-        path = tmp_path / "script.py"
-        path.write_text(source)
-        return path
-
-    return write
 
 
 def under_mpirun(ranks, *arguments, **environ):
@@ -192,12 +183,9 @@ if __name__ == "__main__":
     assert "MemoryError: no room" in done.err
 
 
-def test_zmq_under_mpirun(script):
+def test_zmq_under_mpirun(script, free_port):
     source = SCRIPT.replace("fc.launch(main)", "fc.launch(main, transport='zmq://127.0.0.1:{}')")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    done = under_mpirun(2, script(source.replace("{}", str(port))), "well")
+    done = under_mpirun(2, script(source.replace("{}", str(free_port()))), "well")
     assert done.code == 0, done.err
     assert "joined zmq 0 3.0 3.0\n" in done.out
 

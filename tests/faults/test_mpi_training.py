@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from support.jobs import finished, python
 from support.spmd_mpi import mpi_environ, mpirun
 
@@ -33,18 +32,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-def test_losses_are_those_of_threads_to_the_last_bit(script, tmp_path):
+def test_losses_are_those_of_threads_to_the_last_bit(script):
+    path = script(SCRIPT)
     environ = mpi_environ(OPENBLAS_NUM_THREADS="1", FSDPCORE_BLAS_THREADS="1")
-    ours = finished([*mpirun(4), *python(script, tmp_path)], environ)
+    ours = finished([*mpirun(4), *python(path, path.parent)], environ)
     assert (ours.code, ours.err) == (0, "")
-    threads = finished(python(script, tmp_path), environ)
+    threads = finished(python(path, path.parent), environ)
     assert (threads.code, threads.err) == (0, "")
     losses = [float.fromhex(word) for word in threads.out.split()]
     assert len(losses) == 6

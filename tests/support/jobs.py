@@ -16,7 +16,10 @@ from pathlib import Path
 
 _MARK = "TEST_JOB_MARK"
 # Nothing here takes longer unless it hangs.
-PATIENCE = 60.0
+PATIENCE = 120.0
+# In seconds. What a failure or a signal ends has ended by then, also on a machine that is busy
+# with other things. Whatever would end it otherwise, a deadline or a sleep, takes longer.
+SOON = 40.0
 # What a launcher may set, and what must not leak from the shell that runs the tests.
 _FOREIGN = ("FSDPCORE_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 _FOREIGN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
@@ -103,7 +106,7 @@ class Job:
                         found.append(int(entry.name))
         return found
 
-    def assert_gone(self, within: float = 4.0) -> None:
+    def assert_gone(self, within: float = SOON) -> None:
         """Check that no process of the job is left; the kernel gets a moment to end them."""
         end = time.monotonic() + within
         while self.pids() and time.monotonic() < end:
@@ -147,6 +150,16 @@ def finished(
 def fsdpcore(*arguments: object) -> list[str]:
     """The command line of the ``fsdpcore`` command."""
     return [sys.executable, "-m", "fsdpcore", *map(str, arguments)]
+
+
+def patient_fsdpcore(*arguments: object) -> list[str]:
+    """The same, but when a rank fails it lets the others say why they end, however slow they are.
+
+    By itself it stops them after a second or two, which on a busy machine may be before that.
+    """
+    home = f"import fsdpcore.supervise as s; s.GRACE_SECONDS = {SOON / 2}; "
+    home += "from fsdpcore.cli import app; app()"
+    return [sys.executable, "-c", home, *map(str, arguments)]
 
 
 def python(*arguments: object) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from support.spmd_job import Body, Job, Outcome, meet
 from support.spmd_mpi import MpiRanks
-from support.spmd_processes import ProcessRanks
+from support.spmd_pool import ProcessRanks
 from support.spmd_threads import ThreadRanks
 
 __all__ = ["TRANSPORTS", "RanksFailed", "meet", "run", "run_on", "shut_down"]
@@ -44,9 +44,11 @@ class Transport:
 
 
 TRANSPORTS = {
-    "sim": Transport(ThreadRanks("sim"), tight={"eager_bytes": 0}),
+    "sim": Transport(ThreadRanks("sim"), tight={"eager_bytes": 0, "shm": "off"}),
     "zmq": Transport(
-        ProcessRanks("zmq"), tight={"eager_bytes": 0, "segment_bytes": 1024}, costly=True
+        ProcessRanks("zmq"),
+        tight={"eager_bytes": 0, "segment_bytes": 1024, "shm": "off"},
+        costly=True,
     ),
     "mpi": Transport(MpiRanks(), tight={"eager_bytes": 0, "shm": "off"}, costly=True),
 }
@@ -62,7 +64,7 @@ def run(
     transport: str,
     world_size: int,
     args: tuple[Any, ...] = (),
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     **options: Any,
 ) -> list[Any]:
     """Call ``body(backend, *args)`` on every rank of a new job.
@@ -74,7 +76,8 @@ def run(
         args: further arguments of the body.
         timeout: seconds for everything; then the ranks that have not ended count as failed.
         **options: settings and options of the transport, as of ``fsdpcore.launch``; ``timeout``
-            of the backend is ``op_timeout`` here, 30 seconds by default.
+            of the backend is ``op_timeout`` here, 60 seconds by default. For ranks that are
+            processes, an option that is a tuple has a value for each rank.
 
     Returns:
         The results, in rank order.
@@ -91,7 +94,7 @@ def run_on(
     *,
     world_size: int,
     args: tuple[Any, ...] = (),
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     **options: Any,
 ) -> list[Any]:
     """Do as ``run`` on a class derived from ``SimBackend``."""
@@ -108,7 +111,7 @@ def _results(
     options: dict[str, Any],
 ) -> list[Any]:
     settings = dict(options)
-    settings["timeout"] = settings.pop("op_timeout", 30.0)
+    settings["timeout"] = settings.pop("op_timeout", 60.0)
     outcomes = ranks.run(Job(body, world_size, tuple(args), timeout, settings))
     if any(outcome.failed for outcome in outcomes):
         raise RanksFailed(_report(body, outcomes))

@@ -18,6 +18,7 @@ from typing import Any
 
 from support.jobs import clean_environ
 from support.spmd_job import Job, Outcome
+from support.spmd_pool import Pool
 from support.spmd_processes import Fleet, serve
 
 import fsdpcore as fc
@@ -42,24 +43,15 @@ class MpiRanks:
     """Runs jobs on fleets of processes; starts each when it is first needed."""
 
     def __init__(self) -> None:
-        self._fleets: dict[int, MpiFleet] = {}
+        self._pool = Pool(lambda size: MpiFleet("mpi", size))
 
     def run(self, job: Job) -> list[Outcome]:
         # The oracle has the bits of the canonical order, which MPI's own reductions do not keep.
         job = dataclasses.replace(job, options={"deterministic": True, **job.options})
-        fleet = self._fleets.get(job.world_size)
-        if fleet is None:
-            fleet = self._fleets[job.world_size] = MpiFleet("mpi", job.world_size)
-        try:
-            return fleet.run(job)
-        finally:
-            if fleet.broken:
-                fleet.close()
-                del self._fleets[job.world_size]
+        return self._pool.run(job, job.world_size)
 
     def close(self) -> None:
-        while self._fleets:
-            self._fleets.popitem()[1].close()
+        self._pool.close()
 
 
 class MpiFleet(Fleet):

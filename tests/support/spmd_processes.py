@@ -33,34 +33,7 @@ from fsdpcore.environment import Place
 from fsdpcore.rendezvous import listen
 
 _START_SECONDS = 90.0
-_SMALL, _LARGE = 4, 8
 _DEAD = Outcome(error="its process has died")
-
-
-class ProcessRanks:
-    """Runs jobs on a fleet of processes; starts it when it is first needed."""
-
-    def __init__(self, transport: str) -> None:
-        self._transport = transport
-        self._fleet: Fleet | None = None
-
-    def run(self, job: Job) -> list[Outcome]:
-        assert job.world_size <= _LARGE
-        if self._fleet is not None and self._fleet.size < job.world_size:
-            self.close()
-        if self._fleet is None:
-            size = _SMALL if job.world_size <= _SMALL else _LARGE
-            self._fleet = Fleet(self._transport, size)
-        try:
-            return self._fleet.run(job)
-        finally:
-            if self._fleet.broken:
-                self.close()
-
-    def close(self) -> None:
-        if self._fleet is not None:
-            self._fleet.close()
-        self._fleet = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +47,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Order:
-    """One rank's part of a job; ``job`` is pickled by itself, since unpickling it may fail."""
+    """One rank's part of a job.
+
+    The job, with what its options come to, is pickled by itself, since unpickling it may fail.
+    """
 
     job: bytes
     rank: int
@@ -176,11 +152,14 @@ class Fleet:
 
     def _orders(self, job: Job, workers: list[Worker]) -> list[Order]:
         options = {"transport": self._transport, "rendezvous_timeout": job.timeout, **job.options}
-        content = pickle.dumps(Job(job.body, job.world_size, job.args, job.timeout, options))
         rendezvous, token = f"127.0.0.1:{workers[0].port}", secrets.token_hex(8)
-        return [
-            Order(content, rank, rendezvous, token, list(sys.path)) for rank in range(len(workers))
-        ]
+        config, orders = resolve({n: _of(0, v) for n, v in options.items()}, {}), []
+        for rank in range(len(workers)):
+            if any(isinstance(value, tuple) for value in options.values()):
+                config = resolve({n: _of(rank, v) for n, v in options.items()}, {})
+            content = pickle.dumps((job, config))
+            orders.append(Order(content, rank, rendezvous, token, list(sys.path)))
+        return orders
 
     def close(self) -> None:
         """Let the processes end, and wait for that."""
@@ -191,6 +170,10 @@ class Fleet:
         for worker in self._workers:
             worker.connection.close()
         self._directory.cleanup()
+
+
+def _of(rank: int, option: Any) -> Any:
+    return option[rank] if isinstance(option, tuple) else option
 
 
 class _Attendance:
@@ -254,8 +237,7 @@ def _obey(order: Order, connection: Connection, listener: socket.socket) -> Outc
 
     try:
         sys.path += [entry for entry in order.path if entry not in sys.path]
-        job = pickle.loads(order.job)
-        config = resolve(job.options, {})
+        job, config = pickle.loads(order.job)
         place = Place(
             order.rank,
             job.world_size,

@@ -14,7 +14,7 @@ import fsdpcore as fc
 Call = Callable[[fc.Backend], Any]
 
 # Time for every rank to begin a call after a meeting, with all cores busy.
-PATIENCE = 1.0
+PATIENCE = 2.0
 
 
 def skipped_collective(backend: fc.Backend) -> None:

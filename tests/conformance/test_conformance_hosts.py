@@ -1,0 +1,90 @@
+"""With and without shared memory, and with ranks that count as being on different hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.bodies import asynchronous, bounded, groups, layouts, movement, reductions, splitting
+from support.cases import bodies
+from support.spmd import run
+
+import fsdpcore as fc
+
+pytestmark = pytest.mark.side_by_side("where")
+
+# The transport, the number of ranks, and options; one that is a tuple has a value for each rank.
+# Hosts in turn make reductions send partial results of several subtrees of the canonical tree.
+WHERE: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sim, off": ("sim", 4, {"shm": "off"}),
+    "sim, hosts": ("sim", 4, {"hosts": 2}),
+    "zmq, on": ("zmq", 3, {"shm": "on"}),
+    "zmq, off": ("zmq", 3, {"shm": "off"}),
+    "zmq, hosts": ("zmq", 4, {"shm": "on", "host_id": ("a", "a", "b", "b")}),
+    "zmq, hosts in turn": ("zmq", 3, {"shm": "on", "host_id": ("a", "b", "a")}),
+    "zmq, one host without": (
+        "zmq",
+        4,
+        {"host_id": ("a", "b", "b", "a"), "shm": ("auto", "off", "off", "auto")},
+    ),
+    "mpi, hosts": ("mpi", 3, {"shm": "on", "host_id": ("a", "a", "b")}),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@bodies(
+    reductions.every_shape,
+    reductions.special_values,
+    reductions.all_reduce_in_two_steps,
+    movement.every_dtype,
+    movement.every_shape,
+    movement.barriers,
+    movement.ragged_gather,
+    movement.ragged_rooted,
+    movement.ragged_reduction,
+    movement.ragged_exchange,
+    layouts.every_layout,
+    layouts.own_chunk_in_place,
+    groups.any_members_in_any_order,
+    groups.several_at_once,
+    groups.between_calls_of_the_parent,
+    groups.equal_members_do_not_mix,
+    groups.messages_and_collectives_do_not_mix,
+    groups.closing_a_group,
+    splitting.meshes,
+    splitting.overlapping_groups,
+    splitting.blocking_beside_started,
+    asynchronous.many_outstanding,
+    asynchronous.every_collective,
+    bounded.messages_between_collectives,
+)
+def test_hosts(body: Any, where: str) -> None:
+    transport, world_size, options = WHERE[where]
+    run(body, transport=transport, world_size=world_size, **options)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_some_dtypes_and_ops(where: str) -> None:
+    transport, world_size, options = WHERE[where]
+    body = reductions.every_dtype_and_op
+    run(body, transport=transport, world_size=world_size, args=(3,), **options)
+
+
+@pytest.mark.parametrize("where", [where for where in WHERE if "host_id" in WHERE[where][2]])
+def test_who_is_where(where: str) -> None:
+    transport, world_size, options = WHERE[where]
+    ids = options["host_id"]
+    expected = tuple(sorted(set(ids)).index(name) for name in ids)
+    found = run(_hosts, transport=transport, world_size=world_size, **options)
+    assert found == [(expected, ids.count(name)) for name in ids]
+
+
+def _hosts(backend: fc.Backend) -> tuple[tuple[int, ...], int]:
+    return backend.hosts, backend.host_group().world_size
+
+
+@pytest.mark.parametrize("where", WHERE)
+@bodies(reductions.large_arrays, movement.large_arrays)
+def test_large_arrays(body: Any, where: str) -> None:
+    transport, world_size, options = WHERE[where]
+    run(body, transport=transport, world_size=world_size, args=(200_000,), **options)

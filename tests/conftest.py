@@ -1,0 +1,111 @@
+"""Tests marked ``side_by_side`` run at the same time as the others of their module.
+
+They wait: for deadlines, for interpreters to start, for processes to compute. When the first one
+is called, all of the module are, on threads; every test then ends as its own call did. Such a test
+takes its parameters and fixtures of the session, since no other fixture is made for all at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from threadpoolctl import threadpool_limits
+
+_MARK = "side_by_side"
+_Outcomes = dict[str, "Future[None]"]
+_outcomes = pytest.StashKey[_Outcomes]()
+
+
+_bytecode = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+_IMPORTED = "fsdpcore.cli, fsdpcore.transports.zmq_tcp, fsdpcore.transports.mpi"
+_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get(_NO_BYTECODE):
+        # Hundreds of interpreters are started. Where they may not leave compiled modules beside
+        # the sources, each would compile the package again, which takes as long as all the rest
+        # of its start: they keep them elsewhere.
+        config.stash[_bytecode] = tempfile.TemporaryDirectory()
+        os.environ["PYTHONPYCACHEPREFIX"] = config.stash[_bytecode].name
+        del os.environ[_NO_BYTECODE]
+        # Ranks that this process launches read there only, so somebody has to write before.
+        subprocess.run([sys.executable, "-c", f"import {_IMPORTED}"], check=False)
+    config.addinivalue_line(
+        "markers",
+        f"{_MARK}(how): run tests of a module at the same time, at most so many, or where "
+        "'how' is the name of a parameter, one for each of its values",
+    )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _bytecode in config.stash:
+        os.environ[_NO_BYTECODE] = "1"
+        del os.environ["PYTHONPYCACHEPREFIX"]
+        config.stash[_bytecode].cleanup()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if isinstance(item, pytest.Function) and item.get_closest_marker(_MARK):
+        item.fixturenames.append("request")  # so that it can ask for what the other tests take
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    mark = pyfuncitem.get_closest_marker(_MARK)
+    if mark is None:
+        return None
+    outcomes = pyfuncitem.session.stash.setdefault(_outcomes, {})
+    if pyfuncitem.nodeid not in outcomes:
+        outcomes.update(_called(pyfuncitem, *mark.args))
+    outcomes.pop(pyfuncitem.nodeid).result()
+    return True
+
+
+def _called(first: pytest.Function, how: int | str) -> _Outcomes:
+    """Call all tests of the module that are marked like this; returns when all have ended."""
+    items = [
+        item
+        for item in first.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is first.module
+        and (mark := item.get_closest_marker(_MARK)) is not None
+        and mark.args == (how,)
+    ]
+    outcomes: _Outcomes = {}
+    # Jobs of threads limit the BLAS of this process, and put back what they found.
+    with threadpool_limits(1, user_api="blas"), ExitStack() as stack:
+        calls = [(item, _arguments(item, first)) for item in items]
+        lanes: dict[Any, ThreadPoolExecutor] = {}
+        for item, known in calls:
+            lane = known.get(how) if isinstance(how, str) else None
+            if lane not in lanes:
+                width = how if isinstance(how, int) else 1
+                lanes[lane] = stack.enter_context(ThreadPoolExecutor(width, _MARK))
+            outcomes[item.nodeid] = lanes[lane].submit(item.obj, **known)
+    return outcomes
+
+
+def _arguments(item: pytest.Function, first: pytest.Function) -> dict[str, Any]:
+    """What a test takes: its own parameters, and fixtures that it has in common with others."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    request: pytest.FixtureRequest = first.funcargs["request"]
+    taken = {}
+    for name in inspect.signature(item.obj).parameters:
+        if name in params:
+            taken[name] = params[name]
+        elif name == "request":
+            taken[name] = request
+        else:
+            (*_, fixture) = item._fixtureinfo.name2fixturedefs[name]
+            assert fixture.scope in ("session", "module"), f"{name} would be another test's"
+            taken[name] = request.getfixturevalue(name)
+    return taken

@@ -1,0 +1,134 @@
+"""Collectives of threads that lend arrays to each other as processes do, in any mix of places."""
+
+from __future__ import annotations
+
+import platform
+import random
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import lent, oracle
+from support.sharing import SharingSim
+from support.spmd import run_on
+
+import fsdpcore as fc
+from fsdpcore.collectives import area
+
+
+@pytest.fixture(autouse=True)
+def _threads_let_each_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that only looks keeps the interpreter from those that it waits for."""
+    monkeypatch.setattr(area, "_LOOKS", 1)
+    monkeypatch.setattr(area, "_YIELDS", 0)
+
+
+@pytest.fixture
+def _slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks pause at times before they use what another one has lent."""
+    chance, borrowed = random.Random(1), area.Area.borrowed
+
+    def late(self: area.Area, *args: Any) -> Any:
+        found = borrowed(self, *args)
+        if chance.random() < 0.1:
+            time.sleep(0.001 * chance.random())
+        return found
+
+    monkeypatch.setattr(area.Area, "borrowed", late)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[int, list[lent.Case]]:
+    """Up to five calls of two to four ranks, of sizes around what goes through in one step."""
+    p = draw(st.integers(2, 4))
+    rows = st.sampled_from([0, 1, p - 1, p, 7, 683, 4097, 70_001])
+    cases = []
+    for _ in range(draw(st.integers(1, 5))):
+        dtype, op = draw(st.sampled_from(oracle.COMBINATIONS))
+        cases.append(
+            lent.Case(
+                draw(st.sampled_from(lent.KINDS)),
+                tuple(draw(st.lists(rows, min_size=p, max_size=p))),
+                draw(st.sampled_from([1, 3])),
+                dtype.name,
+                op,
+                draw(st.integers(0, p - 1)),
+                tuple(draw(st.sampled_from(["lent", *lent.SOURCES])) for _ in range(p)),
+                tuple(
+                    draw(st.sampled_from(["lent", *lent.OUTS, lent.NEW, lent.IN_PLACE]))
+                    for _ in range(p)
+                ),
+            )
+        )
+    return p, cases
+
+
+def _carry_out(backend: fc.Backend, cases: list[lent.Case]) -> None:
+    for number, case in enumerate(cases):
+        lent.run_case(backend, case, str(number))
+
+
+@pytest.mark.usefixtures("_slow_readers")
+@settings(max_examples=40, deadline=None)
+@given(programs())
+def test_any_mix_of_places(program: tuple[int, list[lent.Case]]) -> None:
+    p, cases = program
+    run_on(SharingSim, _carry_out, world_size=p, args=(cases,))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in lent.KINDS if not kind.endswith("_v")])
+def test_who_is_done_first_waits_for_the_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank changes its input at once, and reads its result, while others are slow."""
+    borrowed = area.Area.borrowed
+
+    def late(self: area.Area, *args: Any) -> Any:
+        if self.rank_of(self.own[0]) != 0:
+            time.sleep(0.005)
+        return borrowed(self, *args)
+
+    monkeypatch.setattr(area.Area, "borrowed", late)
+    for p in (2, 3):
+        places = ("lent",) * p
+        cases = [
+            lent.Case(kind, (20_000,), 1, "float32", "sum", root, places, places)
+            for root in (0, 0, p - 1)
+        ]
+        run_on(SharingSim, _carry_out, world_size=p, args=(cases,))
+
+
+def test_pieces_of_more_than_a_room() -> None:
+    """Arrays that are not lent go through the rooms in several steps, whatever the collective."""
+    places = ("private",) * 3
+    cases = [
+        lent.Case(kind, (250_007, 3, 0), 1, "float32", "sum", 1, places, places)
+        for kind in lent.KINDS
+    ]
+    run_on(SharingSim, _carry_out, world_size=3, args=(cases,))
+
+
+def _with_fences(backend: fc.Backend, cases: list[lent.Case]) -> None:
+    _carry_out(backend, cases)
+    assert backend.link is not None
+    assert backend.link.area is not None
+    assert backend.link.area.fence is not None
+    assert not backend.link.area.express
+    assert all(call.lane is None for call in backend.calls.values())
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "riscv64"])
+def test_processors_that_order_stores_less(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take fences and no shorter ways, and have the same results."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    chance = random.Random(machine)
+    for p in (2, 3):
+        cases = []
+        for _ in range(30):
+            dtype, op = chance.choice(oracle.COMBINATIONS)
+            rows = tuple(chance.choice([0, 1, 100, 5000]) for _ in range(p))
+            sources = tuple(chance.choice(list(lent.SOURCES)) for _ in range(p))
+            outs = tuple(chance.choice([*lent.OUTS, lent.NEW]) for _ in range(p))
+            kind, root = chance.choice(lent.KINDS), chance.randrange(p)
+            cases.append(lent.Case(kind, rows, 3, dtype.name, op, root, sources, outs))
+        run_on(SharingSim, _with_fences, world_size=p, args=(cases,))

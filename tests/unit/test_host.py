@@ -1,0 +1,63 @@
+"""How processes find out whether they are on one host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fsdpcore import host
+from fsdpcore.errors import ConfigError
+
+
+def test_processes_that_see_each_other_are_on_one_host() -> None:
+    code = "from fsdpcore import host; print(host.identity())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == host.identity()
+    assert len(host.identity().encode()) <= host.MAX_BYTES
+
+
+def test_processes_of_other_containers_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = host.identity()
+    monkeypatch.setattr(os, "readlink", lambda path: "pid:[17]")
+    assert host.identity() != here
+
+
+def test_the_user_may_say_so() -> None:
+    assert host.identity("rack 3") == "rack 3"
+    assert host.identity("é" * 32) == "é" * 32
+    with pytest.raises(ConfigError, match="host_id must be at most 64 bytes"):
+        host.identity("é" * 33)
+
+
+def test_numbers_follow_the_first_appearance() -> None:
+    assert host.number(["b", "a", "b", "c"]) == (0, 1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("others", "containers"),
+    [
+        ([], 0),
+        (["a host of its own"], 0),
+        (["another boot, pid:[1]", "the third, pid:[1]"], 0),
+        (["{boot}, pid:[1]"], 2),
+        (["{boot}, pid:[1]", "{boot}, pid:[2]", "{boot}, pid:[1]", "x, pid:[9]"], 3),
+    ],
+)
+def test_containers_on_one_machine_are_pointed_out(
+    others: list[str],
+    containers: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "readlink", lambda path: "pid:[77]")
+    here = host.identity()
+    boot = here.partition(", pid:")[0]
+    with caplog.at_level(logging.WARNING):
+        host.warn_of_containers([here, *(other.format(boot=boot) for other in others)])
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (containers > 0)
+    assert all(f"in {containers} containers" in message for message in messages)
