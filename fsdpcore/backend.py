@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from fsdpcore.buffers import (
     Bytes,
     byte_view,
     check_out,
+    check_shape,
     dtype_code,
     input_array,
     pack_signature,
@@ -409,14 +410,19 @@ class Backend(ABC):
 
         Where ranks of one host share memory, that is memory which the others read in place:
         collectives on such arrays copy less. It is used again when the last array on it has gone,
-        and given back when the backend is closed; arrays stay usable after that.
+        and given back when the backend is closed; arrays stay usable after that. A process that
+        is forked from this one writes to the same memory.
+
+        Raises:
+            ArgumentError: there is no such shape, or arrays of that dtype do not travel.
         """
         dtype_code(dtype)
-        sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-        sharing = self.root.memory
-        if sharing is None or self.root.world_size == 1 or any(size < 0 for size in sizes):
+        sizes = check_shape(shape, np.dtype(dtype), "empty()")
+        root = self.root
+        # Once a call has failed, others may still write to arrays that they were lent.
+        if root.memory is None or root.world_size == 1 or root.failure is not None:
             return np.empty(sizes, dtype)
-        made = sharing.empty(math.prod(sizes) * np.dtype(dtype).itemsize)
+        made = root.memory.empty(math.prod(sizes) * np.dtype(dtype).itemsize)
         return np.empty(sizes, dtype) if made is None else made.view(dtype).reshape(sizes)
 
     def shared_window(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:

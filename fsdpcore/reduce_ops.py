@@ -117,9 +117,12 @@ class Reduction:
         """The op's name, as users write it."""
         return self.op.value
 
-    def load(self, source: Array) -> Array:
-        """Return a new array with ``source`` in the accumulator dtype."""
-        return _quiet.run(source.astype, self.accumulator)
+    def load(self, source: Array, out: Array | None = None) -> Array:
+        """Return ``out``, or a new array, with ``source`` in the accumulator dtype."""
+        if out is None:
+            return _quiet.run(source.astype, self.accumulator)
+        _quiet.run(np.copyto, out, source)
+        return out
 
     def combine(self, left: Array, right: Array, out: Array) -> None:
         """Write ``left op right`` into ``out`` (which may be either), in the accumulator dtype."""

@@ -22,7 +22,7 @@ from fsdpcore.errors import ConfigError, RendezvousError
 from fsdpcore.rendezvous import Card, describe_address, resolve, split_address
 from fsdpcore.work import Deadline
 
-from .zmq_wire import MAX_SEGMENT
+from .zmq_wire import MAX_INLINE
 
 if TYPE_CHECKING:
     from fsdpcore.config import Config
@@ -45,9 +45,8 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], host: str) -> zmq.Socke
     # A connection that breaks has lost data: never reconnect behind the scenes. The value that
     # means never, -1, makes libzmq 4.3.5 hang when such a socket is closed at the wrong moment.
     sock.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_SEGMENT + 4096)
-    # The window of each connection and the offers bound what is queued; a limit on the number of
-    # frames on top would only stall small ones.
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_INLINE + 4096)
+    # What a rank has to say must never be stuck, and it is not much.
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.RCVHWM, 0)
     # A host that is lost says nothing; ZeroMQ's own thread asks it.
@@ -104,6 +103,11 @@ def listen(sock: zmq.Socket[bytes], host: str, rank: int) -> str:
     except zmq.ZMQError as error:
         raise RendezvousError(f"rank {rank} cannot listen at {host}: {error}") from error
     return str(sock.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def host_of(endpoint: str) -> str:
+    """Return the address in an endpoint that ``listen`` returned."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def connect(sock: zmq.Socket[bytes], card: Card, rank: int, peer: int, token: str) -> None:

@@ -7,8 +7,9 @@ thread steps aside as long as somebody waits, and a moment longer, since who has
 wait again. It comes back when the program computes, so that transfers go on meanwhile.
 
 The descriptor of a ZeroMQ socket signals changes only, and any use of the socket may swallow such
-a signal. So whoever uses a socket, for sending too, goes on until nothing is left to do on it, or
-asks to have it done; and whatever that finishes for the polling thread rings its bell.
+a signal. So whoever uses one, for sending too, goes on until nothing is left to do on it, or asks
+to have it done. These sockets are left to the own thread. Whatever another thread finishes for the
+polling one rings its bell.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from typing import Any
 from fsdpcore.errors import CommunicationError
 from fsdpcore.work import Pending
 
-# How long the own thread stays away after somebody has waited. Longer, and a transfer that runs
-# beside a computation stands still for longer; shorter, and it gets in the way of the next wait.
-_AWAY_SECONDS = 0.002
+# How long the own thread stays away after somebody has waited; twice as long for every time that
+# it looked and somebody had waited again, up to the latter. Longer, and a transfer that runs beside
+# a computation stands still for longer; shorter, and it gets in the way of the next wait.
+_AWAY_SECONDS, _LONGEST_AWAY_SECONDS = 0.002, 0.02
 # What another thread needs to wake up and take the lock.
 _CHANCE_SECONDS = 50e-6
 _LONG_SECONDS = 1e6  # more than poll() can count in milliseconds would overflow it
@@ -119,19 +121,45 @@ class Watch:
         self._followers: list[Waiting] = []
         self._awaited: Waiting | None = None
         self._leading = False
+        self._leader = 0
         self._waits = 0
         self._watching = False
         self._asleep = False
+        self._rest = _AWAY_SECONDS
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def add(self, descriptor: int, handler: Callable[[], None], *, rare: bool = False) -> None:
-        """Register what to call when ``descriptor`` has input; before ``start``.
+        """Register what to call when ``descriptor`` has input; not while other threads poll.
 
         Rare ones are left to the own thread, so that waiting threads have less to poll.
         """
         self._everything.add(descriptor, handler)
         (self._aside if rare else self._leaders).add(descriptor, handler)
+
+    def remove(self, descriptor: int) -> None:
+        """Watch ``descriptor`` no more. Close it only when the next round of polling has begun."""
+        for poller in (self._leaders, self._aside, self._everything):
+            poller.remove(descriptor)
+        self._poll_again()
+
+    def want_room(self, descriptor: int, wanted: bool) -> None:
+        """Call the handler of ``descriptor`` when it takes output, too, or no longer."""
+        for poller in (self._leaders, self._everything):
+            poller.want_room(descriptor, wanted)
+        if wanted:
+            self._poll_again()
+
+    def remind(self) -> None:
+        """Have ``tick`` called soon."""
+        self._own_bell.ring()
+
+    def _poll_again(self) -> None:
+        """Have the other threads that poll do it anew; the caller holds the lock."""
+        if self._watching:
+            self._own_bell.ring()
+        if self._leading and self._leader != threading.get_ident():
+            self._bell.ring()
 
     def start(self) -> None:
         """Start the own thread."""
@@ -171,6 +199,7 @@ class Watch:
                 return
 
     def _lead(self, awaited: Waiting, end: float) -> None:
+        self._leader = threading.get_ident()
         self._leading = True
         if self._watching:
             self._own_bell.ring()
@@ -259,6 +288,7 @@ class Watch:
             # Away while somebody waits, and until nobody has for one turn of the loop.
             if not self._leading and (same or not away):
                 away = False
+                self._rest = _AWAY_SECONDS
                 ready = self._watch_all(due)
                 away = self._leading
             else:
@@ -277,7 +307,8 @@ class Watch:
         return ready
 
     def _stay_away(self, due: float | None, *, long: bool) -> list[Callable[[], None]]:
-        limit: float | None = _AWAY_SECONDS
+        limit: float | None = self._rest
+        self._rest = min(2 * self._rest, _LONGEST_AWAY_SECONDS)
         if long:
             # The same wait as a turn ago: sleep until its end, of which the bell will tell.
             self._asleep = True
@@ -310,6 +341,15 @@ class _Poller:
         self._handlers[descriptor] = handler
         self._poll.register(descriptor, select.POLLIN)
 
+    def remove(self, descriptor: int) -> None:
+        if self._handlers.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def want_room(self, descriptor: int, wanted: bool) -> None:
+        if descriptor in self._handlers:
+            events = select.POLLIN | select.POLLOUT if wanted else select.POLLIN
+            self._poll.modify(descriptor, events)
+
     def handlers(self) -> list[Callable[[], None]]:
         """What is called for all of them."""
         return list(self._handlers.values())
@@ -320,4 +360,4 @@ class _Poller:
             ready = self._poll.poll(None if seconds is None else seconds * 1000)
         except OSError as error:  # pragma: no cover (never seen)
             raise CommunicationError(f"the sockets cannot be polled: {error}") from error
-        return [self._handlers[descriptor] for descriptor, _ in ready]
+        return [self._handlers[found] for found, _ in ready if found in self._handlers]

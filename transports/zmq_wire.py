@@ -1,21 +1,23 @@
 """The frames of the ``zmq`` transport, and the checks that a frame passes before it is believed.
 
 A frame is a header of fixed size, the signature of the array (see ``buffers.pack_signature``),
-and the payload of small frames. The bytes of large arrays follow as a second part of a ``DATA``
-frame, straight from the sender's array and into the receiver's. Numbers are little-endian.
+and a payload. Numbers are little-endian. Control frames are ZeroMQ's messages; the frames that
+messages between ranks consist of follow one another on the data connection (see ``zmq_line``).
 
 ======  ========================================================================================
-HELLO   first frame on a connection: JSON with the sender's rank and its proof of the job's token
-EAGER   a whole small message
-OFFER   a large message is ready to be sent: its size and signature
-GRANT   the receiver has room for it up to byte ``offset``
-DATA    bytes ``offset`` to ``offset + size`` of it, in a second part
-TAKEN   the receiver has all of it: the sender's array is free
+        on the ZeroMQ connection
+HELLO   first frame: JSON with the sender's rank and its proof of the job's token
 FAIL    the sender's job has failed: JSON with the reason, and the rank that is to blame if known
-BYE     no new messages from the sender, all is well; it still sends what it has offered
+BYE     no messages from the sender beyond the first ``size``, all is well; it has asked for
+        ``offset`` large ones, and still sends what it has offered
 QUERY   what are you doing?
 STATUS  the answer: JSON
-SEEN    the answer to FAIL and BYE: all that the other has sent was read
+SEEN    the answer to FAIL, and to BYE once all that the sender of that had to send has come
+        on the data connection
+EAGER   a whole small message
+OFFER   a large message is ready to be sent: its size, signature, and first ``offset`` bytes
+GRANT   the receiver has room for it
+DATA    bytes ``offset`` to ``offset + size`` of it
 ======  ========================================================================================
 """
 
@@ -30,10 +32,11 @@ from fsdpcore.buffers import MAX_SIGNATURE
 from fsdpcore.errors import ProtocolError
 
 _HEADER = struct.Struct("<IBBHQQQQQ")
+HEADER_BYTES = _HEADER.size
 _MAGIC = 0x31504446  # "FDP1"
-_VERSION = 1
+_VERSION = 2
 
-# A control frame never has more; an eager message is at most this long.
+# Most that may come unasked: a control frame, a small message, or the beginning of a large one.
 MAX_INLINE = 1 << 20
 # Largest segment of a large message.
 MAX_SEGMENT = 1 << 24
@@ -47,7 +50,6 @@ class Kind(enum.IntEnum):
     OFFER = 3
     GRANT = 4
     DATA = 5
-    TAKEN = 6
     FAIL = 7
     BYE = 8
     QUERY = 9
@@ -56,7 +58,9 @@ class Kind(enum.IntEnum):
 
 
 _KINDS = {int(kind): kind for kind in Kind}
-_WITH_PAYLOAD = frozenset({Kind.HELLO, Kind.EAGER, Kind.FAIL, Kind.STATUS})
+_CONTROL = frozenset({Kind.HELLO, Kind.FAIL, Kind.BYE, Kind.QUERY, Kind.STATUS, Kind.SEEN})
+_WITH_JSON = frozenset({Kind.HELLO, Kind.FAIL, Kind.STATUS})
+_WITH_PAYLOAD = _WITH_JSON | {Kind.EAGER, Kind.DATA}
 
 
 class Frame(NamedTuple):
@@ -72,47 +76,84 @@ class Frame(NamedTuple):
     payload: Any = b""
 
     def pack(self) -> bytes:
-        """Encode header, signature and payload; ``size`` is the payload's where there is one."""
-        size = len(self.payload) if self.kind in _WITH_PAYLOAD else self.size
-        header = _HEADER.pack(
-            _MAGIC,
-            _VERSION,
-            self.kind,
-            len(self.signature),
-            self.channel,
-            self.tag,
-            self.message,
-            size,
-            self.offset,
+        """Encode header, signature and payload; ``size`` is the payload's in a control frame."""
+        size = len(self.payload) if self.kind in _WITH_JSON else self.size
+        header = pack_header(
+            self.kind, self.channel, self.tag, self.message, size, self.offset, self.signature
         )
-        return b"".join((header, self.signature, self.payload))
+        return header + self.payload if self.payload else header
+
+
+def pack_header(
+    kind: int,
+    channel: int = 0,
+    tag: int = 0,
+    message: int = 0,
+    size: int = 0,
+    offset: int = 0,
+    signature: bytes = b"",
+) -> bytes:
+    """Encode header and signature."""
+    header = _HEADER.pack(
+        _MAGIC, _VERSION, kind, len(signature), channel, tag, message, size, offset
+    )
+    return header + signature if signature else header
 
 
 def unpack(data: bytes) -> Frame:
-    """Decode a frame.
+    """Decode a control frame.
 
     Raises:
-        ProtocolError: it is not a frame of this protocol, or its lengths do not fit.
+        ProtocolError: it is not one of this protocol, or its lengths do not fit.
     """
-    if len(data) < _HEADER.size:
+    if len(data) < HEADER_BYTES:
         raise ProtocolError(f"a frame of {len(data)} bytes is shorter than any header")
-    magic, version, code, signed, channel, tag, message, size, offset = _HEADER.unpack_from(data)
+    frame, signed, inline = _read_header(data, 0)
+    if frame.kind not in _CONTROL:
+        raise ProtocolError(f"a {frame.kind.name} frame where only control frames travel")
+    if len(data) != HEADER_BYTES + signed + inline:
+        raise ProtocolError(f"a {frame.kind.name} frame of {len(data)} bytes has the wrong length")
+    start = HEADER_BYTES + signed
+    return frame._replace(
+        signature=bytes(data[HEADER_BYTES:start]), payload=memoryview(data)[start:]
+    )
+
+
+def unpack_next(data: bytearray, start: int, end: int) -> tuple[Frame, int] | None:
+    """Decode header and signature of a frame of the data connection; None if they are not whole.
+
+    Returns:
+        The frame, and the size of the payload that follows.
+
+    Raises:
+        ProtocolError: it is not a frame of this protocol, or announces too much.
+    """
+    if end - start < HEADER_BYTES:
+        return None
+    frame, signed, inline = _read_header(data, start)
+    if frame.kind in _CONTROL:
+        raise ProtocolError(f"a {frame.kind.name} frame where only messages travel")
+    if not signed:
+        return frame, inline
+    start += HEADER_BYTES
+    if end - start < signed:
+        return None
+    return frame._replace(signature=bytes(data[start : start + signed])), inline
+
+
+def _read_header(data: bytes | bytearray, start: int) -> tuple[Frame, int, int]:
+    fields = _HEADER.unpack_from(data, start)
+    magic, version, code, signed, channel, tag, message, size, offset = fields
     if magic != _MAGIC or version != _VERSION:
         raise ProtocolError("a frame does not begin like one of this version of the protocol")
     kind = _KINDS.get(code)
     if kind is None:
         raise ProtocolError(f"a frame has the unknown kind {code}")
-    inline = size if kind in _WITH_PAYLOAD else 0
-    if signed > MAX_SIGNATURE or inline > MAX_INLINE:
+    inline = size if kind in _WITH_PAYLOAD else offset if kind is Kind.OFFER else 0
+    limit = MAX_SEGMENT if kind is Kind.DATA else MAX_INLINE
+    if signed > MAX_SIGNATURE or inline > limit:
         raise ProtocolError(f"a {kind.name} frame announces {signed} + {inline} bytes: too many")
-    if len(data) != _HEADER.size + signed + inline:
-        raise ProtocolError(f"a {kind.name} frame of {len(data)} bytes has the wrong length")
-    if kind is Kind.DATA and size > MAX_SEGMENT:
-        raise ProtocolError(f"a DATA frame announces {size} bytes: too many")
-    start = _HEADER.size + signed
-    signature = data[_HEADER.size : start]
-    payload = memoryview(data)[start:]
-    return Frame(kind, channel, tag, message, size, offset, signature, payload)
+    return Frame(kind, channel, tag, message, size, offset), signed, inline
 
 
 def pack_json(content: dict[str, Any]) -> bytes:

@@ -32,15 +32,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdpcore.buffers import Array, Bytes
 from fsdpcore.collectives import doubling
-from fsdpcore.errors import ConfigError, PeerFailedError
+from fsdpcore.errors import CommunicationError, ConfigError, PeerFailedError
 
 if TYPE_CHECKING:
     from fsdpcore.backend import Backend
     from fsdpcore.collectives.link import Link
-    from fsdpcore.transport import MemorySharing
+    from fsdpcore.transport import MemorySharing, Window
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -53,6 +54,7 @@ _YIELDS = 2000
 _LOOKS_BETWEEN_CHECKS = 100
 _LONGEST_SLEEP = 1e-3
 _VIEWS = 256
+_TO_HEAR_OF_A_LOSS = 2.0  # seconds
 _INTRODUCTION = 64
 
 # Words of a flag.
@@ -146,8 +148,12 @@ class Area:
         self._made[id(made)] = made
         return made
 
-    def sync(self, link: Link) -> None:
+    def sync(self, link: Link, meanwhile: Callable[[], None] | None = None) -> None:
         """Enter the next step, and wait until all ranks have.
+
+        Args:
+            link: the call.
+            meanwhile: what to do before waiting.
 
         Raises:
             MismatchError: another rank is in another collective.
@@ -163,6 +169,8 @@ class Area:
         flags[own] = step
         if self.wake is not None:
             self.wake()
+        if meanwhile is not None:
+            meanwhile()
         fits = True
         for at in self.others[parity]:
             if flags[at] != step:
@@ -218,8 +226,15 @@ class Area:
         at = self._all[self.step & 1][rank] + _LENT + 2 * which
         return self.flags[at] != 0 or self.flags[at + 1] == 0
 
-    def borrowed(self, rank: int, dtype: np.dtype[Any], count: int, which: int = SOURCE) -> Array:
-        """The array of ``count`` elements that ``rank`` has lent in this step."""
+    def borrowed(
+        self, link: Link, rank: int, dtype: np.dtype[Any], count: int, which: int = SOURCE
+    ) -> Array:
+        """The array of ``count`` elements that ``rank`` has lent in this step.
+
+        Raises:
+            PeerFailedError: that rank was lost before its memory was mapped.
+            CommunicationError: its memory cannot be mapped.
+        """
         at = self._all[self.step & 1][rank] + _LENT + 2 * which
         key = (self.flags[at], self.flags[at + 1], dtype, count)
         array = self._borrowed.get(key)
@@ -227,9 +242,22 @@ class Area:
             if len(self._borrowed) >= _VIEWS:
                 self._borrowed.clear()
             number, offset, nbytes = key[0], key[1], count * dtype.itemsize
-            memory = self._sharing.attach(number) if count else np.empty(0, np.uint8)
+            memory = self._attach(link, rank, number) if count else np.empty(0, np.uint8)
             array = self._borrowed[key] = memory[offset : offset + nbytes].view(dtype)
         return array
+
+    def _attach(self, link: Link, rank: int, number: int) -> Bytes:
+        try:
+            return self._sharing.attach(number)
+        except OSError as error:
+            end = time.monotonic() + _TO_HEAR_OF_A_LOSS
+            while time.monotonic() < end:  # which says more than that a file is not there
+                link.check()
+                time.sleep(_LONGEST_SLEEP)
+            raise CommunicationError(
+                f"rank {link.global_rank(link.rank)} cannot map the memory that rank "
+                f"{link.global_rank(rank)} lends: {error}"
+            ) from error
 
     def wait(self, at: int, step: int, link: Link) -> None:
         """Wait until the flag ``at`` shows ``step``; raises what ``sync`` does."""
@@ -301,6 +329,32 @@ def establish(link: Link, backend: Backend) -> Area | None:
             window = sharing.segment(nbytes(link.size))
     except OSError as error:
         why = str(error)
+    try:
+        memory, votes, why = _map(link, sharing, window, introduction, why)
+    finally:
+        if window is not None:
+            window.close()
+    if memory is not None:
+        return sharing.area(memory, link.rank, link.size)
+    if votes.argmin() == link.rank:  # one rank speaks for all
+        _report(backend, sharing, why)
+    if sharing.required:
+        without = [link.global_rank(rank) for rank in range(link.size) if not votes[rank]]
+        raise ConfigError(
+            f"shm=on, but rank(s) {without} of this host cannot share memory with the others"
+            f"{': ' + why if why else ''}; use shm=auto, which falls back to messages"
+        )
+    return None
+
+
+def _map(
+    link: Link, sharing: MemorySharing, window: Window | None, introduction: bytes, why: str
+) -> tuple[Bytes | None, NDArray[np.bool_], str]:
+    """Map the first rank's memory; None, on all ranks, if one of them cannot reach all others'.
+
+    Returns:
+        Also which ranks could, and why this one could not.
+    """
     own = np.zeros(_INTRODUCTION + 8, np.uint8)
     own[: len(introduction)] = np.frombuffer(introduction, np.uint8)
     own[_INTRODUCTION:] = np.array([window.number if window else 0], np.uint64).view(np.uint8)
@@ -311,25 +365,15 @@ def establish(link: Link, backend: Backend) -> Area | None:
         number = int(told[_INTRODUCTION : own.size].view(np.uint64)[0])
         if number and not why:
             for rank in range(link.size):
-                sharing.meet(told[rank * own.size :][:_INTRODUCTION].tobytes())
+                words = told[rank * own.size :][:_INTRODUCTION]
+                if words.any():  # who has none says so itself
+                    sharing.meet(words.tobytes())
             memory = window.bytes(0, nbytes(link.size)) if window else sharing.open(number)
     except OSError as error:
         why = str(error)
     votes = np.zeros(link.size, np.bool_)
-    doubling.all_gather(link, np.array([memory is not None]), votes, range(link.size + 1))
-    if window is not None:
-        window.close()
-    if memory is not None and votes.all():
-        return sharing.area(memory, link.rank, link.size)
-    if memory is None and votes.argmin() == link.rank:  # one rank speaks for all
-        _report(backend, sharing, why)
-    if sharing.required:
-        without = [link.global_rank(rank) for rank in range(link.size) if not votes[rank]]
-        raise ConfigError(
-            f"shm=on, but rank(s) {without} of this host cannot share memory with the others"
-            f"{': ' + why if why else ''}; use shm=auto, which falls back to messages"
-        )
-    return None
+    doubling.all_gather(link, np.array([not why]), votes, range(link.size + 1))
+    return (memory if votes.all() else None), votes, why
 
 
 def _report(backend: Backend, sharing: MemorySharing, why: str) -> None:

@@ -32,8 +32,9 @@ def reduce_scatter(
     ``own`` may be that part of ``source``.
     """
     me, p = link.rank, link.size
-    parts: list[Array] = list(np.empty((p, bounds[me + 1] - bounds[me]), source.dtype))
-    parts[me] = source[bounds[me] : bounds[me + 1]]
+    size = bounds[me + 1] - bounds[me]
+    parts = [*link.scratch((p - 1) * size, source.dtype).reshape(p - 1, size)]
+    parts.insert(me, source[bounds[me] : bounds[me + 1]])
     # Rank order is rotated by the own rank, or all would send to rank 0 first.
     for step in range(1, p):
         link.irecv(parts[(me - step) % p], (me - step) % p)

@@ -73,8 +73,11 @@ def steps(rank: int, count: int) -> Iterator[Step]:
 
 def all_reduce(link: Link, data: Array, reduction: Reduction) -> None:
     """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    total = reduction.load(data)
-    received = np.empty_like(total)
+    if reduction.accumulator == data.dtype:
+        total, received = data, link.scratch(data.size, data.dtype)
+    else:
+        total, received = link.scratch(2 * data.size, reduction.accumulator).reshape(2, -1)
+        reduction.load(data, total)
     for step in steps(link.rank, link.size):
         link.irecv(received, step.source)
         for target in step.targets:

@@ -96,10 +96,12 @@ def exchange(link: Link, mine: Fingerprint) -> list[int]:
     records = np.empty((link.size, 2), np.uint64)
     records[0] = mine.digest, mine.rows
     _disseminate(link, records)
-    digests, rows = np.roll(records, link.rank, axis=0).T.tolist()
-    if any(digest != mine.digest for digest in digests):
+    first = link.size - link.rank  # where rank 0's record is
+    found = records.tolist()
+    found = found[first:] + found[:first]
+    if any(digest != mine.digest for digest, _ in found):
         raise disagreement(link, mine)
-    return [int(row) for row in rows]
+    return [rows for _, rows in found]
 
 
 def disagreement(link: Link, mine: Fingerprint) -> MismatchError:

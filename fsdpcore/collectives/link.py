@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fsdpcore.backend import Backend, Envelope
 from fsdpcore.buffers import Array, byte_view
 from fsdpcore.collectives.fingerprint import disagreement, exchange
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from fsdpcore.collectives.host_link import HostLink
     from fsdpcore.collectives.select import Choice
     from fsdpcore.recorder import Entry
+
+
+_KEPT = 64 << 20  # bytes of scratch memory at most
 
 
 class Link:
@@ -54,6 +59,7 @@ class Link:
         self._limit = 0.0
         self._envelope = Envelope(backend.channel | 1, 0)
         self._posted: list[Pending] = []
+        self._scratch: Array = np.empty(0, np.uint8)
 
     @property
     def areas(self) -> list[Area]:
@@ -68,6 +74,18 @@ class Link:
         self.sequence = sequence
         self._limit = limit
         self.end = time.monotonic() + limit
+
+    def scratch(self, size: int, dtype: np.dtype[Any]) -> Array:
+        """Return a flat array to receive into, until the next call of this.
+
+        The group keeps it: fresh memory costs more, page by page, than what is received into it.
+        """
+        nbytes = size * dtype.itemsize
+        if nbytes > _KEPT:
+            return np.empty(size, dtype)
+        if nbytes > self._scratch.size:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes].view(dtype)
 
     @property
     def name(self) -> str:

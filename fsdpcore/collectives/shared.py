@@ -66,7 +66,7 @@ def all_reduce_into(link: Link, source: Array, out: Array, reduction: Reduction)
     area, ranks, me = _area(link), range(link.size), link.rank
     bounds = bounds_of(split_sizes(source.size, link.size))
     parts = _Parts(link, source, bounds)
-    if _lend(link, lambda: parts.fill(0), source, out, ranks, ranks):
+    if _lend(link, parts.fill, source, out, ranks, ranks):
         sources, outs = parts.borrow(ranks), parts.borrow(ranks, OUT)
         for block in _blocks(link, bounds, source.itemsize):
             reduced = outs[me][block]
@@ -106,7 +106,7 @@ def reduce(link: Link, source: Array, out: Array | None, root: int, reduction: R
     area, ranks, me = _area(link), range(link.size), link.rank
     bounds = bounds_of(split_sizes(source.size, link.size))
     parts = _Parts(link, source, bounds)
-    if _lend(link, lambda: parts.fill(0), source, out, ranks, [root]):
+    if _lend(link, parts.fill, source, out, ranks, [root]):
         sources, (target,) = parts.borrow(ranks), parts.borrow([root], OUT)
         for block in _blocks(link, bounds, source.itemsize):
             reduction.reduce([array[block] for array in sources], target[block])
@@ -138,7 +138,7 @@ def reduce_scatter(
         reduction.reduce([array[place] for array in _all_at_once(link, source)], own)
         return
     parts = _Parts(link, source, bounds)
-    if _lend(link, lambda: parts.fill(0), source, None, ranks):
+    if _lend(link, parts.fill, source, None, ranks):
         sources = parts.borrow(ranks)
         for block in _blocks(link, bounds, source.itemsize):
             target = own[block.start - bounds[me] : block.stop - bounds[me]]
@@ -169,22 +169,26 @@ def gather(link: Link, own: Array, out: Array | None, bounds: Sequence[int], roo
     def fill(low: int) -> None:
         _stage(link, own[low : low + width])
 
-    lent = _lend(link, lambda: fill(0), own, None, ranks, least=largest * own.itemsize)
+    taken = out if link.rank == root else None
+
+    def keep_own() -> None:
+        if taken is not None:
+            place = taken[bounds[root] : bounds[root + 1]]
+            if not np.may_share_memory(place, own):  # it is in its place already
+                np.copyto(place, own)
+
+    least = largest * own.itemsize
+    lent = _lend(link, fill, own, None, ranks, least=least, meanwhile=keep_own)
     if not lent and (other := link.otherwise()) is not None:
         rooted = [root] if link.call.collective == "gather" else []
         other.function(link, own, out, bounds, *rooted)
         return
-    taken = out if link.rank == root else None
     others = [rank for rank in ranks if rank != root]
-    if taken is not None:
-        own_place = taken[bounds[root] : bounds[root + 1]]
-        if not np.may_share_memory(own_place, own):  # it is in its place already
-            np.copyto(own_place, own)
     if lent:
         if taken is not None:
             for rank in others:
                 target = taken[bounds[rank] : bounds[rank + 1]]
-                np.copyto(target, area.borrowed(rank, dtype, target.size))
+                np.copyto(target, area.borrowed(link, rank, dtype, target.size))
         area.sync(link)
         return
     for low in _starts(largest, width):
@@ -206,9 +210,9 @@ def broadcast(link: Link, data: Array, root: int) -> None:
         if sends:
             _stage(link, data[low : low + width])
 
-    if _lend(link, lambda: fill(0), data, None, [root], least=data.nbytes):
+    if _lend(link, fill, data, None, [root], least=data.nbytes):
         if not sends:
-            np.copyto(data, area.borrowed(root, data.dtype, data.size))
+            np.copyto(data, area.borrowed(link, root, data.dtype, data.size))
         area.sync(link)
         return
     if (other := link.otherwise()) is not None:
@@ -235,10 +239,10 @@ def scatter(link: Link, source: Array | None, own: Array, bounds: Sequence[int],
 
     if source is not None and sends:
         np.copyto(own, source[bounds[me] : bounds[me + 1]])
-    if _lend(link, lambda: fill(0), source, None, [root], least=bounds[-1] * own.itemsize):
+    if _lend(link, fill, source, None, [root], least=bounds[-1] * own.itemsize):
         if not sends:
             place = slice(bounds[me], bounds[me + 1])
-            np.copyto(own, area.borrowed(root, dtype, bounds[-1])[place])
+            np.copyto(own, area.borrowed(link, root, dtype, bounds[-1])[place])
         area.sync(link)
         return
     for low in parts.pieces():
@@ -270,7 +274,7 @@ def all_to_all(
         area.next_rooms(_INT64, 1)[me][0] = largest
         area.sync(link)
         largest, least = max(int(room[0]) for room in area.rooms(_INT64, 1)), 0
-    lent = _lend(link, lambda: parts.fill(0), source, None, ranks, least=least)
+    lent = _lend(link, parts.fill, source, None, ranks, least=least)
     if lent:
         place = slice(send_bounds[me], send_bounds[me + 1])
         for rank, array in enumerate(parts.borrow(ranks)):
@@ -306,22 +310,24 @@ def _stage(link: Link, piece: Array) -> None:
 
 def _lend(
     link: Link,
-    fill: Callable[[], None],
+    fill: Callable[[int], None],
     source: Array | None,
     out: Array | None,
     givers: Collection[int],
     takers: Collection[int] = (),
     *,
     least: int = AT_ONCE + 1,
+    meanwhile: Callable[[], None] | None = None,
 ) -> bool:
     """Take the first step: lend what others can see, or stage the first piece of it.
 
     Args:
-        fill: stages the first piece.
+        fill: stages the piece at an offset, here the first one.
         source, out: what this rank would lend.
         givers: the ranks that have to lend their ``source``.
         takers: those of them that have to lend their ``out``, too.
         least: bytes that there are; small arrays are staged.
+        meanwhile: what this rank has to do by itself; not done if ``link.otherwise`` does it all.
 
     Returns:
         Whether all of them have lent. If not, ``link.otherwise`` tells what to do; or the first
@@ -329,13 +335,13 @@ def _lend(
     """
     area, me = _area(link), link.rank
     if least <= AT_ONCE:
-        fill()
-        area.sync(link)
+        fill(0)
+        area.sync(link, meanwhile)
         return False
     other = link.call.choice.staged is not None  # which then does what is not lent
     if not area.lend(source if me in givers else None, out if me in takers else None) and not other:
-        fill()
-    area.sync(link)
+        fill(0)
+    area.sync(link, None if other else meanwhile)
     lent = kept = False
     for rank in givers:
         if area.lent(rank) and (rank not in takers or area.lent(rank, OUT)):
@@ -343,8 +349,10 @@ def _lend(
         else:
             kept = True
     if lent and kept and not other:  # who has lent has not staged; all do it in the same step
-        fill()
+        fill(0)
         area.sync(link)
+    if not kept and other and meanwhile is not None:
+        meanwhile()
     return not kept
 
 
@@ -396,8 +404,8 @@ class _Parts:
 
     def borrow(self, ranks: Collection[int], which: int = SOURCE) -> list[Array]:
         """The whole arrays that ranks have lent."""
-        area, array = _area(self._link), self._array
-        return [area.borrowed(rank, array.dtype, array.size, which) for rank in ranks]
+        link, dtype, size = self._link, self._array.dtype, self._array.size
+        return [_area(link).borrowed(link, rank, dtype, size, which) for rank in ranks]
 
 
 def _place(owner: int, reader: int) -> int:

@@ -61,10 +61,10 @@ class ThreadArea(Area):
         self.wake = self._wake
         self.express = before is None
 
-    def sync(self, link: Link) -> None:
+    def sync(self, link: Link, meanwhile: Callable[[], None] | None = None) -> None:
         if self._before is not None:
             self._before()
-        super().sync(link)
+        super().sync(link, meanwhile)
         # All have entered this step, so nobody uses what was lent for the last one.
         self._meeting.lent[(self.step - 1) & 1][self._rank] = _NOTHING
 
@@ -75,7 +75,9 @@ class ThreadArea(Area):
     def lent(self, rank: int, which: int = SOURCE) -> bool:
         return True
 
-    def borrowed(self, rank: int, dtype: np.dtype[Any], count: int, which: int = SOURCE) -> Array:
+    def borrowed(
+        self, link: Link, rank: int, dtype: np.dtype[Any], count: int, which: int = SOURCE
+    ) -> Array:
         array = self._meeting.lent[self.step & 1][rank][which]
         assert array is not None, "all ranks are in the same call"
         return array

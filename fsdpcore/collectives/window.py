@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array, Bytes
+from fsdpcore.buffers import Array, Bytes, check_shape
 from fsdpcore.collectives.call import Call, call_for, remembered, run
 from fsdpcore.collectives.link import Link
-from fsdpcore.errors import ArgumentError, UnsupportedError
+from fsdpcore.errors import UnsupportedError
 from fsdpcore.transport import MemorySharing
 
 _LOG = logging.getLogger("fsdpcore")
@@ -25,7 +23,7 @@ _LOG = logging.getLogger("fsdpcore")
 def shared_window(backend: Backend, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
     """Make the array; see ``Backend.shared_window``."""
     kind = np.dtype(dtype)
-    sizes = _checked(shape, kind)
+    sizes = check_shape(shape, kind, "shared_window()")
     call = remembered(backend, _shared_window, kind, sizes)
     if backend.world_size == 1:
         return np.zeros(sizes, kind)
@@ -43,18 +41,6 @@ def shared_window(backend: Backend, shape: int | Sequence[int], dtype: DTypeLike
     if found is None:
         raise _unsupported(backend, "see the log, at level INFO")
     return found
-
-
-def _checked(shape: Any, dtype: np.dtype[Any]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
-    except TypeError:
-        raise ArgumentError(f"shared_window: a shape has whole numbers, got {shape!r}") from None
-    if any(size < 0 for size in sizes):
-        raise ArgumentError(f"shared_window: a shape has no negative sizes, got {sizes}")
-    if math.prod(sizes) * dtype.itemsize > sys.maxsize:
-        raise ArgumentError(f"shared_window: no memory is as large as {dtype} of shape {sizes}")
-    return sizes
 
 
 def _shared_window(backend: Backend, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Call:

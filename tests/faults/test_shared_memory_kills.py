@@ -99,7 +99,6 @@ def dies_once_it_has_lent(backend: fc.Backend, line: Line) -> None:
     fc.all_reduce(source, backend, out=source)
 
 
-@pytest.mark.xfail(strict=True, reason="what the system says comes first: FileNotFoundError")
 def test_a_rank_that_dies_before_its_memory_was_mapped() -> None:
     with processes(dies_once_it_has_lent, 2) as ranks:
         ready(ranks)

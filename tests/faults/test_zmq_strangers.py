@@ -12,7 +12,16 @@ import pytest
 import zmq
 from fsdpcore.transports.zmq_tcp import ZmqBackend
 from support.zmq_ranks import PATIENCE, config, listener, place, run_threads
-from support.zmq_rogue import EAGER, TOKEN, Rogue, frame, proof, stranger_job
+from support.zmq_rogue import (
+    EAGER,
+    FAIL,
+    TOKEN,
+    Rogue,
+    frame,
+    greeting,
+    proof,
+    stranger_job,
+)
 
 import fsdpcore as fc
 from fsdpcore.environment import Place
@@ -32,12 +41,17 @@ BYTES = {
 
 
 @contextlib.contextmanager
-def raw(endpoint: str, data: bytes) -> Iterator[socket.socket]:
-    """A plain TCP connection to an endpoint that has sent some bytes."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port))) as connection:
+def raw(address: tuple[str, int], data: bytes) -> Iterator[socket.socket]:
+    """A plain TCP connection that has sent some bytes."""
+    with socket.create_connection(address) as connection:
         connection.sendall(data)
         yield connection
+
+
+def port_of(rogue: Rogue) -> tuple[str, int]:
+    """Where rank 0 listens for ZeroMQ's connection."""
+    host, _, port = rogue.endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
 
 
 def finish(rogue: Rogue, joined: Callable[[], ZmqBackend]) -> None:
@@ -63,7 +77,7 @@ def test_a_stranger_before_the_rank(name: str, leaves: bool) -> None:
     with (
         stranger_job() as (port, joined),
         Rogue(port) as rogue,
-        raw(rogue.endpoint, BYTES[name]) as connection,
+        raw(port_of(rogue), BYTES[name]) as connection,
     ):
         if leaves:
             connection.close()
@@ -76,7 +90,7 @@ def test_a_stranger_after_the_rank(name: str) -> None:
         rogue.connect()
         rogue.greet()
         backend = joined()
-        with raw(rogue.endpoint, BYTES[name]):
+        with raw(port_of(rogue), BYTES[name]):
             check(backend, rogue)
         check(backend, rogue)
 
@@ -96,7 +110,7 @@ def test_a_stranger_that_speaks_zeromq_is_not_heard(name: str) -> None:
         gone = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(rogue.endpoint)
-        stranger.send(frame(EAGER, payload=b"bad"))
+        stranger.send(frame(FAIL, payload=b"bad"))
         assert gone.poll(int(PATIENCE * 1000)), "nobody showed the stranger out"
         gone.close(0)
         finish(rogue, joined)
@@ -111,10 +125,74 @@ def test_the_true_password_works_once() -> None:
         gone = second.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         second.setsockopt(zmq.LINGER, 0)
         second.connect(rogue.endpoint)
-        second.send(frame(EAGER, payload=b"bad"))
+        second.send(frame(FAIL, payload=b"bad"))
         assert gone.poll(int(PATIENCE * 1000))
         gone.close(0)
         check(backend, rogue)
+
+
+# The port for data connections.
+
+SHOWN = {
+    "nothing": b"",
+    "a web request": BYTES["a web request"],
+    "zeros": bytes(1000),
+    "half a greeting": greeting(1, 0)[:30],
+    "the greeting of another job": greeting(1, 0, "another"),
+    "the greeting of another rank": greeting(2, 0),
+    "the greeting of rank 0": greeting(0, 1),
+    "another rank, with the proof of this one": greeting(2, 0)[:16] + greeting(1, 0)[16:],
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_stranger_at_the_data_port(name: str, leaves: bool) -> None:
+    with (
+        stranger_job() as (port, joined),
+        Rogue(port) as rogue,
+        raw(rogue.data, SHOWN[name]) as connection,
+    ):
+        if leaves:
+            connection.close()
+        elif len(SHOWN[name]) >= len(greeting(1, 0)):
+            connection.settimeout(PATIENCE)
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b"", "nobody showed the stranger out"
+        finish(rogue, joined)
+
+
+def test_many_strangers_at_the_data_port() -> None:
+    with (
+        stranger_job() as (port, joined),
+        Rogue(port) as rogue,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(200):
+            stack.enter_context(raw(rogue.data, b"who is there?"))
+        finish(rogue, joined)
+
+
+def test_the_data_port_is_closed_once_all_have_come() -> None:
+    with stranger_job() as (port, joined), Rogue(port) as rogue:
+        finish(rogue, joined)
+        with pytest.raises(ConnectionError):
+            socket.create_connection(rogue.data)
+
+
+def test_the_true_greeting_works_once() -> None:
+    with stranger_job() as (port, joined), Rogue(port) as rogue:
+        rogue.line.connect(rogue.data)
+        rogue.line.settimeout(PATIENCE)
+        rogue.send(greeting(1, 0))
+        assert rogue.answered()
+        with raw(rogue.data, greeting(1, 0)) as second:
+            second.settimeout(PATIENCE)
+            with contextlib.suppress(ConnectionError):
+                assert second.recv(1) == b"", "nobody showed the stranger out"
+        rogue.connect()
+        rogue.hello()
+        check(joined(), rogue)
 
 
 def test_ranks_of_two_jobs_do_not_mix() -> None:

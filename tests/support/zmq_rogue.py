@@ -17,7 +17,9 @@ from fsdpcore.transports.zmq_tcp import ZmqBackend
 from support.zmq_ranks import PATIENCE, config, listener, place
 
 TOKEN = "the token of the job"
-HELLO, EAGER, OFFER, GRANT, DATA, TAKEN, FAIL, BYE, QUERY, STATUS, SEEN = range(1, 12)
+HELLO, EAGER, OFFER, GRANT, DATA, _, FAIL, BYE, QUERY, STATUS, SEEN = range(1, 12)
+HEADER_BYTES = 48
+MESSAGES = (EAGER, OFFER, GRANT, DATA)
 
 
 def frame(
@@ -34,7 +36,7 @@ def frame(
     """Encode a frame."""
     size = size or len(payload)
     header = struct.pack(
-        "<4sBBHQQQQQ", b"FDP1", 1, kind, len(signature), channel, tag, message, size, offset
+        "<4sBBHQQQQQ", b"FDP1", 2, kind, len(signature), channel, tag, message, size, offset
     )
     return header + signature + payload
 
@@ -43,6 +45,12 @@ def proof(src: int, dst: int, token: str = TOKEN) -> str:
     """What ``src`` shows to ``dst``."""
     text = f"fsdpcore zmq: rank {src} to rank {dst}".encode()
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+
+
+def greeting(src: int, dst: int, token: str = TOKEN) -> bytes:
+    """What ``src`` shows to ``dst`` at the beginning of a data connection."""
+    text = f"fsdpcore data: rank {src} to rank {dst}".encode()
+    return struct.pack("<8sQ", b"fsdpcore", src) + hmac.digest(token.encode(), text, "sha256")
 
 
 def letter(content: Any) -> bytes:
@@ -70,12 +78,18 @@ class Rogue:
 
     Attributes:
         endpoint: where rank 0 listens for rank 1.
+        data: where it listens for data connections.
+        socket: the ZeroMQ connection.
+        line: the data connection.
     """
 
     def __init__(self, port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(letter(card_of(1)))
-            self.endpoint = read_letter(connection)["table"][0]["endpoints"]["1"]
+            card = read_letter(connection)["table"][0]
+        self.endpoint = card["endpoints"]["1"]
+        self.data: tuple[str, int] = tuple(card["data"])
+        self.line = socket.socket()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.dial()
 
@@ -94,26 +108,61 @@ class Rogue:
         self.socket.connect(self.endpoint)
 
     def greet(self, **wrong: Any) -> None:
+        """Say HELLO, and open the data connection."""
+        self.hello(**wrong)
+        self.line.connect(self.data)
+        self.line.settimeout(PATIENCE)
+        self.send(greeting(1, 0))
+
+    def hello(self, **wrong: Any) -> None:
         """Say HELLO, with other contents where the test wants them."""
         content = {"rank": 1, "proof": proof(1, 0), **wrong}
-        self.send(frame(HELLO, payload=json.dumps(content).encode()))
+        self.say(frame(HELLO, payload=json.dumps(content).encode()))
 
-    def send(self, *parts: bytes) -> None:
-        """Send the parts of one message."""
+    def say(self, *parts: bytes) -> None:
+        """Send the parts of one ZeroMQ message."""
         self.socket.send_multipart(parts)
 
-    def read(self, kind: int) -> list[bytes]:
-        """Return the parts of the next message of a kind, passing over others."""
+    def send(self, data: bytes) -> None:
+        """Send bytes on the data connection."""
+        self.line.sendall(data)
+
+    def shut(self) -> None:
+        """End the data connection on this side."""
+        self.line.shutdown(socket.SHUT_WR)
+
+    def answered(self) -> bool:
+        """Whether rank 0 answers the greeting on the data connection as it should."""
+        return self._take(len(greeting(0, 1))) == greeting(0, 1)
+
+    def read(self, kind: int) -> bytes:
+        """Return the next frame of a kind, passing over others."""
         while True:
-            parts = self.socket.recv_multipart()
-            if parts[0][5] == kind:
-                return parts
+            data = self.next_message() if kind in MESSAGES else self.socket.recv_multipart()[0]
+            if data[5] == kind:
+                return data
+
+    def next_message(self) -> bytes:
+        """Return the next frame on the data connection."""
+        header = self._take(HEADER_BYTES)
+        kind, signed, size, offset = header[5], header[6], *struct.unpack("<QQ", header[32:])
+        inline = {EAGER: size, OFFER: offset, GRANT: 0, DATA: size}[kind]
+        return header + self._take(signed + inline)
+
+    def _take(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            got = self.line.recv(size - len(data))
+            assert got, "rank 0 has ended the data connection"
+            data += got
+        return data
 
     def __enter__(self) -> Rogue:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._context.destroy()
+        self.line.close()
 
 
 @contextlib.contextmanager
@@ -152,6 +201,7 @@ def rogue_job(**options: Any) -> Iterator[tuple[ZmqBackend, Rogue]]:
         rogue.connect()
         rogue.greet()
         rogue.read(HELLO)
+        assert rogue.answered()
         backend = joined()
         assert isinstance(backend, ZmqBackend), backend
         yield backend, rogue

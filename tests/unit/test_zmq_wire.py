@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 
@@ -11,9 +12,11 @@ from fsdpcore.transports.zmq_wire import (
     MAX_SEGMENT,
     Frame,
     Kind,
+    pack_header,
     pack_json,
     unpack,
     unpack_json,
+    unpack_next,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,27 +27,17 @@ from fsdpcore.errors import ProtocolError
 LAYOUT = "<4sBBHQQQQQ"
 HEADER_BYTES = 48
 MAX_SIGNATURE = 514
-CODES = {
-    "HELLO": 1,
-    "EAGER": 2,
-    "OFFER": 3,
-    "GRANT": 4,
-    "DATA": 5,
-    "TAKEN": 6,
-    "FAIL": 7,
-    "BYE": 8,
-    "QUERY": 9,
-    "STATUS": 10,
-    "SEEN": 11,
-}
-WITH_PAYLOAD = {"HELLO", "EAGER", "FAIL", "STATUS"}
+CONTROL = {"HELLO": 1, "FAIL": 7, "BYE": 8, "QUERY": 9, "STATUS": 10, "SEEN": 11}
+MESSAGES = {"EAGER": 2, "OFFER": 3, "GRANT": 4, "DATA": 5}
+CODES = {**CONTROL, **MESSAGES}
+WITH_JSON = {"HELLO", "FAIL", "STATUS"}
 
 
 def build(
     kind: int,
     *,
     magic: bytes = b"FDP1",
-    version: int = 1,
+    version: int = 2,
     signed: int | None = None,
     size: int = 0,
     signature: bytes = b"",
@@ -58,9 +51,9 @@ def build(
     return header + signature + payload
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_layout(name: str) -> None:
-    payload = b'{"a": 1}' if name in WITH_PAYLOAD else b""
+@pytest.mark.parametrize("name", CONTROL)
+def test_layout_of_control_frames(name: str) -> None:
+    payload = b'{"a": 1}' if name in WITH_JSON else b""
     size = len(payload) if payload else 77
     data = build(CODES[name], size=size, signature=b"sig", payload=payload)
     frame = unpack(data)
@@ -71,6 +64,23 @@ def test_layout(name: str) -> None:
     assert again.pack() == data
 
 
+@pytest.mark.parametrize("name", MESSAGES)
+def test_layout_of_messages(name: str) -> None:
+    inline = {"EAGER": 77, "OFFER": 14, "GRANT": 0, "DATA": 77}
+    header = build(CODES[name], size=77, signature=b"sig")
+    data = bytearray(b"??" + header + b"payload")
+    found = unpack_next(data, 2, len(data))
+    assert found is not None
+    frame = found[0]
+    assert frame.kind is Kind[name]
+    assert (frame.channel, frame.tag, frame.message, frame.offset) == (11, 12, 13, 14)
+    assert (frame.size, frame.signature) == (77, b"sig")
+    assert found[1] == inline[name]
+    assert pack_header(CODES[name], 11, 12, 13, 77, 14, b"sig") == header
+    for end in range(2, 2 + len(header)):
+        assert unpack_next(data, 2, end) is None
+
+
 def test_all_kinds_are_known_here() -> None:
     assert {kind.name: kind.value for kind in Kind} == CODES
 
@@ -79,67 +89,97 @@ def test_all_kinds_are_known_here() -> None:
     ("data", "why"),
     [
         (b"", "shorter than any header"),
-        (build(4)[:-1], "shorter than any header"),
-        (build(4, magic=b"FDP2"), "does not begin"),
-        (build(4, magic=b"GET "), "does not begin"),
-        (build(4, version=2), "does not begin"),
+        (build(9)[:-1], "shorter than any header"),
+        (build(9, magic=b"FDP2"), "does not begin"),
+        (build(9, magic=b"GET "), "does not begin"),
+        (build(9, version=1), "does not begin"),
         (build(0), "unknown kind 0"),
+        (build(6), "unknown kind 6"),
         (build(12), "unknown kind 12"),
         (build(255), "unknown kind 255"),
-        (build(2, signed=MAX_SIGNATURE + 1), "announces 515"),
-        (build(2, size=MAX_INLINE + 1), "too many"),
+        (build(7, signed=MAX_SIGNATURE + 1), "announces 515"),
+        (build(7, size=MAX_INLINE + 1), "too many"),
         (build(1, size=2**64 - 1), "too many"),
-        (build(2, size=10, payload=b"123456789"), "wrong length"),
-        (build(2, size=9, payload=b"1234567890"), "wrong length"),
-        (build(2, signed=9, size=0, signature=b"12345678"), "wrong length"),
-        (build(4, payload=b"x"), "wrong length"),
+        (build(7, size=10, payload=b"123456789"), "wrong length"),
+        (build(7, size=9, payload=b"1234567890"), "wrong length"),
+        (build(7, signed=9, size=0, signature=b"12345678"), "wrong length"),
+        (build(9, payload=b"x"), "wrong length"),
         (build(8) + build(8), "wrong length"),
-        (build(5, size=MAX_SEGMENT + 1), "DATA frame announces"),
+        *[(build(code), "only control frames") for code in MESSAGES.values()],
     ],
 )
-def test_bad_frames(data: bytes, why: str) -> None:
+def test_bad_control_frames(data: bytes, why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
         unpack(data)
 
 
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (build(4, magic=b"FDP2"), "does not begin"),
+        (build(4, version=1), "does not begin"),
+        (build(0), "unknown kind 0"),
+        (build(6), "unknown kind 6"),
+        (build(2, signed=MAX_SIGNATURE + 1), "announces 515"),
+        (build(2, size=MAX_INLINE + 1), "EAGER frame announces"),
+        (build(3, size=2**63, numbers=(1, 2, 3, MAX_INLINE + 1)), "OFFER frame announces"),
+        (build(5, size=MAX_SEGMENT + 1), "DATA frame announces"),
+        *[(build(code), "only messages") for code in CONTROL.values()],
+    ],
+)
+def test_bad_messages(data: bytes, why: str) -> None:
+    with pytest.raises(ProtocolError, match=why):
+        unpack_next(bytearray(data), 0, len(data))
+
+
+def header_of(data: bytes) -> tuple[Frame, int]:
+    found = unpack_next(bytearray(data), 0, len(data))
+    assert found is not None
+    return found
+
+
 def test_the_limits_themselves_pass() -> None:
-    assert unpack(build(5, size=MAX_SEGMENT)).size == MAX_SEGMENT
-    assert len(unpack(build(3, signature=b"s" * MAX_SIGNATURE)).signature) == MAX_SIGNATURE
-    whole = unpack(build(2, size=MAX_INLINE, payload=bytes(MAX_INLINE)))
+    assert header_of(build(5, size=MAX_SEGMENT))[1] == MAX_SEGMENT
+    assert len(header_of(build(3, signature=b"s" * MAX_SIGNATURE))[0].signature) == MAX_SIGNATURE
+    assert header_of(build(2, size=MAX_INLINE))[1] == MAX_INLINE
+    whole = unpack(build(7, size=MAX_INLINE, payload=bytes(MAX_INLINE)))
     assert len(whole.payload) == MAX_INLINE
     # The size of what is offered is the sender's business: nothing is allocated for it.
-    assert unpack(build(3, size=2**64 - 1)).size == 2**64 - 1
+    assert header_of(build(3, size=2**64 - 1))[0].size == 2**64 - 1
 
 
 numbers = st.integers(0, 2**64 - 1)
 
 
 @given(
-    st.sampled_from(list(Kind)),
+    st.sampled_from(list(CONTROL)),
     st.tuples(numbers, numbers, numbers, numbers),
-    st.integers(0, MAX_SEGMENT),
+    st.integers(0, 2**64 - 1),
     st.binary(max_size=MAX_SIGNATURE),
     st.binary(max_size=200),
 )
 def test_round_trip(
-    kind: Kind, fields: tuple[int, int, int, int], size: int, signature: bytes, payload: bytes
+    name: str, fields: tuple[int, int, int, int], size: int, signature: bytes, payload: bytes
 ) -> None:
-    payload = payload if kind.name in WITH_PAYLOAD else b""
-    size = len(payload) if kind.name in WITH_PAYLOAD else size
+    payload = payload if name in WITH_JSON else b""
+    size = len(payload) if name in WITH_JSON else size
     channel, tag, message, offset = fields
-    frame = Frame(kind, channel, tag, message, size, offset, signature, payload)
+    frame = Frame(Kind[name], channel, tag, message, size, offset, signature, payload)
     assert unpack(frame.pack()) == frame
 
 
 def check_any(data: bytes) -> None:
     """Whatever comes, it is refused or it is a frame that says the truth about its length."""
-    try:
+    with contextlib.suppress(ProtocolError):
         frame = unpack(data)
-    except ProtocolError:
-        return
-    inline = frame.size if frame.kind.name in WITH_PAYLOAD else 0
-    assert len(frame.payload) == inline
-    assert len(data) == HEADER_BYTES + len(frame.signature) + inline
+        inline = frame.size if frame.kind.name in WITH_JSON else 0
+        assert len(frame.payload) == inline
+        assert len(data) == HEADER_BYTES + len(frame.signature) + inline
+    with contextlib.suppress(ProtocolError):
+        if (found := unpack_next(bytearray(data), 0, len(data))) is not None:
+            known, inline = found
+            assert HEADER_BYTES + len(known.signature) <= len(data)
+            assert inline <= (MAX_SEGMENT if known.kind is Kind.DATA else MAX_INLINE)
 
 
 @given(st.binary(max_size=200))
@@ -149,7 +189,7 @@ def test_garbage(data: bytes) -> None:
 
 @given(st.binary(min_size=HEADER_BYTES - 6, max_size=200))
 def test_garbage_behind_a_good_beginning(data: bytes) -> None:
-    check_any(b"FDP1\x01" + data)
+    check_any(b"FDP1\x02" + data)
 
 
 @given(
