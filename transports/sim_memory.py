@@ -78,7 +78,10 @@ class SimMemory:
 
     def open(self, number: int) -> Bytes:
         """Return what another thread has made."""
-        return self._world.made[number]
+        try:
+            return self._world.made[number]
+        except KeyError:
+            raise OSError(f"no thread has made memory number {number}") from None
 
     def empty(self, nbytes: int) -> None:
         """None: all memory is as good."""

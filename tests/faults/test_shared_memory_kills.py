@@ -84,12 +84,12 @@ def dies_once_it_has_lent(backend: fc.Backend, line: Line) -> None:
     source[...] = 1
     sync = area.Area.sync
 
-    def last(self: area.Area, link: object) -> None:
+    def last(self: area.Area, link: object, meanwhile: object = None) -> None:
         if backend.rank == VICTIM:
             self.flags[self.own[(self.step + 1) & 1] + 1] = link.call.digest  # type: ignore[attr-defined]
             self.flags[self.own[(self.step + 1) & 1]] = self.step + 1
             os.kill(os.getpid(), signal.SIGKILL)
-        sync(self, link)  # type: ignore[arg-type]
+        sync(self, link, meanwhile)  # type: ignore[arg-type]
         end = time.monotonic() + SOON
         while descriptors(pids[VICTIM]) and time.monotonic() < end:
             time.sleep(0.01)

@@ -405,16 +405,19 @@ def test_the_setting_writes_at_the_end(tmp_path):
         assert {item["op"] for item in _operations(path)} == {"all_reduce"}
 
 
-def _fails(backend):
+def _fails(backend, ranks):
+    ranks[backend.rank] = backend
     fc.all_reduce(np.ones(3), backend)
     if backend.rank == 1:
+        while ranks[0].begun < 2:
+            time.sleep(0.001)
         raise ValueError("no more")
     fc.all_reduce(np.ones(3), backend)
 
 
 def test_the_setting_writes_at_a_failure(tmp_path):
     with pytest.raises(fc.RankFailedError, match="no more"):
-        fc.launch(_fails, world_size=2, trace=str(tmp_path))
+        fc.launch(_fails, world_size=2, args=({},), trace=str(tmp_path))
     failed, victim = (_operations(tmp_path / f"rank_{rank}.json") for rank in (1, 0))
     assert [item["state"] for item in failed] == ["done"]
     assert [item["state"] for item in victim] == ["done", "failed"]
