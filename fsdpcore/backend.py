@@ -497,10 +497,15 @@ class SubBackend(Backend):
         self.closed = True
         if self.executor is not None:
             self._root.end_executor(self.executor)
-        for area in self.link.areas if self.link is not None else []:
-            if area in self._root.areas:
-                self._root.areas.discard(area)
-                area.close()
+        # Another thread may be in a collective; if it does not end, the memory goes with the group.
+        if self.link is not None and self.issue_lock.acquire(timeout=self.timeout):
+            try:
+                for area in self.link.areas:
+                    if area in self._root.areas:
+                        self._root.areas.discard(area)
+                        area.close()
+            finally:
+                self.issue_lock.release()
 
     def _check_open(self) -> None:
         self._root.check_usable()

@@ -53,7 +53,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown)
 
 
-class Window(Protocol):
+class Segment(Protocol):
     """Memory that one rank has made for all.
 
     Attributes:
@@ -84,7 +84,9 @@ class MemorySharing(Protocol):
         """How ``size`` ranks take turns in ``memory``, seen from one of them."""
 
     def introduce(self) -> bytes:
-        """Return at most 64 bytes by which other ranks find this one's memory.
+        """Return at most 64 bytes, not all zero, by which other ranks find this one's memory.
+
+        None at all where no rank needs to be met.
 
         Raises:
             OSError: there is no such memory; the reason.
@@ -97,7 +99,7 @@ class MemorySharing(Protocol):
             OSError: it is out of reach; the reason.
         """
 
-    def segment(self, nbytes: int) -> Window:
+    def segment(self, nbytes: int) -> Segment:
         """Make ``nbytes`` zeros; raises OSError if they cannot be had."""
 
     def open(self, number: int) -> Bytes:

@@ -5,7 +5,7 @@ Why this is the same exchange. Each unit is a module of its own under ``fully_sh
 again before its backward pass, frees it, and reduces its gradient, divided by the number of ranks,
 to shards: 26 units are 52 all_gathers and 26 reduce_scatters of 4 MiB, as ours are. The modules
 compute nothing: ``_Touch`` passes a single number on, and hands out memory that nobody has written
-as the gradient, while our engine zeroes its gradients. There is no optimizer; gradients are
+as the gradient, as ours is. There is no optimizer; gradients are
 dropped at the end of a step, as ours are.
 """
 

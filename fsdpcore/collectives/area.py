@@ -41,7 +41,7 @@ from fsdpcore.errors import CommunicationError, ConfigError, PeerFailedError
 if TYPE_CHECKING:
     from fsdpcore.backend import Backend
     from fsdpcore.collectives.link import Link
-    from fsdpcore.transport import MemorySharing, Window
+    from fsdpcore.transport import MemorySharing, Segment
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -327,8 +327,8 @@ def establish(link: Link, backend: Backend) -> Area | None:
         introduction = sharing.introduce()
         if link.rank == 0:
             window = sharing.segment(nbytes(link.size))
-    except OSError as error:
-        why = str(error)
+    except (OSError, MemoryError) as error:
+        why = str(error) or repr(error)
     try:
         memory, votes, why = _map(link, sharing, window, introduction, why)
     finally:
@@ -348,7 +348,7 @@ def establish(link: Link, backend: Backend) -> Area | None:
 
 
 def _map(
-    link: Link, sharing: MemorySharing, window: Window | None, introduction: bytes, why: str
+    link: Link, sharing: MemorySharing, window: Segment | None, introduction: bytes, why: str
 ) -> tuple[Bytes | None, NDArray[np.bool_], str]:
     """Map the first rank's memory; None, on all ranks, if one of them cannot reach all others'.
 
@@ -369,8 +369,8 @@ def _map(
                 if words.any():  # who has none says so itself
                     sharing.meet(words.tobytes())
             memory = window.bytes(0, nbytes(link.size)) if window else sharing.open(number)
-    except OSError as error:
-        why = str(error)
+    except (OSError, MemoryError) as error:
+        why = str(error) or repr(error)
     votes = np.zeros(link.size, np.bool_)
     doubling.all_gather(link, np.array([not why]), votes, range(link.size + 1))
     return (memory if votes.all() else None), votes, why

@@ -115,7 +115,9 @@ class Call:
 
         Whether a group has shared memory is known only once its first collective runs.
         """
-        if self.fingerprint.algorithm != shared.NAME or backend.root.memory is None:
+        memory = backend.root.memory
+        open_yet = backend.link is None and memory is not None and memory.available
+        if self.fingerprint.algorithm != shared.NAME or not open_yet:
             self.choose(self.size)
 
 
@@ -273,6 +275,7 @@ def _settle(backend: Backend, link: Link, call: Call) -> Choice:
         _first(backend, link)
     if not call.chooses_late:
         call.choice = call.choose(call.size)
+        link.staged = call.choice.staged
         call.record.algorithm = call.choice.name
         call.lane = lane_for(backend, call)
     return call.choice

@@ -275,8 +275,9 @@ def _carry_out(link: Link, backend: Backend, packs: list[Pack], count: int) -> l
         carrier = CARRIERS[pack.key.collective](link, pack)
         collective, dtype, op, _ = pack.key
         nbytes = carrier.elements * dtype.itemsize
-        function = choose(collective, "auto", nbytes, backend, dtype, op).function
-        loaded.append((carrier.move, function))
+        choice = choose(collective, "auto", nbytes, backend, dtype, op)
+        # What is packed is not lent.
+        loaded.append((carrier.move, (choice.staged or choice).function))
     for move, function in loaded:
         move(function)
     results: list[Array | None] = [None] * count

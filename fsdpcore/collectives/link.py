@@ -38,6 +38,7 @@ class Link:
         inside: the link of the ranks on this host, where the group spans several.
         call: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
+        staged: of the choice of an algorithm for this call.
         rows: the size of axis 0 of every rank's array, once they have agreed.
         end: of ``time.monotonic``, by when the collective must have ended.
         background: this thread runs asynchronous operations, while others may compute.
@@ -52,6 +53,7 @@ class Link:
         self.size = backend.world_size
         self.area: Area | None = None
         self.inside: HostLink | None = None
+        self.staged: Choice | None = None
         self.sequence = 0
         self.rows: list[int] = []
         self.background = False
@@ -71,6 +73,7 @@ class Link:
         """Start a collective, which may take ``limit`` seconds."""
         self.background = background
         self.call = call
+        self.staged = call.choice.staged
         self.sequence = sequence
         self._limit = limit
         self.end = time.monotonic() + limit
@@ -109,14 +112,14 @@ class Link:
         """
         choice = self.call.choose(size)
         self.entry.algorithm = choice.name
+        self.staged = choice.staged
         return choice.function
 
     def otherwise(self) -> Choice | None:
         """What carries the call out where arrays were not lent; None for the algorithm itself."""
-        staged = self.call.choice.staged
-        if staged is not None:
-            self.entry.algorithm = staged.name
-        return staged
+        if self.staged is not None:
+            self.entry.algorithm = self.staged.name
+        return self.staged
 
     def agree(self) -> list[int]:
         """Wait until all ranks have begun the collective, and check that they all call the same.

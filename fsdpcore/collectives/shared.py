@@ -179,7 +179,7 @@ def gather(link: Link, own: Array, out: Array | None, bounds: Sequence[int], roo
 
     least = largest * own.itemsize
     lent = _lend(link, fill, own, None, ranks, least=least, meanwhile=keep_own)
-    if not lent and (other := link.otherwise()) is not None:
+    if not lent and least > AT_ONCE and (other := link.otherwise()) is not None:
         rooted = [root] if link.call.collective == "gather" else []
         other.function(link, own, out, bounds, *rooted)
         return
@@ -245,6 +245,9 @@ def scatter(link: Link, source: Array | None, own: Array, bounds: Sequence[int],
             np.copyto(own, area.borrowed(link, root, dtype, bounds[-1])[place])
         area.sync(link)
         return
+    if bounds[-1] * own.itemsize > AT_ONCE and (other := link.otherwise()) is not None:
+        other.function(link, source, own, bounds, root)
+        return
     for low in parts.pieces():
         if low:
             fill(low)
@@ -270,7 +273,10 @@ def all_to_all(
     area, me, ranks = _area(link), link.rank, range(link.size)
     parts = _Parts(link, source, send_bounds)
     largest, least = max(_largest(send_bounds), _largest(recv_bounds)), source.nbytes
-    if link.call.ragged:
+    if link.call.ragged:  # not lent: a reader would not know where its part is
+        if (other := link.otherwise()) is not None:
+            other.function(link, source, send_bounds, out, recv_bounds)
+            return
         area.next_rooms(_INT64, 1)[me][0] = largest
         area.sync(link)
         largest, least = max(int(room[0]) for room in area.rooms(_INT64, 1)), 0
@@ -338,7 +344,7 @@ def _lend(
         fill(0)
         area.sync(link, meanwhile)
         return False
-    other = link.call.choice.staged is not None  # which then does what is not lent
+    other = link.staged is not None  # which then does what is not lent
     if not area.lend(source if me in givers else None, out if me in takers else None) and not other:
         fill(0)
     area.sync(link, None if other else meanwhile)

@@ -8,6 +8,7 @@ one wakes them.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,13 @@ class Meeting:
         self.lent: list[list[Lent]] = [[_NOTHING] * size for _ in range(2)]
 
 
+_CLOSED = Meeting(np.zeros(0, np.uint8), 0)
+
+
+def _locked_interpreter() -> bool:
+    return getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
 class ThreadArea(Area):
     """The area of one group, seen from one thread."""
 
@@ -59,7 +67,12 @@ class ThreadArea(Area):
         super().__init__(meeting.memory, rank, len(meeting.awaited), sharing)
         self._meeting, self._rank, self._before = meeting, rank, before
         self.wake = self._wake
-        self.express = before is None
+        # Without fences, since the interpreter's lock orders what threads see of each other.
+        self.express = before is None and (self.fence is None or _locked_interpreter())
+
+    def close(self) -> None:
+        super().close()
+        self._meeting = _CLOSED
 
     def sync(self, link: Link, meanwhile: Callable[[], None] | None = None) -> None:
         if self._before is not None:

@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array, Bytes, check_shape
+from fsdpcore.collectives.api import all_gather
 from fsdpcore.collectives.call import Call, call_for, remembered, run
 from fsdpcore.collectives.link import Link
 from fsdpcore.errors import UnsupportedError
@@ -31,7 +32,7 @@ def shared_window(backend: Backend, shape: int | Sequence[int], dtype: DTypeLike
     if sharing is None:
         raise _unsupported(backend, "it has none")
     if len(set(backend.hosts)) > 1:
-        return shared_window(backend.host_group(), sizes, kind)
+        return _on_every_host(backend, sizes, kind)
 
     def body(link: Link) -> Array | None:
         found = _map(link, sharing, math.prod(sizes) * kind.itemsize)
@@ -41,6 +42,22 @@ def shared_window(backend: Backend, shape: int | Sequence[int], dtype: DTypeLike
     if found is None:
         raise _unsupported(backend, "see the log, at level INFO")
     return found
+
+
+def _on_every_host(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Make one array on each host; if one of them cannot, there is none on any."""
+    made, why = None, UnsupportedError("")
+    try:
+        made = shared_window(backend.host_group(), shape, dtype)
+    except UnsupportedError as error:
+        why = error
+    able = all_gather(np.array([made is not None]), backend)
+    if made is None:
+        raise why
+    if not able.all():
+        without = [backend.ranks[rank] for rank in np.flatnonzero(~able)]
+        raise _unsupported(backend, f"ranks {without} share none with others on their host")
+    return made
 
 
 def _shared_window(backend: Backend, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Call:

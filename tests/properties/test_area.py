@@ -7,14 +7,16 @@ import gc
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fsdpcore.transports.simulated import SimBackend
 from support import oracle
 from support.arrays import arrays_of, check_same
 from support.bodies import asynchronous, layouts, movement, reductions
-from support.sharing import ReluctantSim, SharingSim
+from support.sharing import ReluctantSim, SharingSim, _OfRank
 from support.spmd import meet, run_on
 
 import fsdpcore as fc
@@ -265,3 +267,86 @@ def _overlap(backend: fc.Backend, shift: int) -> None:
         source, out = out, source
     expected = 2 * source
     check_same(fc.all_reduce(source, backend, out=out), expected, "all_reduce")
+
+
+_TABLE = """
+format = 1
+[sim]
+alpha = 30e-6
+beta = 0.04e-9
+gamma = 0.1e-9
+[[sim.measured]]
+ranks = 3
+hosts = 1
+all_gather = "direct:0-max"
+all_reduce = "direct:0-max"
+broadcast = "tree:0-max"
+gather = "star:0-max"
+reduce_scatter = "direct:0-max"
+scatter = "star:0-max"
+"""
+
+
+@pytest.mark.parametrize("ranks", [SharingSim, SimBackend])
+def test_lanes_and_the_ordinary_way_mix_whatever_the_table_says(ranks: Any, tmp_path: Path) -> None:
+    """Which way a rank goes is its own affair: here every third call has a deadline."""
+    table = tmp_path / "table.toml"
+    table.write_text(_TABLE)
+    run_on(ranks, _mixed_ways, world_size=3, tuning=str(table))
+
+
+def _mixed_ways(backend: fc.Backend) -> None:
+    p, me = backend.world_size, backend.rank
+    for count in (2, 1000, 2046, 2049, 3 * 2048, 90_000):
+        source = np.full(count, me + 1.0, np.float32)
+        for turn in range(6):
+            options = {"timeout": 50.0} if (me + turn) % 3 == 0 else {}
+            whole = fc.all_gather(source, backend, **options)
+            assert (whole.reshape(p, count) == [[1], [2], [3]]).all()
+            assert (fc.all_reduce(source, backend, **options) == 6).all()
+            assert (fc.reduce_scatter(source, backend, **options) == 6).all()
+            assert (fc.broadcast(source, backend, root=2, **options) == 3).all()
+            gathered = fc.gather(source, backend, root=1, **options)
+            assert me != 1 or (gathered.reshape(p, count) == [[1], [2], [3]]).all()
+            ragged = fc.all_gather_v(source[: me * count // 2], backend, **options)
+            assert ragged.tolist() == [2.0] * (count // 2) + [3.0] * count
+            part = fc.scatter(source if me == 0 else None, backend, **options)
+            assert (part == 1).all()
+            assert part.size == count // p + (me < count % p)
+
+
+def test_a_rank_whose_failure_has_no_words_keeps_all_from_sharing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def meet(self: Any, introduction: bytes) -> None:
+        if self._rank == 1:
+            raise OSError
+
+    monkeypatch.setattr(_OfRank, "meet", meet)
+    assert run_on(SharingSim, _shares, world_size=2) == [False, False]
+
+
+@pytest.mark.parametrize("ranks", [SharingSim, SimBackend])
+def test_a_group_is_closed_while_another_thread_is_in_a_collective_of_it(ranks: Any) -> None:
+    run_on(ranks, _close_while_waiting, world_size=2)
+
+
+def _close_while_waiting(backend: fc.Backend) -> None:
+    group = backend.sub([0, 1])
+    fc.all_reduce(np.ones(2), group)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(fc.all_reduce(np.ones(2), group)))
+    if backend.rank == 0:
+        thread.start()
+        while group.begun < 2:
+            time.sleep(0.001)
+        closing = threading.Thread(target=group.close)
+        closing.start()
+        backend.barrier()
+        closing.join()
+    else:
+        backend.barrier()
+        thread.start()
+    thread.join()
+    assert (results[0] == 2).all()
+    backend.barrier()

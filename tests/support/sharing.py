@@ -55,7 +55,7 @@ class _OfRank:
         return Area(memory, rank, size, self)
 
     def introduce(self) -> bytes:
-        return bytes([self._rank])
+        return bytes([self._rank + 1])
 
     def meet(self, introduction: bytes) -> None:
         if self._rank in self._memory.refusing:

@@ -8,7 +8,7 @@ import gc
 import logging
 import mmap
 import os
-import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -239,12 +239,18 @@ def test_a_process_number_of_another_container_is_refused(
         memory.open(number + 1)  # another serial
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_other_users_cannot_open_it(memory: SharedMemory) -> None:
     """It has no name but through /proc, which only lets in who may trace the process."""
-    empty(memory, 10)
-    assert descriptors()
-    assert stat.S_IMODE(os.stat("/proc/self/fd").st_mode) & 0o077 == 0
-    assert not [name for name in os.listdir("/dev/shm") if "fsdpcore" in name]
+    segment = memory.segment(10)
+    path = f"/proc/{os.getpid()}/fd/{segment.descriptor}"
+    code = f"import os; os.setuid({{}}); os.close(os.open({path!r}, os.O_RDWR))"
+    for user, error in ((0, ""), (65534, "PermissionError")):
+        ran = subprocess.run(
+            [sys.executable, "-c", code.format(user)], capture_output=True, text=True, timeout=60
+        )
+        assert ran.stderr.strip().rpartition("\n")[2].partition(":")[0] == error
+    segment.close()
 
 
 # The end.
