@@ -409,7 +409,8 @@ class Backend(ABC):
         """Return an uninitialised array in the memory that this transport moves fastest.
 
         Where ranks of one host share memory, that is memory which the others read in place:
-        collectives on such arrays copy less. It is used again when the last array on it has gone,
+        collectives whose input and ``out`` are such arrays, or views of them, copy less. It is used
+        again when the last array on it has gone,
         and given back when the backend is closed; arrays stay usable after that. A process that
         is forked from this one writes to the same memory.
 
@@ -429,7 +430,8 @@ class Backend(ABC):
         """Return one array of zeros that all ranks of this group on a host see.
 
         All ranks call it, as a collective. Who writes and who reads when is theirs to agree on, for
-        instance with ``barrier``. The memory lives as long as any rank has an array on it.
+        instance with ``barrier``. Collectives treat it as any array. The memory lives as long as
+        any rank has an array on it.
 
         Raises:
             UnsupportedError: the ranks do not share memory; on all ranks. Without a way to it at

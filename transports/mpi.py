@@ -62,7 +62,7 @@ class MpiOptions:
     Attributes:
         eager_bytes: messages up to this size are sent at once, and kept by the receiver.
         shm: "auto" lets collectives among ranks of one host go through shared memory, where that
-            is to be had; "off" leaves everything to MPI.
+            is to be had; "on" makes it an error if it is not; "off" leaves everything to MPI.
         host_id: ranks with equal ones count as being on one host, those with others as elsewhere;
             by default the system tells.
     """

@@ -77,6 +77,8 @@ def all_reduce(
 ) -> Any:
     """Combine the arrays of all ranks elementwise; every rank gets the result.
 
+    The keywords and errors of all collectives: ``help(fsdpcore.collectives.api)``.
+
     Returns:
         Array of the input's shape and dtype, the same bits on every rank.
     """
@@ -135,6 +137,8 @@ def reduce_scatter(
     label: str = "",
 ) -> Any:
     """Combine the arrays of all ranks elementwise; each rank gets its part of axis 0.
+
+    The keywords and errors of all collectives: ``help(fsdpcore.collectives.api)``.
 
     Returns:
         Array of shape ``(rows of this rank, *array.shape[1:])``.
@@ -216,6 +220,8 @@ def all_gather(
     label: str = "",
 ) -> Any:
     """Join the arrays of all ranks, which have equal shapes, along axis 0; every rank gets it.
+
+    The keywords and errors of all collectives: ``help(fsdpcore.collectives.api)``.
 
     Returns:
         Array of shape ``(world_size * array.shape[0], *array.shape[1:])``; 0-d arrays join to one

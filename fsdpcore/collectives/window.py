@@ -30,7 +30,7 @@ def shared_window(backend: Backend, shape: int | Sequence[int], dtype: DTypeLike
         return np.zeros(sizes, kind)
     sharing = backend.root.memory
     if sharing is None:
-        raise _unsupported(backend, "it has none")
+        raise _unsupported(backend, "it has none, or shm=off")
     if len(set(backend.hosts)) > 1:
         return _on_every_host(backend, sizes, kind)
 
@@ -40,7 +40,8 @@ def shared_window(backend: Backend, shape: int | Sequence[int], dtype: DTypeLike
 
     found: Array | None = run(backend, call, body, timeout=None, async_op=False)
     if found is None:
-        raise _unsupported(backend, "see the log, at level INFO")
+        off = sharing is not None and not sharing.available
+        raise _unsupported(backend, "shm=off" if off else "the log says why, at level INFO")
     return found
 
 

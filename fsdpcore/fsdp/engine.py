@@ -30,9 +30,10 @@ class FSDP:
     it, gathered again before its backward pass and freed, then its gradients are reduced so that
     each rank gets its shard. While one unit is in use, the next one in order is on its way.
 
-    Ranks of one host keep the parameters in one window, memory that all of them map, where the
-    transport has windows. Each then writes its shard where the others read it: gathering a unit
-    moves nothing and takes no memory, and the host holds the parameters once.
+    Where all ranks are on one host, and the transport has windows, they keep the parameters in one,
+    memory that all of them map. Each then writes its shard where the others read it: gathering a
+    unit moves nothing and takes no memory, and the host holds the parameters once. A process that
+    is forked from a rank sees its updates, too.
 
     Making an engine is a collective: all ranks pass the same units with the same values.
 

@@ -10,7 +10,7 @@ from fsdpcore.fsdp.unit import Unit
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Bytes on one rank.
+    """Bytes on one rank; without what a group keeps for its messages, 64 MiB at most.
 
     Attributes:
         parameters, gradients, optimizer: of this rank's shards, padding included. Gradients are

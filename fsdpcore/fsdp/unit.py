@@ -217,7 +217,12 @@ class Unit:
 
         All ranks call it, each for its own shard (flat, padding included), in which
         ``layout.pieces(rank)`` says what lies where. Gathered parameters are resharded; the next
-        ``unshard`` shows what was written. The array is read-only after the block.
+        ``unshard`` shows what was written. The array is read-only after the block. ::
+
+            with unit.writing() as shard:
+                for piece in unit.layout.pieces(backend.rank):
+                    values = full[piece.name].reshape(-1)[piece.param_start : piece.param_stop]
+                    shard[piece.shard_start : piece.shard_stop] = values
 
         Raises:
             StateError: it is being written already.
