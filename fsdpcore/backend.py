@@ -366,6 +366,16 @@ class Backend(ABC):
         self.issued = sequence = self.issued + 1
         return sequence
 
+    def left(self, before: int, what: str, error: BaseException) -> None:
+        """Break the backend if ``error`` ended a collective that was issued after ``before``.
+
+        Most errors have broken it already. A signal's may come between any two instructions; then
+        nobody else knows that the others wait, or that they have gone on.
+        """
+        if self.issued != before and self.root.failure is None:
+            why = f"{what} #{self.issued} was left on rank {self.root.rank}: {in_words(error)}"
+            self.root.fail(CommunicationError(why), tell=True)
+
     def issue(
         self,
         text: str,

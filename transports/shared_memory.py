@@ -12,6 +12,7 @@ what the process has drawn at random: process numbers repeat in other containers
 from __future__ import annotations
 
 import bisect
+import errno
 import itertools
 import logging
 import mmap
@@ -38,6 +39,7 @@ _INTRODUCTION = struct.Struct("<QQ")
 _DESCRIPTOR_BITS, _SERIAL_BITS = 20, 22
 _SMALLEST, _LARGEST = 4 << 20, 1 << 30  # bytes of a segment of the pool, unless one array is larger
 _PAGE = mmap.PAGESIZE
+_PHYSICAL = os.sysconf("SC_PHYS_PAGES") * _PAGE
 
 
 class Segment:
@@ -213,6 +215,8 @@ class SharedMemory:
         return self._add(self._make(size))
 
     def _make(self, nbytes: int) -> Segment:
+        if nbytes > _PHYSICAL:  # the system would promise it, and kill who writes to it
+            raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than the memory of this host")
         if not self.available:
             raise OSError("this system has no memfd_create")
         descriptor = os.memfd_create("fsdpcore")

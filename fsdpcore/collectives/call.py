@@ -236,8 +236,13 @@ def run(
     limit = backend.root.default_timeout if timeout is None else Deadline(timeout).seconds
     if not async_op:
         with backend.issue_lock:
-            if sequence := backend.turn():
-                return _perform(backend, call, body, limit, sequence, False)
+            before = backend.issued
+            try:
+                if sequence := backend.turn():
+                    return _perform(backend, call, body, limit, sequence, False)
+            except BaseException as error:
+                backend.left(before, call.operation, error)
+                raise
     return backend.issue(
         call.operation,
         lambda sequence: _perform(backend, call, body, limit, sequence, True),

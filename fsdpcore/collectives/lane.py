@@ -49,7 +49,7 @@ def lane_for(backend: Backend, call: Call) -> Lane | None:
 def _lane(backend: Backend, call: Call, work: _Work) -> Lane:
     """Return ``work`` with what stands before and after it in every call."""
     root, record, begin = backend.root, call.record, backend.root.recorder.begin
-    acquire, release = backend.issue_lock.acquire, backend.issue_lock.release
+    lock = backend.issue_lock
     dtype, shape = call.dtype, call.out_shape
     empty, ndarray = np.empty, np.ndarray
 
@@ -60,19 +60,22 @@ def _lane(backend: Backend, call: Call, work: _Work) -> Lane:
             type(out) is ndarray and out.shape == shape and out.dtype is dtype and out.flags.carray
         ):
             return None
-        if not acquire(False):
+        if lock.locked():
             return None
-        try:
+        with lock:
             executor = backend.executor
             busy = executor is not None and not executor.idle
             if busy or backend.closed or root.failure is not None:
                 return None
-            backend.issued = sequence = backend.issued + 1
-            entry = begin(backend, sequence, record)
-            work(entry, sequence, source, out)
-            entry.end = monotonic_ns()
-        finally:
-            release()
+            before = backend.issued
+            try:
+                backend.issued = sequence = before + 1
+                entry = begin(backend, sequence, record)
+                work(entry, sequence, source, out)
+                entry.end = monotonic_ns()
+            except BaseException as error:
+                backend.left(before, call.operation, error)
+                raise
         return out
 
     return go
