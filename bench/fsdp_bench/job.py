@@ -22,11 +22,11 @@ class Job(ABC):
 
     def losses(self, count: int) -> list[float]:
         """Make ``count`` steps; this rank's loss in each, in nats."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} trains nothing")
 
     def split(self, count: int) -> list[float]:
         """Make ``count`` steps; their seconds, and how many of these went into computing."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not tell computing apart")
 
     def close(self) -> None:  # noqa: B027 (most have nothing to do)
         """Give up what is not just memory."""
