@@ -48,8 +48,12 @@ from fsdpcore.errors import (
 )
 from fsdpcore.fsdp import initializers, optim
 from fsdpcore.fsdp.engine import FSDP
+from fsdpcore.fsdp.precision import LossScale, Precision
+from fsdpcore.fsdp.schedule import Prefetch
 from fsdpcore.fsdp.spec import Spec
+from fsdpcore.fsdp.special import Tied
 from fsdpcore.fsdp.step import Step
+from fsdpcore.fsdp.strategy import Strategy
 from fsdpcore.fsdp.unit import Unit
 from fsdpcore.launch import init, launch
 from fsdpcore.mesh import Mesh
@@ -72,11 +76,14 @@ __all__ = [
     "FsdpcoreError",
     "Layer",
     "LayerStack",
+    "LossScale",
     "Mesh",
     "MismatchError",
     "MissingDependencyError",
     "NonFiniteGradientError",
     "PeerFailedError",
+    "Precision",
+    "Prefetch",
     "ProtocolError",
     "RankFailedError",
     "ReduceOp",
@@ -84,7 +91,9 @@ __all__ = [
     "Spec",
     "StateError",
     "Step",
+    "Strategy",
     "SubBackend",
+    "Tied",
     "Unit",
     "UnknownTransportError",
     "UnsupportedError",

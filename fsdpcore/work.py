@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fsdpcore.errors import (
@@ -145,6 +145,23 @@ class Work(ABC):
         if not self.done():
             raise StateError("the operation has not ended; call wait() first")
         return self.wait()
+
+
+class AllOf(Work):
+    """Several operations as one; with none, it has ended. Its result is that of the last."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = tuple(works)
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        deadline = None if timeout is None else Deadline(timeout)
+        result = None
+        for work in self._works:
+            result = work.wait(None if deadline is None else deadline.remaining())
+        return result
 
 
 class Failures:

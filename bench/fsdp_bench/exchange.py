@@ -45,6 +45,7 @@ class Still(fc.optim.Optimizer):
         step: int,
         lr: float | None = None,
         grad_scale: float = 1.0,
+        out: Array | None = None,
     ) -> None:
         """Do nothing."""
 

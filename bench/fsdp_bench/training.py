@@ -71,9 +71,10 @@ class _WatchedAdamW(fc.optim.AdamW):
         step: int,
         lr: float | None = None,
         grad_scale: float = 1.0,
+        out: Array | None = None,
     ) -> None:
         with self.watch:
-            super().update(param, grad, state, step=step, lr=lr, grad_scale=grad_scale)
+            super().update(param, grad, state, step=step, lr=lr, grad_scale=grad_scale, out=out)
 
 
 class OurTraining(Job):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
+
+# Makes a flat array of so many elements, with any content.
+Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 # A buffer that came back serves smaller ones too, down to this part of it without second thoughts.
 _SNUG = 0.75

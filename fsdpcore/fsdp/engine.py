@@ -2,55 +2,67 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-from typing import Literal
-
-import numpy as np
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from fsdpcore.backend import Backend
-from fsdpcore.collectives import all_gather
+from fsdpcore.buffers import Array
 from fsdpcore.collectives.algorithms import ALGORITHMS
-from fsdpcore.errors import ArgumentError, MismatchError, StateError
+from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.fsdp.agree_units import check_same, check_units
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.memory import HeldMemory, measure
 from fsdpcore.fsdp.optim import Optimizer
-from fsdpcore.fsdp.spec import Spec
+from fsdpcore.fsdp.precision import Precision, Scaler
+from fsdpcore.fsdp.ranks import Ranks
+from fsdpcore.fsdp.schedule import Phase, Prefetch, Schedule
+from fsdpcore.fsdp.stats import StepStats
 from fsdpcore.fsdp.step import Step
+from fsdpcore.fsdp.strategy import Keep, Strategy
 from fsdpcore.fsdp.unit import Binding, ParamState, Unit
+from fsdpcore.fsdp.update import apply_update
+from fsdpcore.fsdp.updates import Optimizers
 from fsdpcore.fsdp.window import open_window
-
-STRATEGIES = ("full_shard",)
 
 
 class FSDP:
-    """Owns parameters, gradients and optimizer state of a model, each rank an equal share.
+    """Owns parameters, gradients and optimizer state of a model, each rank a share.
 
-    Strategy ``full_shard`` (ZeRO-3): a unit is gathered before its forward pass and freed after
-    it, gathered again before its backward pass and freed, then its gradients are reduced so that
-    each rank gets its shard. While one unit is in use, the next one in order is on its way.
+    ``strategy`` says what is sharded over which ranks (see ``Strategy``). With ``full_shard``
+    (ZeRO-3) a unit is gathered before its forward pass and freed after it, gathered again before
+    its backward pass and freed, then its gradients are reduced so that each rank gets its shard.
+    Meanwhile the next units in order are on their way (see ``Prefetch``).
 
-    Where all ranks are on one host, and the transport has windows, they keep the parameters in one,
-    memory that all of them map. Each then writes its shard where the others read it: gathering a
-    unit moves nothing and takes no memory, and the host holds the parameters once. A process that
-    is forked from a rank sees its updates, too.
+    Where all ranks that share a copy are on one host, and the transport has windows, they keep the
+    parameters in one, memory that all of them map. Each then writes its shard where the others
+    read it: gathering a unit moves nothing and takes no memory, and the host holds the parameters
+    once. A process that is forked from a rank sees its updates, too.
 
     Making an engine is a collective: all ranks pass the same units with the same values.
 
     Args:
         units: in the order of the forward pass. Their parameters are taken over.
-        backend: the ranks to shard over.
-        strategy: "full_shard".
-        optimizer: applied by ``step.update``; may be missing for evaluation only.
-        prefetch: how many units to gather ahead: 0 or 1. In a window there is nothing to fetch.
+        backend: the ranks to shard over: all of them, a group, or those of mesh axes.
+        strategy: a ``Strategy``, or the name of one.
+        optimizer: applied by ``step.update``; may be missing for evaluation only. Also a mapping of
+            patterns of parameter names to optimizers, of which the first that fits is taken:
+            ``{"*.bias": AdamW(lr=1e-3, weight_decay=0.0), "*": AdamW(lr=1e-3)}``.
+        precision: dtypes of computation and reduction; by default those of the parameters.
+        prefetch: a ``Prefetch``, or how many units to gather ahead; 0 for nothing in the
+            background. In a window there is nothing to fetch.
+        window: False keeps the parameters out of shared memory.
         seed: of the initialisers of deferred parameters (``Spec``).
         algorithm: of all collectives; "auto", or one that every one of them has.
 
     Attributes:
         units: in order; verbs can be called on them directly.
-        backend, algorithm: as given.
-        windowed: the parameters are in a window; the same on all ranks.
+        backend, strategy, precision, prefetching, algorithm: as given.
+        placement: what the strategy comes to with these ranks.
+        ranks: this rank's groups.
+        windowed: the parameters are in a window; the same on all ranks that share a copy.
         steps: number of updates so far.
+        stats: what the last step did, and how long it waited.
 
     Raises:
         ArgumentError: units or options make no sense.
@@ -62,48 +74,60 @@ class FSDP:
         units: Iterable[Unit],
         backend: Backend,
         *,
-        strategy: str = "full_shard",
-        optimizer: Optimizer | None = None,
-        prefetch: int = 1,
+        strategy: Strategy | str = "full_shard",
+        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        precision: Precision | None = None,
+        prefetch: Prefetch | int = 1,
+        window: bool = True,
         seed: int = 0,
         algorithm: str = "auto",
     ) -> None:
         self.units = tuple(units)
         self.backend = backend
+        self.strategy = strategy if isinstance(strategy, Strategy) else Strategy(strategy)
+        self.placement = self.strategy.place(backend.world_size)
+        self.precision = precision or Precision()
+        self.prefetching = Prefetch.of(prefetch)
         self.algorithm = algorithm
         self.steps = 0
-        self._prefetch = prefetch
-        self._check_options(strategy, prefetch)
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise ArgumentError(
-                f"optimizer must be one of fc.optim, such as fc.optim.AdamW(), got {optimizer!r}"
-            )
-        _check_units(self.units)
-        _check_same_values(self.units, backend, repr((optimizer, prefetch, seed, algorithm)))
+        self.stats = StepStats()
+        _check_algorithm(algorithm)
+        check_units(self.units)
+        optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
+        options = (optimizers, self.strategy, self.precision, self.prefetching, seed, algorithm)
+        check_same(self.units, backend, repr((*options, window)))
+        self.ranks = Ranks.of(backend, self.placement)
         self._index = {unit.name: number for number, unit in enumerate(self.units)}
         self._pool = BufferPool(backend)
-        self._ahead: Unit | None = None
+        self._schedule = Schedule(len(self.units))
+        self._overlaps = self.prefetching.overlaps(backend.hosts)
+        self._scaler = Scaler(self.precision.scaling)
+        self._ahead: list[Unit] = []
+        self._reducing: Unit | None = None
         self._step: Step | None = None
-        window = open_window([unit.lay_out(backend.world_size) for unit in self.units], backend)
-        self.windowed = window is not None
-        self._window_bytes = window.nbytes if window is not None else 0
-        binding = Binding(backend, self._pool, optimizer, algorithm, seed)
-        for number, unit in enumerate(self.units):
-            unit.bind(binding, window.flats[number] if window is not None else None)
+        self._bind(optimizers, seed, window=window)
 
-    def _check_options(self, strategy: str, prefetch: int) -> None:
-        if strategy not in STRATEGIES:
-            raise ArgumentError(
-                f"unknown strategy {strategy!r}; known: {', '.join(map(repr, STRATEGIES))}"
-            )
-        if prefetch not in (0, 1):
-            raise ArgumentError(f"prefetch must be 0 or 1 units, got {prefetch!r}")
-        known = set.intersection(
-            *(set(ALGORITHMS[name]) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+    def _bind(self, optimizers: Optimizers | None, seed: int, *, window: bool) -> None:
+        shards = self.ranks.shards
+        layouts = [unit.lay_out(shards.world_size, self.precision) for unit in self.units]
+        flat_layouts = [layout for unit in layouts for layout in unit]
+        opened = open_window(flat_layouts, shards) if window else None
+        self.windowed = opened is not None
+        self._window_bytes = opened.nbytes if opened is not None else 0
+        flats: Iterator[Array | None] = iter(opened.flats if opened else [None] * len(flat_layouts))
+        binding = Binding(
+            self.ranks,
+            self._pool,
+            shards.empty,
+            optimizers,
+            self.precision,
+            self.algorithm,
+            seed,
         )
-        if self.algorithm != "auto" and self.algorithm not in known:
-            names = ", ".join(repr(name) for name in ["auto", *sorted(known)])
-            raise ArgumentError(f"unknown algorithm {self.algorithm!r}; known: {names}")
+        for unit, parts in zip(self.units, layouts, strict=True):
+            unit.bind(binding, [next(flats) for _ in parts])
+        for unit in self.units:
+            unit.owners = {name: self[tie.unit] for name, tie in unit.ties.items()}
 
     # Units.
 
@@ -117,18 +141,131 @@ class FSDP:
             )
         return self.units[number]
 
-    def gather(self, unit: Unit, towards: Literal[1, -1]) -> None:
-        """Have ``unit`` gathered, and start on its successor in the direction of the pass."""
-        if self._ahead is not None and self._ahead is not unit:
-            self._ahead.reshard()  # the guess was wrong: no more than one unit is ahead
-        self._ahead = None
-        unit.unshard()
-        number = self._index[unit.name] + towards
-        if self._prefetch and not self.windowed and 0 <= number < len(self.units):
-            following = self.units[number]
-            if following.state is ParamState.SHARDED:
-                following.unshard(async_op=True)
-                self._ahead = following
+    @property
+    def loss_scale(self) -> float:
+        """What to multiply the loss by before the backward pass; 1 without scaling."""
+        return self._scaler.scale
+
+    @property
+    def scaler(self) -> Scaler:
+        """The scale of the loss and its history, for checkpoints."""
+        return self._scaler
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Whether a unit is being gathered ahead of its use."""
+        return any(unit.has_pending_prefetch for unit in self.units)
+
+    def prefetch(self, unit: Unit | str) -> None:
+        """Begin to gather a unit that is used soon; for those who call verbs by hand.
+
+        All ranks call it. Inside a step the engine does that itself.
+
+        Raises:
+            StateError: it is gathered, or on its way, already; or there is nothing to gather.
+        """
+        member = self[unit]
+        if member.has_pending_prefetch:
+            raise StateError(
+                f"unit {member.name!r} is being gathered already; one prefetch is enough"
+            )
+        if member.state is ParamState.UNSHARDED:
+            raise StateError(
+                f"unit {member.name!r} is gathered already; nothing is left to prefetch"
+            )
+        if not member.fetched:
+            where = "in a window of the host" if self.windowed else "on every rank"
+            raise StateError(
+                f"there is nothing to prefetch of unit {member.name!r}: with strategy "
+                f"{self.strategy.name!r} its parameters are {where} already"
+            )
+        member.unshard(async_op=True)
+
+    # What a step calls.
+
+    def gather(self, unit: Unit, phase: Phase) -> None:
+        """Have ``unit`` and the owners of its ties gathered, and begin with those that come next."""
+        upcoming = self._schedule.enter(phase, self._index[unit.name])
+        following = [self.units[n] for n in upcoming[: self.prefetching.units]]
+        members = self._members(unit)
+        for ahead in self._ahead:
+            if ahead not in members and ahead not in following:
+                ahead.reshard(again=True)  # the guess was wrong
+        began = time.perf_counter()
+        for member in members:
+            member.unshard()
+        self.stats.waited += time.perf_counter() - began
+        self._ahead = [each for each in following if each.has_pending_prefetch]
+        self._fetch(following)
+
+    def _fetch(self, following: list[Unit]) -> None:
+        limit = self.prefetching.max_bytes
+        nbytes = sum(unit.gathered_bytes for unit in self._ahead)
+        for unit in following:
+            if unit.state is not ParamState.SHARDED or not unit.fetched:
+                continue
+            nbytes += unit.gathered_bytes
+            if self._ahead and limit is not None and nbytes > limit:
+                return
+            unit.unshard(async_op=True)
+            self._ahead.append(unit)
+
+    def release(self, unit: Unit, phase: Phase) -> None:
+        """End the use of ``unit`` in a pass; what happens to its parameters, the strategy says."""
+        for member in self._members(unit):
+            again = self._step is not None and self._step.awaits_backward(member)
+            if not (again and self.placement.keep is Keep.BACKWARD):
+                member.reshard(again=again)
+
+    def _members(self, unit: Unit) -> list[Unit]:
+        return list(dict.fromkeys([unit, *unit.owners.values()]))
+
+    def reduce(self, unit: Unit, divisor: float | None, *, keep: bool) -> None:
+        """Reduce the gradients that a backward pass has written, or keep them for later."""
+        if keep:
+            unit.keep_gradients()
+            return
+        self.finish_reduction()
+        began = time.perf_counter()
+        unit.reduce_gradients(divisor=divisor, async_op=self._overlaps)
+        self.stats.waited += time.perf_counter() - began
+        self._reducing = unit
+
+    def finish_reduction(self) -> None:
+        """Wait for the reduction that goes on in the background."""
+        reducing, self._reducing = self._reducing, None
+        if reducing is not None:
+            began = time.perf_counter()
+            reducing.gradients.wait()
+            self.stats.waited += time.perf_counter() - began
+
+    def update(
+        self,
+        step: Step,
+        clip: float | None,
+        norm_type: float,
+        clip_value: float | None,
+        lr: float | None,
+        *,
+        skip: bool,
+    ) -> tuple[float | None, bool]:
+        """Apply the optimizer; returns the norm, and whether it was skipped. See ``Step.update``."""
+        for unit in self.units:
+            if unit.gradients.unclaimed:  # of ties to a unit that had no backward pass of its own
+                unit.begin_gradients()
+                self.reduce(unit, step.divisor, keep=False)
+        self.finish_reduction()
+        skip = skip or self._scaler.policy is not None
+        result = apply_update(self, step, clip, norm_type, clip_value, lr, skip=skip)
+        self._scaler.updated(skipped=result[1])
+        self.steps += not result[1]
+        self._schedule.end()
+        return result
+
+    @property
+    def events(self) -> list[tuple[Phase, int]]:
+        """What the current step has gone through: phases, and numbers of units."""
+        return self._schedule.events
 
     # Steps.
 
@@ -136,8 +273,9 @@ class FSDP:
         """Begin a training step, in a ``with`` statement.
 
         Args:
-            divisor: the gradients, summed over ranks and backward passes, are divided by it; by
-                default the number of ranks, so that they are the mean over ranks.
+            divisor: the gradients, summed over ranks and backward passes, are divided by it, with
+                every strategy; by default the number of ranks, so that they are the mean over
+                ranks. With the tokens of all ranks they are the mean over tokens.
         """
         return Step(self, divisor, training=True)
 
@@ -151,13 +289,30 @@ class FSDP:
             raise StateError("a step is open already; leave it before you begin another one")
         self._step = step
         self._pool.reset_peak()
+        self._schedule.begin()
+        self.stats = StepStats()
+        self.stats.began = time.perf_counter()
 
     def end(self) -> None:
         """Leave a step: reshard all units and drop the gradients; called by ``Step``."""
-        self._step = self._ahead = None
+        self._step = self._reducing = None
+        self._ahead.clear()
         for unit in self.units:
             unit.reshard()
             unit.drop_gradients()
+        self.stats.seconds = time.perf_counter() - self.stats.began
+        self.stats.peak_buffers = self._pool.peak_bytes
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have all units unsharded at once, as far as memory allows; all ranks enter it."""
+        try:
+            for unit in self.units:
+                unit.unshard()
+            yield
+        finally:
+            for unit in self.units:
+                unit.reshard()
 
     # Memory.
 
@@ -175,52 +330,10 @@ class FSDP:
         return measure(self.units, pool.live_bytes, pool.spare_bytes, self._window_bytes)
 
 
-def _check_units(units: tuple[Unit, ...]) -> None:
-    seen: dict[tuple[int, int], str] = {}
-    names = set()
-    for unit in units:
-        if not isinstance(unit, Unit):
-            raise ArgumentError(f"units must be Unit objects, got {type(unit).__name__}")
-        if unit.name in names:
-            raise ArgumentError(f"two units are named {unit.name!r}; names must be unique")
-        names.add(unit.name)
-        for name, value in (unit.initial or {}).items():
-            if isinstance(value, np.ndarray) and value.size:
-                # The same elements, also by way of a view or a transpose.
-                where = (value.ctypes.data, value.size)
-                other = seen.setdefault(where, f"{unit.name}.{name}")
-                if other != f"{unit.name}.{name}":
-                    raise ArgumentError(
-                        f"{other} and {unit.name}.{name} are the same array; tied parameters "
-                        "cannot be sharded yet: keep one of them and use it in both places"
-                    )
-    if not units:
-        raise ArgumentError("an engine needs at least one unit")
-
-
-def _check_same_values(units: tuple[Unit, ...], backend: Backend, options: str) -> None:
-    """Compare all ranks' units and options: no model is glued together from different ones."""
-    hashed = hashlib.blake2b(options.encode(), digest_size=16).digest()
-    digests = np.stack([np.frombuffer(hashed, np.uint8), *(_digest(unit) for unit in units)])
-    everywhere = all_gather(digests, backend, label="initial values")
-    everywhere = everywhere.reshape(backend.world_size, *digests.shape)
-    names = ["the engine's options (optimizer, prefetch, seed, algorithm) differ"]
-    names += [f"unit {unit.name!r} differs in names, shapes or initial values" for unit in units]
-    for number, name in enumerate(names):
-        differing = np.flatnonzero((everywhere[:, number] != everywhere[0, number]).any(axis=1))
-        if differing.size:
-            ranks = ", ".join(str(backend.ranks[rank]) for rank in differing)
-            raise MismatchError(
-                f"{name} between rank {backend.ranks[0]} and ranks {ranks}; give all ranks the same"
-            )
-
-
-def _digest(unit: Unit) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    hasher = hashlib.blake2b(unit.name.encode(errors="backslashreplace"), digest_size=16)
-    for name, value in (unit.initial or {}).items():
-        hasher.update(repr((name, value.shape, value.dtype.name)).encode())
-        if isinstance(value, Spec):
-            hasher.update(repr(value.init).encode())
-        else:
-            hasher.update(np.ascontiguousarray(value).data)
-    return np.frombuffer(hasher.digest(), np.uint8)
+def _check_algorithm(algorithm: str) -> None:
+    known = set.intersection(
+        *(set(ALGORITHMS[name]) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+    )
+    if algorithm != "auto" and algorithm not in known:
+        names = ", ".join(repr(name) for name in ["auto", *sorted(known)])
+        raise ArgumentError(f"unknown algorithm {algorithm!r}; known: {names}")

@@ -45,11 +45,14 @@ def measure(units: Iterable[Unit], buffers: int, spare: int, window: int) -> Hel
     """Add up the arrays of ``units``; the other arguments are those of ``HeldMemory``."""
     parameters = gradients = optimizer = padding = unsharded = 0
     for unit in units:
-        item = unit.dtype.itemsize
-        states = len(unit.optimizer_state)
-        parameters += unit.shard.nbytes
-        gradients += unit.shard.nbytes if unit.grad_shard is None else unit.grad_shard.nbytes
-        optimizer += sum(array.nbytes for array in unit.optimizer_state.values())
-        padding += 2 * (unit.shard.size - unit.valid_size) * item
-        unsharded += unit.layout.size * item * (2 + states)
+        master, grad = unit.dtypes.master.itemsize, unit.dtypes.grad.itemsize
+        update = unit.updater
+        states = 0 if update is None else len(update.state)
+        parameters += sum(part.nbytes for part in unit.parts)
+        if unit.trainable:
+            gradients += unit.gradients.nbytes
+        optimizer += 0 if update is None else update.nbytes
+        padding += (unit.layout.shard_size - unit.valid_size) * (master + grad)
+        unsharded += unit.layout.size * (master * (1 + states) + grad)
+        unsharded += sum(p.layout.size * p.layout.dtype.itemsize for p in unit.parts[1:])
     return HeldMemory(parameters, gradients, optimizer, padding, buffers, spare, window, unsharded)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from fsdpcore.errors import ArgumentError, NonFiniteGradientError, StateError
-from fsdpcore.fsdp.norm import global_l2_norm
-from fsdpcore.fsdp.unit import GradState, Unit, check_divisor
-from fsdpcore.fsdp.views import Gradients, Params
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.fsdp.gradients import check_divisor
+from fsdpcore.fsdp.norm import check_norm_type
+from fsdpcore.fsdp.schedule import Phase
+from fsdpcore.fsdp.unit import Unit
+from fsdpcore.fsdp.views import Gradients
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 class BackwardUnit(NamedTuple):
     """What a backward pass gets of a unit."""
 
-    params: Params
+    params: Mapping[str, Array]
     grads: Gradients
 
 
@@ -31,15 +33,23 @@ class Step:
     Every rank must go through the same units in the same order. A unit's parameters are there
     inside its context only. Several forward passes of a unit need as many backward passes; the
     gradients of all of them are added up until ``update``.
+
+    Attributes:
+        divisor: what summed gradients are divided by; None for the number of ranks.
+        training: whether there is a backward pass.
+        skipped: the update was left out, because gradients were inf or nan.
     """
 
     def __init__(self, engine: FSDP, divisor: float | None, training: bool) -> None:
         check_divisor(divisor)
+        self.divisor = divisor
+        self.training = training
+        self.skipped = False
         self._engine = engine
-        self._divisor = divisor
-        self._training = training
         self._forwards: Counter[str] = Counter()
-        self._open: str | None = None
+        self._open: Unit | None = None
+        self._phase: Phase = "forward"
+        self._synchronising = True
         self._reduced = False
         self._updated = False
         self._active = False
@@ -64,27 +74,50 @@ class Step:
                 "before the end of the with block"
             )
 
+    def awaits_backward(self, unit: Unit) -> bool:
+        """Whether a forward pass of the unit has not had its backward pass so far."""
+        return self.training and self._forwards[unit.name] > 0
+
+    # Passes.
+
     @contextmanager
-    def forward(self, unit: Unit | str) -> Iterator[Params]:
-        """Gather a unit for its forward pass; the body gets its parameters."""
-        member = self._enter(unit, "forward")
-        self._forwards[member.name] += 1
+    def forward(
+        self, unit: Unit | str, *, recompute: bool = False
+    ) -> Iterator[Mapping[str, Array]]:
+        """Gather a unit for its forward pass; the body gets its parameters.
+
+        Inside ``backward`` of the same unit it is for recomputation: the parameters are there.
+
+        Args:
+            unit: of this engine.
+            recompute: this pass only makes anew what an earlier one has not kept; no backward pass
+                of its own belongs to it.
+        """
+        member = self._engine[unit]
+        if self._open is member and self._phase == "backward":
+            yield member.params
+            return
+        self._enter(member, "forward")
         try:
-            self._engine.gather(member, towards=+1)
+            if not recompute:
+                self._forwards[member.name] += 1
+            self._engine.gather(member, "forward")
             yield member.params
         finally:
             self._open = None
-            member.reshard()
+            self._engine.release(member, "forward")
 
     @contextmanager
     def backward(self, unit: Unit | str) -> Iterator[BackwardUnit]:
         """Gather a unit for its backward pass; the body gets parameters and zeroed gradients.
 
-        At the end of the body the gradients are summed over the ranks and divided.
+        At the end of the body the gradients are summed over the ranks and divided, in the
+        background if the engine's ``prefetch`` says so; inside ``no_sync`` they are kept.
         """
-        if not self._training:
+        if not self.training:
             raise StateError("an evaluation has no backward pass; use engine.step()")
-        member = self._enter(unit, "backward")
+        member = self._engine[unit]
+        self._enter(member, "backward")
         if not self._forwards[member.name]:
             self._open = None
             raise StateError(
@@ -93,83 +126,110 @@ class Step:
             )
         self._forwards[member.name] -= 1
         try:
-            self._engine.gather(member, towards=-1)
+            self._engine.gather(member, "backward")
             yield BackwardUnit(member.params, member.begin_gradients())
-            member.reshard()  # before the reduction, which needs the room, and ends all reading
-            member.reduce_gradients(divisor=self._divisor)
+            # Before the reduction, which needs the room, and ends all reading.
+            self._engine.release(member, "backward")
+            self._engine.reduce(member, self.divisor, keep=not self._synchronising)
             self._reduced = True
         finally:
             self._open = None
-            member.reshard()
+            self._engine.release(member, "backward")
             member.drop_local_gradients()
 
-    def update(self, *, clip: float | None = None, lr: float | None = None) -> float | None:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the gradients of backward passes in this block on their rank, whole, and unreduced.
+
+        They are added to those of the next backward pass of their unit outside of the block, which
+        reduces all of them at once: less is sent, and more memory held. For every microbatch
+        but the last.
+        """
+        if not self._synchronising:
+            raise StateError("no_sync() inside of no_sync(); one is enough")
+        self._synchronising = False
+        try:
+            yield
+        finally:
+            self._synchronising = True
+
+    # The end.
+
+    def update(
+        self,
+        *,
+        clip: float | None = None,
+        norm_type: float = 2.0,
+        clip_value: float | None = None,
+        lr: float | None = None,
+        skip_nonfinite: bool = False,
+    ) -> float | None:
         """Apply the optimizer to every unit, once per step.
 
         Args:
-            clip: scale the gradients down to this global L2 norm if theirs is larger.
+            clip: scale the gradients down to this global norm if theirs is larger.
+            norm_type: which norm: 2, 1, another p > 0, or ``math.inf``.
+            clip_value: cut off every gradient element beyond this value, of either sign.
             lr: learning rate of this step, if not the optimizer's own.
+            skip_nonfinite: leave the update out where gradients are inf or nan, and set
+                ``skipped``; always so where the engine scales losses.
 
         Returns:
-            The global L2 norm of the gradients before clipping, if ``clip`` was given.
+            The global norm of the gradients before clipping, if ``clip`` was given. It is that of
+            all gradients, without the scale of the loss, however they are sharded.
 
         Raises:
             StateError: there is nothing to apply, or it was applied already.
-            NonFiniteGradientError: the norm is inf or nan; on all ranks, and nothing was changed.
+            NonFiniteGradientError: a gradient is inf or nan; on all ranks, and nothing was changed.
+            MismatchError: the ranks called it with different arguments, or went through the units
+                in different orders.
         """
-        self._check_update(clip)
-        units = self._engine.units
-        norm, scale = None, 1.0
-        if clip is not None:
-            shards = [u.grad_shard[: u.valid_size] for u in units if u.grad_shard is not None]
-            norm = global_l2_norm(
-                shards,
-                self._engine.backend,
-                algorithm=self._engine.algorithm,
-                label=f"gradient norm, clip {clip}, lr {lr}",
-            )
-            if not math.isfinite(norm):
-                self._reduced = False  # nothing is left to apply: leaving the step is right
-                raise NonFiniteGradientError(
-                    f"the gradients' global norm is {norm}; no parameter was changed. Leave the "
-                    "step without update, or lower the learning rate"
-                )
-            scale = clip / norm if norm > clip else 1.0
-        for unit in units:
-            unit.update(step=self._engine.steps + 1, lr=lr, grad_scale=scale)
-        self._engine.steps += 1
-        self._updated = True
+        check_norm_type(norm_type)
+        self._check_update(clip, clip_value)
+        self._updated = True  # also if it is skipped, or raises: nothing is left to apply
+        norm, self.skipped = self._engine.update(
+            self, clip, norm_type, clip_value, lr, skip=skip_nonfinite
+        )
         return norm
 
-    def _check_update(self, clip: float | None) -> None:
+    def _check_update(self, clip: float | None, clip_value: float | None) -> None:
         if self._updated:
             raise StateError("update() was called already in this step; begin a new step")
         if self._open is not None:
-            raise StateError(f"update() inside the context of unit {self._open!r}; leave it first")
+            raise StateError(
+                f"update() inside the context of unit {self._open.name!r}; leave it first"
+            )
         if not self._active or not self._reduced:
             raise StateError(
                 "update() without gradients; run step.forward and step.backward of the units first"
             )
-        if clip is not None and not clip > 0:
-            raise ArgumentError(f"clip must be a positive norm, got {clip}")
+        for name, value in (("clip", clip), ("clip_value", clip_value)):
+            if value is not None and not value > 0:
+                raise ArgumentError(f"{name} must be a positive number, got {value}")
+        if clip is not None and clip_value is not None:
+            raise ArgumentError("clip by norm, or by clip_value, but not by both")
         left = [name for name, count in self._forwards.items() if count]
         if left:
             raise StateError(
                 f"units {left} had a forward pass without its backward; run it before update()"
             )
+        kept = [unit.name for unit in self._engine.units if unit.gradients.kept]
+        if kept:
+            raise StateError(
+                f"gradients of units {kept} were kept by no_sync() and never reduced; run the "
+                "backward pass of the last microbatch outside of no_sync()"
+            )
 
-    def _enter(self, unit: Unit | str, what: str) -> Unit:
-        member = self._engine[unit]
+    def _enter(self, member: Unit, phase: Phase) -> None:
         if not self._active:
-            raise StateError(f"{what} outside of the step; use it inside 'with engine.step()'")
+            raise StateError(f"{phase} outside of the step; use it inside 'with engine.step()'")
         if self._updated:
-            raise StateError(f"{what} after update(); begin a new step")
+            raise StateError(f"{phase} after update(); begin a new step")
         if self._open is not None:
             raise StateError(
-                f"{what} of unit {member.name!r} inside the context of unit {self._open!r}; leave "
-                "that one first"
+                f"{phase} of unit {member.name!r} inside the context of unit "
+                f"{self._open.name!r}; leave that one first"
             )
-        if member.grad_state is GradState.LOCAL:
+        if member.gradients.writable is not None:
             raise StateError(f"unit {member.name!r} has gradients that were not reduced")
-        self._open = member.name
-        return member
+        self._open, self._phase = member, phase

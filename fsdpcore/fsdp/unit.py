@@ -6,32 +6,35 @@
     gradients    NONE --begin_gradients--> LOCAL --reduce_gradients--> REDUCED --update--> NONE
 
 Between uses a rank holds one shard of the unit's flat buffer: parameters, reduced gradients and
-optimizer state. All parameters together are in the window of the host or, while they are in use,
-in a buffer of the engine's pool (``storage.py``); full gradients are in buffers of the pool.
+optimizer state. Where the parameters are while they are in use follows from the strategy, see
+``storage.py``; full gradients are in buffers of the engine's pool, see ``gradients.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
-from fsdpcore.collectives import reduce_scatter
 from fsdpcore.errors import ArgumentError, CommunicationError, StateError
-from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.buffers import Allocate, BufferPool
+from fsdpcore.fsdp.gradients import GradState, UnitGradients, check_divisor
 from fsdpcore.fsdp.layout import FlatLayout
-from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.parts import Part
+from fsdpcore.fsdp.precision import Dtypes, Precision
+from fsdpcore.fsdp.ranks import Ranks
 from fsdpcore.fsdp.spec import Spec
-from fsdpcore.fsdp.storage import Separate, Storage, Windowed
-from fsdpcore.fsdp.views import Gradients, Params, Places
-from fsdpcore.work import Work
+from fsdpcore.fsdp.special import Tied, chosen
+from fsdpcore.fsdp.updates import Optimizers, ShardUpdate
+from fsdpcore.fsdp.views import Gradients, Joined, read_only
+from fsdpcore.work import AllOf, Work
 
 T = TypeVar("T")
 
@@ -46,27 +49,25 @@ class ParamState(enum.Enum):
     UNSHARDED = "unsharded"
 
 
-class GradState(enum.Enum):
-    """Where a unit's gradients are."""
-
-    NONE = "none"
-    LOCAL = "local"
-    REDUCED = "reduced"
-
-
 @dataclass(frozen=True)
 class Binding:
-    """What the engine gives to each of its units."""
+    """What the engine gives to each of its units.
 
-    backend: Backend
+    Attributes:
+        allocate: makes the arrays that a rank holds all the time, but for what is gathered.
+    """
+
+    ranks: Ranks
     pool: BufferPool
-    optimizer: Optimizer | None
+    allocate: Allocate
+    optimizers: Optimizers | None
+    precision: Precision
     algorithm: str
     seed: int
 
 
 class Unit:
-    """An ordered set of named parameters of one dtype (float32 or float64).
+    """An ordered set of named parameters.
 
     The engine that gets it takes over the parameters; use ``engine.units`` and the verbs from then
     on. Verbs that communicate (``unshard``, ``reduce_gradients``, ``update``, ``writing``) must be
@@ -74,88 +75,167 @@ class Unit:
 
     Args:
         name: unique in the engine, equal on all ranks.
-        params: maps names to arrays (copied when the engine is made), or to ``Spec`` for deferred
-            initialisation, where each rank makes its own shard only.
+        params: maps names to arrays (copied when the engine is made), to ``Spec`` for deferred
+            initialisation, where each rank makes its own shard only, or to ``Tied`` for a parameter
+            that is another one. The trained ones are all float32 or all float64. An array that
+            occurs again in the engine is tied to where it occurs first.
+        frozen: names, or patterns of the shell such as ``"*.bias"``, of parameters that are sharded
+            like others, but have no gradients and no optimizer state; of any dtype.
+        ignored: the same of arrays that are left as they are, whole, on every rank.
 
     Attributes:
-        state, grad_state: where parameters and gradients are.
-        layout: which parameter lies where in the flat buffer and in the shards.
-        shard: this rank's part of the parameters, flat and read-only; ``writing`` is for changes.
-        grad_shard: this rank's part of the reduced gradients, while there are any.
-        optimizer_state: this rank's optimizer state by name, flat, without padding.
+        state: where the parameters are.
+        parts: the flat buffers: what is trained, then what is frozen, by dtype.
+        ties: which parameters are others.
     """
 
-    def __init__(self, name: str, params: Mapping[str, Array | Spec]) -> None:
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, Array | Spec | Tied],
+        *,
+        frozen: str | Iterable[str] = (),
+        ignored: str | Iterable[str] = (),
+    ) -> None:
         if not name or not isinstance(name, str):
             raise ArgumentError(f"a unit's name must be a non-empty string, got {name!r}")
         self.name = name
+        self.names = tuple(params)
         self.state = ParamState.SHARDED
-        self.grad_state = GradState.NONE
-        self.initial: dict[str, Array | Spec] | None = {
+        self.ties = {key: value for key, value in params.items() if isinstance(value, Tied)}
+        own = {
             key: value if isinstance(value, Spec) else np.asarray(value)
             for key, value in params.items()
+            if not isinstance(value, Tied)
         }
-        self.dtype = _common_dtype(name, self.initial)
-        self.optimizer_state: dict[str, Array] = {}
-        self.grad_shard: Array | None = None
-        self._layout: FlatLayout | None = None
+        left = chosen(name, own, ignored, "ignored")
+        self.ignored = {
+            key: _as_it_is(name, key, own.pop(key)) for key in tuple(own) if key in left
+        }
+        self.frozen = frozenset(chosen(name, own, frozen, "frozen"))
+        self.initial: dict[str, Array | Spec] | None = own
+        self.dtype = _common_dtype(name, {k: v for k, v in own.items() if k not in self.frozen})
+        self.owners: dict[str, Unit] = {}  # of the tied parameters; set by the engine
+        self.parts: tuple[Part, ...] = ()
         self._binding: Binding | None = None
-        self._storage: Storage | None = None
-        self._gather: Work | None = None
-        self._local: Gradients | None = None
-        self._grad_buffer: Array | None = None  # what grad_shard is, whenever it is there
+        self._gradients: UnitGradients | None = None
+        self._update: ShardUpdate | None = None
+        self._gathers: list[Work] = []
+        self._tied: dict[str, Array] = {}  # gradients that are written now, flat
         self._in_writing = False
 
     # Taking over.
 
-    def lay_out(self, world_size: int) -> FlatLayout:
-        """Fix how the parameters are sharded; called by the engine, before ``bind``."""
-        if self._layout is not None or self.initial is None:
-            raise StateError(f"unit {self.name!r} belongs to an engine already; make a new one")
-        shapes = {name: value.shape for name, value in self.initial.items()}
-        self._layout = FlatLayout.build(shapes, self.dtype, world_size)
-        return self._layout
+    def tie(self, name: str, tie: Tied) -> None:
+        """Make a parameter another one's alias; called by the engine, before ``lay_out``."""
+        assert self.initial is not None
+        del self.initial[name]
+        self.frozen -= {name}
+        self.ties[name] = tie
 
-    def bind(self, binding: Binding, flat: Array | None) -> None:
+    @property
+    def trained(self) -> list[str]:
+        """Names of the parameters of its own that are trained; before ``bind``."""
+        return [name for name in self.initial or () if name not in self.frozen]
+
+    def lay_out(self, shards: int, precision: Precision) -> list[FlatLayout]:
+        """Fix how the parameters are sharded; called by the engine, before ``bind``."""
+        initial = self.initial
+        if self.parts or initial is None:
+            raise StateError(f"unit {self.name!r} belongs to an engine already; make a new one")
+        self._dtypes = dtypes = precision.dtypes(self.dtype)
+        trained = {key: value for key, value in initial.items() if key not in self.frozen}
+        parts = [Part(self.name, trained, (dtypes.master, dtypes.param), shards)]
+        for dtype in dict.fromkeys(initial[key].dtype for key in initial if key in self.frozen):
+            group = {k: v for k, v in initial.items() if k in self.frozen and v.dtype == dtype}
+            kept = dtypes.param if dtype == dtypes.master else dtype
+            parts.append(Part(self.name, group, (kept, kept), shards))
+        self.parts = tuple(parts)
+        return [part.layout for part in parts]
+
+    def bind(self, binding: Binding, flats: Iterable[Array | None]) -> None:
         """Shard the parameters; called by the engine, once.
 
         Args:
             binding: what all units of the engine have in common.
-            flat: the unit's flat buffer in the window of the host, if there is one.
+            flats: the parts' flat buffers in the window of the host, or None where there is none.
         """
-        assert self.initial is not None
-        backend, places = binding.backend, Places(self.name, self.layout)
-        storage: Storage
-        if flat is None:
-            storage = Separate(backend, places, binding.algorithm, binding.pool)
-        else:
-            storage = Windowed(backend, places, flat)
-        for piece in self.layout.pieces(backend.rank):
-            target = storage.own[piece.shard_start : piece.shard_stop]
-            value = self.initial[piece.name]
-            if isinstance(value, Spec):
-                name = f"{self.name}.{piece.name}"
-                value.init.fill(target, piece.param_start, seed=binding.seed, name=name)
-            else:
-                target[...] = value.reshape(-1)[piece.param_start : piece.param_stop]
-        self._binding, self._storage, self.initial = binding, storage, None
-        if binding.optimizer is not None:
-            self.optimizer_state = binding.optimizer.init_state(self.valid_size, self.dtype)
+        for part, flat in zip(self.parts, flats, strict=True):
+            part.bind(
+                binding.ranks,
+                binding.algorithm,
+                binding.pool,
+                binding.allocate,
+                flat,
+                binding.seed,
+            )
+        trained = self.parts[0]
+        self._gradients = UnitGradients(
+            trained.places, binding.ranks, binding.algorithm, binding.pool, self._dtypes
+        )
+        if binding.optimizers is not None and self.trainable:
+            self._update = ShardUpdate(
+                self.name, trained, binding.optimizers, binding.ranks, binding.allocate
+            )
+        self._binding, self.initial = binding, None
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameters of its own are trained."""
+        return bool(self.layout.params)
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """In which dtypes the trained parameters and their gradients are held."""
+        self._bound(self._binding)
+        return self._dtypes
 
     @property
     def layout(self) -> FlatLayout:
-        """Which parameter lies where."""
-        return self._bound(self._layout)
+        """Which trained parameter lies where in the flat buffer and in the shards."""
+        return self.parts[0].layout if self.parts else self._bound(None)
 
     @property
     def shard(self) -> Array:
-        """This rank's part of the flat parameters, padding included; read-only."""
-        return self._bound(self._storage).shard
+        """This rank's part of the trained parameters at full precision, flat, padding included.
+
+        Read-only; ``writing`` is for changes.
+        """
+        self._bound(self._binding)
+        return self.parts[0].shard
 
     @property
     def valid_size(self) -> int:
         """Elements of this rank's shard that are not padding."""
-        return self.layout.valid_size(self._bound(self._binding).backend.rank)
+        self._bound(self._binding)
+        return self.parts[0].valid_size
+
+    @property
+    def optimizer_state(self) -> dict[str, Array]:
+        """This rank's optimizer state by name, flat, without padding."""
+        return {} if self._update is None else self._update.state
+
+    @property
+    def updater(self) -> ShardUpdate | None:
+        """What updates this rank's shard; None without an optimizer, or trained parameters."""
+        return self._update
+
+    @property
+    def gradients(self) -> UnitGradients:
+        """The gradients, as the engine sees them."""
+        return self._bound(self._gradients)
+
+    @property
+    def grad_state(self) -> GradState:
+        """Where the gradients are."""
+        return GradState.NONE if self._gradients is None else self._gradients.state
+
+    @property
+    def grad_shard(self) -> Array | None:
+        """This rank's part of the reduced gradients, while there are any; padding included."""
+        gradients = self.gradients
+        gradients.wait()
+        return gradients.shard
 
     def _bound(self, value: T | None) -> T:
         if value is None:
@@ -168,94 +248,185 @@ class Unit:
         """Gather the parameters of all ranks; does nothing if they are gathered already.
 
         Where they are in a window, no data moves: the ranks wait until all have come here.
+        Parameters that are tied to others are gathered with the units that own them.
 
         Args:
             async_op: return a ``Work`` at once; ``params`` is there after its ``wait()``, or after
                 ``unshard()``.
         """
-        storage = self._bound(self._storage)
+        self._bound(self._binding)
         if self.state is ParamState.SHARDED:
             if self._in_writing:
                 raise StateError(f"unshard() of unit {self.name!r} while it is being written")
-            started = storage.gather(async_op=async_op)
-            self.state = ParamState.UNSHARDED
-            if async_op:
-                self._gather, self.state = started, ParamState.GATHERING
+            for part in self.parts:
+                if part.layout.params or part is self.parts[0]:
+                    started = part.storage.gather(async_op=async_op)
+                    if async_op and started is not None:
+                        self._gathers.append(started)
+            self.state = ParamState.GATHERING if self._gathers else ParamState.UNSHARDED
         if self.state is ParamState.GATHERING and not async_op:
-            assert self._gather is not None
-            self._gather.wait()
-            self._gather, self.state = None, ParamState.UNSHARDED
-        return self._gather
+            for work in self._gathers:
+                work.wait()
+            self._gathers.clear()
+            self.state = ParamState.UNSHARDED
+        return AllOf(self._gathers) if async_op else None
 
     @property
-    def params(self) -> Params:
+    def has_pending_prefetch(self) -> bool:
+        """Whether a gathering was begun that nobody has waited for."""
+        return self.state is ParamState.GATHERING
+
+    @property
+    def fetched(self) -> bool:
+        """Whether a gathering moves data, so that it pays to begin it ahead of its use."""
+        return any(part.storage.fetched for part in self.parts if part.layout.params)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory that a gathering takes; 0 where it takes none."""
+        return sum(part.storage.gathered_bytes for part in self.parts)
+
+    @property
+    def params(self) -> Mapping[str, Array]:
         """The gathered parameters by name: read-only views, valid until ``reshard``."""
         if self.state is not ParamState.UNSHARDED:
             raise StateError(
                 f"parameters of unit {self.name!r} are {self.state.value}; call unshard() first"
             )
-        return self._bound(self._storage).params
+        if len(self.parts) == 1 and not self.ties and not self.ignored:
+            return self.parts[0].storage.params
+        return Joined(self.name, {name: self._source(name) for name in self.names})
 
-    def reshard(self) -> None:
+    def _source(self, name: str) -> Any:
+        if name in self.ties:
+            return functools.partial(self._tied_to, name)
+        if name in self.ignored:
+            return functools.partial(self.ignored.__getitem__, name)
+        part = next(part for part in self.parts if name in part.places)
+        return functools.partial(part.storage.params.__getitem__, name)
+
+    def _tied_to(self, name: str) -> Array:
+        owner = self.owners[name]
+        if owner.state is not ParamState.UNSHARDED:
+            raise StateError(
+                f"{self.name}.{name} is tied to {self.ties[name]}, which is {owner.state.value}; "
+                f"call unshard() of unit {owner.name!r} first"
+            )
+        return owner.params[self.ties[name].param]
+
+    def reshard(self, *, again: bool = False) -> None:
         """End the use of the gathered parameters; does nothing if they are sharded already.
 
-        Their memory is freed unless they are in a window. Views must not be read after this.
+        Their memory is freed unless they are kept, or in a window. Views must not be read after
+        this.
+
+        Args:
+            again: the backward pass is still to come, for which the strategy may keep a part.
         """
-        gather, self._gather = self._gather, None
-        if gather is not None:
+        gathers, self._gathers = self._gathers, []
+        for work in gathers:
             # If it failed, the backend is broken and whatever comes next says so; raised here,
             # it would hide the error that led to this clean-up.
             with contextlib.suppress(CommunicationError):
-                gather.wait()
-        if self.state is not ParamState.SHARDED:
-            self.state = ParamState.SHARDED
-            self._bound(self._storage).free()
+                work.wait()
+        self.state = ParamState.SHARDED
+        for part in self.parts:
+            part.storage.free(again=again)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Array]:
         """Change parameters, for instance to load them: gives this rank's shard to be written.
 
-        All ranks call it, each for its own shard (flat, padding included), in which
-        ``layout.pieces(rank)`` says what lies where. Gathered parameters are resharded; the next
-        ``unshard`` shows what was written. The array is read-only after the block. ::
+        All ranks call it, each for its own shard (flat, padding included, at full precision), in
+        which ``layout.pieces(unit.shard_rank)`` says what lies where. Gathered parameters are
+        resharded; the next ``unshard`` shows what was written. The array is read-only after the
+        block. ::
 
             with unit.writing() as shard:
-                for piece in unit.layout.pieces(backend.rank):
+                for piece in unit.layout.pieces(unit.shard_rank):
                     values = full[piece.name].reshape(-1)[piece.param_start : piece.param_stop]
                     shard[piece.shard_start : piece.shard_stop] = values
 
         Raises:
             StateError: it is being written already.
         """
-        storage = self._bound(self._storage)
+        trained = self.parts[0] if self.parts else self._bound(None)
+        with self._claimed(trained):
+            writable = trained.master.view()
+            try:
+                yield writable
+            finally:
+                writable.flags.writeable = False
+                trained.publish()
+
+    @property
+    def shard_rank(self) -> int:
+        """Which of the shards this rank has."""
+        self._bound(self._binding)
+        return self.parts[0].rank
+
+    def load(self, values: Mapping[str, Array]) -> None:
+        """Replace parameters by ``values``, whole arrays by name; others stay as they are.
+
+        All ranks call it with the same names, and keep their shards. Arrays of another floating
+        dtype are rounded; those for tied parameters go to their owner, in a ``load`` of its own.
+
+        Raises:
+            ArgumentError: a name that is not the unit's own, or a wrong shape; nothing was changed.
+        """
+        self._bound(self._binding)
+        shapes = {p.name: p.shape for part in self.parts for p in part.layout.params}
+        for name, value in values.items():
+            shape = np.shape(value)
+            if name not in shapes:
+                raise ArgumentError(
+                    f"unit {self.name!r} has no parameter {name!r} to load; it has "
+                    f"{', '.join(shapes) or 'none'}"
+                )
+            if shape != shapes[name]:
+                raise ArgumentError(
+                    f"{self.name}.{name} has shape {shapes[name]}, but the array to load {shape}"
+                )
+        with self._claimed(*self.parts):
+            for part in self.parts:
+                part.load(values)
+
+    @contextlib.contextmanager
+    def _claimed(self, *parts: Part) -> Iterator[None]:
+        self._bound(self._binding)
         if self._in_writing:
             raise StateError(f"unit {self.name!r} is being written already")
+        self.gradients.wait()
         self.reshard()
-        storage.claim()
-        writable = storage.own.view()
+        for part in parts:
+            part.storage.claim()
         self._in_writing = True
         try:
-            yield writable
+            yield
         finally:
             self._in_writing = False
-            writable.flags.writeable = False
 
     # Gradients.
 
     def begin_gradients(self) -> Gradients:
         """Return zeroed gradients to be written, for ``reduce_gradients`` to pick up."""
-        binding = self._bound(self._binding)
-        if self._local is not None:
-            raise StateError(
-                f"unit {self.name!r} has gradients that were not reduced; call reduce_gradients()"
-            )
-        flat = binding.pool.take(self.layout.padded_size, self.dtype)
-        self._local = Gradients(flat, self._bound(self._storage).places)
-        self.grad_state = GradState.LOCAL
-        return self._local
+        binding, gradients = self._bound(self._binding), self.gradients
+        gradients.check_closed()
+        views = {}
+        for name, tie in self.ties.items():
+            places = self.owners[name].parts[0].places
+            if tie.param in places:
+                shape = places.shape(tie.param)
+                flat = binding.pool.take(math.prod(shape), self.owners[name].dtypes.grad)
+                self._tied[name], views[name] = flat, flat.reshape(shape)
+        return gradients.begin(views)
 
     def reduce_gradients(
-        self, grads: Mapping[str, Array] | None = None, *, divisor: float | None = None
+        self,
+        grads: Mapping[str, Array] | None = None,
+        *,
+        divisor: float | None = None,
+        async_op: bool = False,
     ) -> None:
         """Sum the gradients of all ranks; each keeps its shard, added to what it had.
 
@@ -266,9 +437,10 @@ class Unit:
             grads: gradients by name, where ``begin_gradients`` was not used; those that are
                 missing count as zeros.
             divisor: the sum is divided by it; by default the number of ranks, for their mean.
+            async_op: begin only; ``grad_shard`` and ``update`` wait for the end.
         """
-        self._bound(self._binding)
         check_divisor(divisor)
+        gradients = self.gradients
         if grads is not None:
             target = self.begin_gradients()
             try:
@@ -277,97 +449,71 @@ class Unit:
             except BaseException:
                 self.drop_local_gradients()
                 raise
-        if self._local is None:
-            raise StateError(
-                f"unit {self.name!r} has no gradients to reduce; pass them, or call "
-                "begin_gradients() and write them first"
-            )
-        self._reduce(self._local.finish(), divisor)
-        self.drop_local_gradients()
-
-    def _reduce(self, flat: Array, divisor: float | None) -> None:
-        """Reduce the full gradients of all ranks to shards; ``flat`` may be overwritten."""
-        binding, storage = self._bound(self._binding), self._bound(self._storage)
-        backend, total = binding.backend, self.grad_shard
-        if total is None:
-            own = self._own_grad_buffer()
-        else:  # a collective may write to this rank's part of what it reads
-            start, stop = self.layout.shard_bounds(backend.rank)
-            own = flat[start:stop]
+        self._hand_over_tied()
+        if not self.trainable:
+            gradients.drop_open()
+            return
         sharded = self.state is ParamState.SHARDED
         label = f"unit {self.name}" if sharded else f"unit {self.name}, before reshard"
-        reduce_scatter(
-            flat,
-            backend,
-            op="mean" if divisor is None else "sum",
-            out=own,
-            algorithm=binding.algorithm,
-            label=label if divisor is None else f"{label}, divisor {divisor}",
-        )
+        gradients.reduce(divisor, label=label, async_op=async_op)
         if sharded:
-            storage.reduced()
-        if divisor is not None:
-            np.divide(own, divisor, out=own)
-        if total is None:
-            self.grad_shard = own
-        else:
-            np.add(total, own, out=total)
+            for part in self.parts:
+                part.storage.reduced()
+
+    def keep_gradients(self) -> None:
+        """Add what was written since ``begin_gradients`` to what is reduced with the next ones."""
+        self._hand_over_tied()
+        self.gradients.keep()
+
+    def _hand_over_tied(self) -> None:
+        """Give the gradients of tied parameters to their owners, on all ranks alike."""
+        written = self.gradients.writable
+        tied, self._tied = self._tied, {}
+        for name, flat in tied.items():
+            assert written is not None
+            _ = written[name]  # zeros, if nobody has asked for it
+            self.owners[name].gradients.add_tied(self.ties[name].param, flat)
 
     def drop_local_gradients(self) -> None:
-        """Free gradients that are not reduced; what was reduced before stays."""
-        if self._local is not None:
-            self._bound(self._binding).pool.give(self._local.close())
-        self._local = None
-        self.grad_state = GradState.NONE if self.grad_shard is None else GradState.REDUCED
+        """Free gradients that were begun and neither kept nor reduced; all others stay."""
+        tied, self._tied = self._tied, {}
+        for flat in tied.values():
+            self._bound(self._binding).pool.give(flat)
+        self.gradients.drop_open()
 
     def drop_gradients(self) -> None:
         """Forget all gradients."""
-        self.grad_shard = None
         self.drop_local_gradients()
+        self.gradients.drop()
 
     def update(self, *, step: int, lr: float | None, grad_scale: float) -> None:
         """Apply the optimizer to this rank's shard; reshards the unit and forgets the gradients.
 
-        All ranks call it. They wait for each other if the unit may be in use somewhere.
+        All ranks call it. They wait for each other if the unit may be in use somewhere. No gradient
+        counts as zeros.
 
         Args:
             step: number of this update, from 1.
             lr: learning rate, if not the optimizer's own.
             grad_scale: the gradients are multiplied by it.
         """
-        optimizer = self._bound(self._binding).optimizer
-        if optimizer is None:
+        binding, gradients = self._bound(self._binding), self.gradients
+        if binding.optimizers is None:
             raise StateError("the engine has no optimizer; pass one: FSDP(..., optimizer=...)")
-        storage, size = self._bound(self._storage), self.valid_size
-        self.reshard()  # what is gathered is about to be out of date
-        storage.claim()
-        grad = self.grad_shard
-        if grad is None:  # no gradient counts as zeros
-            grad = self._own_grad_buffer()
-            grad[:] = 0
-        optimizer.update(
-            storage.own[:size],
-            grad[:size],
-            self.optimizer_state,
-            step=step,
-            lr=lr,
-            grad_scale=grad_scale,
-        )
-        self.drop_gradients()
-
-    def _own_grad_buffer(self) -> Array:
-        if self._grad_buffer is None:
-            self._grad_buffer = np.empty(self.layout.shard_size, self.dtype)
-        return self._grad_buffer
+        if self._update is None:
+            return
+        with self._claimed(self.parts[0]):  # what is gathered is about to be out of date
+            self._update.apply(gradients.zeros(), step=step, lr=lr, grad_scale=grad_scale)
+        gradients.drop()
 
     def __repr__(self) -> str:
         return f"<Unit {self.name!r} {self.state.value}, gradients {self.grad_state.value}>"
 
 
-def check_divisor(divisor: float | None) -> None:
-    """Raise ArgumentError if gradients cannot be divided by ``divisor``."""
-    if divisor is not None and not (math.isfinite(divisor) and divisor > 0):
-        raise ArgumentError(f"divisor must be a positive number, got {divisor}")
+def _as_it_is(unit: str, name: str, value: Array | Spec) -> Array:
+    if isinstance(value, Spec):
+        raise ArgumentError(f"{unit}.{name} is ignored, and needs an array instead of a Spec")
+    return read_only(np.ascontiguousarray(value).reshape(-1)).reshape(value.shape)
 
 
 def _common_dtype(unit: str, params: Mapping[str, Array | Spec]) -> np.dtype[Any]:
@@ -375,11 +521,13 @@ def _common_dtype(unit: str, params: Mapping[str, Array | Spec]) -> np.dtype[Any
     for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
             raise ArgumentError(
-                f"parameter {unit}.{name} has dtype {dtype}; parameters are float32 or float64"
+                f"parameter {unit}.{name} has dtype {dtype}; parameters are float32 or float64, "
+                "which the optimizer updates. To compute in less, pass the engine "
+                "precision=fc.Precision(param_dtype=...); others can be frozen or ignored"
             )
     if len(set(dtypes.values())) > 1:
         raise ArgumentError(
-            f"the parameters of unit {unit!r} must share one dtype, got "
+            f"the trained parameters of unit {unit!r} must share one dtype, got "
             + ", ".join(f"{name}: {dtype}" for name, dtype in dtypes.items())
         )
     return next(iter(dtypes.values()), np.dtype(np.float32))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,10 @@ class Places:
     def __len__(self) -> int:
         return len(self._found)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of parameter ``name``."""
+        return self._found[name][1]
+
     def view(self, flat: Array, name: str) -> Array:
         """Return the part of ``flat`` that is parameter ``name``, in its shape.
 
@@ -50,10 +55,7 @@ class Places:
         try:
             place, shape = self._found[name]
         except KeyError:
-            known = ", ".join(self._found) or "none"
-            raise UnknownParameterError(
-                f"unit {self.unit!r} has no parameter {name!r}; it has {known}"
-            ) from None
+            raise unknown(self.unit, name, self._found) from None
         return flat[place].reshape(shape)
 
 
@@ -84,19 +86,61 @@ class Params(Mapping[str, Array]):
         return len(self._places)
 
 
+class Joined(Mapping[str, Array]):
+    """Parameters of a unit by name, in the order of their declaration, from where each one lies.
+
+    Args:
+        unit: its name.
+        sources: for each name, what gives the array.
+    """
+
+    def __init__(self, unit: str, sources: Mapping[str, Callable[[], Array]]) -> None:
+        self._unit = unit
+        self._sources = sources
+
+    def __getitem__(self, name: str) -> Array:
+        try:
+            source = self._sources[name]
+        except KeyError:
+            raise unknown(self._unit, name, self._sources) from None
+        return source()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
 class Gradients(MutableMapping[str, Array]):
     """A unit's gradients by name, as writable views that begin as zeros.
 
     ``grads[name] = array`` copies into the view after checking shape and dtype; views can also be
     written directly, as in ``np.matmul(x.T, dy, out=grads["w"])``. What is not written stays zero.
-    A view is filled with zeros when it is first asked for; ``empty`` leaves that out.
+    A view is filled with zeros when it is first asked for; ``empty`` leaves that out. There are
+    none of frozen parameters: ``name in grads`` tells.
 
-    ``flat`` is the padded flat buffer, of shape ``(layout.padded_size,)``, with any content.
+    Args:
+        flat: the padded flat buffer, of shape ``(layout.padded_size,)``, with any content.
+        places: where the parameters lie in it.
+        tied: the gradients of tied parameters, which lie apart, with any content.
+        computed: dtype of the parameters, which assigned gradients may have, too.
     """
 
-    def __init__(self, flat: Array, places: Places) -> None:
+    def __init__(
+        self,
+        flat: Array,
+        places: Places,
+        tied: Mapping[str, Array] | None = None,
+        computed: np.dtype[Any] | None = None,
+    ) -> None:
         self._flat: Array | None = flat
         self._places = places
+        self._tied = tied or {}
+        self._computed = computed
         self._views: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
@@ -113,20 +157,21 @@ class Gradients(MutableMapping[str, Array]):
         """
         view = self._views.get(name)
         if view is None:
-            view = self._views[name] = self._places.view(self._open(), name)
+            view = self._views[name] = self._view(name)
         return view
 
     def __setitem__(self, name: str, value: Array) -> None:
         view, value = self._views.get(name), np.asarray(value)
         if view is None:
-            view = self._places.view(self._open(), name)
-        if value.shape != view.shape or value.dtype != view.dtype:
+            view = self._view(name)
+        if value.shape != view.shape or value.dtype not in (view.dtype, self._computed):
+            also = f" (or {self._computed})" if self._computed not in (None, view.dtype) else ""
             raise ArgumentError(
                 f"gradient of {self._places.unit}.{name} must have shape {view.shape} and dtype "
-                f"{view.dtype}, got {value.shape} and {value.dtype}"
+                f"{view.dtype}{also}, got {value.shape} and {value.dtype}"
             )
         if value is not view:
-            view[...] = value
+            round_into(view, value)
         self._views[name] = view
 
     def __delitem__(self, name: str) -> None:
@@ -135,19 +180,19 @@ class Gradients(MutableMapping[str, Array]):
         )
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._places or name in self._tied
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return itertools.chain(self._places, self._tied)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._tied)
 
     def finish(self) -> Array:
         """Fill with zeros what was never asked for, padding too, and return the flat buffer."""
         flat = self._open()
-        if len(self._views) < len(self._places):
-            for name in self._places:
+        if len(self._views) < len(self):
+            for name in self:
                 self[name]
         if self._places.layout.padding:
             flat[self._places.layout.size :] = 0
@@ -159,6 +204,17 @@ class Gradients(MutableMapping[str, Array]):
         self._views = {}
         return flat
 
+    def _view(self, name: str) -> Array:
+        flat = self._open()
+        if name not in self:
+            raise UnknownParameterError(
+                f"unit {self._places.unit!r} has no gradient of {name!r}; it has those of "
+                f"{', '.join(self) or 'none'}. What is frozen or ignored has none: "
+                "'name in grads' tells"
+            )
+        tied = self._tied.get(name)
+        return self._places.view(flat, name) if tied is None else tied
+
     def _open(self) -> Array:
         if self._flat is None:
             raise StateError(
@@ -168,9 +224,24 @@ class Gradients(MutableMapping[str, Array]):
         return self._flat
 
 
+def unknown(unit: str, name: object, known: Iterable[str]) -> UnknownParameterError:
+    """Return the error for a parameter that a unit does not have."""
+    names = ", ".join(known) or "none"
+    return UnknownParameterError(f"unit {unit!r} has no parameter {name!r}; it has {names}")
+
+
 def read_only(flat: Array) -> Array:
     """Return a view through which nobody can write, not even by setting ``flags.writeable``."""
     # A view of an array can be made writable again, one of a buffer cannot. By way of bytes, since
     # not every dtype can be exported as a buffer.
     shown: NDArray[Any] = np.asarray(flat.view(np.uint8).data.toreadonly())
     return shown.view(flat.dtype)
+
+
+def round_into(target: Array, values: Array) -> None:
+    """Copy ``values``, rounded to the dtype of ``target``; what is too large for it becomes inf."""
+    if target.dtype == values.dtype:
+        target[...] = values
+    else:
+        with np.errstate(over="ignore"):
+            target[...] = values

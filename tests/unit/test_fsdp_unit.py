@@ -236,7 +236,7 @@ def test_misuse_says_what_was_expected(misuse, message):
         (lambda b: fc.FSDP([], b), "at least one unit"),
         (lambda b: fc.FSDP(["u"], b), "must be Unit objects, got str"),
         (lambda b: engine_of(b, strategy="zero9"), "unknown strategy 'zero9'; known: 'full_shard'"),
-        (lambda b: engine_of(b, prefetch=2), "prefetch must be 0 or 1 units, got 2"),
+        (lambda b: engine_of(b, prefetch=-1), "prefetch .in units. must be at least 0, got -1"),
         (lambda b: engine_of(b, algorithm="tree"), "unknown algorithm 'tree'; known: 'auto'"),
         (lambda b: engine_of(b)["nope"], "no unit 'nope'; it has u0, u1"),
         (lambda b: engine_of(b)[fc.Unit("u0", arrays())], "no unit 'u0'"),
@@ -263,15 +263,6 @@ def test_wrong_arguments_are_named(make, message):
     assert isinstance(error, fc.ArgumentError)
     with pytest.raises(fc.ArgumentError, match=message):
         raise error
-
-
-def test_the_same_array_twice_is_refused_instead_of_quietly_untied():
-    shared = np.ones(3, np.float32)
-
-    def body(backend):
-        fc.FSDP([fc.Unit("a", {"w": shared}), fc.Unit("b", {"v": shared})], backend)
-
-    assert "a.w and b.v are the same array" in str(cause_of(body))
 
 
 def test_a_unit_without_an_engine_says_so():
@@ -306,7 +297,12 @@ def test_not_a_number_is_noticed_on_all_ranks_and_changes_nothing():
     def body(backend):
         engine = engine_of(backend)
         before = engine.units[0].shard.copy()
-        with pytest.raises(fc.NonFiniteGradientError, match="norm is nan"), engine.step() as step:
+        with (
+            pytest.raises(
+                fc.NonFiniteGradientError, match="are inf or nan .in the shards of ranks"
+            ),
+            engine.step() as step,
+        ):
             for unit in engine.units:
                 with step.forward(unit):
                     pass
@@ -381,7 +377,10 @@ def test_options_that_differ_between_ranks_are_refused():
     for body in (seeds, optimizers):
         error = cause_of(body, 2)
         assert isinstance(error, fc.MismatchError)
-        assert "the engine's options (optimizer, prefetch, seed, algorithm) differ" in str(error)
+        assert (
+            "the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"
+            in str(error)
+        )
 
 
 def test_a_transposed_view_of_another_parameter_is_refused():
@@ -390,13 +389,13 @@ def test_a_transposed_view_of_another_parameter_is_refused():
     def body(backend):
         fc.FSDP([fc.Unit("a", {"w": table}), fc.Unit("b", {"v": table.T})], backend)
 
-    assert "a.w and b.v are the same array" in str(cause_of(body))
+    assert "a.w and b.v are views of the same memory" in str(cause_of(body))
 
 
 def test_a_wrong_optimizer_leaves_the_units_usable():
     def body(backend):
         units = [fc.Unit("u", arrays())]
-        with pytest.raises(fc.ArgumentError, match=r"must be one of fc\.optim"):
+        with pytest.raises(fc.ConfigError, match=r"must be one of fc\.optim"):
             fc.FSDP(units, backend, optimizer="adam")
         fc.FSDP(units, backend, optimizer=fc.optim.SGD(lr=1.0))
 

@@ -1,7 +1,42 @@
 """Optimizers on flat shards: frozen policies whose state the caller owns."""
 
-from fsdpcore.fsdp.optim.adamw import AdamW
+from fsdpcore.fsdp.optim import schedules
+from fsdpcore.fsdp.optim.adafactor import Adafactor
+from fsdpcore.fsdp.optim.adagrad import Adagrad
+from fsdpcore.fsdp.optim.adam import Adam, AdamW
 from fsdpcore.fsdp.optim.base import Optimizer
+from fsdpcore.fsdp.optim.groups import (
+    OptimizerRange,
+    ParamGroups,
+    elementwise_ranges,
+    resolve,
+    whole_parameter_specs,
+)
+from fsdpcore.fsdp.optim.lion import Lion
+from fsdpcore.fsdp.optim.pieces import PieceSpec, Reduce, ShardPiece
+from fsdpcore.fsdp.optim.rmsprop import RMSprop
+from fsdpcore.fsdp.optim.schedules import Schedule
 from fsdpcore.fsdp.optim.sgd import SGD
+from fsdpcore.fsdp.optim.whole import WholeParameterOptimizer
 
-__all__ = ["SGD", "AdamW", "Optimizer"]
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "Optimizer",
+    "OptimizerRange",
+    "ParamGroups",
+    "PieceSpec",
+    "RMSprop",
+    "Reduce",
+    "Schedule",
+    "ShardPiece",
+    "WholeParameterOptimizer",
+    "elementwise_ranges",
+    "resolve",
+    "schedules",
+    "whole_parameter_specs",
+]

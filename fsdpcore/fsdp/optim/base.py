@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fsdpcore.errors import ArgumentError, ConfigError
 from fsdpcore.fsdp.checks import as_finite, as_int
+from fsdpcore.fsdp.optim.arrays import (
+    check_arrays,
+    check_dtype,
+    check_names,
+    round_into,
+    scaled_into,
+)
+from fsdpcore.fsdp.optim.pieces import PieceSpec, Reduce, ShardPiece
+from fsdpcore.fsdp.optim.schedules import Schedule
 
 BLOCK_ELEMENTS = 128 * 1024
 """Elements updated at a time, small enough that a block of every array stays in the cache."""
-
-_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 @dataclass(frozen=True)
@@ -26,17 +34,27 @@ class Optimizer(ABC):
     The caller owns parameters, gradients and state, so one object serves every shard. The result
     does not depend on where shards or blocks begin: updating an array whole or in any pieces
     gives the same bits. Shards are float32 or float64; for half-precision training keep a float32
-    master shard and round it after the update.
+    master shard, which ``update`` can round into another array on its way.
 
     A new optimizer is a frozen dataclass that gives ``state_names`` and ``update_block``. ``lr``
-    is the learning rate where ``update`` gets none. Hyper-parameters out of range raise
-    ConfigError.
+    is the learning rate, a number or a ``Schedule``, where ``update`` gets none. One that cannot
+    be elementwise derives from ``WholeParameterOptimizer``. Hyper-parameters out of range raise
+    ConfigError. Ranks compare the ``repr`` of ``resolved()``.
     """
 
-    lr: float
+    elementwise: ClassVar[bool] = True
+    """Whether ``update`` may be given any range of the shard, across parameters."""
+
+    lr: float | Schedule
 
     def __post_init__(self) -> None:
-        self._set_finite("lr", minimum=0.0)
+        if not isinstance(self.lr, Schedule):
+            if callable(self.lr):
+                raise ConfigError(
+                    f"lr of {type(self).__name__} must be a number or a fc.optim.Schedule, whose "
+                    f"repr is the same on every rank; got {self.lr!r}: derive from Schedule"
+                )
+            self._set_finite("lr", minimum=0.0)
 
     @property
     @abstractmethod
@@ -62,15 +80,57 @@ class Optimizer(ABC):
         ``scratch[1]`` is free. Use elementwise operations with ``out=`` and Python float scalars.
         """
 
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of this step, which counts from 1."""
+        if isinstance(self.lr, Schedule):
+            return self.lr(step)
+        as_int(step, "step (which counts from 1)", minimum=1)
+        return self.lr
+
+    def resolved(self) -> Optimizer:
+        """Return the same policy with everything decided that depends on what is installed."""
+        return self
+
+    def state_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each state array of a whole parameter of this ``shape``.
+
+        An array of the parameter's own shape is sharded as the parameter is. Any other is
+        smaller, and every rank holds all of it.
+        """
+        return dict.fromkeys(self.state_names, tuple(shape))
+
+    def initial_state(self, name: str) -> float:
+        """Return the value that the state array of this name begins with."""
+        return 0.0
+
     def init_state(self, size: int, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
-        """Return new zeroed state arrays of ``size`` elements; the caller owns them.
+        """Return new state arrays of ``size`` elements; the caller owns them.
 
         Raises ArgumentError if ``size`` is negative or ``dtype`` is not float32 or float64.
         """
         size = as_int(size, "size", minimum=0)
         resolved = np.dtype(dtype)
-        _check_dtype(resolved, "optimizer state")
-        return {name: np.zeros(size, resolved) for name in self.state_names}
+        check_dtype(resolved, "optimizer state")
+        return {name: self._new_state(name, size, resolved) for name in self.state_names}
+
+    def init_pieces(
+        self, specs: Sequence[PieceSpec], dtype: DTypeLike
+    ) -> dict[str, dict[str, NDArray[Any]]]:
+        """Return new state arrays, flat, by parameter and name; the caller owns them.
+
+        Does not communicate. Raises ArgumentError for a ``dtype`` that is not float32 or float64.
+        """
+        resolved = np.dtype(dtype)
+        check_dtype(resolved, "optimizer state")
+        states: dict[str, dict[str, NDArray[Any]]] = {}
+        for spec in specs:
+            states[spec.name] = {
+                name: self._new_state(
+                    name, spec.size if shape == spec.shape else math.prod(shape), resolved
+                )
+                for name, shape in self.state_shapes(spec.shape).items()
+            }
+        return states
 
     def update(
         self,
@@ -81,29 +141,79 @@ class Optimizer(ABC):
         step: int,
         lr: float | None = None,
         grad_scale: float = 1.0,
+        out: NDArray[Any] | None = None,
     ) -> None:
         """Take one step: write ``param`` and the ``state`` arrays in place, only read ``grad``.
 
-        ``param``, ``grad`` and each array of ``state`` (from ``init_state``) are contiguous 1-D
-        arrays of one size and dtype that share no memory. ``step`` counts from 1. ``lr`` replaces
-        the configured learning rate for this step. The gradient counts as ``grad * grad_scale``,
-        which is how clipping is applied without another pass. Allocates at most two blocks of
-        ``BLOCK_ELEMENTS``. Raises ArgumentError, with nothing written, if an argument is wrong.
+        ``param`` and each array of ``state`` (from ``init_state``) are contiguous 1-D arrays of
+        one size and dtype. ``grad`` is as large, and may have a narrower floating dtype (float16,
+        bfloat16): blocks of it are made as wide as ``param`` before anything is computed. ``out``,
+        if given, is as large, too; it gets the new ``param``, rounded to its own dtype, of which
+        float16, bfloat16 and float32 are no wider than ``param``. What is too large for it becomes
+        inf. No two arrays share memory.
+
+        ``step`` counts from 1. ``lr`` replaces the configured learning rate for this step. The
+        gradient counts as ``grad * grad_scale``, which is how clipping and the loss scale are
+        applied without another pass. Allocates at most two blocks of ``BLOCK_ELEMENTS``. Raises
+        ArgumentError, with nothing written, if an argument is wrong.
         """
         step = as_int(step, "step (which counts from 1)", minimum=1)
-        lr = self.lr if lr is None else as_finite(lr, "lr", minimum=0.0)
+        rate = self.learning_rate(step) if lr is None else as_finite(lr, "lr", minimum=0.0)
         grad_scale = as_finite(grad_scale, "grad_scale")
-        self._check_arrays(param, grad, state)
+        check_names(type(self).__name__, state, self.state_names)
+        check_arrays(param, grad, state, out)
+        scaled = grad_scale != 1.0 or grad.dtype != param.dtype
         scratch = np.empty((2, min(param.size, BLOCK_ELEMENTS)), param.dtype)
         for start in range(0, param.size, BLOCK_ELEMENTS):
             block = slice(start, min(start + BLOCK_ELEMENTS, param.size))
             size = block.stop - start
+            values, gradient = param[block], grad[block]
             first, second = scratch[0, :size], scratch[1, :size]
-            scaled = grad[block]
-            if grad_scale != 1.0:
-                scaled = np.multiply(scaled, grad_scale, out=first)
+            if scaled:
+                gradient = scaled_into(first, gradient, grad_scale)
             states = {name: state[name][block] for name in self.state_names}
-            self.update_block(param[block], scaled, states, (first, second), step=step, lr=lr)
+            self.update_block(values, gradient, states, (first, second), step=step, lr=rate)
+            if out is not None:
+                round_into(out[block], values)
+
+    def update_pieces(
+        self,
+        pieces: Sequence[ShardPiece],
+        *,
+        step: int,
+        reduce: Reduce,
+        lr: float | None = None,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """Take one step on parts of parameters, of which the ranks hold the rest.
+
+        Args:
+            pieces: one for every parameter that this optimizer updates in a unit, in the same
+                order on all ranks, also where this rank holds nothing of it.
+            step: counts from 1.
+            reduce: sums over the ranks; called only where the optimizer is not ``elementwise``.
+            lr: as in ``update``.
+            grad_scale: as in ``update``.
+
+        Raises:
+            ArgumentError: an argument is wrong. Other ranks then wait for this one in ``reduce``.
+        """
+        for piece in pieces:
+            check_piece(piece)
+            self.update(
+                piece.param,
+                piece.grad,
+                piece.state,
+                step=step,
+                lr=lr,
+                grad_scale=grad_scale,
+                out=piece.out,
+            )
+
+    def _new_state(self, name: str, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        value = self.initial_state(name)
+        # Zeroed memory is given out by the system page by page, when it is first written.
+        return np.full(size, value, dtype) if value else np.zeros(size, dtype)
 
     def _set_finite(self, field: str, *, minimum: float) -> None:
         """Replace a field by its value as a Python float; raise ConfigError if out of range."""
@@ -111,52 +221,71 @@ class Optimizer(ABC):
         value = as_finite(getattr(self, field), what, minimum=minimum, error=ConfigError)
         object.__setattr__(self, field, value)
 
-    def _check_arrays(
-        self, param: NDArray[Any], grad: NDArray[Any], state: Mapping[str, NDArray[Any]]
-    ) -> None:
-        if set(state) != set(self.state_names):
-            raise ArgumentError(
-                f"{type(self).__name__} needs the state arrays {sorted(self.state_names)}, got "
-                f"{sorted(state)}; make them with init_state(size, dtype) of the same optimizer"
-            )
-        written = {"param": param} | {f"state[{name!r}]": state[name] for name in self.state_names}
-        arrays = {**written, "grad": grad}
-        for name, array in arrays.items():
-            _check_array(name, array)
-            if array.size != param.size or array.dtype != param.dtype:
-                raise ArgumentError(
-                    f"{name} has {array.size} elements of {array.dtype}, but param has "
-                    f"{param.size} of {param.dtype}; all must agree"
-                )
-        for name, array in written.items():
-            if not array.flags.writeable:
-                raise ArgumentError(f"{name} is read-only, but update writes it in place")
-        _check_no_overlap(arrays)
+    def _set_positive(self, field: str, why: str) -> None:
+        """The same for a field that may not be 0 either; ``why`` ends the message."""
+        self._set_finite(field, minimum=0.0)
+        if getattr(self, field) == 0.0:
+            raise ConfigError(f"{field} of {type(self).__name__} must be above 0: {why}")
 
+    def _set_fraction(self, field: str) -> None:
+        """The same for a field in [0, 1)."""
+        self._set_finite(field, minimum=0.0)
+        value = getattr(self, field)
+        if not value < 1.0:
+            raise ConfigError(f"{field} of {type(self).__name__} must be below 1, got {value:g}")
 
-def _check_array(name: str, array: NDArray[Any]) -> None:
-    if not isinstance(array, np.ndarray):
-        raise ArgumentError(f"{name} must be a NumPy array, got {type(array).__name__}")
-    if array.ndim != 1 or not array.flags.c_contiguous:
-        raise ArgumentError(
-            f"{name} must be 1-D and contiguous, got shape {array.shape} with strides "
-            f"{array.strides}; pass the flat shard"
+    def _set_flag(self, field: str) -> None:
+        value, name = getattr(self, field), type(self).__name__
+        if not isinstance(value, bool):
+            raise ConfigError(f"{field} of {name} must be True or False, got {value!r}")
+
+    def _set_betas(self) -> None:
+        """Replace ``betas`` by a tuple of two Python floats in [0, 1)."""
+        betas, name = self.__dict__["betas"], type(self).__name__
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ConfigError(f"betas of {name} must be two numbers, got {betas!r}")
+        values = tuple(
+            as_finite(beta, f"betas[{i}] of {name}", minimum=0.0, error=ConfigError)
+            for i, beta in enumerate(betas)
         )
-    _check_dtype(array.dtype, name)
+        if not max(values) < 1.0:
+            raise ConfigError(f"betas of {name} must be below 1, got {values}")
+        object.__setattr__(self, "betas", values)
 
 
-def _check_dtype(dtype: np.dtype[Any], what: str) -> None:
-    if dtype not in _DTYPES:
+def check_piece(piece: ShardPiece) -> None:
+    """Raise ArgumentError unless the piece is a part of its parameter and has its size."""
+    total = math.prod(piece.shape)
+    if not 0 <= piece.start <= piece.stop <= total:
         raise ArgumentError(
-            f"{what} must be float32 or float64, got {dtype}; for half precision keep a float32 "
-            "master shard and round it after the update"
+            f"the piece of {piece.name!r} is [{piece.start}, {piece.stop}), but a parameter of "
+            f"shape {piece.shape} has {total} elements"
+        )
+    if not isinstance(piece.param, np.ndarray) or piece.param.size != piece.size:
+        raise ArgumentError(
+            f"the piece of {piece.name!r} needs the {piece.size} elements of "
+            f"[{piece.start}, {piece.stop}) as param, got {np.shape(piece.param)}"
         )
 
 
-def _check_no_overlap(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Raise ArgumentError if two arrays share memory; exact, because all are contiguous."""
-    names = list(arrays)
-    for i, first in enumerate(names):
-        for second in names[i + 1 :]:
-            if np.may_share_memory(arrays[first], arrays[second]):
-                raise ArgumentError(f"{first} and {second} share memory; each needs its own")
+def ema(average: NDArray[Any], beta: float, values: NDArray[Any], work: NDArray[Any]) -> None:
+    """Compute ``average = beta * average + (1 - beta) * values`` in place.
+
+    ``work`` is as large and gets overwritten; it may be ``values``.
+    """
+    np.multiply(average, beta, out=average)
+    np.multiply(values, 1.0 - beta, out=work)
+    np.add(average, work, out=average)
+
+
+def decayed(
+    grad: NDArray[Any],
+    param: NDArray[Any],
+    weight_decay: float,
+    scratch: tuple[NDArray[Any], NDArray[Any]],
+) -> NDArray[Any]:
+    """Return ``grad + weight_decay * param``, in ``scratch[0]`` unless there is no decay."""
+    if weight_decay == 0.0:
+        return grad
+    np.multiply(param, weight_decay, out=scratch[1])
+    return np.add(grad, scratch[1], out=scratch[0])

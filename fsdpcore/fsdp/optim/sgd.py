@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.errors import ConfigError
-from fsdpcore.fsdp.optim.base import Optimizer
+from fsdpcore.fsdp.optim.base import Optimizer, decayed
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class SGD(Optimizer):
         super().__post_init__()
         self._set_finite("momentum", minimum=0.0)
         self._set_finite("weight_decay", minimum=0.0)
-        if not isinstance(self.nesterov, bool):
-            raise ConfigError(f"nesterov of SGD must be True or False, got {self.nesterov!r}")
+        self._set_flag("nesterov")
         if self.nesterov and self.momentum == 0.0:
             raise ConfigError("nesterov of SGD needs a momentum above 0, for instance 0.9")
 
@@ -57,11 +56,8 @@ class SGD(Optimizer):
         lr: float,
     ) -> None:
         """Update one block; see ``Optimizer.update_block``."""
-        decayed, work = scratch
-        direction = grad
-        if self.weight_decay != 0.0:
-            np.multiply(param, self.weight_decay, out=work)
-            direction = np.add(grad, work, out=decayed)
+        work = scratch[1]
+        direction = decayed(grad, param, self.weight_decay, scratch)
         if self.momentum != 0.0:
             buffer = state["momentum_buffer"]
             np.multiply(buffer, self.momentum, out=buffer)

@@ -1,0 +1,1 @@
+"""What ``bench/optimizer.py`` is made of."""

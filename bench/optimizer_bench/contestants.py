@@ -1,0 +1,141 @@
+"""Who updates the parameters: ours by NumPy and by numba, and PyTorch's implementations."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import fsdpcore as fc
+from fsdpcore import __version__
+from fsdpcore.errors import ArgumentError, MissingDependencyError
+from fsdpcore.registry import nearest
+
+OURS = "fsdpcore"
+COMPILED = "fsdpcore-numba"
+PEERS = {"torch-foreach": "foreach", "torch-fused": "fused"}
+"""PyTorch's implementations by name: the argument of its optimizers that asks for each."""
+
+POLICIES: dict[str, tuple[fc.optim.Optimizer, str, dict[str, Any]]] = {
+    "adamw": (fc.optim.AdamW(lr=1e-3), "AdamW", {"lr": 1e-3}),
+    "adam": (fc.optim.Adam(lr=1e-3), "Adam", {"lr": 1e-3}),
+    "sgd": (fc.optim.SGD(1e-3, momentum=0.9), "SGD", {"lr": 1e-3, "momentum": 0.9}),
+    "adagrad": (fc.optim.Adagrad(lr=1e-2), "Adagrad", {"lr": 1e-2}),
+    "rmsprop": (fc.optim.RMSprop(lr=1e-2), "RMSprop", {"lr": 1e-2}),
+}
+"""Ours, and the name and arguments of PyTorch's with the same semantics."""
+
+Array = NDArray[np.float32]
+
+
+class Contestant(ABC):
+    """Owns a copy of the parameters and its optimizer state."""
+
+    versions: dict[str, str]
+
+    @abstractmethod
+    def update(self) -> None:
+        """Take a step; the gradient is always the same."""
+
+    @property
+    @abstractmethod
+    def param(self) -> Array:
+        """The parameters, flat."""
+
+
+class Ours(Contestant):
+    """One flat shard, as an engine has it."""
+
+    def __init__(self, policy: fc.optim.Optimizer, param: Array, grad: Array) -> None:
+        self._policy, self._param, self._grad = policy, param.copy(), grad
+        self._state = policy.init_state(param.size, param.dtype)
+        self._steps = 0
+        self.versions = {"fsdpcore": __version__, "numpy": np.__version__}
+        if getattr(policy, "fused", False):
+            self.versions["numba"] = version("numba")
+
+    def update(self) -> None:
+        self._steps += 1
+        self._policy.update(self._param, self._grad, self._state, step=self._steps)
+
+    @property
+    def param(self) -> Array:
+        return self._param
+
+
+class Torch(Contestant):
+    """PyTorch's optimizer on so many tensors of nearly the same size, in one thread."""
+
+    def __init__(
+        self, name: str, options: dict[str, Any], param: Array, grad: Array, tensors: int
+    ) -> None:
+        torch = importlib.import_module("torch")
+        torch.set_num_threads(1)
+        self._params = []
+        for values, slope in zip(
+            np.array_split(param, tensors), np.array_split(grad, tensors), strict=True
+        ):
+            tensor = torch.nn.Parameter(torch.from_numpy(values.copy()))
+            tensor.grad = torch.from_numpy(slope.copy())
+            self._params.append(tensor)
+        self._optimizer = getattr(torch.optim, name)(self._params, **options)
+        self.versions = {"torch": torch.__version__}
+
+    def update(self) -> None:
+        self._optimizer.step()
+
+    @property
+    def param(self) -> Array:
+        joined: Array = np.concatenate([tensor.detach().numpy() for tensor in self._params])
+        return joined
+
+
+def check(optimizer: str, against: tuple[str, ...]) -> None:
+    """Check the names.
+
+    Raises:
+        ArgumentError: there is no such optimizer, peer, or implementation of the peer.
+        MissingDependencyError: the peer is not installed.
+    """
+    if optimizer not in POLICIES:
+        raise ArgumentError(
+            f"--optimizer knows no {optimizer!r}{nearest(optimizer, POLICIES)}; it knows "
+            f"{', '.join(POLICIES)}"
+        )
+    for name in against:
+        if name not in PEERS:
+            raise ArgumentError(
+                f"--against knows no {name!r}{nearest(name, PEERS)}; it knows {', '.join(PEERS)}"
+            )
+        if optimizer == "rmsprop" and PEERS[name] == "fused":
+            raise ArgumentError("PyTorch has no fused RMSprop; leave torch-fused out")
+    if against and importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError(
+            "--against needs PyTorch, which no extra of fsdpcore installs; get the build for CPUs "
+            "with: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+        )
+
+
+def contestants(
+    optimizer: str, elements: int, tensors: int, against: tuple[str, ...]
+) -> dict[str, Contestant]:
+    """Make all of them, ours first; that of numba where it is installed and has a kernel."""
+    policy, name, options = POLICIES[optimizer]
+    random = np.random.default_rng(0)
+    param = random.standard_normal(elements, np.float32)
+    grad = random.standard_normal(elements, np.float32)
+    np.multiply(grad, 0.01, out=grad)
+    found: dict[str, Contestant] = {OURS: Ours(policy, param, grad)}
+    if isinstance(policy, (fc.optim.Adam, fc.optim.AdamW)):
+        compiled = dataclasses.replace(policy, fused="auto").resolved()
+        if compiled != policy:
+            found[COMPILED] = Ours(compiled, param, grad)
+    for peer in against:
+        found[peer] = Torch(name, {**options, PEERS[peer]: True}, param, grad, tensors)
+    return found

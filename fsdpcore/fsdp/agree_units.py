@@ -1,0 +1,103 @@
+"""Checks of an engine's units: each for itself, and against those of the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from fsdpcore.backend import Backend
+from fsdpcore.collectives import all_gather
+from fsdpcore.errors import ArgumentError, MismatchError
+from fsdpcore.fsdp.spec import Spec
+from fsdpcore.fsdp.special import Tied
+from fsdpcore.fsdp.unit import Unit
+
+
+def check_units(units: tuple[Unit, ...]) -> None:
+    """Tie arrays that occur twice, and raise ArgumentError for units that do not fit together."""
+    if not units:
+        raise ArgumentError("an engine needs at least one unit")
+    names = set()
+    for unit in units:
+        if not isinstance(unit, Unit):
+            raise ArgumentError(f"units must be Unit objects, got {type(unit).__name__}")
+        if unit.name in names:
+            raise ArgumentError(f"two units are named {unit.name!r}; names must be unique")
+        names.add(unit.name)
+    _tie_same_arrays(units)
+    _check_ties(units)
+
+
+def _tie_same_arrays(units: tuple[Unit, ...]) -> None:
+    seen: dict[tuple[int, int], tuple[Unit, str]] = {}
+    for unit in units:
+        for name, value in list((unit.initial or {}).items()):
+            if not isinstance(value, np.ndarray) or not value.size:
+                continue
+            # The same elements, also by way of a view or a transpose.
+            owner, first = seen.setdefault((value.ctypes.data, value.size), (unit, name))
+            if (owner, first) == (unit, name):
+                continue
+            other = (owner.initial or {})[first]
+            assert isinstance(other, np.ndarray)
+            if (other.shape, other.strides, other.dtype) != (
+                value.shape,
+                value.strides,
+                value.dtype,
+            ):
+                raise ArgumentError(
+                    f"{owner.name}.{first} and {unit.name}.{name} are views of the same memory, "
+                    "but not the same array; a tied parameter has one shape: pass "
+                    f"fc.Tied({owner.name!r}, {first!r}) and transpose it where it is used"
+                )
+            if (first in owner.frozen) is not (name in unit.frozen):
+                stays, learns = (f"{owner.name}.{first}", f"{unit.name}.{name}")
+                if name in unit.frozen:
+                    stays, learns = learns, stays
+                raise ArgumentError(
+                    f"{stays} is frozen, but {learns}, which is the same array, is trained; freeze "
+                    "both, or neither"
+                )
+            unit.tie(name, Tied(owner.name, first))
+
+
+def _check_ties(units: tuple[Unit, ...]) -> None:
+    by_name = {unit.name: unit for unit in units}
+    for unit in units:
+        for name, tie in unit.ties.items():
+            owner = by_name.get(tie.unit)
+            if owner is None or tie.param not in (owner.initial or {}):
+                raise ArgumentError(
+                    f"{unit.name}.{name} is tied to {tie}, which no unit of this engine owns; name "
+                    "a parameter that is itself an array or a Spec"
+                )
+
+
+def check_same(units: tuple[Unit, ...], backend: Backend, options: str) -> None:
+    """Compare all ranks' units and options: no model is glued together from different ones."""
+    hashed = hashlib.blake2b(options.encode(), digest_size=16).digest()
+    digests = np.stack([np.frombuffer(hashed, np.uint8), *(_digest(unit) for unit in units)])
+    everywhere = all_gather(digests, backend, label="initial values")
+    everywhere = everywhere.reshape(backend.world_size, *digests.shape)
+    names = ["the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"]
+    names += [f"unit {unit.name!r} differs in names, shapes or initial values" for unit in units]
+    for number, name in enumerate(names):
+        differing = np.flatnonzero((everywhere[:, number] != everywhere[0, number]).any(axis=1))
+        if differing.size:
+            ranks = ", ".join(str(backend.ranks[rank]) for rank in differing)
+            raise MismatchError(
+                f"{name} between rank {backend.ranks[0]} and ranks {ranks}; give all ranks the same"
+            )
+
+
+def _digest(unit: Unit) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    hasher = hashlib.blake2b(unit.name.encode(errors="backslashreplace"), digest_size=16)
+    hasher.update(repr((unit.ties, sorted(unit.frozen), sorted(unit.ignored))).encode())
+    for name, value in (unit.initial or {}).items():
+        hasher.update(repr((name, value.shape, value.dtype.name)).encode())
+        if isinstance(value, Spec):
+            hasher.update(repr(value.init).encode())
+        else:
+            hasher.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return np.frombuffer(hasher.digest(), np.uint8)

@@ -1,0 +1,151 @@
+"""All arrays that an engine is responsible for, by name, and this rank's part of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.layout import FlatLayout, ParamRange
+from fsdpcore.fsdp.state import optimizer_name
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.engine import FSDP
+    from fsdpcore.fsdp.unit import Unit
+    from fsdpcore.fsdp.updates import ShardUpdate
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One array, sharded over the ranks that share a copy, or whole on every rank.
+
+    Attributes:
+        name: of the whole engine: ``unit.param``, ``optimizer/exp_avg/unit.param``.
+        unit: that it belongs to.
+        shape: of the whole array.
+        bounds: where each shard begins in the flattened array, and the end; empty if every rank
+            holds all of it.
+        start, stop: what this rank holds; equal if nothing.
+        data: that part, flat, writable, the engine's own memory.
+    """
+
+    name: str
+    unit: Unit
+    shape: tuple[int, ...]
+    bounds: tuple[int, ...]
+    start: int
+    stop: int
+    data: Array
+
+    @property
+    def split(self) -> bool:
+        """Whether each rank of a replica holds another part."""
+        return bool(self.bounds)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many elements each shard has of it."""
+        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+
+
+def bounds_in(layout: FlatLayout, param: ParamRange) -> tuple[int, ...]:
+    """Return where each shard begins in the flattened parameter, and the end of the last one."""
+    ends = (shard * layout.shard_size - param.offset for shard in range(layout.world_size + 1))
+    return tuple(min(max(end, 0), param.size) for end in ends)
+
+
+def param_entries(unit: Unit) -> Iterator[Entry]:
+    """Give the parameters of a unit's own at full precision: trained ones, then frozen ones."""
+    for part in unit.parts:
+        for param in part.layout.params:
+            bounds = bounds_in(part.layout, param)
+            data = _cut(part.master, part.layout, param, bounds, part.rank)
+            yield _entry(f"{unit.name}.{param.name}", unit, param.shape, bounds, part.rank, data)
+
+
+def optimizer_entries(unit: Unit) -> Iterator[Entry]:
+    """Give what the optimizers keep of a unit's parameters, state by state."""
+    update = unit.updater
+    if update is None:
+        return
+    for state in _states(update):
+        for param in unit.layout.params:
+            policy = update.policies[param.name]
+            shape = policy.state_shapes(param.shape).get(state)
+            if shape is None:
+                continue
+            name = optimizer_name(state, f"{unit.name}.{param.name}")
+            bounds = bounds_in(unit.layout, param) if shape == param.shape else ()
+            if policy.elementwise:
+                data = _cut(update.state[state], unit.layout, param, bounds, unit.shard_rank)
+            else:
+                data = update.whole_state[param.name][state]
+            yield _entry(name, unit, shape, bounds, unit.shard_rank, data)
+
+
+def _states(update: ShardUpdate) -> list[str]:
+    names = (policy.state_names for policy in update.policies.values())
+    return list(dict.fromkeys(name for each in names for name in each))
+
+
+def _cut(
+    shard: Array, layout: FlatLayout, param: ParamRange, bounds: tuple[int, ...], rank: int
+) -> Array:
+    """Return the part of a shard that belongs to a parameter; empty if it has none of it."""
+    size = bounds[rank + 1] - bounds[rank]
+    start = param.offset + bounds[rank] - rank * layout.shard_size if size else 0
+    return shard[start : start + size]
+
+
+def _entry(
+    name: str,
+    unit: Unit,
+    shape: tuple[int, ...],
+    bounds: tuple[int, ...],
+    rank: int,
+    data: Array,
+) -> Entry:
+    whole = (0, math.prod(shape))
+    start, stop = bounds[rank : rank + 2] if bounds else whole
+    return Entry(name, unit, shape, bounds, start, stop, data)
+
+
+def entries_of(engine: FSDP, *, optimizer: bool) -> list[Entry]:
+    """Return all arrays of an engine but the ignored ones: parameters, then optimizer state.
+
+    The same names in the same order on all ranks.
+
+    Raises:
+        ArgumentError: two arrays would have the same name.
+    """
+    entries = [entry for unit in engine.units for entry in param_entries(unit)]
+    if optimizer:
+        entries += [entry for unit in engine.units for entry in optimizer_entries(unit)]
+    _check_unique([*(entry.name for entry in entries), *ignored_of(engine), *ties_of(engine)])
+    return entries
+
+
+def ignored_of(engine: FSDP) -> dict[str, tuple[Unit, str]]:
+    """Return where each ignored array is: its unit, and its name there."""
+    return {f"{unit.name}.{name}": (unit, name) for unit in engine.units for name in unit.ignored}
+
+
+def ties_of(engine: FSDP) -> dict[str, str]:
+    """Return the owner of each tied parameter."""
+    return {
+        f"{unit.name}.{name}": str(tie) for unit in engine.units for name, tie in unit.ties.items()
+    }
+
+
+def _check_unique(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ArgumentError(
+                f"two arrays of this engine are both named {name!r} in its state; rename a unit "
+                "or a parameter, so that 'unit.param' differs"
+            )
+        seen.add(name)

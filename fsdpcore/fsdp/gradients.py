@@ -1,0 +1,310 @@
+"""The gradients of one unit on one rank: written, added up, reduced to this rank's shard.
+
+::
+
+    NONE --begin--> LOCAL --reduce--> REDUCING --wait--> REDUCED --drop--> NONE
+                    LOCAL --keep----> LOCAL                added up locally, to be reduced later
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.collectives import all_reduce, reduce_scatter
+from fsdpcore.errors import ArgumentError, CommunicationError, StateError
+from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.precision import Dtypes
+from fsdpcore.fsdp.ranks import Ranks
+from fsdpcore.fsdp.views import Gradients, Places, round_into
+from fsdpcore.reduce_ops import BLOCK
+from fsdpcore.work import Work
+
+
+class GradState(enum.Enum):
+    """Where a unit's gradients are."""
+
+    NONE = "none"
+    LOCAL = "local"
+    REDUCING = "being reduced"
+    REDUCED = "reduced"
+
+
+@dataclass
+class _Reducing:
+    """A reduction that was started.
+
+    Attributes:
+        work: None where it has ended.
+        flat: the full gradients, which it reads and may overwrite.
+        own: this rank's shard of the sum.
+    """
+
+    work: Work | None
+    flat: Array
+    own: Array
+    divisor: float | None
+
+
+class UnitGradients:
+    """See the module's docstring; ``Unit`` has the verbs that users call.
+
+    Args:
+        places: where the parameters that have gradients lie.
+        ranks: the groups to reduce over.
+        algorithm: of the collectives.
+        pool: of the full gradients.
+        dtypes: of the unit.
+        buffer: an array for this rank's shard, flat, padding included; None to allocate it when it
+            is needed first.
+
+    Attributes:
+        shard: this rank's part of the reduced gradients, while there are any.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        ranks: Ranks,
+        algorithm: str,
+        pool: BufferPool,
+        dtypes: Dtypes,
+        buffer: Array | None = None,
+    ) -> None:
+        self.shard: Array | None = None
+        self._places = places
+        self._layout = places.layout
+        self._ranks = ranks
+        self._algorithm = algorithm
+        self._pool = pool
+        self._dtypes = dtypes
+        self._buffer = buffer  # what ``shard`` is, whenever it is there
+        self._open: Gradients | None = None
+        self._kept: Array | None = None
+        self._reducing: _Reducing | None = None
+        # What uses of these parameters in other units have added, by name.
+        self._from_ties: dict[str, Array] = {}
+
+    @property
+    def state(self) -> GradState:
+        """Where the gradients are."""
+        if self._reducing is not None:
+            return GradState.REDUCING
+        if self._open is not None or self.kept or self.unclaimed:
+            return GradState.LOCAL
+        return GradState.NONE if self.shard is None else GradState.REDUCED
+
+    @property
+    def kept(self) -> bool:
+        """Whether there are gradients that wait for the next ones."""
+        return self._kept is not None
+
+    @property
+    def unclaimed(self) -> bool:
+        """Whether there are gradients of tied parameters that no reduction has taken along."""
+        return bool(self._from_ties)
+
+    @property
+    def writable(self) -> Gradients | None:
+        """What ``begin`` has returned, until it is kept, reduced or dropped."""
+        return self._open
+
+    # Writing.
+
+    def begin(self, tied: Mapping[str, Array] | None = None) -> Gradients:
+        """Return zeroed gradients to be written, and those of tied parameters, which lie apart."""
+        self.check_closed()
+        flat = self._pool.take(self._layout.padded_size, self._dtypes.grad)
+        self._open = Gradients(flat, self._places, tied, self._dtypes.param)
+        return self._open
+
+    def check_closed(self) -> None:
+        """Raise StateError if gradients are being written."""
+        if self._open is not None:
+            raise StateError(
+                f"unit {self._places.unit!r} has gradients that were not reduced; call "
+                "reduce_gradients()"
+            )
+
+    def add_tied(self, name: str, array: Array) -> None:
+        """Add what a use of parameter ``name`` elsewhere has given; ``array`` is of the pool."""
+        total = self._from_ties.setdefault(name, array)
+        if total is not array:
+            _add_into(total, array)
+            self._pool.give(array)
+
+    def keep(self) -> None:
+        """Add what was written to what is kept, to be reduced with the next gradients."""
+        flat = self._finish()
+        if self._kept is None and self._layout.params:
+            self._kept = flat
+            return
+        if self._kept is not None:
+            _add_into(self._kept, flat)
+        self._pool.give(flat)
+
+    def _finish(self) -> Array:
+        if self._open is None:
+            raise StateError(
+                f"unit {self._places.unit!r} has no gradients to reduce; pass them, or call "
+                "begin_gradients() and write them first"
+            )
+        self._open.finish()
+        flat, self._open = self._open.close(), None
+        return flat
+
+    # Reducing.
+
+    def reduce(self, divisor: float | None, *, label: str, async_op: bool) -> None:
+        """Sum the gradients of all ranks, divide, and add this rank's shard to what it has.
+
+        Args:
+            divisor: None for the number of ranks.
+            label: for the collective.
+            async_op: begin only; ``wait`` ends it.
+        """
+        self.wait()
+        if self._kept is not None:
+            if self._open is not None:
+                self.keep()
+            flat, self._kept = self._kept, None
+        else:
+            flat = self._finish()
+        for name, array in self._from_ties.items():
+            _add_into(self._places.view(flat, name).reshape(-1), array)
+            self._pool.give(array)
+        self._from_ties.clear()
+        if self.shard is None:
+            own = self._own_buffer()
+        else:  # a collective may write to this rank's part of what it reads
+            start, stop = self._layout.shard_bounds(self._ranks.shards.rank)
+            own = flat[start:stop]
+        try:
+            started = self._start(flat, own, divisor, label, async_op)
+        except BaseException:
+            self._pool.give(flat)
+            raise
+        self._reducing = _Reducing(started if async_op else None, flat, own, divisor)
+        if not async_op:
+            self.wait()
+
+    def _start(
+        self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
+    ) -> Any:
+        ranks = self._ranks
+        options: dict[str, Any] = {
+            "op": self._op(divisor),
+            "out": own,
+            "algorithm": self._algorithm,
+            "async_op": async_op,
+            "label": label if divisor is None else f"{label}, divisor {divisor}",
+        }
+        if ranks.placement.gathers or ranks.replicas.world_size == 1:
+            return reduce_scatter(flat, ranks.shards, **options)
+        return all_reduce(flat, ranks.replicas, **options)
+
+    @property
+    def _in_two(self) -> bool:
+        """Whether shards are reduced in their group, and then over the replicas."""
+        return self._ranks.placement.gathers and self._ranks.replicas.world_size > 1
+
+    def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
+        """Return what the collectives make of the gradients, before the rest is divided."""
+        if self._dtypes.grad.itemsize < 4:
+            # The sum over ranks may be too large for 16 bits where the mean is not.
+            small = divisor is None or divisor >= self._ranks.whole.world_size
+            return "mean" if small else "sum"
+        # The same bits as with one group of all ranks, since the sum is divided once.
+        return "mean" if divisor is None and not self._in_two else "sum"
+
+    def wait(self) -> None:
+        """End a reduction that was begun; blocks. Raises what went wrong with it."""
+        reducing, self._reducing = self._reducing, None
+        if reducing is None:
+            return
+        own, divisor, ranks = reducing.own, reducing.divisor, self._ranks
+        try:
+            if reducing.work is not None:
+                reducing.work.wait()
+            op, size = self._op(divisor), ranks.whole.world_size
+            if self._in_two:
+                label = f"unit {self._places.unit}, over replicas"
+                algorithm = self._algorithm
+                all_reduce(own, ranks.replicas, op=op, out=own, algorithm=algorithm, label=label)
+            left = (size if divisor is None else divisor) / (size if op == "mean" else 1)
+            if left != 1:
+                _divide(own, left)
+            if self.shard is None:
+                self.shard = own
+            else:
+                _add_into(self.shard, own)
+        finally:
+            self._pool.give(reducing.flat)
+
+    def _own_buffer(self) -> Array:
+        if self._buffer is None:
+            self._buffer = self._ranks.shards.empty((self._layout.shard_size,), self._dtypes.grad)
+        return self._buffer
+
+    def zeros(self) -> Array:
+        """Return the shard, which is zeros if nothing was reduced."""
+        if self.shard is None:
+            self.shard = self._own_buffer()
+            self.shard[:] = 0
+        return self.shard
+
+    # Forgetting.
+
+    def drop_open(self) -> None:
+        """Free what was begun and not finished; everything else stays."""
+        if self._open is not None:
+            self._pool.give(self._open.close())
+            self._open = None
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        # A reduction that failed has broken the backend, and whatever comes next says so; raised
+        # here, it would hide the error that led to this clean-up.
+        with contextlib.suppress(CommunicationError):
+            self.wait()
+        self.drop_open()
+        for array in (*self._from_ties.values(), self._kept):
+            if array is not None:
+                self._pool.give(array)
+        self._from_ties.clear()
+        self._kept = self.shard = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard, also while there is none."""
+        return self._layout.shard_size * self._dtypes.grad.itemsize
+
+
+def check_divisor(divisor: float | None) -> None:
+    """Raise ArgumentError if gradients cannot be divided by ``divisor``."""
+    if divisor is not None and not (math.isfinite(divisor) and divisor > 0):
+        raise ArgumentError(f"divisor must be a positive number, got {divisor}")
+
+
+def _add_into(total: Array, values: Array) -> None:
+    """Add in place; inf and nan are for the update to find."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(total, values, out=total)
+
+
+def _divide(array: Array, divisor: float) -> None:
+    """Divide in place; in float32, and rounded once, where the dtype is narrower."""
+    if array.itemsize >= 4:
+        with np.errstate(over="ignore"):
+            np.divide(array, divisor, out=array)
+        return
+    for start in range(0, array.size, BLOCK):
+        block = array[start : start + BLOCK]
+        round_into(block, block.astype(np.float32) / np.float32(divisor))

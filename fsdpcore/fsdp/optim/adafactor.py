@@ -1,0 +1,223 @@
+"""Adafactor: second moments of a matrix from the means of its rows and columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.fsdp.checks import as_finite, as_int
+from fsdpcore.fsdp.optim.arrays import check_arrays, check_names, round_into
+from fsdpcore.fsdp.optim.base import check_piece
+from fsdpcore.fsdp.optim.boxes import Matrices
+from fsdpcore.fsdp.optim.moments import (
+    BLOCK,
+    Elementwise,
+    Factored,
+    Float64,
+    SecondMoments,
+    blocks,
+)
+from fsdpcore.fsdp.optim.pieces import Reduce, ShardPiece
+from fsdpcore.fsdp.optim.schedules import InverseSqrt, Schedule
+from fsdpcore.fsdp.optim.whole import WholeParameterOptimizer
+
+_RELATIVE_STEP = InverseSqrt(1e-2)
+_SMALLEST_EPS = 1e-37  # what float32 state still holds without losing digits
+
+
+@dataclass(frozen=True)
+class Adafactor(WholeParameterOptimizer):
+    """Shazeer & Stern, "Adafactor: adaptive learning rates with sublinear memory cost" (ICML 2018).
+
+    Algorithms 4 and 5. With gradient g, step t, learning rate rho, for a matrix p of n elements::
+
+        beta2 = 1 - t**-decay_rate
+        r = beta2 * r + (1 - beta2) * mean over columns of (g * g + eps[0])      one per row
+        c = beta2 * c + (1 - beta2) * mean over rows    of (g * g + eps[0])      one per column
+        u = g / sqrt(r * c / mean(r))
+        u = u / max(1, rms(u) / clip_threshold)             rms(x) = sqrt(sum(x * x) / n)
+        u = max(eps[1], rms(p)) * rho * u                   with scale_parameter, else rho * u
+        m = beta1 * m + (1 - beta1) * u                     m = u if beta1 is None
+        p = p * (1 - rho * weight_decay) - m
+
+    A parameter with more than two axes is a batch of matrices, with the last two as rows and
+    columns; one with fewer has a second moment per element. ``lr`` is rho: by default the paper's
+    relative step, ``schedules.InverseSqrt(1e-2)``; to have a learning rate of your own, give it
+    with ``scale_parameter=False``. The paper has no weight decay; this is AdamW's. Clipping
+    is left out with ``clip_threshold=None``.
+
+    All sums are over the whole parameter, so that the number of ranks matters to rounding only:
+    one or two sums over the ranks per call of ``update_pieces``, all parameters together. State:
+    ``row_var`` and ``col_var`` on every rank, or ``variance`` sharded; ``exp_avg`` (m) sharded,
+    with ``beta1``. Computes in float64, whatever the dtype. Raises ConfigError unless all numbers
+    are finite and not negative, ``eps[0]`` is at least 1e-37, ``beta1`` below 1, and ``decay_rate``
+    and ``clip_threshold`` above 0.
+    """
+
+    lr: float | Schedule = _RELATIVE_STEP
+    eps: tuple[float, float] = (1e-30, 1e-3)
+    clip_threshold: float | None = 1.0
+    decay_rate: float = 0.8
+    beta1: float | None = None
+    scale_parameter: bool = True
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.eps, (tuple, list)) or len(self.eps) != 2:
+            raise ConfigError(f"eps of Adafactor must be two numbers, got {self.eps!r}")
+        eps = tuple(
+            as_finite(value, f"eps[{i}] of Adafactor", minimum=minimum, error=ConfigError)
+            for i, (value, minimum) in enumerate(zip(self.eps, (_SMALLEST_EPS, 0.0), strict=True))
+        )
+        object.__setattr__(self, "eps", eps)
+        self._set_positive("decay_rate", "the second moments would never change")
+        self._set_finite("weight_decay", minimum=0.0)
+        self._set_flag("scale_parameter")
+        if self.clip_threshold is not None:
+            self._set_positive("clip_threshold", "nothing would be left; None does not clip")
+        if self.beta1 is not None:
+            self._set_fraction("beta1")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """All that a parameter may have; ``state_shapes`` says which one has."""
+        names = ("row_var", "col_var", "variance")
+        return names if self.beta1 is None else (*names, "exp_avg")
+
+    def state_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """See ``Optimizer.state_shapes``."""
+        shape = tuple(shape)
+        if _is_factored(shape):
+            shapes = {"row_var": shape[:-1], "col_var": (*shape[:-2], shape[-1])}
+        else:
+            shapes = {"variance": shape}
+        return shapes if self.beta1 is None else {**shapes, "exp_avg": shape}
+
+    def update_pieces(
+        self,
+        pieces: Sequence[ShardPiece],
+        *,
+        step: int,
+        reduce: Reduce,
+        lr: float | None = None,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """See ``Optimizer.update_pieces``; a collective, through ``reduce``."""
+        step = as_int(step, "step (which counts from 1)", minimum=1)
+        rate = self.learning_rate(step) if lr is None else as_finite(lr, "lr", minimum=0.0)
+        grad_scale = as_finite(grad_scale, "grad_scale")
+        for piece in pieces:
+            self._check(piece)
+        largest = min(BLOCK, max((piece.size for piece in pieces), default=0))
+        scratch = np.empty(largest), np.empty(largest)
+        moments = [
+            (Factored if _is_factored(piece.shape) else Elementwise)(piece, grad_scale, scratch)
+            for piece in pieces
+        ]
+        scales = self._settle(pieces, moments, 1.0 - step**-self.decay_rate, reduce, scratch[0])
+        divisors = self._divisors(pieces, moments, reduce)
+        for piece, parts, scale, divisor in zip(pieces, moments, scales, divisors, strict=True):
+            self._apply(piece, parts, rate, rate * scale / divisor, scratch[1])
+
+    def _settle(
+        self,
+        pieces: Sequence[ShardPiece],
+        moments: Sequence[SecondMoments],
+        beta2: float,
+        reduce: Reduce,
+        scratch: Float64,
+    ) -> list[float]:
+        """Update the second moments; return by what the rate of each parameter is multiplied."""
+        counts = [parts.sums for parts in moments]
+        own = len(pieces) if self.scale_parameter else 0
+        sums = np.zeros(sum(counts) + own)
+        ranges = np.split(sums, np.cumsum(counts))  # the last one has the squares of parameters
+        for parts, place in zip(moments, ranges, strict=False):
+            parts.measure(place)
+        for i in range(own):
+            ranges[-1][i] = _sum_of_squares(pieces[i], scratch)
+        if sums.size:
+            reduce(sums)
+        for parts, place in zip(moments, ranges, strict=False):
+            parts.settle(place, beta2, self.eps[0])
+        if not self.scale_parameter:
+            return [1.0] * len(pieces)
+        return [
+            max(self.eps[1], _rms(total, piece))
+            for total, piece in zip(ranges[-1].tolist(), pieces, strict=True)
+        ]
+
+    def _divisors(
+        self, pieces: Sequence[ShardPiece], moments: Sequence[SecondMoments], reduce: Reduce
+    ) -> list[float]:
+        """Return by what the directions of each parameter are divided to clip them."""
+        if self.clip_threshold is None or not pieces:
+            return [1.0] * len(pieces)
+        sums = np.zeros(len(pieces))
+        for i, parts in enumerate(moments):
+            for _, direction in parts.directions():
+                sums[i] += np.dot(direction, direction)
+        reduce(sums)
+        return [
+            max(1.0, _rms(total, piece) / self.clip_threshold)
+            for total, piece in zip(sums.tolist(), pieces, strict=True)
+        ]
+
+    def _apply(
+        self,
+        piece: ShardPiece,
+        moments: SecondMoments,
+        rate: float,
+        size: float,
+        scratch: Float64,
+    ) -> None:
+        keep = 1.0 - rate * self.weight_decay
+        for local, direction in moments.directions():
+            change = np.multiply(direction, size, out=direction)
+            param = piece.param[local]
+            if self.beta1 is not None:
+                mean = piece.state["exp_avg"][local]
+                np.multiply(change, 1.0 - self.beta1, out=change)
+                np.multiply(mean, self.beta1, out=scratch[: change.size])
+                np.add(change, scratch[: change.size], out=change)
+                np.copyto(mean, change, casting="same_kind")
+            if keep != 1.0:
+                np.multiply(param, keep, out=param)
+            np.subtract(param, change, out=param, casting="same_kind")
+            if piece.out is not None:
+                round_into(piece.out[local], param)
+
+    def _check(self, piece: ShardPiece) -> None:
+        check_piece(piece)
+        shapes = self.state_shapes(piece.shape)
+        name = f"Adafactor, for parameter {piece.name!r},"
+        check_names(name, piece.state, shapes)
+        sizes = {
+            name: math.prod(shape) for name, shape in shapes.items() if shape != tuple(piece.shape)
+        }
+        try:
+            check_arrays(piece.param, piece.grad, piece.state, piece.out, sizes=sizes)
+        except ArgumentError as exc:
+            raise ArgumentError(f"parameter {piece.name!r}: {exc}") from exc
+
+
+def _is_factored(shape: Sequence[int]) -> bool:
+    return len(shape) >= 2 and min(Matrices.of(shape)) > 0
+
+
+def _rms(sum_of_squares: float, piece: ShardPiece) -> float:
+    return math.sqrt(sum_of_squares / max(1, math.prod(piece.shape)))
+
+
+def _sum_of_squares(piece: ShardPiece, scratch: Float64) -> float:
+    total = 0.0
+    for local in blocks(piece.size):
+        values = scratch[: local.stop - local.start]
+        np.copyto(values, piece.param[local])
+        total += float(np.dot(values, values))
+    return total

@@ -1,0 +1,70 @@
+"""Adagrad: each element's step shrinks with the squares of its gradients so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpcore.fsdp.optim.base import Optimizer, decayed
+from fsdpcore.fsdp.optim.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """Duchi, Hazan & Singer, "Adaptive subgradient methods" (JMLR 2011), diagonal form.
+
+    With gradient g, sum of squares s, step t, as PyTorch documents it for ``torch.optim.Adagrad``::
+
+        g = g + weight_decay * p
+        s = s + g * g                          (s starts at initial_accumulator_value)
+        p = p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
+
+    State: ``sum`` (s). Raises ConfigError unless all numbers are finite and not negative, and
+    ``eps`` is above 0.
+    """
+
+    lr: float | Schedule = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("lr_decay", "weight_decay", "initial_accumulator_value"):
+            self._set_finite(field, minimum=0.0)
+        self._set_positive("eps", "a zero gradient would give 0 / 0")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The sum of squares."""
+        return ("sum",)
+
+    def initial_state(self, name: str) -> float:
+        """Return ``initial_accumulator_value``."""
+        return self.initial_accumulator_value
+
+    def update_block(
+        self,
+        param: NDArray[Any],
+        grad: NDArray[Any],
+        state: Mapping[str, NDArray[Any]],
+        scratch: tuple[NDArray[Any], NDArray[Any]],
+        *,
+        step: int,
+        lr: float,
+    ) -> None:
+        """Update one block; see ``Optimizer.update_block``."""
+        total, work = state["sum"], scratch[1]
+        direction = decayed(grad, param, self.weight_decay, scratch)
+        np.multiply(direction, direction, out=work)
+        np.add(total, work, out=total)
+        np.sqrt(total, out=work)
+        np.add(work, self.eps, out=work)
+        np.divide(direction, work, out=work)
+        np.multiply(work, lr / (1.0 + (step - 1) * self.lr_decay), out=work)
+        np.subtract(param, work, out=param)

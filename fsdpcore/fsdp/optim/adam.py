@@ -1,0 +1,138 @@
+"""Adam, with decay in the gradient, and AdamW, with decay of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpcore.errors import ConfigError
+from fsdpcore.fsdp.optim import kernels
+from fsdpcore.fsdp.optim.base import Optimizer, decayed, ema
+from fsdpcore.fsdp.optim.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class _TwoMoments(Optimizer):
+    """What Adam and AdamW have in common."""
+
+    decoupled: ClassVar[bool]
+
+    lr: float | Schedule = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    fused: bool | Literal["auto"] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set_positive("eps", "a zero gradient would give 0 / 0")
+        self._set_finite("weight_decay", minimum=0.0)
+        self._set_betas()
+        if self.fused != "auto":
+            if not isinstance(self.fused, bool):
+                raise ConfigError(
+                    f"fused of {type(self).__name__} must be True, False or 'auto', got "
+                    f"{self.fused!r}"
+                )
+            if self.fused:
+                kernels.require(type(self).__name__)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """First and second moment."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def resolved(self) -> _TwoMoments:
+        """Return the same policy with ``fused`` decided: True where numba is installed."""
+        if self.fused != "auto":
+            return self
+        return dataclasses.replace(self, fused=kernels.available())
+
+    def update_block(
+        self,
+        param: NDArray[Any],
+        grad: NDArray[Any],
+        state: Mapping[str, NDArray[Any]],
+        scratch: tuple[NDArray[Any], NDArray[Any]],
+        *,
+        step: int,
+        lr: float,
+    ) -> None:
+        """Update one block; see ``Optimizer.update_block``."""
+        mean, square, work = state["exp_avg"], state["exp_avg_sq"], scratch[1]
+        beta1, beta2 = self.betas
+        # The bias corrections are moved into the step size and eps, which saves two passes:
+        # lr * (m / c1) / (sqrt(v) / c2 + eps) = (lr * c2 / c1) * m / (sqrt(v) + eps * c2).
+        correction1 = 1.0 - beta1**step
+        correction2 = math.sqrt(1.0 - beta2**step)
+        size, eps = lr * correction2 / correction1, self.eps * correction2
+        coupled = 0.0 if self.decoupled else self.weight_decay
+        keep = 1.0 - lr * self.weight_decay if self.decoupled else 1.0
+        if kernels.available() if self.fused == "auto" else self.fused:
+            scalars = (coupled, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, size, keep)
+            kernels.adam()(param, grad, mean, square, *map(param.dtype.type, scalars))
+            return
+        direction = decayed(grad, param, coupled, scratch)
+        ema(mean, beta1, direction, work)
+        np.multiply(direction, direction, out=work)
+        ema(square, beta2, work, work)
+        np.sqrt(square, out=work)
+        np.add(work, eps, out=work)
+        np.divide(mean, work, out=work)
+        np.multiply(work, size, out=work)
+        if keep != 1.0:
+            np.multiply(param, keep, out=param)
+        np.subtract(param, work, out=param)
+
+
+@dataclass(frozen=True)
+class Adam(_TwoMoments):
+    """Kingma & Ba, "Adam: a method for stochastic optimization" (ICLR 2015), algorithm 1.
+
+    With gradient g, first moment m, second moment v, step t::
+
+        g = g + weight_decay * p
+        m = beta1 * m + (1 - beta1) * g        v = beta2 * v + (1 - beta2) * g * g
+        p = p - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps)
+
+    The decay is a part of the gradient (L2), as PyTorch documents it for ``torch.optim.Adam``; for
+    one that is not, take ``AdamW``. State, ``fused`` and what is raised: as there.
+    """
+
+    decoupled: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class AdamW(_TwoMoments):
+    """Loshchilov & Hutter, "Decoupled weight decay regularization" (ICLR 2019), algorithm 2.
+
+    With gradient g, first moment m, second moment v, step t::
+
+        m = beta1 * m + (1 - beta1) * g        v = beta2 * v + (1 - beta2) * g * g
+        p = p * (1 - lr * weight_decay)
+            - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps)
+
+    The decay is scaled by the learning rate, and both by a schedule, as in PyTorch. State:
+    ``exp_avg`` (m) and ``exp_avg_sq`` (v).
+
+    ``fused=True`` computes all of it in one pass with a kernel that numba compiles (``pip install
+    'fsdpcore[numba]'``); ``"auto"`` does so where numba is installed. Numba is imported and the
+    kernel compiled at the first update, which takes about two seconds; the result is kept in a
+    cache on disk, from which other processes load it in a fraction of that. The kernel holds no
+    GIL. It rounds as NumPy does, operation by operation, but nothing promises that of a compiler:
+    all ranks should do the same, and the engine compares ``repr(optimizer.resolved())``.
+
+    Raises ConfigError unless all numbers are finite, ``lr`` and ``weight_decay`` not negative,
+    ``eps`` above 0 and both betas in [0, 1), and MissingDependencyError if ``fused`` is True
+    without numba.
+    """
+
+    decoupled: ClassVar[bool] = True
+
+    weight_decay: float = 0.01

@@ -1,0 +1,75 @@
+"""A range of a flattened array cut into boxes, so that sums along its axes can be vectorised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Matrices(NamedTuple):
+    """A shape as a batch of matrices: the last two axes are rows and columns."""
+
+    batches: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> Matrices:
+        """Fold all axes before the last two into one; the shape has at least two."""
+        *batches, rows, columns = shape
+        return cls(int(np.prod(batches, dtype=np.int64)), rows, columns)
+
+
+class Box(NamedTuple):
+    """A box of consecutive elements: some whole matrices, or rows of one, or a part of a row.
+
+    Attributes:
+        start: its first element in the flattened array.
+        batches, rows, columns: the indices that it covers.
+    """
+
+    start: int
+    batches: slice
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Extents: (batches, rows, columns)."""
+        batches, rows, columns = (part.stop - part.start for part in self[1:])
+        return batches, rows, columns
+
+    @property
+    def stop(self) -> int:
+        """First element of the flattened array behind it."""
+        batches, rows, columns = self.shape
+        return self.start + batches * rows * columns
+
+
+def boxes(start: int, stop: int, whole: Matrices, limit: int) -> Iterator[Box]:
+    """Cut elements ``[start, stop)`` of an array in C order into boxes of up to ``limit`` elements.
+
+    They follow each other without a gap. ``limit`` is at least 1.
+    """
+    matrix = whole.rows * whole.columns
+    while start < stop:
+        left = min(stop - start, limit)
+        batch, place = divmod(start, matrix)
+        row, column = divmod(place, whole.columns)
+        batches, rows, columns = 1, 1, whole.columns
+        if place == 0 and left >= matrix:
+            batches, rows = left // matrix, whole.rows
+        elif column == 0 and left >= whole.columns:
+            rows = min(whole.rows - row, left // whole.columns)
+        else:
+            columns = min(whole.columns - column, left)
+        box = Box(
+            start,
+            slice(batch, batch + batches),
+            slice(row, row + rows),
+            slice(column, column + columns),
+        )
+        yield box
+        start = box.stop

@@ -1,0 +1,158 @@
+"""Parameter groups: which optimizer updates which parameter."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.fsdp.layout import FlatLayout, Piece
+from fsdpcore.fsdp.optim.base import Optimizer
+from fsdpcore.fsdp.optim.pieces import PieceSpec
+from fsdpcore.registry import nearest
+
+_ALL = "*"
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class ParamGroups:
+    """An ordered list of patterns, each with an optimizer; the first that matches a name wins.
+
+    Names are ``unit.parameter``. Patterns are those of ``fnmatch``: ``*`` stands for anything,
+    dots too, ``?`` for one character, ``[ab]`` for one of these; case matters. Use
+    ``ParamGroups.of``. The ``repr`` is what ranks compare.
+    """
+
+    rules: tuple[tuple[str, Optimizer], ...]
+
+    @classmethod
+    def of(cls, optimizers: Optimizer | Mapping[str, Optimizer] | ParamGroups) -> ParamGroups:
+        """Return the groups of a mapping from pattern to optimizer; one alone is for all.
+
+        What depends on what is installed is decided (``Optimizer.resolved``). Raises ConfigError
+        for anything else, an empty mapping, and a pattern behind ``"*"``, which is never reached.
+        """
+        if isinstance(optimizers, ParamGroups):
+            return optimizers
+        if isinstance(optimizers, Optimizer):
+            optimizers = {_ALL: optimizers}
+        if not isinstance(optimizers, Mapping) or not optimizers:
+            raise ConfigError(
+                "optimizers must be one of fc.optim, such as fc.optim.AdamW(), or a mapping from "
+                f"patterns of parameter names to those, got {optimizers!r}"
+            )
+        for pattern, optimizer in optimizers.items():
+            if not isinstance(pattern, str) or not pattern:
+                raise ConfigError(f"a pattern must be a string such as '*.bias', got {pattern!r}")
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigError(
+                    f"the optimizer for {pattern!r} must be one of fc.optim, such as "
+                    f"fc.optim.AdamW(), got {optimizer!r}"
+                )
+        patterns = list(optimizers)
+        if _ALL in patterns[:-1]:
+            behind = patterns[patterns.index(_ALL) + 1]
+            raise ConfigError(
+                f"the pattern {behind!r} is never reached, as '*' before it matches every name; "
+                "put '*' last"
+            )
+        return cls(tuple((name, opt.resolved()) for name, opt in optimizers.items()))
+
+    def resolve(self, names: Sequence[str]) -> dict[str, Optimizer]:
+        """Return the optimizer of each parameter.
+
+        Args:
+            names: of all parameters that are trained, ``unit.parameter``.
+
+        Raises:
+            ArgumentError: no pattern matches a parameter, or a pattern matches none; but ``"*"``
+                may be left with nothing.
+        """
+        found: dict[str, Optimizer] = {}
+        for name in names:
+            for pattern, optimizer in self.rules:
+                if fnmatch.fnmatchcase(name, pattern):
+                    found[name] = optimizer
+                    break
+        self._check_matched(names, found)
+        return found
+
+    def _check_matched(self, names: Sequence[str], found: Mapping[str, Optimizer]) -> None:
+        missing = [name for name in names if name not in found]
+        if missing:
+            more = len(missing) - _SHOWN
+            listed = ", ".join(map(repr, missing[:_SHOWN])) + (f" and {more} more" * (more > 0))
+            hint = nearest(missing[0], [pattern for pattern, _ in self.rules])
+            raise ArgumentError(
+                f"no pattern matches the parameters {listed}{hint}; patterns are matched with "
+                "'unit.parameter', add '*' as the last one for all the rest"
+            )
+        for pattern, _ in self.rules:
+            if pattern != _ALL and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise ArgumentError(
+                    f"the pattern {pattern!r} matches no parameter{nearest(pattern, names)}; they "
+                    "are named 'unit.parameter'"
+                )
+
+
+def resolve(
+    optimizers: Optimizer | Mapping[str, Optimizer] | ParamGroups, names: Sequence[str]
+) -> dict[str, Optimizer]:
+    """Return the optimizer of each of these parameters: ``ParamGroups.of(...).resolve(names)``."""
+    return ParamGroups.of(optimizers).resolve(names)
+
+
+class OptimizerRange(NamedTuple):
+    """Elements ``[start, stop)`` of a shard, all with the same elementwise optimizer."""
+
+    start: int
+    stop: int
+    optimizer: Optimizer
+
+
+def elementwise_ranges(
+    pieces: Sequence[Piece], optimizers: Mapping[str, Optimizer]
+) -> list[OptimizerRange]:
+    """Merge neighbouring pieces of a shard that have equal elementwise optimizers.
+
+    Args:
+        pieces: of one rank's shard, in the order in which they lie there (``FlatLayout.pieces``).
+        optimizers: by the names that the pieces have. Pieces whose name is missing, those of
+            frozen parameters, belong to no range; neither do those of other optimizers.
+    """
+    ranges: list[OptimizerRange] = []
+    for piece in pieces:
+        optimizer = optimizers.get(piece.name)
+        if optimizer is None or not optimizer.elementwise:
+            continue
+        start, stop = piece.shard_start, piece.shard_stop
+        if ranges and ranges[-1].stop == start and ranges[-1].optimizer == optimizer:
+            start = ranges.pop().start
+        ranges.append(OptimizerRange(start, stop, optimizer))
+    return ranges
+
+
+def whole_parameter_specs(
+    layout: FlatLayout, rank: int, optimizers: Mapping[str, Optimizer]
+) -> dict[Optimizer, list[PieceSpec]]:
+    """Return what ``init_pieces`` and ``update_pieces`` need, by optimizer that is not elementwise.
+
+    Optimizers and specs come in the same order on every rank: that of the layout, one spec for each
+    parameter, also where this rank holds nothing of it.
+
+    Args:
+        layout: of the unit.
+        rank: whose shard it is.
+        optimizers: by the names that the layout has, as in ``elementwise_ranges``.
+    """
+    held = {piece.name: (piece.param_start, piece.param_stop) for piece in layout.pieces(rank)}
+    specs: dict[Optimizer, list[PieceSpec]] = {}
+    for param in layout.params:
+        optimizer = optimizers.get(param.name)
+        if optimizer is not None and not optimizer.elementwise:
+            start, stop = held.get(param.name, (0, 0))
+            specs.setdefault(optimizer, []).append(PieceSpec(param.name, param.shape, start, stop))
+    return specs

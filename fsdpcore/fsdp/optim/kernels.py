@@ -1,0 +1,75 @@
+"""Updates in one pass over the arrays, compiled by numba, which is imported at the first use."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+from numpy.typing import NDArray
+
+from fsdpcore.errors import MissingDependencyError
+
+Kernel = Callable[..., None]
+
+
+@functools.cache
+def available() -> bool:
+    """Return whether numba is installed; does not import it."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def require(optimizer: str) -> None:
+    """Raise MissingDependencyError unless numba is installed."""
+    if not available():
+        raise MissingDependencyError(
+            f"fused=True of {optimizer} needs numba; get it with: pip install 'fsdpcore[numba]', "
+            "or leave fused out"
+        )
+
+
+@functools.cache
+def adam() -> Kernel:
+    """Return the kernel of Adam and AdamW; its arguments are those of ``_adam``."""
+    return _compiled(_adam)
+
+
+def _compiled(function: Kernel) -> Kernel:
+    import numba
+
+    # Division by zero gives inf as in NumPy. No fastmath: the order of operations stays.
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        kernel: Kernel = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder that could keep the compiled code
+        kernel = numba.njit(**options)(function)
+    return kernel
+
+
+def _adam(
+    param: NDArray[Any],
+    grad: NDArray[Any],
+    mean: NDArray[Any],
+    square: NDArray[Any],
+    coupled: Any,
+    beta1: Any,
+    rest1: Any,
+    beta2: Any,
+    rest2: Any,
+    eps: Any,
+    size: Any,
+    keep: Any,
+) -> None:
+    # The scalars have the arrays' dtype: a Python float would make float32 arithmetic float64.
+    for i in range(param.size):
+        value = param[i]
+        g = grad[i]
+        if coupled != 0.0:
+            g += coupled * value
+        m = mean[i] * beta1 + g * rest1
+        v = square[i] * beta2 + (g * g) * rest2
+        mean[i] = m
+        square[i] = v
+        param[i] = value * keep - m / (math.sqrt(v) + eps) * size

@@ -1,0 +1,151 @@
+"""Second moments of Adafactor, of one parameter's piece, during one update.
+
+They give the directions of the update, gradient over root of the second moment, block by block.
+All of it is computed in float64; state is stored in the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpcore.fsdp.optim.boxes import Box, Matrices, boxes
+from fsdpcore.fsdp.optim.pieces import ShardPiece
+
+BLOCK = 64 * 1024
+"""Elements at a time; of float64, so that two blocks stay in the cache."""
+
+Float64 = NDArray[np.float64]
+
+
+class SecondMoments(ABC):
+    """Those of one parameter; ``measure``, then ``settle``, then ``directions`` any often."""
+
+    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: tuple[Float64, Float64]):
+        self._piece = piece
+        self._grad_scale = grad_scale
+        self._scratch = scratch
+
+    @property
+    @abstractmethod
+    def sums(self) -> int:
+        """Numbers that have to be summed over the ranks."""
+
+    @abstractmethod
+    def measure(self, sums: Float64) -> None:
+        """Write this rank's part of the numbers to ``sums``, which is zero."""
+
+    @abstractmethod
+    def settle(self, sums: Float64, beta: float, eps: float) -> None:
+        """Update the state, given the numbers of all ranks together."""
+
+    @abstractmethod
+    def directions(self) -> Iterator[tuple[slice, Float64]]:
+        """Yield ranges of the piece and the directions there, in scratch memory."""
+
+    def _gradient(self, local: slice) -> Float64:
+        """Return a block of the scaled gradient in the first scratch array."""
+        values = self._scratch[0][: local.stop - local.start]
+        np.copyto(values, self._piece.grad[local])
+        if self._grad_scale != 1.0:
+            np.multiply(values, self._grad_scale, out=values)
+        return values
+
+
+class Elementwise(SecondMoments):
+    """Of a parameter that is no matrix: one second moment per element."""
+
+    @property
+    def sums(self) -> int:
+        return 0
+
+    def measure(self, sums: Float64) -> None:
+        pass
+
+    def settle(self, sums: Float64, beta: float, eps: float) -> None:
+        variance = self._piece.state["variance"]
+        for local in blocks(self._piece.size):
+            values = self._gradient(local)
+            np.multiply(values, values, out=values)
+            np.add(values, eps, out=values)
+            np.multiply(values, 1.0 - beta, out=values)
+            block = variance[local]
+            np.multiply(block, beta, out=block)
+            np.add(block, values, out=block, casting="same_kind")
+
+    def directions(self) -> Iterator[tuple[slice, Float64]]:
+        variance = self._piece.state["variance"]
+        for local in blocks(self._piece.size):
+            values = self._gradient(local)
+            root = self._scratch[1][: values.size]
+            np.copyto(root, variance[local])
+            np.sqrt(root, out=root)
+            np.divide(values, root, out=values)
+            yield local, values
+
+
+class Factored(SecondMoments):
+    """Of a matrix, or a batch of them: means of rows and of columns."""
+
+    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: tuple[Float64, Float64]):
+        super().__init__(piece, grad_scale, scratch)
+        self._whole = Matrices.of(piece.shape)
+        self._row_scale: Float64 | None = None
+        self._column_scale: Float64 | None = None
+
+    @property
+    def sums(self) -> int:
+        return self._whole.batches * (self._whole.rows + self._whole.columns)
+
+    def measure(self, sums: Float64) -> None:
+        rows, columns = self._split(sums)
+        for box, local in self._boxes():
+            values = self._gradient(local)
+            np.multiply(values, values, out=values)
+            cube = values.reshape(box.shape)
+            rows[box.batches, box.rows] += cube.sum(axis=2)
+            columns[box.batches, box.columns] += cube.sum(axis=1)
+
+    def settle(self, sums: Float64, beta: float, eps: float) -> None:
+        rows, columns = self._split(sums)
+        row = self._averaged("row_var", rows / self._whole.columns, beta, eps)
+        column = self._averaged("col_var", columns / self._whole.rows, beta, eps)
+        self._row_scale = 1.0 / np.sqrt(row / row.mean(axis=1, keepdims=True))
+        self._column_scale = 1.0 / np.sqrt(column)
+
+    def directions(self) -> Iterator[tuple[slice, Float64]]:
+        row_scale, column_scale = self._row_scale, self._column_scale
+        assert row_scale is not None
+        assert column_scale is not None
+        for box, local in self._boxes():
+            values = self._gradient(local)
+            cube = values.reshape(box.shape)
+            np.multiply(cube, row_scale[box.batches, box.rows, None], out=cube)
+            np.multiply(cube, column_scale[box.batches, None, box.columns], out=cube)
+            yield local, values
+
+    def _averaged(self, name: str, values: Float64, beta: float, eps: float) -> Float64:
+        """Return the new moving mean, as it was rounded for the state."""
+        state: NDArray[Any] = self._piece.state[name]
+        state[:] = beta * state.astype(np.float64) + (1.0 - beta) * (values.reshape(-1) + eps)
+        return state.astype(np.float64).reshape(values.shape)
+
+    def _split(self, sums: Float64) -> tuple[Float64, Float64]:
+        batches, rows, columns = self._whole
+        first = sums[: batches * rows].reshape(batches, rows)
+        return first, sums[batches * rows :].reshape(batches, columns)
+
+    def _boxes(self) -> Iterator[tuple[Box, slice]]:
+        start, stop = self._piece.start, self._piece.stop
+        for box in boxes(start, stop, self._whole, BLOCK):
+            yield box, slice(box.start - start, box.stop - start)
+
+
+def blocks(size: int) -> Iterator[slice]:
+    """Cut ``[0, size)`` into ranges of up to ``BLOCK`` elements."""
+    for start in range(0, size, BLOCK):
+        yield slice(start, min(start + BLOCK, size))

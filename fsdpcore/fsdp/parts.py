@@ -1,0 +1,133 @@
+"""One flat buffer of a unit: its parameters of one dtype, all of which are trained, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.fsdp.buffers import Allocate, BufferPool
+from fsdpcore.fsdp.layout import FlatLayout
+from fsdpcore.fsdp.ranks import Ranks
+from fsdpcore.fsdp.spec import Spec
+from fsdpcore.fsdp.storage import Storage, store
+from fsdpcore.fsdp.views import Places, read_only, round_into
+
+# Elements of an initialiser that has another dtype than the buffer are made so many at a time.
+_BLOCK = 1 << 20
+
+
+class Part:
+    """The parameters of one flat buffer, and this rank's shard of them.
+
+    Args:
+        unit: name of the unit.
+        params: names, with the arrays or specs to begin with.
+        dtypes: of the master shard and of what is gathered.
+        shards: number of shards.
+
+    Attributes:
+        layout: where each parameter lies.
+        storage: what is gathered; made by ``bind``.
+        master: this rank's shard at full precision, which ``storage.own`` is a rounded copy of, or
+            the same; to be written after ``storage.claim`` only.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        params: Mapping[str, Array | Spec],
+        dtypes: tuple[np.dtype[Any], np.dtype[Any]],
+        shards: int,
+    ) -> None:
+        self._unit = unit
+        self._params: Mapping[str, Array | Spec] = params
+        self._master_dtype, param = dtypes
+        shapes = {name: value.shape for name, value in params.items()}
+        self.layout = FlatLayout.build(shapes, param, shards)
+        self.places = Places(unit, self.layout)
+        self.storage: Storage
+        self.master: Array
+        self.rank = 0
+
+    def bind(
+        self,
+        ranks: Ranks,
+        algorithm: str,
+        pool: BufferPool,
+        allocate: Allocate,
+        flat: Array | None,
+        seed: int,
+    ) -> None:
+        """Make the memory, and write this rank's shard of the initial values."""
+        self.rank = ranks.shards.rank
+        self.storage = store(self.places, ranks, algorithm, pool, flat)
+        if self._master_dtype == self.layout.dtype:
+            self.master = self.storage.own
+        else:
+            self.master = allocate(self.layout.shard_size, self._master_dtype)
+            self.master[self.valid_size :] = 0
+        for piece in self.layout.pieces(self.rank):
+            value = self._params[piece.name]
+            target = self.master[piece.shard_start : piece.shard_stop]
+            if isinstance(value, Spec):
+                name = f"{self._unit}.{piece.name}"
+                _fill(target, value, piece.param_start, seed, name)
+            else:
+                round_into(target, value.reshape(-1)[piece.param_start : piece.param_stop])
+        self._params = {}
+        self.publish()
+
+    @property
+    def valid_size(self) -> int:
+        """Elements of this rank's shard that are not padding."""
+        return self.layout.valid_size(self.rank)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the master shard is apart from what is gathered."""
+        return self.master is not self.storage.own
+
+    @property
+    def shard(self) -> Array:
+        """The master shard, read-only."""
+        return read_only(self.master) if self.mixed else self.storage.shard
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank holds of these parameters all the time."""
+        return self.storage.nbytes + (self.master.nbytes if self.mixed else 0)
+
+    @property
+    def padding(self) -> int:
+        """How many of these bytes are padding."""
+        master = (self.master.size - self.valid_size) * self.master.itemsize
+        return self.storage.padding + (master if self.mixed else 0)
+
+    def publish(self) -> None:
+        """Round the master shard into what is gathered, after it was written."""
+        if self.mixed:
+            round_into(self.storage.own, self.master)
+
+    def load(self, values: Mapping[str, Array]) -> None:
+        """Write this rank's shard of those parameters that ``values`` has, in full shape."""
+        for piece in self.layout.pieces(self.rank):
+            if piece.name in values:
+                flat = np.asarray(values[piece.name]).reshape(-1)
+                target = self.master[piece.shard_start : piece.shard_stop]
+                round_into(target, flat[piece.param_start : piece.param_stop])
+        self.publish()
+
+
+def _fill(target: Array, spec: Spec, start: int, seed: int, name: str) -> None:
+    """Initialise elements of a parameter, in its own dtype first."""
+    if spec.dtype == target.dtype:
+        spec.init.fill(target, start, seed=seed, name=name)
+        return
+    scratch = np.empty(min(_BLOCK, target.size), spec.dtype)
+    for done in range(0, target.size, _BLOCK):
+        block = target[done : done + _BLOCK]
+        spec.init.fill(scratch[: block.size], start + done, seed=seed, name=name)
+        round_into(block, scratch[: block.size])

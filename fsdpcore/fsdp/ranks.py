@@ -1,0 +1,68 @@
+"""The groups of ranks that an engine communicates in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdpcore.backend import Backend
+from fsdpcore.fsdp.strategy import Placement
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's groups; a group of one rank stands for no communication.
+
+    With 8 ranks, of which 4 share a copy, and 2 of these gather for the backward pass, rank 5 has::
+
+        whole     0 1 2 3 4 5 6 7
+        shards            4 5 6 7     share one copy of parameters, gradients, optimizer state
+        replicas    1       5         hold the same shard
+        near              4 5         keep the parameters between them after the forward pass
+
+    Attributes:
+        placement: what it follows from.
+    """
+
+    placement: Placement
+    whole: Backend
+    shards: Backend
+    replicas: Backend
+    near: Backend
+
+    @classmethod
+    def of(cls, backend: Backend, placement: Placement) -> Ranks:
+        """Make the groups; does not communicate."""
+        size, rank = backend.world_size, backend.rank
+        first = rank - rank % placement.shards
+        near = rank - rank % placement.regather
+        members = [
+            range(first, first + placement.shards),
+            range(rank % placement.shards, size, placement.shards),
+            range(near, near + placement.regather),
+        ]
+        shards = _group(backend, members[0], "shards")
+        replicas = _group(backend, members[1], "replicas")
+        same = placement.regather == placement.shards
+        return cls(
+            placement,
+            backend,
+            shards,
+            replicas,
+            shards if same else _group(backend, members[2], "near"),
+        )
+
+    def part(self, size: int) -> slice:
+        """Return which of ``size`` elements, that all replicas hold, this one counts for all."""
+        share = -(-size // self.replicas.world_size)
+        return slice(share * self.replicas.rank, share * (self.replicas.rank + 1))
+
+    @property
+    def replica(self) -> int:
+        """Number of the group of ranks that share this copy."""
+        return self.replicas.rank
+
+
+def _group(backend: Backend, members: range, name: str) -> Backend:
+    if len(members) == backend.world_size:
+        return backend
+    return backend.sub(members, name=f"fsdp {name}")

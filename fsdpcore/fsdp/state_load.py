@@ -1,0 +1,362 @@
+"""``engine.load_state_dict`` and ``load_full``: checked on all ranks before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.collectives import broadcast, scatter_v
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.checks import as_int
+from fsdpcore.fsdp.consent import check_equal, consent
+from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of
+from fsdpcore.fsdp.state import EngineState, LoadReport, Progress, ShardedArray
+from fsdpcore.fsdp.state_save import info_of, sharded
+from fsdpcore.fsdp.views import read_only, round_into
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.engine import FSDP
+
+Given = Mapping[str, "ShardedArray | Array"]
+_SHOWN = 8  # names in a message
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is about to be loaded; the same on all ranks, plain values only.
+
+    Attributes:
+        present: names of the arrays to be loaded.
+        missing, unexpected: see ``LoadReport``.
+        step, scale: see ``Progress``; step -1 to leave both as they are.
+    """
+
+    present: Sequence[str]
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+    step: int = -1
+    scale: Sequence[Any] | None = None
+
+
+def load_state(
+    engine: FSDP,
+    state: EngineState | None,
+    *,
+    strict: bool,
+    optimizer: bool,
+    src: int | None,
+) -> LoadReport:
+    """Load what ``state_dict`` gave; see ``FSDP.load_state_dict``."""
+    what = f"load_state_dict(strict={strict}, optimizer={optimizer}, src={src})"
+    loading = _Loading(engine, what, optimizer=optimizer, src=src)
+    if not loading.reads:
+        return loading.run(None, None, strict=strict)
+    try:
+        if not isinstance(state, EngineState):
+            raise ArgumentError(
+                f"a state is what state_dict() returns, got {type(state).__name__}; for parameters "
+                "in a mapping use load_full, and with the state on one rank only, src=that rank"
+            )
+        progress = Progress.of(state.info) if optimizer else None
+    except ArgumentError as error:
+        loading.problems.append(str(error))
+        return loading.run({}, None, strict=False)
+    return loading.run(state.arrays, progress, strict=strict)
+
+
+def load_params(
+    engine: FSDP, params: Mapping[str, Array] | None, *, strict: bool, src: int | None
+) -> LoadReport:
+    """Load whole parameters by name; see ``FSDP.load_full``."""
+    loading = _Loading(engine, f"load_full(strict={strict}, src={src})", optimizer=False, src=src)
+    if not loading.reads:
+        return loading.run(None, None, strict=strict)
+    if not isinstance(params, Mapping):
+        loading.problems.append(
+            f"parameters come as a mapping from 'unit.param' to arrays, got {type(params).__name__}"
+        )
+        return loading.run({}, None, strict=False)
+    return loading.run(params, None, strict=strict, optional=ignored_of(engine))
+
+
+class _Loading:
+    """One call of ``load_state``, ``load_params``.
+
+    Attributes:
+        reads: this rank has arrays to load.
+        problems: what is wrong with them.
+    """
+
+    def __init__(self, engine: FSDP, what: str, *, optimizer: bool, src: int | None) -> None:
+        engine.check_idle(what)
+        self._engine = engine
+        self._what = what
+        self._optimizer = optimizer
+        self._src = None if src is None else as_int(src, "src (the rank that has it)", minimum=0)
+        if self._src is not None and self._src >= engine.backend.world_size:
+            raise ArgumentError(f"src={src}, but there are {engine.backend.world_size} ranks")
+        self._entries = entries_of(engine, optimizer=optimizer)
+        self._ignored = ignored_of(engine)
+        self.reads = self._src in (None, engine.backend.rank)
+        self.problems: list[str] = []
+
+    def run(
+        self,
+        given: Given | None,
+        progress: Progress | None,
+        *,
+        strict: bool,
+        optional: Iterable[str] = (),
+    ) -> LoadReport:
+        """Agree with the other ranks, then load."""
+        arrays: dict[str, ShardedArray | Array] = {}
+        plan = _Plan((), (), ())
+        if given is not None:
+            arrays = self._untied(given)
+            plan = self._plan(arrays, progress)
+            left = [name for name in plan.missing if name not in optional]
+            if strict and (left or plan.unexpected):
+                self.problems.append(self._misfit(left, plan.unexpected, len(arrays)))
+        plan = self._agreed(plan)
+        self._load(arrays, set(plan.present))
+        if plan.step >= 0:
+            scale = None if plan.scale is None else (float(plan.scale[0]), int(plan.scale[1]))
+            set_progress(self._engine, Progress(plan.step, scale))
+        return LoadReport(tuple(plan.missing), tuple(plan.unexpected))
+
+    # Checking.
+
+    def _untied(self, given: Given) -> dict[str, ShardedArray | Array]:
+        """Return the arrays, those of tied parameters under the names of their owners."""
+        arrays = dict(given)
+        for name, owner in ties_of(self._engine).items():
+            value = arrays.pop(name, None)
+            if value is None:
+                continue
+            other = arrays.setdefault(owner, value)
+            if other is not value and not _same(other, value):
+                self.problems.append(
+                    f"{name} is tied to {owner}, but their arrays differ; give one of them"
+                )
+        return arrays
+
+    def _plan(
+        self, arrays: dict[str, ShardedArray | Array], progress: Progress | None
+    ) -> _Plan:
+        known: dict[str, Callable[[ShardedArray | Array], str]] = {}
+        for entry in self._entries:
+            known[entry.name] = lambda value, entry=entry: self._check(entry, value)
+        for name in self._ignored:
+            known[name] = lambda value, name=name: self._check_ignored(name, value)
+        present = [name for name in known if name in arrays]
+        for name in present:
+            problem = known[name](arrays[name])
+            if problem:
+                self.problems.append(f"{name} {problem}")
+        unexpected = [name for name in arrays if name not in known]
+        if not self._optimizer:  # then it does not matter whether there is any
+            every = entries_of(self._engine, optimizer=True)
+            others = {entry.name for entry in every}
+            unexpected = [
+                name for name in unexpected if name not in others and not _of_optimizer(name)
+            ]
+        missing = [name for name in known if name not in arrays]
+        if progress is None:
+            return _Plan(present, missing, unexpected)
+        return _Plan(present, missing, unexpected, progress.step, progress.scale)
+
+    def _check(self, entry: Entry, value: ShardedArray | Array) -> str:
+        if isinstance(value, ShardedArray):
+            if self._src is not None:
+                return "is sharded, but with src one rank gives whole arrays"
+        else:
+            value = np.asarray(value)
+        wanted = entry.data.dtype
+        if value.shape != entry.shape:
+            return f"has shape {value.shape}, but here it is {entry.shape}"
+        if value.dtype != wanted and not (_floating(value.dtype) and _floating(wanted)):
+            return f"has dtype {value.dtype}, but here it is {wanted}"
+        if isinstance(value, ShardedArray):
+            have = [(piece.start, piece.stop) for piece in value.pieces]
+            needed = [(entry.start, entry.stop)] if entry.data.size else []
+            if have != needed:
+                return (
+                    f"comes in the ranges {have}, but this rank holds {needed}: that is another "
+                    "layout (another strategy, or number of ranks); a checkpoint loads into any, "
+                    "and so does state_dict(full=True)"
+                )
+        return ""
+
+    def _check_ignored(self, name: str, value: ShardedArray | Array) -> str:
+        unit, param = self._ignored[name]
+        wanted = unit.ignored[param]
+        if isinstance(value, ShardedArray):
+            return "is ignored by the engine, and needs a whole array"
+        value = np.asarray(value)
+        if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
+            return (
+                f"has shape {value.shape} and dtype {value.dtype}, but here it is "
+                f"{wanted.shape} and {wanted.dtype}"
+            )
+        return ""
+
+    def _misfit(self, missing: Sequence[str], unexpected: Sequence[str], given: int) -> str:
+        parts = []
+        if missing:
+            parts.append(f"missing are {_listed(missing)}")
+        if unexpected:
+            parts.append(f"unexpected are {_listed(unexpected)}")
+        hint = "strict=False loads what fits"
+        if not given:
+            hint = "the state is empty; if one rank has it, pass src=that rank"
+        elif any(map(_of_optimizer, (*missing, *unexpected))):
+            hint += ", and load_state_dict(optimizer=False) the parameters only"
+        return f"{', '.join(parts)} ({hint})"
+
+    def _agreed(self, plan: _Plan) -> _Plan:
+        told = json.dumps(dataclasses.astuple(plan))
+        if self._src is None:  # all ranks have one, and long lists need not travel
+            told = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        elif not self.reads:
+            told = ""
+        shown, more = self.problems[:_SHOWN], len(self.problems) - _SHOWN
+        problem = "; ".join(shown) + (f"; and {more} problems more" if more > 0 else "")
+        backend = self._engine.backend
+        everyone = consent(backend, self._what, problem, told)
+        if self._src is not None:
+            return _Plan(*json.loads(everyone[self._src]))
+        check_equal(
+            backend,
+            everyone,
+            f"{self._what}: the ranks have states of different names, steps or loss scales; "
+            "nothing was changed",
+        )
+        return plan
+
+    # Loading.
+
+    def _load(self, arrays: Given, present: set[str]) -> None:
+        for unit in self._engine.units:
+            here = [each for each in self._entries if each.unit is unit and each.name in present]
+            if not here:
+                continue
+            with unit.rewriting():
+                for entry in here:
+                    self._fill(entry, arrays.get(entry.name))
+        for name, (unit, param) in self._ignored.items():
+            if name in present:
+                self._replace(unit.ignored, param, arrays.get(name))
+
+    def _fill(self, entry: Entry, value: ShardedArray | Array | None) -> None:
+        """Write this rank's part of an array; a collective if one rank gives it."""
+        if isinstance(value, ShardedArray):
+            for piece in value.pieces:  # one, with what this rank holds
+                round_into(entry.data, piece.array)
+            return
+        flat = None if value is None else np.asarray(value).reshape(-1)
+        if self._src is None:
+            assert flat is not None
+            round_into(entry.data, flat[entry.start : entry.stop])
+            return
+        if flat is not None and flat.dtype != entry.data.dtype:
+            rounded = np.empty(flat.size, entry.data.dtype)
+            round_into(rounded, flat)
+            flat = rounded
+        _deal(self._engine, entry, flat, self._src)
+
+    def _replace(
+        self, ignored: dict[str, Array], param: str, value: ShardedArray | Array | None
+    ) -> None:
+        assert not isinstance(value, ShardedArray)
+        now = ignored[param]
+        array = np.array(now if value is None else value, now.dtype)  # a copy
+        if self._src is not None:
+            broadcast(array, self._engine.backend, root=self._src, out=array)
+        if not _same(array, now):  # else whoever shares the memory goes on doing so
+            ignored[param] = read_only(array.reshape(-1)).reshape(array.shape)
+
+
+def _deal(engine: FSDP, entry: Entry, flat: Array | None, src: int) -> None:
+    """Give each rank its part of an array, of which ``src`` has all; nobody else holds more."""
+    ranks, shards = engine.ranks, engine.placement.shards
+    if not entry.split:
+        if flat is not None:
+            entry.data[:] = flat
+        broadcast(entry.data, engine.backend, root=src, out=entry.data)
+        return
+    home = src // shards
+    if ranks.replica == home:
+        counts = None if flat is None else entry.counts
+        scatter_v(flat, ranks.shards, counts, root=src % shards, out=entry.data)
+    if ranks.replicas.world_size > 1:
+        broadcast(entry.data, ranks.replicas, root=home, out=entry.data)
+
+
+def set_progress(engine: FSDP, progress: Progress) -> None:
+    """Go on from this step and loss scale, as far as the engine's policy allows it."""
+    engine.steps = progress.step
+    scaler, policy = engine.scaler, engine.scaler.policy
+    if policy is not None and progress.scale is not None:
+        scale, applied = progress.scale
+        scaler.scale = min(max(scale, policy.minimum), policy.maximum)
+        scaler.applied = min(applied, policy.interval - 1)
+
+
+@contextmanager
+def writing_state(engine: FSDP, *, optimizer: bool) -> Iterator[EngineState]:
+    """Give this rank's parts to be written in place; see ``FSDP.writing_state``."""
+    engine.check_idle("writing_state")
+    arrays: dict[str, ShardedArray | Array] = {}
+    with ExitStack() as stack:
+        for unit in engine.units:
+            stack.enter_context(unit.rewriting())
+        for entry in entries_of(engine, optimizer=optimizer):
+            arrays[entry.name] = sharded(engine, entry, entry.data.view())
+        ignored = {name: unit.ignored[p].copy() for name, (unit, p) in ignored_of(engine).items()}
+        try:
+            yield EngineState({**arrays, **ignored}, info_of(engine))
+        finally:
+            for array in arrays.values():
+                assert isinstance(array, ShardedArray)
+                for piece in array.pieces:
+                    piece.array.flags.writeable = False
+    for name, (unit, param) in ignored_of(engine).items():
+        if not _same(ignored[name], unit.ignored[param]):
+            flat = ignored[name].reshape(-1)
+            unit.ignored[param] = read_only(flat).reshape(ignored[name].shape)
+
+
+def _same(one: ShardedArray | Array, other: ShardedArray | Array) -> bool:
+    """Whether two arrays have the same bits."""
+    if isinstance(one, ShardedArray) or isinstance(other, ShardedArray):
+        return one is other
+    one, other = np.asarray(one), np.asarray(other)
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    bits = [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other)]
+    return bool(np.array_equal(*bits))
+
+
+def _floating(dtype: np.dtype[Any]) -> bool:
+    try:
+        ml_dtypes.finfo(dtype)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _of_optimizer(name: str) -> bool:
+    return name.startswith("optimizer/")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,108 @@
+"""``engine.state_dict``: this rank's part of everything, or all of it, gathered array by array."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.collectives import all_gather_v, barrier, gather_v
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.checks import as_int
+from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of
+from fsdpcore.fsdp.state import FORMAT, ArrayPiece, EngineState, ShardedArray
+from fsdpcore.fsdp.views import read_only
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.engine import FSDP
+
+
+def sharded_state(engine: FSDP, *, optimizer: bool) -> EngineState:
+    """Return views of what this rank holds; does not communicate, and copies nothing."""
+    arrays: dict[str, ShardedArray | Array] = {}
+    for entry in entries_of(engine, optimizer=optimizer):
+        arrays[entry.name] = sharded(engine, entry, read_only(entry.data))
+    for name, (unit, param) in ignored_of(engine).items():
+        arrays[name] = unit.ignored[param]
+    return EngineState(arrays, info_of(engine))
+
+
+def sharded(engine: FSDP, entry: Entry, data: Array) -> ShardedArray:
+    """Return this rank's part of an array, as ``data``."""
+    pieces = (ArrayPiece(entry.start, entry.stop, data),) if data.size else ()
+    ranks = engine.ranks
+    copy = (ranks.replica, ranks.placement.replicas)
+    if not entry.split:
+        copy = (engine.backend.rank, engine.backend.world_size)
+    return ShardedArray(entry.shape, data.dtype, pieces, *copy)
+
+
+def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
+    """Gather one array after the other; a collective.
+
+    A rank that gets the result holds nothing else than that. Of the others, those that share a copy
+    with it may pass on what is sent, less than one array at a time.
+
+    Args:
+        engine: whose state.
+        optimizer: with the optimizer's.
+        to: the one rank that gets arrays, or "all".
+    """
+    backend = engine.backend
+    root = None
+    if to != "all":
+        if isinstance(to, str):
+            raise ArgumentError(f"to={to!r}; give the number of a rank, or 'all'")
+        root = as_int(to, "to (the rank that gets the state)", minimum=0)
+        if root >= backend.world_size:
+            raise ArgumentError(f"to={root}, but there are {backend.world_size} ranks, from 0")
+    entries = entries_of(engine, optimizer=optimizer)
+    barrier(backend, label=f"state_dict(full=True, optimizer={optimizer}, to={to!r})")
+    arrays: dict[str, ShardedArray | Array] = {}
+    for entry in entries:
+        array = _gathered(engine, entry, root)
+        if array is not None:
+            arrays[entry.name] = array
+    if root in (None, backend.rank):
+        for name, (unit, param) in ignored_of(engine).items():
+            arrays[name] = unit.ignored[param].copy()
+    return EngineState(arrays, info_of(engine))
+
+
+def gathered(engine: FSDP, entry: Entry) -> Array:
+    """Return a copy of all of an array; a collective of the ranks that share a copy."""
+    array = _gathered(engine, entry, None)
+    assert array is not None
+    return array
+
+
+def _gathered(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
+    """Return all of an array on the root, or everywhere if that is None; else None."""
+    shards, placement = engine.ranks.shards, engine.placement
+    mine = root in (None, engine.backend.rank)
+    if not entry.split or shards.world_size == 1:
+        return entry.data.copy().reshape(entry.shape) if mine else None
+    if root is None:
+        flat: Array = all_gather_v(entry.data, shards, label=f"state, {entry.name}")
+        return flat.reshape(entry.shape)
+    if root // placement.shards != engine.ranks.replica:
+        return None  # another replica gives it
+    out = np.empty(entry.bounds[-1], entry.data.dtype) if mine else None
+    gather_v(entry.data, shards, root=root % placement.shards, out=out)
+    return None if out is None else out.reshape(entry.shape)
+
+
+def info_of(engine: FSDP) -> dict[str, Any]:
+    """Return what ``EngineState`` says of it."""
+    scaler, optimizers = engine.scaler, engine.optimizers
+    scale = {"scale": scaler.scale, "applied": scaler.applied}
+    return {
+        "format": FORMAT,
+        "step": engine.steps,
+        "loss_scale": None if scaler.policy is None else scale,
+        "optimizer": None if optimizers is None else repr(optimizers),
+        "strategy": engine.strategy.name,
+        "world_size": engine.backend.world_size,
+        "ties": ties_of(engine),
+    }

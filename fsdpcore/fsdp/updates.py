@@ -1,0 +1,130 @@
+"""What applies the optimizers to one rank's shard of a unit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpcore.buffers import Array
+from fsdpcore.collectives import all_reduce
+from fsdpcore.fsdp.buffers import Allocate
+from fsdpcore.fsdp.optim import Optimizer, ParamGroups
+from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
+from fsdpcore.fsdp.optim.pieces import ShardPiece
+from fsdpcore.fsdp.parts import Part
+from fsdpcore.fsdp.ranks import Ranks
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.unit import Unit
+
+
+class Optimizers:
+    """Which optimizer updates which parameter of an engine; ``repr`` is what ranks compare."""
+
+    def __init__(self, given: Optimizer | Mapping[str, Optimizer], units: Iterable[Unit]) -> None:
+        self._groups = ParamGroups.of(given)
+        names = {
+            (unit.name, name): f"{unit.name}.{name}" for unit in units for name in unit.trained
+        }
+        found = self._groups.resolve(list(names.values()))
+        self._by_unit: dict[str, dict[str, Optimizer]] = {}
+        for (unit, name), full in names.items():
+            self._by_unit.setdefault(unit, {})[name] = found[full]
+
+    def of_unit(self, unit: str) -> dict[str, Optimizer]:
+        """Return the optimizers of a unit's parameters by name."""
+        return self._by_unit.get(unit, {})
+
+    @property
+    def groups(self) -> ParamGroups:
+        """The patterns, and their optimizers."""
+        return self._groups
+
+    def __repr__(self) -> str:
+        return repr(self._groups)
+
+
+class ShardUpdate:
+    """The optimizers' state for one shard, and their application.
+
+    Attributes:
+        state: of elementwise optimizers: arrays by name, flat, as large as the shard without
+            padding; what an optimizer has no state for stays as it is.
+        whole_state: of the others: by parameter, then by name.
+    """
+
+    def __init__(
+        self, unit: str, part: Part, optimizers: Optimizers, ranks: Ranks, allocate: Allocate
+    ) -> None:
+        self._unit = unit
+        self._part = part
+        self._shards = ranks.shards
+        found = optimizers.of_unit(unit)
+        self.ranges = elementwise_ranges(part.layout.pieces(part.rank), found)
+        self.specs = whole_parameter_specs(part.layout, part.rank, found)
+        dtype, size = part.master.dtype, part.valid_size
+        policies = dict.fromkeys(o for o in found.values() if o.elementwise)
+        names = dict.fromkeys(name for policy in policies for name in policy.state_names)
+        self.state: dict[str, Array] = {}
+        for name in names:
+            array = self.state[name] = allocate(size, dtype)
+            array.fill(0)
+            for start, stop, policy in self.ranges:
+                if name in policy.state_names and policy.initial_state(name):
+                    array[start:stop] = policy.initial_state(name)
+        self.whole_state: dict[str, dict[str, NDArray[Any]]] = {}
+        for policy, specs in self.specs.items():
+            self.whole_state.update(policy.init_pieces(specs, dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all state arrays."""
+        whole = [array for named in self.whole_state.values() for array in named.values()]
+        return sum(array.nbytes for array in (*self.state.values(), *whole))
+
+    def apply(self, grad: Array, *, step: int, lr: float | None, grad_scale: float) -> None:
+        """Update the master shard by ``grad``, and what is gathered by that."""
+        part = self._part
+        out = part.storage.own if part.mixed else None
+        for start, stop, policy in self.ranges:
+            policy.update(
+                part.master[start:stop],
+                grad[start:stop],
+                {name: self.state[name][start:stop] for name in policy.state_names},
+                step=step,
+                lr=lr,
+                grad_scale=grad_scale,
+                out=None if out is None else out[start:stop],
+            )
+        for policy in self.specs:
+            policy.update_pieces(
+                self._pieces(policy, grad, out),
+                step=step,
+                reduce=self._sum,
+                lr=lr,
+                grad_scale=grad_scale,
+            )
+
+    def _pieces(self, policy: Optimizer, grad: Array, out: Array | None) -> list[ShardPiece]:
+        starts = {p.name: p.shard_start for p in self._part.layout.pieces(self._part.rank)}
+        pieces = []
+        for spec in self.specs[policy]:
+            start = starts.get(spec.name, 0)
+            here = slice(start, start + spec.size)
+            pieces.append(
+                ShardPiece(
+                    **dataclasses.asdict(spec),
+                    param=self._part.master[here],
+                    grad=grad[here],
+                    state=self.whole_state[spec.name],
+                    out=None if out is None else out[here],
+                )
+            )
+        return pieces
+
+    def _sum(self, array: NDArray[np.float64]) -> None:
+        all_reduce(array, self._shards, out=array, label=f"optimizer of unit {self._unit}")
