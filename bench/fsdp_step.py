@@ -2,6 +2,7 @@
 
     python bench/fsdp_step.py                                      # ours, 2 ranks over zmq
     python bench/fsdp_step.py --against fsdp2 --json step.json     # beside PyTorch FSDP2 on Gloo
+    python bench/fsdp_step.py --against no-prefetch                # beside ours, with no background
 
 bench/README.md says what is measured, and how.
 """
@@ -16,7 +17,7 @@ import typer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model
 
-from fsdp_bench.cases import PEER, SETTINGS, Exchange, Training
+from fsdp_bench.cases import PEERS, SETTINGS, Exchange, Training
 from fsdp_bench.run import Request, run
 
 from fsdpcore.bench.session import Plan
@@ -39,7 +40,7 @@ def main(
     heads: Annotated[int, typer.Option(help="Of the GPT.")] = 2,
     context: Annotated[int, typer.Option(help="Bytes of a sequence.")] = 128,
     batch: Annotated[int, typer.Option(help="Sequences of all ranks together.")] = 32,
-    prefetch: Annotated[int, typer.Option(help="Units that ours gathers ahead: 0 or 1.")] = 1,
+    prefetch: Annotated[int, typer.Option(help="Units that ours gathers ahead.")] = 1,
     threads: Annotated[
         int, typer.Option(help="Of each rank's arithmetic; 0 shares the cores evenly.")
     ] = 0,
@@ -50,7 +51,9 @@ def main(
     rounds: Annotated[int, typer.Option(help="How often the contestants take turns.")] = 9,
     warmup: Annotated[int, typer.Option(help="Steps before the clock runs.")] = 2,
     check: Annotated[bool, typer.Option(help="Compare values and losses.")] = True,
-    against: Annotated[str, typer.Option(help=f"Peer to take turns with: {PEER}.")] = "",
+    against: Annotated[
+        str, typer.Option(help=f"Peers to take turns with: {', '.join(PEERS)}.")
+    ] = "",
     peer_setting: Annotated[
         str, typer.Option(help=f"Of the peer: auto (try all); {'; '.join(SETTINGS)}.")
     ] = "auto",

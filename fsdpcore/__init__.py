@@ -48,7 +48,12 @@ from fsdpcore.errors import (
 )
 from fsdpcore.fsdp import initializers, optim
 from fsdpcore.fsdp.engine import FSDP
+from fsdpcore.fsdp.estimate import MemoryEstimate, memory_estimate
+from fsdpcore.fsdp.offload import Offload
+from fsdpcore.fsdp.plan import Plan, make_plan
+from fsdpcore.fsdp.plan_sizes import UnitSize
 from fsdpcore.fsdp.precision import LossScale, Precision
+from fsdpcore.fsdp.report import Report
 from fsdpcore.fsdp.schedule import Prefetch
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.special import Tied
@@ -77,17 +82,21 @@ __all__ = [
     "Layer",
     "LayerStack",
     "LossScale",
+    "MemoryEstimate",
     "Mesh",
     "MismatchError",
     "MissingDependencyError",
     "NonFiniteGradientError",
+    "Offload",
     "PeerFailedError",
+    "Plan",
     "Precision",
     "Prefetch",
     "ProtocolError",
     "RankFailedError",
     "ReduceOp",
     "RendezvousError",
+    "Report",
     "Spec",
     "StateError",
     "Step",
@@ -95,6 +104,7 @@ __all__ = [
     "SubBackend",
     "Tied",
     "Unit",
+    "UnitSize",
     "UnknownTransportError",
     "UnsupportedError",
     "Work",
@@ -114,6 +124,8 @@ __all__ = [
     "init",
     "initializers",
     "launch",
+    "make_plan",
+    "memory_estimate",
     "optim",
     "reduce",
     "reduce_scatter",

@@ -14,6 +14,8 @@ from fsdpcore.errors import ArgumentError
 
 OURS = "fsdpcore"
 PEER = "fsdp2"
+WITHOUT = "no-prefetch"  # ours, with nothing in the background
+PEERS = (PEER, WITHOUT)
 ALONE = "compute only"
 
 # Of the peer: what its users get; one unit gathered ahead in both directions; begun without
@@ -123,8 +125,8 @@ class Training:
 
 
 def _check_prefetch(prefetch: int) -> None:
-    if prefetch not in (0, 1):
-        raise ArgumentError(f"--prefetch must be 0 or 1, got {prefetch}")
+    if prefetch < 0:
+        raise ArgumentError(f"--prefetch must not be negative, got {prefetch}")
 
 
 Case = Exchange | Training

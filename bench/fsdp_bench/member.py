@@ -24,13 +24,14 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 import fsdpcore as fc
-from fsdp_bench.cases import ALONE, OURS, PEER, Case, Exchange, Training, from_order
+from fsdp_bench.cases import ALONE, OURS, PEER, WITHOUT, Case, Exchange, Training, from_order
 from fsdp_bench.exchange import OurExchange
 from fsdp_bench.job import Job
 from fsdp_bench.training import Alone, OurTraining
@@ -112,12 +113,16 @@ def _highest(job: Job) -> Memory:
 
 
 def _ours(backend: fc.Backend, options: Mapping[str, Any]) -> None:
+    contestant = options["contestant"]
+
     def make(case: Case) -> Job:
+        if contestant == WITHOUT:
+            case = replace(case, prefetch=0)
         if isinstance(case, Exchange):
             return OurExchange(case, backend)
         return OurTraining(case, backend)
 
-    member = StepMember(OURS, make, Ours(backend).versions)
+    member = StepMember(contestant, make, Ours(backend).versions)
     serve(backend.rank, backend.world_size, member, options["path"])
 
 
@@ -153,7 +158,7 @@ def _peer(options: Mapping[str, Any]) -> None:
 def main() -> None:
     """Become the rank that the first argument describes, in JSON."""
     options = json.loads(sys.argv[1])
-    if options["contestant"] == OURS:
+    if options["contestant"] in (OURS, WITHOUT):
         fc.launch(_ours, args=(options,))
     elif options["contestant"] == ALONE:
         _alone(options)

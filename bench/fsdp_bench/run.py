@@ -19,7 +19,9 @@ from fsdp_bench.cases import (
     ALONE,
     OURS,
     PEER,
+    PEERS,
     SETTINGS,
+    WITHOUT,
     Case,
     Training,
     to_order,
@@ -84,9 +86,10 @@ class Request:
                 f"got {self.ranks} and {self.threads}"
             )
         for peer in self.against:
-            if peer != PEER:
+            if peer not in PEERS:
                 raise ArgumentError(
-                    f"--against knows no {peer!r}{nearest(peer, [PEER])}; it knows {PEER}"
+                    f"--against knows no {peer!r}{nearest(peer, PEERS)}; "
+                    f"it knows {' and '.join(PEERS)}"
                 )
         if self.setting not in ("auto", *SETTINGS):
             raise ArgumentError(
@@ -101,7 +104,7 @@ class Request:
                 check_writable(file)
         if self.plot is not None:
             plot.check_installed()
-        if self.against and importlib.util.find_spec("torch") is None:
+        if PEER in self.against and importlib.util.find_spec("torch") is None:
             raise MissingDependencyError(
                 f"--against {PEER} needs PyTorch, which no extra of fsdpcore installs; get the "
                 "build for CPUs with: pip install torch --index-url "
@@ -142,7 +145,7 @@ def run(request: Request, echo: Callable[[str], None]) -> int:
 def _measure(request: Request, case: Case, echo: Callable[[str], None]) -> Result:
     """Measure one case with teams of its own, so that no case is seen in another's memory."""
     trials: dict[str, float] = {}
-    if request.against:
+    if PEER in request.against:
         case = replace(case, setting=request.setting)
         if request.setting == "auto":
             trials = _trials(request, case)
@@ -173,12 +176,17 @@ def _measure(request: Request, case: Case, echo: Callable[[str], None]) -> Resul
 def _starts(request: Request, case: Case) -> list[tuple[str, Start]]:
     """How to start each contestant's ranks, ours first."""
     ranks, environ = request.ranks, _environ(request)
-    ours = under_our_launcher(
-        ranks, request.transport, _MEMBER, {"contestant": OURS}, environ=environ
-    )
-    starts = [(OURS, ours)]
+    starts = [
+        (
+            name,
+            under_our_launcher(
+                ranks, request.transport, _MEMBER, {"contestant": name}, environ=environ
+            ),
+        )
+        for name in (OURS, *(name for name in request.against if name == WITHOUT))
+    ]
     others = [ALONE] if isinstance(case, Training) else []
-    for name in (*others, *request.against):
+    for name in (*others, *(name for name in request.against if name != WITHOUT)):
         options = {"contestant": name, "threads": request.threads_per_rank}
         starts.append((name, one_by_one(ranks, _MEMBER, options, environ)))
     return starts
@@ -235,7 +243,8 @@ def _wrong_losses(entrants: Sequence[Entrant], case: Training) -> dict[str, int]
         answers = team.ask(name, "losses", count=_LOSSES)
         losses[name] = [sum(ranks) / len(ranks) for ranks in zip(*answers, strict=True)]
         team.ask(name, "release")
-    right: dict[str, Any] = {OURS: losses[ALONE][:1], ALONE: losses[OURS][:1], PEER: losses[OURS]}
+    right: dict[str, Any] = dict.fromkeys(PEERS, losses[OURS])
+    right.update({OURS: losses[ALONE][:1], ALONE: losses[OURS][:1]})
     return {
         name: sum(
             not abs(mine - other) <= _LOSS_TOLERANCE * abs(other)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
@@ -12,11 +13,21 @@ from fsdpcore.collectives.algorithms import ALGORITHMS
 from fsdpcore.errors import ArgumentError, StateError
 from fsdpcore.fsdp.agree_units import check_same, check_units
 from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.engine_plan import plan_of, report_of
+from fsdpcore.fsdp.full import full_params
+from fsdpcore.fsdp.given_shards import update_shards
 from fsdpcore.fsdp.memory import HeldMemory, measure
+from fsdpcore.fsdp.offload import GATHERED, Offload, OffloadStats
 from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.plan import Plan, Sync
 from fsdpcore.fsdp.precision import Precision, Scaler
 from fsdpcore.fsdp.ranks import Ranks
+from fsdpcore.fsdp.report import Report
 from fsdpcore.fsdp.schedule import Phase, Prefetch, Schedule
+from fsdpcore.fsdp.shelves import open_shelves
+from fsdpcore.fsdp.state import EngineState, LoadReport, Progress
+from fsdpcore.fsdp.state_load import load_params, load_state, set_progress, writing_state
+from fsdpcore.fsdp.state_save import full_state, sharded_state
 from fsdpcore.fsdp.stats import StepStats
 from fsdpcore.fsdp.step import Step
 from fsdpcore.fsdp.strategy import Keep, Strategy
@@ -52,20 +63,24 @@ class FSDP:
         prefetch: a ``Prefetch``, or how many units to gather ahead; 0 for nothing in the
             background. In a window there is nothing to fetch.
         window: False keeps the parameters out of shared memory.
+        offload: what is out of memory while it is not in use; see ``Offload``. Without ``window``.
         seed: of the initialisers of deferred parameters (``Spec``).
         algorithm: of all collectives; "auto", or one that every one of them has.
 
     Attributes:
         units: in order; verbs can be called on them directly.
-        backend, strategy, precision, prefetching, algorithm: as given.
+        backend, strategy, precision, prefetching, algorithm, offload: as given.
         placement: what the strategy comes to with these ranks.
         ranks: this rank's groups.
         windowed: the parameters are in a window; the same on all ranks that share a copy.
         steps: number of updates so far.
+        optimizers: which optimizer updates which parameter; None without one.
+        lent: ``full_params`` is open.
         stats: what the last step did, and how long it waited.
 
     Raises:
         ArgumentError: units or options make no sense.
+        ConfigError: the files of ``offload`` cannot be made; on all ranks.
         MismatchError: the ranks passed different units or different values.
     """
 
@@ -79,6 +94,7 @@ class FSDP:
         precision: Precision | None = None,
         prefetch: Prefetch | int = 1,
         window: bool = True,
+        offload: Offload | None = None,
         seed: int = 0,
         algorithm: str = "auto",
     ) -> None:
@@ -89,13 +105,16 @@ class FSDP:
         self.precision = precision or Precision()
         self.prefetching = Prefetch.of(prefetch)
         self.algorithm = algorithm
+        self.offload = offload
         self.steps = 0
         self.stats = StepStats()
         _check_algorithm(algorithm)
         check_units(self.units)
         optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
+        self.optimizers = optimizers
+        self.lent = False
         options = (optimizers, self.strategy, self.precision, self.prefetching, seed, algorithm)
-        check_same(self.units, backend, repr((*options, window)))
+        check_same(self.units, backend, repr((*options, window, offload)))
         self.ranks = Ranks.of(backend, self.placement)
         self._index = {unit.name: number for number, unit in enumerate(self.units)}
         self._pool = BufferPool(backend)
@@ -111,21 +130,15 @@ class FSDP:
         shards = self.ranks.shards
         layouts = [unit.lay_out(shards.world_size, self.precision) for unit in self.units]
         flat_layouts = [layout for unit in layouts for layout in unit]
-        opened = open_window(flat_layouts, shards) if window else None
+        shelves = open_shelves(self.offload, self.units, self.ranks, optimizers, self.precision)
+        self._files = shelves.files
+        opened = open_window(flat_layouts, shards) if window and not self.offload else None
         self.windowed = opened is not None
         self._window_bytes = opened.nbytes if opened is not None else 0
         flats: Iterator[Array | None] = iter(opened.flats if opened else [None] * len(flat_layouts))
-        binding = Binding(
-            self.ranks,
-            self._pool,
-            shards.empty,
-            optimizers,
-            self.precision,
-            self.algorithm,
-            seed,
-        )
-        for unit, parts in zip(self.units, layouts, strict=True):
-            unit.bind(binding, [next(flats) for _ in parts])
+        binding = Binding(self.ranks, self._pool, optimizers, self.precision, self.algorithm, seed)
+        for unit, parts, shelf in zip(self.units, layouts, shelves.each, strict=True):
+            unit.bind(binding, [next(flats) for _ in parts], shelf)
         for unit in self.units:
             unit.owners = {name: self[tie.unit] for name, tie in unit.ties.items()}
 
@@ -193,10 +206,15 @@ class FSDP:
                 ahead.reshard(again=True)  # the guess was wrong
         began = time.perf_counter()
         for member in members:
+            self._count(member)
             member.unshard()
         self.stats.waited += time.perf_counter() - began
         self._ahead = [each for each in following if each.has_pending_prefetch]
         self._fetch(following)
+        near = len(following) + unit.shelf.depth
+        for number in upcoming[len(following) : near] if unit.shelf.depth else ():
+            if self.units[number].state is ParamState.SHARDED:
+                self.units[number].shelf.ahead(GATHERED)
 
     def _fetch(self, following: list[Unit]) -> None:
         limit = self.prefetching.max_bytes
@@ -207,8 +225,15 @@ class FSDP:
             nbytes += unit.gathered_bytes
             if self._ahead and limit is not None and nbytes > limit:
                 return
+            self._count(unit)
             unit.unshard(async_op=True)
             self._ahead.append(unit)
+
+    def _count(self, unit: Unit) -> None:
+        """Take note that a unit is about to be gathered, if it is not already."""
+        if unit.state is ParamState.SHARDED:
+            self.stats.gathers += unit.fetched
+            self.stats.bytes_sent += unit.sends
 
     def release(self, unit: Unit, phase: Phase) -> None:
         """End the use of ``unit`` in a pass; what happens to its parameters, the strategy says."""
@@ -227,6 +252,9 @@ class FSDP:
             return
         self.finish_reduction()
         began = time.perf_counter()
+        if unit.trainable:
+            self.stats.reductions += 1
+            self.stats.bytes_sent += unit.gradients.sends
         unit.reduce_gradients(divisor=divisor, async_op=self._overlaps)
         self.stats.waited += time.perf_counter() - began
         self._reducing = unit
@@ -287,11 +315,15 @@ class FSDP:
         """Enter a step; called by ``Step``."""
         if self._step is not None:
             raise StateError("a step is open already; leave it before you begin another one")
+        self.check_idle("a step")
         self._step = step
         self._pool.reset_peak()
         self._schedule.begin()
         self.stats = StepStats()
         self.stats.began = time.perf_counter()
+        if self._files is not None:
+            self._files.restart()
+            self.units[0].shelf.ahead(GATHERED)
 
     def end(self) -> None:
         """Leave a step: reshard all units and drop the gradients; called by ``Step``."""
@@ -300,6 +332,8 @@ class FSDP:
         for unit in self.units:
             unit.reshard()
             unit.drop_gradients()
+        if self._files is not None:
+            self._files.settle()
         self.stats.seconds = time.perf_counter() - self.stats.began
         self.stats.peak_buffers = self._pool.peak_bytes
 
@@ -314,7 +348,149 @@ class FSDP:
             for unit in self.units:
                 unit.reshard()
 
-    # Memory.
+    # State.
+
+    def check_idle(self, what: str) -> None:
+        """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
+        if self._step is not None or self.lent:
+            where = "full_params()" if self.lent else "a step"
+            raise StateError(f"{what} inside of {where}; leave that first")
+
+    def state_dict(
+        self, *, full: bool = False, optimizer: bool = True, to: int | str = "all"
+    ) -> EngineState:
+        """Return everything that training needs to go on, at full precision.
+
+        Parameters have the name ``unit.param``, arrays of the optimizer
+        ``optimizer/<state>/unit.param``; a tied parameter is in ``info["ties"]``, with its owner.
+
+        Args:
+            full: whole arrays, which belong to the caller, gathered one after the other; then it is
+                a collective. Without it nothing is sent or copied: each rank gets its own parts,
+                as ``ShardedArray`` of read-only views, which later updates change. Ignored arrays
+                are plain arrays.
+            optimizer: with the optimizer's arrays.
+            to: of ``full``: the rank that gets the arrays; the others get ``info`` only.
+
+        Raises:
+            ArgumentError: two arrays have the same name, or there is no such rank.
+            MismatchError: the ranks want different things.
+        """
+        if full:
+            return full_state(self, optimizer=optimizer, to=to)
+        if to != "all":
+            raise ArgumentError("to=... belongs to full=True; each rank has its own shards anyway")
+        return sharded_state(self, optimizer=optimizer)
+
+    def load_state_dict(
+        self,
+        state: EngineState | None,
+        *,
+        strict: bool = True,
+        optimizer: bool = True,
+        src: int | None = None,
+    ) -> LoadReport:
+        """Go on from what ``state_dict`` returned; a collective, outside of steps.
+
+        Whole arrays come from any number of ranks and any strategy, and are rounded to the dtypes
+        of this engine. Shards must be this rank's: the layout has to be the same. An ignored array
+        of other values replaces the one that ``unit.params`` shows; the caller's is not written.
+
+        Args:
+            state: on every rank, equal where it is full; or on ``src`` only.
+            strict: names that are missing or unexpected are an error; else they are returned.
+            optimizer: False loads parameters only: optimizer state, the number of steps and
+                the scale of the loss stay as they are, and need not be in the state.
+            src: the rank that has the (full) state, which deals it out array by array; what the
+                others pass is ignored.
+
+        Raises:
+            ArgumentError: something does not fit on some rank; on all ranks, nothing was changed.
+            MismatchError: the ranks have states of different names or steps; likewise.
+            StateError: inside of a step, or of ``full_params``.
+        """
+        return load_state(self, state, strict=strict, optimizer=optimizer, src=src)
+
+    def load_full(
+        self, params: Mapping[str, Array] | None, *, strict: bool = True, src: int | None = None
+    ) -> LoadReport:
+        """Load whole parameters by ``unit.param``; a collective, outside of steps.
+
+        Optimizer state and the number of steps stay. A tied parameter may have its own name, or
+        that of its owner. Ignored arrays may be left out. The rest is as in ``load_state_dict``.
+        """
+        return load_params(self, params, strict=strict, src=src)
+
+    def writing_state(self, *, optimizer: bool = True) -> AbstractContextManager[EngineState]:
+        """Give ``state_dict()`` to be written in place, without another copy; for all ranks.
+
+        What is written to the arrays in the ``with`` block is there after it, also if it ends by
+        an exception. ``load_info`` has the rest.
+        """
+        return writing_state(self, optimizer=optimizer)
+
+    def load_info(self, info: Mapping[str, Any]) -> None:
+        """Take over the number of steps and the loss scale from ``EngineState.info``.
+
+        Equal on all ranks, which is not checked. Raises ArgumentError if they make no sense.
+        """
+        set_progress(self, Progress.of(info))
+
+    def full_params(
+        self,
+        *,
+        write: bool = False,
+        names: str | Iterable[str] | None = None,
+        unit: Unit | str | None = None,
+    ) -> AbstractContextManager[Mapping[str, Array]]:
+        """Gather parameters at full precision, by ``unit.param``, for a ``with`` block.
+
+        All ranks enter it, outside of steps, and begin no step inside. Tied, frozen and ignored
+        parameters are there, too. After the block the arrays must not be used.
+
+        Args:
+            write: False gives read-only arrays. True gives copies to be written, the same on
+                all ranks; what they are at the end of the block is kept, unless an exception ends
+                it. Ignored arrays stay read-only.
+            names: patterns (of the shell) of names; by default all of them.
+            unit: of this unit only.
+
+        Raises:
+            ArgumentError: a pattern matches nothing.
+            MismatchError: the ranks ask for different parameters, or have written different
+                values; on all ranks, and nothing was kept.
+            StateError: inside of a step, or of another ``full_params``.
+        """
+        return full_params(self, write=write, names=names, unit=unit)
+
+    def update_shards(self, shards: Mapping[str, Array]) -> None:
+        """Replace this rank's shards of some units; a collective, outside of steps.
+
+        Args:
+            shards: by the name of the unit what ``Unit.update_shards`` takes; on all ranks those of
+                the same units. The others stay.
+
+        Raises:
+            ArgumentError: a unit or an array that does not fit, on some rank; on all ranks, and
+                nothing was changed.
+            MismatchError: the ranks give shards of different units; likewise.
+        """
+        update_shards(self, shards)
+
+    # Plans and measurements.
+
+    def plan(self, *, microbatches: int = 1, sync: Sync = "each") -> Plan:
+        """Return a step of this engine as data: operations, bytes, peak; it can be printed.
+
+        Args:
+            microbatches: forward and backward passes before the update.
+            sync: "each" reduces in each of them; "last" in the last one, with ``no_sync`` before.
+        """
+        return plan_of(self, microbatches, sync)
+
+    def report(self) -> Report:
+        """Compare the last step with its plan, on this rank; it can be printed."""
+        return report_of(self)
 
     @property
     def gathered_peak(self) -> int:
@@ -323,6 +499,11 @@ class FSDP:
         Parameters in a window are there anyway, so that gathering them adds nothing.
         """
         return self._pool.peak_bytes
+
+    @property
+    def offload_stats(self) -> OffloadStats:
+        """What moved between memory and files since the last step began; zeros without files."""
+        return OffloadStats() if self._files is None else self._files.stats
 
     def held(self) -> HeldMemory:
         """Measure what this rank holds now."""

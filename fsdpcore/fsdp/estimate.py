@@ -6,14 +6,14 @@ Pure arithmetic on a plan: nothing is allocated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp import plan_table
-from fsdpcore.fsdp.plan import Plan, Sync, make_plan
-from fsdpcore.fsdp.plan_sizes import Persistent, UnitBytes, UnitSize, even_units, lay_out
+from fsdpcore.fsdp.plan import Sync, make_plan
+from fsdpcore.fsdp.plan_sizes import Persistent, UnitSize, even_units, lay_out
 from fsdpcore.fsdp.plan_units import sizes_of
 from fsdpcore.fsdp.precision import Precision
 from fsdpcore.fsdp.strategy import Keep, Strategy
@@ -35,7 +35,7 @@ class MemoryEstimate:
         optimizer: its state.
         live_units: parameters that are gathered for a while, when most memory is in use.
         communication: other buffers of gradients: written, on their way, or waiting for that.
-        host: what is moved to the host's memory, and not counted in the above.
+        host: what is offloaded, and not counted in the above.
         unsharded: the total of ``no_shard``, all else being equal, and nothing moved.
     """
 
@@ -57,7 +57,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The most that the rank holds, without what is on the host."""
+        """The most that the rank holds, without what is offloaded."""
         return self.states + self.live_units + self.communication
 
     @property
@@ -85,7 +85,7 @@ class MemoryEstimate:
         ]
         moved = self.offload != "none"
         return plan_table.columns(
-            (f"{self.strategy.name}, {self.world_size} ranks", "bytes", "on the host"),
+            (f"{self.strategy.name}, {self.world_size} ranks", "bytes", "offloaded"),
             [
                 (name, plan_table.size(here), plan_table.size(there) if moved else "")
                 for name, here, there in rows
@@ -112,16 +112,17 @@ def memory_estimate(
 ) -> MemoryEstimate:
     """Work out what a rank holds when it holds most.
 
-    The other arguments, and the rules, are those of ``make_plan``. Of what is offloaded, units in
-    use are still on the device, and so are parameters that stay gathered until the update; the
-    optimizer then has its own copy of the shard on the host.
+    The other arguments, and the rules, are those of ``make_plan``. What is offloaded is not in
+    memory, but for the parameters of units in use and of those that come next. What an update
+    loads of it is not counted.
 
     Args:
         params: units, or the number of float32 parameters.
         world_size: number of ranks.
         layers: of how many equal units a number of parameters is; by default of one.
-        offload: what is moved from the device to the host's memory: "none", "parameters", or
-            "all", which is parameters, gradients and optimizer state.
+        offload: what is moved from the device to the host's memory, or from there to files:
+            "none", "parameters", or "all", which is parameters, shards of gradients, and the
+            optimizer's state.
 
     Raises:
         ArgumentError: something of this makes no sense.
@@ -137,7 +138,7 @@ def memory_estimate(
         raise ArgumentError(f"offload must be one of {names}, got {offload!r}")
     if windowed and offload != "none":
         raise ArgumentError(
-            "a window is in the host's memory already; leave out either windowed or offload"
+            "what is in a window is in use at any time; leave out either windowed or offload"
         )
     plan, plain = (
         make_plan(
@@ -152,16 +153,16 @@ def memory_estimate(
             microbatches=microbatches,
             sync=sync,
             windowed=windowed and which != "no_shard",
-            offloaded=offload != "none" and which != "no_shard",
             rank=rank,
         )
         for which in (strategy, "no_shard")
     )
     layouts = lay_out(units, plan.placement.shards, precision)
-    host = _moved(plan, layouts, offload)
-    parameters = plan.persistent.parameters
-    if offload != "none":
-        parameters = _staying(plan, layouts)
+    host = _moved(plan.persistent, offload)
+    live = plan.peak_live.parameters
+    if offload != "none" and (plan.placement.keep is Keep.UPDATE or not plan.placement.gathers):
+        sizes = [unit.gathered for unit in layouts]
+        live = max((sum(sizes[n : n + 1 + prefetch]) for n in range(len(sizes))), default=0)
     shards = plan.persistent.gradients - host.gradients
     full = plan.peak_live.gradients
     gradients = shards
@@ -171,31 +172,18 @@ def memory_estimate(
         strategy=plan.strategy,
         world_size=plan.world_size,
         offload=offload,
-        parameters=parameters,
+        parameters=plan.persistent.parameters - host.parameters,
         gradients=gradients,
         optimizer=plan.persistent.optimizer - host.optimizer,
-        live_units=plan.peak_live.parameters,
+        live_units=live,
         communication=shards + full - gradients,
         host=host,
         unsharded=plain.peak_bytes,
     )
 
 
-def _staying(plan: Plan, layouts: Iterable[UnitBytes]) -> int:
-    """Bytes of parameters that stay gathered where they are computed with."""
-    if plan.placement.keep is not Keep.UPDATE:
-        return 0
-    return sum(unit.gathered for unit in layouts)
-
-
-def _moved(plan: Plan, layouts: Sequence[UnitBytes], offload: Offload) -> Persistent:
-    """What is on the host."""
-    if offload == "none":
-        return Persistent(0, 0, 0)
-    held, staying = plan.persistent, _staying(plan, layouts)
-    parameters = held.parameters - staying
-    if offload == "parameters":
-        return Persistent(parameters, 0, 0)
-    if staying:  # of which the optimizer updates a copy, where it has no master shard anyway
-        parameters += sum(unit.master for unit in layouts if not unit.dtypes.mixed)
-    return Persistent(parameters, held.gradients, held.optimizer)
+def _moved(held: Persistent, offload: Offload) -> Persistent:
+    """What of it is offloaded."""
+    if offload == "all":
+        return held
+    return Persistent(held.parameters if offload == "parameters" else 0, 0, 0)

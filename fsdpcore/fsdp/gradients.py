@@ -21,6 +21,7 @@ from fsdpcore.buffers import Array
 from fsdpcore.collectives import all_reduce, reduce_scatter
 from fsdpcore.errors import ArgumentError, CommunicationError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.offload import GRADIENTS, Kind, Shelf
 from fsdpcore.fsdp.precision import Dtypes
 from fsdpcore.fsdp.ranks import Ranks
 from fsdpcore.fsdp.views import Gradients, Places, round_into
@@ -62,8 +63,7 @@ class UnitGradients:
         algorithm: of the collectives.
         pool: of the full gradients.
         dtypes: of the unit.
-        buffer: an array for this rank's shard, flat, padding included; None to allocate it when it
-            is needed first.
+        shelf: where this rank's shard is, once it is needed.
 
     Attributes:
         shard: this rank's part of the reduced gradients, while there are any.
@@ -76,7 +76,7 @@ class UnitGradients:
         algorithm: str,
         pool: BufferPool,
         dtypes: Dtypes,
-        buffer: Array | None = None,
+        shelf: Shelf,
     ) -> None:
         self.shard: Array | None = None
         self._places = places
@@ -85,7 +85,8 @@ class UnitGradients:
         self._algorithm = algorithm
         self._pool = pool
         self._dtypes = dtypes
-        self._buffer = buffer  # what ``shard`` is, whenever it is there
+        self._shelf = shelf
+        self._buffer: Array | None = None  # what ``shard`` is, whenever it is there
         self._open: Gradients | None = None
         self._kept: Array | None = None
         self._reducing: _Reducing | None = None
@@ -244,13 +245,16 @@ class UnitGradients:
             if self.shard is None:
                 self.shard = own
             else:
+                self._shelf.begin(GRADIENTS, write=True)
                 _add_into(self.shard, own)
+            self._shelf.end(GRADIENTS, written=True)
         finally:
             self._pool.give(reducing.flat)
 
     def _own_buffer(self) -> Array:
         if self._buffer is None:
-            self._buffer = self._ranks.shards.empty((self._layout.shard_size,), self._dtypes.grad)
+            allocate = self._shelf.allocate(Kind.GRADIENT)
+            self._buffer = allocate(self._layout.shard_size, self._dtypes.grad)
         return self._buffer
 
     def zeros(self) -> Array:
@@ -279,7 +283,17 @@ class UnitGradients:
             if array is not None:
                 self._pool.give(array)
         self._from_ties.clear()
+        if self.shard is not None:
+            self._shelf.discard(GRADIENTS)
         self._kept = self.shard = None
+
+    @property
+    def sends(self) -> int:
+        """Bytes that this rank sends in a reduction, at the least that is possible."""
+        shards, replicas = self._ranks.shards.world_size, self._ranks.replicas.world_size
+        item, shard = self._dtypes.grad.itemsize, self._layout.shard_size
+        part = -(-shard // replicas)  # of a shard, which goes out, and comes back as a sum
+        return (shard * (shards - 1) + 2 * part * (replicas - 1)) * item
 
     @property
     def nbytes(self) -> int:

@@ -52,7 +52,10 @@ def measure(units: Iterable[Unit], buffers: int, spare: int, window: int) -> Hel
         if unit.trainable:
             gradients += unit.gradients.nbytes
         optimizer += 0 if update is None else update.nbytes
-        padding += (unit.layout.shard_size - unit.valid_size) * (master + grad)
-        unsharded += unit.layout.size * (master * (1 + states) + grad)
+        padding += sum(part.padding for part in unit.parts)
+        padding += (unit.layout.shard_size - unit.valid_size) * grad
+        rounded = unit.dtypes.param.itemsize if unit.dtypes.mixed else 0
+        unsharded += unit.layout.size * (master * (1 + states) + grad + rounded)
+        unsharded += 0 if update is None else update.whole_size * master
         unsharded += sum(p.layout.size * p.layout.dtype.itemsize for p in unit.parts[1:])
     return HeldMemory(parameters, gradients, optimizer, padding, buffers, spare, window, unsharded)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.buffers import Array
-from fsdpcore.fsdp.buffers import Allocate, BufferPool
+from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.layout import FlatLayout
+from fsdpcore.fsdp.offload import Kind, Shelf
 from fsdpcore.fsdp.ranks import Ranks
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.storage import Storage, store
@@ -57,16 +58,22 @@ class Part:
         ranks: Ranks,
         algorithm: str,
         pool: BufferPool,
-        allocate: Allocate,
+        shelf: Shelf,
         flat: Array | None,
         seed: int,
+        *,
+        trained: bool,
     ) -> None:
         """Make the memory, and write this rank's shard of the initial values."""
         self.rank = ranks.shards.rank
-        self.storage = store(self.places, ranks, algorithm, pool, flat)
+        kind = Kind.TRAINED if trained else Kind.FROZEN
+        self.storage = store(self.places, ranks, algorithm, pool, shelf.allocate(kind), flat)
+        if trained:
+            shelf.mark(Kind.OWN, self.storage.own)
         if self._master_dtype == self.layout.dtype:
             self.master = self.storage.own
         else:
+            allocate = shelf.allocate(Kind.MASTER)
             self.master = allocate(self.layout.shard_size, self._master_dtype)
             self.master[self.valid_size :] = 0
         for piece in self.layout.pieces(self.rank):

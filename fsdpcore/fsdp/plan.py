@@ -166,7 +166,6 @@ def make_plan(
     microbatches: int = 1,
     sync: Sync = "each",
     windowed: bool = False,
-    offloaded: bool = False,
     rank: int = 0,
     costs: Costs | Capabilities | None = None,
     compute_seconds: Sequence[float] | None = None,
@@ -186,8 +185,6 @@ def make_plan(
         sync: "each": gradients are reduced in each of them; "last": only in the last one, and
             added up until then.
         windowed: all ranks that share a copy are on one host, with the parameters in a window.
-        offloaded: shards of parameters are in other memory than what is computed with, so that a
-            rank that shares with nobody has copies of the units in use, too.
         rank: whose memory is told; the last ranks may have less of the optimizer's state.
         costs: of the transport, for ``seconds``.
         compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
@@ -216,7 +213,6 @@ def make_plan(
         microbatches=as_int(microbatches, "microbatches", minimum=1),
         deferred=sync == "last",
         windowed=windowed,
-        loaded=offloaded,
     )
     walk = Walk(job)
     walk.run()

@@ -102,8 +102,6 @@ class Job:
         microbatches: forward and backward passes before the update.
         deferred: gradients are reduced in the last of them only.
         windowed: the ranks of a host have the parameters in a window.
-        loaded: parameters are elsewhere, and take memory of the step even where nothing is
-            gathered.
     """
 
     units: Sequence[UnitBytes]
@@ -113,7 +111,6 @@ class Job:
     microbatches: int
     deferred: bool
     windowed: bool
-    loaded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -141,8 +138,8 @@ class Walk:
         self._gradients = 0
         place = job.placement
         self._kept = job.windowed or place.keep is Keep.UPDATE
-        self._takes = not self._kept and (place.gathers or job.loaded)
-        self._present = [not (place.gathers or self._takes) or job.windowed] * len(job.units)
+        self._takes = not self._kept and place.gathers
+        self._present = [job.windowed or not place.gathers] * len(job.units)
         self._gathering: dict[int, list[int]] = {}  # operations that were not waited for
         self._fetched: dict[int, int] = {}  # bytes of units ahead of their use
         self._awaiting: set[int] = set()  # units whose backward pass is still to come

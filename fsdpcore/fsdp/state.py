@@ -30,7 +30,7 @@ def optimizer_name(state: str, param: str) -> str:
 
 
 class ArrayPiece(NamedTuple):
-    """Elements ``[start, stop)`` of a flattened (C order) array, ``(stop - start,)``, contiguous."""
+    """Elements ``[start, stop)`` of an array that is flattened in C order, contiguous in memory."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class ShardedArray:
     """An array of which this rank has some ranges, and others the rest.
 
     The pieces of all ranks of one replica cover the array exactly once, and every replica holds the
-    same. So it is written once if replica 0 writes; or, for balance, one that follows from the name.
+    same: it is stored once if one replica stores it, be it the first, or another for balance.
 
     Attributes:
         shape: of the whole array.
@@ -116,9 +116,7 @@ class EngineState(Mapping[str, "ShardedArray | Array"]):
             ties         for each tied parameter the name of its owner, whose array is its, too
     """
 
-    def __init__(
-        self, arrays: Mapping[str, ShardedArray | Array], info: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, arrays: Mapping[str, ShardedArray | Array], info: Mapping[str, Any]) -> None:
         self.arrays = dict(arrays)
         self.info = dict(info)
 

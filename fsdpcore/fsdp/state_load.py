@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from fsdpcore.buffers import Array
@@ -148,37 +147,33 @@ class _Loading:
                 )
         return arrays
 
-    def _plan(
-        self, arrays: dict[str, ShardedArray | Array], progress: Progress | None
-    ) -> _Plan:
-        known: dict[str, Callable[[ShardedArray | Array], str]] = {}
-        for entry in self._entries:
-            known[entry.name] = lambda value, entry=entry: self._check(entry, value)
-        for name in self._ignored:
-            known[name] = lambda value, name=name: self._check_ignored(name, value)
+    def _plan(self, arrays: dict[str, ShardedArray | Array], progress: Progress | None) -> _Plan:
+        known: dict[str, Entry | None] = {entry.name: entry for entry in self._entries}
+        known |= dict.fromkeys(self._ignored)
         present = [name for name in known if name in arrays]
         for name in present:
-            problem = known[name](arrays[name])
+            problem = self._check(name, known[name], arrays[name])
             if problem:
                 self.problems.append(f"{name} {problem}")
+        missing = [name for name in known if name not in arrays]
         unexpected = [name for name in arrays if name not in known]
         if not self._optimizer:  # then it does not matter whether there is any
-            every = entries_of(self._engine, optimizer=True)
-            others = {entry.name for entry in every}
-            unexpected = [
-                name for name in unexpected if name not in others and not _of_optimizer(name)
-            ]
-        missing = [name for name in known if name not in arrays]
+            unexpected = [name for name in unexpected if not _of_optimizer(name)]
         if progress is None:
             return _Plan(present, missing, unexpected)
         return _Plan(present, missing, unexpected, progress.step, progress.scale)
 
-    def _check(self, entry: Entry, value: ShardedArray | Array) -> str:
-        if isinstance(value, ShardedArray):
-            if self._src is not None:
-                return "is sharded, but with src one rank gives whole arrays"
-        else:
-            value = np.asarray(value)
+    def _check(self, name: str, entry: Entry | None, value: ShardedArray | Array) -> str:
+        """Say what is wrong with an array for an entry, or for an ignored array; "" for nothing."""
+        if not isinstance(value, ShardedArray):
+            try:
+                value = np.asarray(value)
+            except (TypeError, ValueError) as error:
+                return f"is no array: {error}"
+        if entry is None:
+            return self._check_ignored(name, value)
+        if isinstance(value, ShardedArray) and self._src is not None:
+            return "is sharded, but with src one rank gives whole arrays"
         wanted = entry.data.dtype
         if value.shape != entry.shape:
             return f"has shape {value.shape}, but here it is {entry.shape}"
@@ -200,7 +195,6 @@ class _Loading:
         wanted = unit.ignored[param]
         if isinstance(value, ShardedArray):
             return "is ignored by the engine, and needs a whole array"
-        value = np.asarray(value)
         if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
             return (
                 f"has shape {value.shape} and dtype {value.dtype}, but here it is "
@@ -341,16 +335,15 @@ def _same(one: ShardedArray | Array, other: ShardedArray | Array) -> bool:
     one, other = np.asarray(one), np.asarray(other)
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    bits = [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other)]
-    return bool(np.array_equal(*bits))
+    return bool(np.array_equal(_bits(one), _bits(other)))
+
+
+def _bits(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _floating(dtype: np.dtype[Any]) -> bool:
-    try:
-        ml_dtypes.finfo(dtype)
-    except (ValueError, TypeError):
-        return False
-    return True
+    return dtype.name.startswith(("float", "bfloat"))  # those of ml_dtypes have no common kind
 
 
 def _of_optimizer(name: str) -> bool:

@@ -13,10 +13,16 @@ class StepStats:
         seconds: from the beginning of the ``with`` block to its end.
         waited: seconds in which the caller waited for communication: what is exposed of it.
         peak_buffers: most bytes of gathered parameters and full gradients at once.
+        gathers: flat buffers that were gathered, apart from those in a window.
+        reductions: how often gradients of a unit were reduced.
+        bytes_sent: for these by this rank, if by algorithms that send no byte twice.
         began: when, on the clock ``time.perf_counter``.
     """
 
     seconds: float = 0.0
     waited: float = 0.0
     peak_buffers: int = 0
+    gathers: int = 0
+    reductions: int = 0
+    bytes_sent: int = 0
     began: float = 0.0

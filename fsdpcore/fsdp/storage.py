@@ -34,9 +34,9 @@ from typing import Any
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import all_gather, barrier
-from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.buffers import Allocate, BufferPool
 from fsdpcore.fsdp.ranks import Ranks
-from fsdpcore.fsdp.strategy import Keep
+from fsdpcore.fsdp.strategy import Keep, Placement
 from fsdpcore.fsdp.views import Params, Places, read_only
 
 
@@ -62,6 +62,16 @@ class Storage(ABC):
     @property
     def fetched(self) -> bool:
         """Whether ``gather`` would move data."""
+        return False
+
+    @property
+    def sends(self) -> int:
+        """Bytes that this rank sends in ``gather``, at the least that is possible."""
+        return 0
+
+    @property
+    def fills(self) -> bool:
+        """Whether ``gather`` would write to what this rank holds all the time."""
         return False
 
     @property
@@ -93,23 +103,35 @@ class Storage(ABC):
         """Take note that all ranks entered the reduction of the gradients with the unit SHARDED."""
 
 
+def keeps_all(placement: Placement) -> bool:
+    """Whether every rank holds all parameters, all the time, if they are not in a window."""
+    return placement.keep is Keep.UPDATE or not placement.gathers
+
+
 def store(
-    places: Places, ranks: Ranks, algorithm: str, pool: BufferPool, flat: Array | None
+    places: Places,
+    ranks: Ranks,
+    algorithm: str,
+    pool: BufferPool,
+    allocate: Allocate,
+    flat: Array | None,
 ) -> Storage:
     """Make the storage of a flat buffer, whose place in the window is ``flat`` if there is one."""
     if flat is not None:
         return Windowed(ranks.shards, places, flat)
-    if ranks.placement.keep is Keep.UPDATE or not ranks.placement.gathers:
-        return Kept(ranks.shards, places, algorithm)
-    return Separate(ranks, places, algorithm, pool)
+    if keeps_all(ranks.placement):
+        return Kept(ranks.shards, places, algorithm, allocate)
+    return Separate(ranks, places, algorithm, pool, allocate)
 
 
 class Separate(Storage):
     """A shard on each rank, gathered into a buffer of the pool."""
 
-    def __init__(self, ranks: Ranks, places: Places, algorithm: str, pool: BufferPool) -> None:
+    def __init__(
+        self, ranks: Ranks, places: Places, algorithm: str, pool: BufferPool, allocate: Allocate
+    ) -> None:
         layout = places.layout
-        own = ranks.shards.empty((layout.shard_size,), layout.dtype)
+        own = allocate(layout.shard_size, layout.dtype)
         super().__init__(places, own, ranks.shards.rank)
         self._ranks = ranks
         self._algorithm = algorithm
@@ -122,6 +144,11 @@ class Separate(Storage):
     @property
     def fetched(self) -> bool:
         return True
+
+    @property
+    def sends(self) -> int:
+        group = self._ranks.shards if self._part is None else self._ranks.near
+        return _sent(self.places, group)
 
     @property
     def gathered_bytes(self) -> int:
@@ -181,8 +208,8 @@ class Separate(Storage):
 class Kept(Storage):
     """All parameters on every rank; the own shard is a slice of them."""
 
-    def __init__(self, shards: Backend, places: Places, algorithm: str) -> None:
-        flat = shards.empty((places.layout.padded_size,), places.layout.dtype)
+    def __init__(self, shards: Backend, places: Places, algorithm: str, allocate: Allocate) -> None:
+        flat = allocate(places.layout.padded_size, places.layout.dtype)
         start, stop = places.layout.shard_bounds(shards.rank)
         super().__init__(places, flat[start:stop], shards.rank)
         self.nbytes = flat.nbytes
@@ -196,6 +223,14 @@ class Kept(Storage):
     @property
     def fetched(self) -> bool:
         return self._stale
+
+    @property
+    def fills(self) -> bool:
+        return self._stale
+
+    @property
+    def sends(self) -> int:
+        return _sent(self.places, self._shards) if self._stale else 0
 
     def gather(self, *, async_op: bool) -> Any:
         if not self._stale:
@@ -260,3 +295,9 @@ class Windowed(Storage):
 
     def reduced(self) -> None:
         self.exposed = False
+
+
+def _sent(places: Places, group: Backend) -> int:
+    """What each rank sends so that all have everything: its part, to all others."""
+    layout, ranks = places.layout, group.world_size
+    return layout.padded_size * layout.dtype.itemsize // ranks * (ranks - 1)

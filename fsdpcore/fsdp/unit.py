@@ -16,7 +16,7 @@ import contextlib
 import enum
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,9 +24,11 @@ import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, CommunicationError, StateError
-from fsdpcore.fsdp.buffers import Allocate, BufferPool
+from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.given_shards import update_shard
 from fsdpcore.fsdp.gradients import GradState, UnitGradients, check_divisor
 from fsdpcore.fsdp.layout import FlatLayout
+from fsdpcore.fsdp.offload import EVERYTHING, GATHERED, GRADIENTS, UPDATED, WRITTEN, Kind, Shelf
 from fsdpcore.fsdp.parts import Part
 from fsdpcore.fsdp.precision import Dtypes, Precision
 from fsdpcore.fsdp.ranks import Ranks
@@ -51,15 +53,10 @@ class ParamState(enum.Enum):
 
 @dataclass(frozen=True)
 class Binding:
-    """What the engine gives to each of its units.
-
-    Attributes:
-        allocate: makes the arrays that a rank holds all the time, but for what is gathered.
-    """
+    """What the engine gives to each of its units."""
 
     ranks: Ranks
     pool: BufferPool
-    allocate: Allocate
     optimizers: Optimizers | None
     precision: Precision
     algorithm: str
@@ -87,7 +84,10 @@ class Unit:
         state: where the parameters are.
         parts: the flat buffers: what is trained, then what is frozen, by dtype.
         ties: which parameters are others.
+        shelf: where this rank's arrays are; set by ``bind``.
     """
+
+    shelf: Shelf
 
     def __init__(
         self,
@@ -123,6 +123,7 @@ class Unit:
         self._gathers: list[Work] = []
         self._tied: dict[str, Array] = {}  # gradients that are written now, flat
         self._in_writing = False
+        self._filled = False  # by the last gathering, what is held all the time
 
     # Taking over.
 
@@ -153,30 +154,34 @@ class Unit:
         self.parts = tuple(parts)
         return [part.layout for part in parts]
 
-    def bind(self, binding: Binding, flats: Iterable[Array | None]) -> None:
+    def bind(self, binding: Binding, flats: Iterable[Array | None], shelf: Shelf) -> None:
         """Shard the parameters; called by the engine, once.
 
         Args:
             binding: what all units of the engine have in common.
             flats: the parts' flat buffers in the window of the host, or None where there is none.
+            shelf: where the arrays are that this rank holds all the time.
         """
+        self.shelf = shelf
         for part, flat in zip(self.parts, flats, strict=True):
             part.bind(
                 binding.ranks,
                 binding.algorithm,
                 binding.pool,
-                binding.allocate,
+                shelf,
                 flat,
                 binding.seed,
+                trained=part is self.parts[0],
             )
         trained = self.parts[0]
         self._gradients = UnitGradients(
-            trained.places, binding.ranks, binding.algorithm, binding.pool, self._dtypes
+            trained.places, binding.ranks, binding.algorithm, binding.pool, self._dtypes, shelf
         )
         if binding.optimizers is not None and self.trainable:
             self._update = ShardUpdate(
-                self.name, trained, binding.optimizers, binding.ranks, binding.allocate
+                self.name, trained, binding.optimizers, binding.ranks, shelf.allocate(Kind.STATE)
             )
+        shelf.end(EVERYTHING, written=True)
         self._binding, self.initial = binding, None
 
     @property
@@ -258,6 +263,8 @@ class Unit:
         if self.state is ParamState.SHARDED:
             if self._in_writing:
                 raise StateError(f"unshard() of unit {self.name!r} while it is being written")
+            self._filled = any(part.storage.fills for part in self.parts)
+            self.shelf.begin(GATHERED, write=self._filled)
             for part in self.parts:
                 if part.layout.params or part is self.parts[0]:
                     started = part.storage.gather(async_op=async_op)
@@ -277,9 +284,14 @@ class Unit:
         return self.state is ParamState.GATHERING
 
     @property
-    def fetched(self) -> bool:
-        """Whether a gathering moves data, so that it pays to begin it ahead of its use."""
-        return any(part.storage.fetched for part in self.parts if part.layout.params)
+    def fetched(self) -> int:
+        """How many flat buffers move in a gathering; if any, it pays to begin ahead of its use."""
+        return sum(part.storage.fetched for part in self.parts if part.layout.params)
+
+    @property
+    def sends(self) -> int:
+        """Bytes that this rank sends when the unit is gathered."""
+        return sum(part.storage.sends for part in self.parts)
 
     @property
     def gathered_bytes(self) -> int:
@@ -329,6 +341,8 @@ class Unit:
             # it would hide the error that led to this clean-up.
             with contextlib.suppress(CommunicationError):
                 work.wait()
+        if self.state is not ParamState.SHARDED:
+            self.shelf.end(GATHERED, written=self._filled)
         self.state = ParamState.SHARDED
         for part in self.parts:
             part.storage.free(again=again)
@@ -358,6 +372,30 @@ class Unit:
             finally:
                 writable.flags.writeable = False
                 trained.publish()
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[tuple[Part, ...]]:
+        """Like ``writing``, frozen parameters too: gives ``parts``, to write each ``master``."""
+        with self._claimed(*self.parts):
+            try:
+                yield self.parts
+            finally:
+                for part in self.parts:
+                    part.publish()
+
+    def update_shards(self, flat: Array) -> None:
+        """Replace this rank's shard of the trained parameters; all ranks call it.
+
+        Args:
+            flat: as ``shard``, or without its padding: shape ``(shard.size,)`` or
+                ``(valid_size,)``; rounded to its dtype. Ranks that hold the same shard
+                (``hybrid_shard``, ``no_shard``) give the same, which is not checked.
+
+        Raises:
+            ArgumentError: another shape, or a dtype that is no number; nothing was changed.
+                ``engine.update_shards`` raises it on all ranks.
+        """
+        update_shard(self, flat)
 
     @property
     def shard_rank(self) -> int:
@@ -392,7 +430,7 @@ class Unit:
                 part.load(values)
 
     @contextlib.contextmanager
-    def _claimed(self, *parts: Part) -> Iterator[None]:
+    def _claimed(self, *parts: Part, kinds: Sequence[Kind] = WRITTEN) -> Iterator[None]:
         self._bound(self._binding)
         if self._in_writing:
             raise StateError(f"unit {self.name!r} is being written already")
@@ -401,10 +439,12 @@ class Unit:
         for part in parts:
             part.storage.claim()
         self._in_writing = True
+        self.shelf.begin(kinds, write=True)
         try:
             yield
         finally:
             self._in_writing = False
+            self.shelf.end(kinds, written=True)
 
     # Gradients.
 
@@ -502,7 +542,10 @@ class Unit:
             raise StateError("the engine has no optimizer; pass one: FSDP(..., optimizer=...)")
         if self._update is None:
             return
-        with self._claimed(self.parts[0]):  # what is gathered is about to be out of date
+        self.shelf.begin(GRADIENTS)
+        with self._claimed(
+            self.parts[0], kinds=UPDATED
+        ):  # what is gathered is about to be out of date
             self._update.apply(gradients.zeros(), step=step, lr=lr, grad_scale=grad_scale)
         gradients.drop()
 

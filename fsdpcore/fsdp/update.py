@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from fsdpcore.buffers import Array
 from fsdpcore.errors import NonFiniteGradientError
 from fsdpcore.fsdp.agreement import Wanted, agree
 from fsdpcore.fsdp.norm import all_finite, joined, local_part
+from fsdpcore.fsdp.offload import GRADIENTS, UPDATED, in_turn
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -38,13 +40,8 @@ def apply_update(
         MismatchError: see ``agree``.
     """
     scale = engine.loss_scale
-    shards = [
-        unit.gradients.shard[: unit.valid_size]
-        for unit in engine.units
-        if unit.gradients.shard is not None
-    ]
     # What several ranks hold alike is read by one of them, and counted once.
-    counted = [shard[engine.ranks.part(shard.size)] for shard in shards]
+    counted = _Shards(engine, counted=True)
     if clip is None:
         part, finite = 0.0, all_finite(counted)
     else:
@@ -69,8 +66,8 @@ def apply_update(
     if clip is not None and norm is not None and norm > clip:
         factor *= clip / norm
     if clip_value is not None:
-        _cut(shards, clip_value * scale)
-    for unit in engine.units:
+        _cut(_Shards(engine, written=True), clip_value * scale)
+    for unit in in_turn(engine.units, UPDATED, GRADIENTS):
         unit.update(step=engine.steps + 1, lr=lr, grad_scale=factor)
     return norm, False
 
@@ -86,7 +83,25 @@ def _not_finite(engine: FSDP, finite: Array, norm: float | None) -> NonFiniteGra
     )
 
 
-def _cut(shards: list[Array], limit: float) -> None:
+class _Shards:
+    """Shards of reduced gradients, each of them in memory while it is its turn."""
+
+    def __init__(self, engine: FSDP, *, counted: bool = False, written: bool = False) -> None:
+        self._engine = engine
+        self._counted = counted
+        self._written = written
+
+    def __iter__(self) -> Iterator[Array]:
+        units = [unit for unit in self._engine.units if unit.gradients.shard is not None]
+        for unit in in_turn(units, GRADIENTS):
+            assert unit.gradients.shard is not None
+            shard = unit.gradients.shard[: unit.valid_size]
+            unit.shelf.begin(GRADIENTS, write=self._written)
+            yield shard[self._engine.ranks.part(shard.size)] if self._counted else shard
+            unit.shelf.end(GRADIENTS, written=self._written)
+
+
+def _cut(shards: Iterable[Array], limit: float) -> None:
     for shard in shards:
         with np.errstate(over="ignore"):  # nothing lies beyond inf
             bound = shard.dtype.type(limit)

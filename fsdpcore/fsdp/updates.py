@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import all_reduce
 from fsdpcore.fsdp.buffers import Allocate
+from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.optim import Optimizer, ParamGroups
 from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
 from fsdpcore.fsdp.optim.pieces import ShardPiece
@@ -52,6 +54,7 @@ class ShardUpdate:
     """The optimizers' state for one shard, and their application.
 
     Attributes:
+        policies: the optimizer of each parameter.
         state: of elementwise optimizers: arrays by name, flat, as large as the shard without
             padding; what an optimizer has no state for stays as it is.
         whole_state: of the others: by parameter, then by name.
@@ -63,14 +66,12 @@ class ShardUpdate:
         self._unit = unit
         self._part = part
         self._shards = ranks.shards
-        found = optimizers.of_unit(unit)
+        self.policies = found = optimizers.of_unit(unit)
         self.ranges = elementwise_ranges(part.layout.pieces(part.rank), found)
         self.specs = whole_parameter_specs(part.layout, part.rank, found)
         dtype, size = part.master.dtype, part.valid_size
-        policies = dict.fromkeys(o for o in found.values() if o.elementwise)
-        names = dict.fromkeys(name for policy in policies for name in policy.state_names)
         self.state: dict[str, Array] = {}
-        for name in names:
+        for name in _elementwise_names(found):
             array = self.state[name] = allocate(size, dtype)
             array.fill(0)
             for start, stop, policy in self.ranges:
@@ -79,12 +80,37 @@ class ShardUpdate:
         self.whole_state: dict[str, dict[str, NDArray[Any]]] = {}
         for policy, specs in self.specs.items():
             self.whole_state.update(policy.init_pieces(specs, dtype))
+        self._move_whole_state(allocate, dtype)
+
+    def _move_whole_state(self, allocate: Allocate, dtype: np.dtype[Any]) -> None:
+        """Have these arrays, many of which are small, in one that was allocated as it should be."""
+        arrays = [(named, name) for named in self.whole_state.values() for name in named]
+        size = sum(named[name].size for named, name in arrays)
+        if not size:
+            return
+        flat, start = allocate(size, dtype), 0
+        for named, name in arrays:
+            values = named[name]
+            named[name] = flat[start : start + values.size]
+            named[name][:] = values
+            start += values.size
 
     @property
     def nbytes(self) -> int:
         """Bytes of all state arrays."""
         whole = [array for named in self.whole_state.values() for array in named.values()]
         return sum(array.nbytes for array in (*self.state.values(), *whole))
+
+    @property
+    def whole_size(self) -> int:
+        """Elements of ``whole_state`` if one rank had all of it."""
+        shapes = [
+            shape
+            for policy, specs in self.specs.items()
+            for spec in specs
+            for shape in policy.state_shapes(spec.shape).values()
+        ]
+        return sum(map(math.prod, shapes))
 
     def apply(self, grad: Array, *, step: int, lr: float | None, grad_scale: float) -> None:
         """Update the master shard by ``grad``, and what is gathered by that."""
@@ -128,3 +154,20 @@ class ShardUpdate:
 
     def _sum(self, array: NDArray[np.float64]) -> None:
         all_reduce(array, self._shards, out=array, label=f"optimizer of unit {self._unit}")
+
+
+def state_sizes(layout: FlatLayout, rank: int, optimizers: Mapping[str, Optimizer]) -> list[int]:
+    """Return the sizes, in elements, of what ``ShardUpdate`` allocates for one shard, in order."""
+    sizes = [layout.valid_size(rank)] * len(_elementwise_names(optimizers))
+    whole = 0
+    for policy, specs in whole_parameter_specs(layout, rank, optimizers).items():
+        for spec in specs:
+            for shape in policy.state_shapes(spec.shape).values():
+                whole += spec.size if shape == spec.shape else math.prod(shape)
+    return [*sizes, whole] if whole else sizes
+
+
+def _elementwise_names(optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Names of the state that elementwise optimizers have, each of them once."""
+    policies = dict.fromkeys(each for each in optimizers.values() if each.elementwise)
+    return list(dict.fromkeys(name for policy in policies for name in policy.state_names))

@@ -121,7 +121,7 @@ def test_beside_fsdp2(step, mode, setting, names):
         (["--units", 0], "--units must be at least 1"),
         (["--batch", 3], "--batch 3 does not split evenly over 2 ranks"),
         (["--width", 9], "does not split into 2 heads"),
-        (["--prefetch", 2], "--prefetch must be 0 or 1"),
+        (["--prefetch", -1], "--prefetch must not be negative"),
         (["--mode", "all"], "--mode must be one of both, exchange, training"),
         (["--against", "fsdp"], "did you mean 'fsdp2'"),
         (["--peer-setting", "best"], "--peer-setting must be auto or one of"),

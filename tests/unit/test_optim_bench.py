@@ -91,7 +91,7 @@ def test_a_contestant_that_disagrees_is_noticed(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--optimizer", "adamv"], "--optimizer knows no 'adamv' (did you mean 'adamw'?)"),
+        (["--optimizer", "sdg"], "--optimizer knows no 'sdg' (did you mean 'sgd'?)"),
         (["--against", "torch-forech"], "no 'torch-forech' (did you mean 'torch-foreach'?)"),
         (["--elements", 0], "elements must be at least 1, got 0"),
         (["--json", "nowhere/at/all.json"], "there is no directory"),

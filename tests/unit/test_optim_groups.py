@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpcore.errors import ArgumentError, ConfigError
@@ -78,6 +78,11 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_name() -> None
         resolve({"block0.bais": PLAIN, "*": DECAYED}, NAMES)
     with pytest.raises(ArgumentError, match=r"'\*.BIAS' matches no parameter"):
         resolve({"*.BIAS": PLAIN, "*": DECAYED}, NAMES)
+
+
+def test_a_pattern_that_never_wins_is_named_with_the_one_before_it() -> None:
+    with pytest.raises(ArgumentError, match=r"'block0.bias' is of no use.* by 'block\*'; put"):
+        resolve({"block*": DECAYED, "block0.bias": PLAIN, "*": DECAYED}, NAMES)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +165,7 @@ def test_whole_parameters_are_listed_on_every_rank() -> None:
 CHOICES: list[Optimizer | None] = [PLAIN, DECAYED, SGD(0.1), None]
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     world_size=st.integers(1, 5),

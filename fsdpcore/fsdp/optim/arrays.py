@@ -91,11 +91,14 @@ def round_into(out: NDArray[Any], values: NDArray[Any]) -> None:
 
 
 def scaled_into(out: NDArray[Any], grad: NDArray[Any], scale: float) -> NDArray[Any]:
-    """Return ``grad * scale`` in the dtype of ``out``, which holds it and is as large."""
+    """Return ``out`` with ``grad * scale``, computed in the dtype of ``out``."""
     if grad.dtype == out.dtype:
-        return np.multiply(grad, scale, out=out)
+        np.multiply(grad, scale, out=out)
+        return out
     np.copyto(out, grad)
-    return out if scale == 1.0 else np.multiply(out, scale, out=out)
+    if scale != 1.0:
+        np.multiply(out, scale, out=out)
+    return out
 
 
 def _check_like(

@@ -287,5 +287,7 @@ def decayed(
     """Return ``grad + weight_decay * param``, in ``scratch[0]`` unless there is no decay."""
     if weight_decay == 0.0:
         return grad
-    np.multiply(param, weight_decay, out=scratch[1])
-    return np.add(grad, scratch[1], out=scratch[0])
+    result, work = scratch
+    np.multiply(param, weight_decay, out=work)
+    np.add(grad, work, out=result)
+    return result

@@ -68,20 +68,24 @@ class ParamGroups:
             names: of all parameters that are trained, ``unit.parameter``.
 
         Raises:
-            ArgumentError: no pattern matches a parameter, or a pattern matches none; but ``"*"``
-                may be left with nothing.
+            ArgumentError: no pattern matches a parameter, or a pattern is of no use: it matches
+                none, or only what earlier ones take. ``"*"`` may be left with nothing.
         """
-        found: dict[str, Optimizer] = {}
+        first: dict[str, str] = {}  # parameter to pattern
         for name in names:
-            for pattern, optimizer in self.rules:
+            for pattern, _ in self.rules:
                 if fnmatch.fnmatchcase(name, pattern):
-                    found[name] = optimizer
+                    first[name] = pattern
                     break
-        self._check_matched(names, found)
-        return found
+        self._check_all_matched(names, first)
+        for pattern, _ in self.rules:
+            if pattern not in (_ALL, *first.values()):
+                self._refuse_useless(pattern, first)
+        rules = dict(self.rules)
+        return {name: rules[pattern] for name, pattern in first.items()}
 
-    def _check_matched(self, names: Sequence[str], found: Mapping[str, Optimizer]) -> None:
-        missing = [name for name in names if name not in found]
+    def _check_all_matched(self, names: Sequence[str], first: Mapping[str, str]) -> None:
+        missing = [name for name in names if name not in first]
         if missing:
             more = len(missing) - _SHOWN
             listed = ", ".join(map(repr, missing[:_SHOWN])) + (f" and {more} more" * (more > 0))
@@ -90,12 +94,20 @@ class ParamGroups:
                 f"no pattern matches the parameters {listed}{hint}; patterns are matched with "
                 "'unit.parameter', add '*' as the last one for all the rest"
             )
-        for pattern, _ in self.rules:
-            if pattern != _ALL and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+
+    @staticmethod
+    def _refuse_useless(pattern: str, first: Mapping[str, str]) -> None:
+        for name, taken in first.items():
+            if fnmatch.fnmatchcase(name, pattern):
                 raise ArgumentError(
-                    f"the pattern {pattern!r} matches no parameter{nearest(pattern, names)}; they "
-                    "are named 'unit.parameter'"
+                    f"the pattern {pattern!r} is of no use: the first pattern that matches wins, "
+                    f"and {name!r} and all others that it matches are taken, this one by "
+                    f"{taken!r}; put {pattern!r} before it, or leave it out"
                 )
+        raise ArgumentError(
+            f"the pattern {pattern!r} matches no parameter{nearest(pattern, first)}; they are "
+            "named 'unit.parameter'"
+        )
 
 
 def resolve(

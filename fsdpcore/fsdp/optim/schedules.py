@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdpcore.errors import ConfigError
@@ -160,13 +159,14 @@ class Step(Schedule):
         self._set_finite("peak")
         self._set_finite("factor")
         self._set_int("warmup")
-        if not isinstance(self.every, Sequence) or isinstance(self.every, (str, bytes)):
+        every: object = self.every
+        if not isinstance(every, (tuple, list)):
             self._set_int("every", minimum=1)
             return
         what = "a step in every of Step"
-        steps = tuple(as_int(step, what, minimum=1, error=ConfigError) for step in self.every)
+        steps = tuple(as_int(step, what, minimum=1, error=ConfigError) for step in every)
         if not steps or any(a >= b for a, b in itertools.pairwise(steps)):
-            raise ConfigError(f"every of Step must be increasing step numbers, got {self.every!r}")
+            raise ConfigError(f"every of Step must be increasing step numbers, got {every!r}")
         object.__setattr__(self, "every", steps)
 
     def at(self, step: int) -> float:

@@ -1,0 +1,210 @@
+"""``fsdpcore plan``: what a training step will hold and send, before anything runs."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import ml_dtypes
+import numpy as np
+import typer
+from numpy.typing import DTypeLike
+
+from fsdpcore.commands.usage import one_line
+from fsdpcore.config import resolve
+from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.fsdp import plan_table
+from fsdpcore.fsdp.plan import Plan, Sync
+from fsdpcore.fsdp.plan_choice import (
+    Change,
+    Training,
+    candidates,
+    changes,
+    cheapest,
+    in_words,
+)
+from fsdpcore.fsdp.precision import Precision
+from fsdpcore.fsdp.strategy import STRATEGIES, Strategy
+from fsdpcore.policy import Costs
+
+NOTHING_FITS = 1
+_DTYPES: dict[str, DTypeLike] = {
+    "fp32": np.float32,
+    "fp16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+}
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def show_plan(
+    params: Annotated[float, typer.Option(help="Number of parameters, such as 7e9.")],
+    layers: Annotated[int, typer.Option(help="Units that the parameters are spread over.")],
+    world: Annotated[int, typer.Option(help="Number of ranks.")],
+    strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "full_shard",
+    reshard_after_forward: Annotated[
+        str, typer.Option(help="true, false, or how many ranks gather for the backward pass.")
+    ] = "true",
+    shard_group_size: Annotated[
+        int | None, typer.Option(help="Of hybrid_shard: how many ranks share a copy.")
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="Of gathered parameters and gradients: fp32, bf16 or fp16.")
+    ] = "fp32",
+    reduce: Annotated[
+        str | None, typer.Option(help="Of gradients, if not that of the parameters.")
+    ] = None,
+    states: Annotated[int, typer.Option(help="Arrays of the optimizer per parameter.")] = 2,
+    prefetch: Annotated[int, typer.Option(help="Units that are gathered ahead.")] = 1,
+    microbatches: Annotated[int, typer.Option(help="Backward passes before an update.")] = 1,
+    sync: Annotated[
+        str, typer.Option(help="Reduce gradients in each microbatch, or in the last only.")
+    ] = "each",
+    memory: Annotated[
+        str | None, typer.Option(help="That a rank has, such as 80GB or 24GiB.")
+    ] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="Whose costs tell the time of communication.")
+    ] = None,
+    operations: Annotated[
+        bool, typer.Option("--operations", help="List every operation of the step.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Plan a training step: memory and communication of a rank, for all strategies.
+
+    Names the strategy that sends least of those that fit the memory; where none does, it says what
+    comes closest, and what would help; the exit code is then 1. Not counted are what the model
+    computes with (activations), and what a transport keeps for its messages.
+    """
+    with one_line():
+        wanted = Strategy(strategy, _reshard(reshard_after_forward), shard_group_size)
+        training = Training(
+            params=params,
+            layers=layers,
+            world_size=world,
+            precision=_precision(precision, reduce),
+            optimizer_states=states,
+            prefetch=prefetch,
+            microbatches=microbatches,
+            sync=cast(Sync, sync),  # make_plan refuses what is none
+            costs=None if transport is None else _costs(transport),
+        )
+        limit = None if memory is None else parse_memory(memory)
+        plan = training.plan(wanted)
+        others = [training.plan(other) for other in candidates(world, wanted)]
+    best = None if limit is None else cheapest(others, limit)
+    closest = min(others, key=lambda other: other.peak_bytes)
+    helps: list[Change] = []
+    if limit is not None and best is None:
+        helps = changes(training, closest.strategy, limit)
+    if json:
+        typer.echo(json_format.dumps(_as_dict(plan, others, limit, best, helps), indent=2))
+    else:
+        parts = [str(plan), *([plan.table()] if operations else []), _compared(others, limit)]
+        if limit is not None:
+            parts.append(_verdict(limit, best, closest, helps))
+        typer.echo("\n\n".join(parts))
+    raise typer.Exit(NOTHING_FITS if limit is not None and best is None else 0)
+
+
+def parse_memory(text: str) -> int:
+    """Read a number of bytes: 80GB, 24GiB, 16e9.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*(|[KMGT]I?)B?", text.strip(), re.IGNORECASE)
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if match is None or not 1 <= number < 1e18:
+        raise ArgumentError(f"{text!r} is no size of a memory; write it like 80GB or 24GiB")
+    return int(number * {**_FACTORS, **_BINARY}[match[2].upper()])
+
+
+def _reshard(text: str) -> bool | int:
+    known = {"true": True, "false": False}
+    if text.lower() in known:
+        return known[text.lower()]
+    if not text.isdecimal():
+        raise ConfigError(
+            f"--reshard-after-forward must be true, false or a number of ranks, got {text!r}"
+        )
+    return int(text)
+
+
+def _precision(param: str, reduce: str | None) -> Precision | None:
+    found: list[DTypeLike] = []
+    for option, name in (("--precision", param), ("--reduce", reduce or param)):
+        if name not in _DTYPES:
+            raise ConfigError(f"{option} must be one of {', '.join(_DTYPES)}, got {name!r}")
+        found.append(_DTYPES[name])
+    param_dtype, reduce_dtype = found
+    if param_dtype is reduce_dtype is np.float32:
+        return None
+    return Precision(param_dtype, reduce_dtype)
+
+
+def _costs(transport: str) -> Costs:
+    config = resolve({"transport": transport}, os.environ, Path.cwd())
+    costs = config.policy.tuning.costs
+    if costs is None:
+        raise ConfigError(
+            f"what messages over {transport!r} cost is not known; measure it with 'fsdpcore tune'"
+        )
+    return costs
+
+
+def _compared(plans: list[Plan], limit: int | None) -> str:
+    rows = [
+        (
+            in_words(plan.strategy),
+            plan_table.size(plan.persistent.total),
+            plan_table.size(plan.peak_bytes),
+            plan_table.size(plan.bytes_sent),
+            plan_table.duration(plan.seconds),
+            "" if limit is None else "yes" if plan.peak_bytes <= limit else "no",
+        )
+        for plan in plans
+    ]
+    header = ("strategy", "between steps", "peak", "sent", "communication", "fits")
+    return plan_table.columns(header, rows)
+
+
+def _verdict(limit: int, best: Plan | None, closest: Plan, helps: list[Change]) -> str:
+    memory = plan_table.size(limit)
+    if best is not None:
+        return f"cheapest that fits {memory}: {in_words(best.strategy)}"
+    missing = plan_table.size(closest.peak_bytes - limit)
+    lines = [f"nothing fits {memory}; {in_words(closest.strategy)} comes closest, {missing} more"]
+    for change in helps:
+        fits = "which fits" if change.peak_bytes <= limit else "not enough alone"
+        lines.append(f"  with {change.words}: {plan_table.size(change.peak_bytes)}, {fits}")
+    return "\n".join(lines)
+
+
+def _as_dict(
+    plan: Plan, plans: list[Plan], limit: int | None, best: Plan | None, helps: list[Change]
+) -> dict[str, Any]:
+    return {
+        "plan": plan.as_dict(),
+        "strategies": [
+            {
+                "strategy": in_words(other.strategy),
+                "persistent_bytes": other.persistent.total,
+                "peak_bytes": other.peak_bytes,
+                "bytes_sent": other.bytes_sent,
+                "seconds": other.seconds,
+                "fits": None if limit is None else other.peak_bytes <= limit,
+            }
+            for other in plans
+        ],
+        "memory": limit,
+        "cheapest": None if best is None else in_words(best.strategy),
+        "changes": [{"change": change.words, "peak_bytes": change.peak_bytes} for change in helps],
+    }

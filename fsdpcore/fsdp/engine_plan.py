@@ -1,0 +1,53 @@
+"""The plan of an engine's step, and the comparison with the last one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from fsdpcore.fsdp.plan import Plan, Sync, make_plan
+from fsdpcore.fsdp.report import Measured, Report
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.engine import FSDP
+
+
+def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
+    """Plan a step of the engine as it is; with the transport's own costs, no tuned ones."""
+    updates = [unit.updater for unit in engine.units if unit.updater is not None]
+    ahead = engine.prefetching
+    return make_plan(
+        engine.units,
+        engine.backend.world_size,
+        strategy=engine.strategy,
+        precision=engine.precision,
+        optimizer_states=max((len(update.state) for update in updates), default=0),
+        prefetch=ahead.units,
+        prefetch_bytes=ahead.max_bytes,
+        overlap=ahead.overlaps(engine.backend.hosts),
+        microbatches=microbatches,
+        sync=sync,
+        windowed=engine.windowed,
+        rank=engine.backend.rank,
+        costs=engine.backend.capabilities,
+    )
+
+
+def report_of(engine: FSDP) -> Report:
+    """Compare the last step with the plan for as many microbatches as it had."""
+    stats, held = engine.stats, engine.held()
+    passes = Counter(unit for phase, unit in engine.events if phase == "backward")
+    microbatches = max(passes.values(), default=1)
+    reduced = sum(count for unit, count in passes.items() if engine.units[unit].trainable)
+    sync: Sync = "each" if stats.reductions >= reduced else "last"
+    return Report(
+        plan_of(engine, microbatches, sync),
+        Measured(
+            peak_bytes=held.parameters + held.gradients + held.optimizer + stats.peak_buffers,
+            bytes_sent=stats.bytes_sent,
+            step_seconds=stats.seconds,
+            exposed_seconds=stats.waited,
+            gathers=stats.gathers,
+            reductions=stats.reductions,
+        ),
+    )

@@ -1,0 +1,185 @@
+"""Whole parameters for a while, all at once: ``engine.full_params``."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.collectives import all_gather, barrier
+from fsdpcore.errors import ArgumentError, MismatchError, StateError
+from fsdpcore.fsdp.entries import Entry, param_entries
+from fsdpcore.fsdp.state_save import gathered
+from fsdpcore.fsdp.unit import ParamState, Unit
+from fsdpcore.fsdp.views import UnknownParameterError, read_only
+from fsdpcore.registry import nearest
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.engine import FSDP
+
+_DIGEST = 16  # bytes
+
+
+class FullParams(Mapping[str, Array]):
+    """Whole parameters by ``unit.param``, until the end of ``engine.full_params()``."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays: Mapping[str, Array] | None = arrays
+
+    def __getitem__(self, name: str) -> Array:
+        arrays = self._open()
+        try:
+            return arrays[name]
+        except KeyError:
+            raise UnknownParameterError(
+                f"no parameter {name!r} here{nearest(name, arrays)}; they are named 'unit.param'"
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._open()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open())
+
+    def __len__(self) -> int:
+        return len(self._open())
+
+    def close(self) -> None:
+        """Let go of the arrays."""
+        self._arrays = None
+
+    def _open(self) -> Mapping[str, Array]:
+        if self._arrays is None:
+            raise StateError(
+                "full_params() has ended, and its arrays with it; use them inside of the with "
+                "block, or copy them there"
+            )
+        return self._arrays
+
+
+@contextmanager
+def full_params(
+    engine: FSDP,
+    *,
+    write: bool,
+    names: str | Iterable[str] | None,
+    unit: Unit | str | None,
+) -> Iterator[FullParams]:
+    """Give whole parameters; see ``FSDP.full_params``."""
+    chosen = _chosen(engine, names, unit)
+    what = f"full_params(write={write})"
+    engine.check_idle(what)
+    hashed = hashlib.blake2b(repr(chosen).encode(), digest_size=8).hexdigest()
+    barrier(engine.backend, label=f"{what} of {len(chosen)} parameters, {hashed}")
+    engine.lent = True
+    opened: list[Unit] = []
+    arrays: dict[str, Array] = {}
+    params: FullParams | None = None
+    try:
+        own = {chosen[name] for name in chosen}
+        arrays.update(_own(engine, own, opened, write=write))
+        params = FullParams({name: arrays[owner] for name, owner in chosen.items()})
+        yield params
+        if write:
+            _check_same(engine, what, own, arrays)
+            _keep(engine, own, arrays)
+    finally:
+        if params is not None:
+            params.close()
+        arrays.clear()
+        for each in opened:
+            each.reshard()
+        engine.lent = False
+
+
+def _chosen(
+    engine: FSDP, patterns: str | Iterable[str] | None, unit: Unit | str | None
+) -> dict[str, str]:
+    """Return the parameters to be shown, each with the one that it is, in order of declaration."""
+    units = engine.units if unit is None else (engine[unit],)
+    owners = {
+        f"{each.name}.{name}": str(each.ties.get(name, f"{each.name}.{name}"))
+        for each in units
+        for name in each.names
+    }
+    if patterns is None:
+        return owners
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matching = fnmatch.filter(owners, pattern)
+        if not matching:
+            raise ArgumentError(
+                f"names={pattern!r} matches no parameter{nearest(pattern, owners)}; they are named "
+                "'unit.param'"
+            )
+        found.update(matching)
+    return {name: owner for name, owner in owners.items() if name in found}
+
+
+def _own(engine: FSDP, own: set[str], opened: list[Unit], *, write: bool) -> dict[str, Array]:
+    """Return the arrays; take note of units that are to be resharded in the end."""
+    arrays: dict[str, Array] = {}
+    for unit in engine.units:
+        for name in unit.ignored:
+            arrays[f"{unit.name}.{name}"] = unit.ignored[name]
+        here = [entry for entry in param_entries(unit) if entry.name in own]
+        if here and not write and _is_there(unit):
+            if unit.state is not ParamState.UNSHARDED:
+                unit.unshard()
+                opened.append(unit)
+            for entry in here:
+                arrays[entry.name] = unit.params[entry.name[len(unit.name) + 1 :]]
+            continue
+        for entry in here:
+            array = gathered(engine, entry)
+            arrays[entry.name] = array if write else _shown(array)
+    return arrays
+
+
+def _is_there(unit: Unit) -> bool:
+    """Whether whole parameters take no memory, since each rank, or the host, has them anyway."""
+    return not unit.gathered_bytes and not any(part.mixed for part in unit.parts)
+
+
+def _shown(array: Array) -> Array:
+    return read_only(array.reshape(-1)).reshape(array.shape)
+
+
+def _check_same(engine: FSDP, what: str, own: set[str], arrays: Mapping[str, Array]) -> None:
+    """Raise MismatchError on all ranks if they have written different values."""
+    names = [entry.name for entry in _entries(engine, own)]
+    digests = np.zeros((len(names), _DIGEST), np.uint8)
+    for row, name in zip(digests, names, strict=True):
+        data = arrays[name].reshape(-1).view(np.uint8).data
+        row[:] = np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST).digest(), np.uint8)
+    backend = engine.backend
+    joined: Array = all_gather(digests, backend, label=f"{what}: the end")
+    table = joined.reshape(backend.world_size, *digests.shape)
+    differing = (table != table[0]).any(axis=2)
+    if not differing.any():
+        return
+    number = int(np.flatnonzero(differing.any(axis=0))[0])
+    ranks = ", ".join(str(backend.ranks[rank]) for rank in np.flatnonzero(differing[:, number]))
+    raise MismatchError(
+        f"{what}: {names[number]} was written differently on rank {backend.ranks[0]} and on ranks "
+        f"{ranks}; write the same on all of them. Nothing was kept"
+    )
+
+
+def _keep(engine: FSDP, own: set[str], arrays: Mapping[str, Array]) -> None:
+    """Write this rank's part of each array back."""
+    for unit in engine.units:
+        here = [entry for entry in param_entries(unit) if entry.name in own]
+        if here:
+            with unit.rewriting():
+                for entry in here:
+                    entry.data[:] = arrays[entry.name].reshape(-1)[entry.start : entry.stop]
+
+
+def _entries(engine: FSDP, own: set[str]) -> list[Entry]:
+    return [entry for unit in engine.units for entry in param_entries(unit) if entry.name in own]

@@ -1,0 +1,62 @@
+"""Shards that come from outside: ``unit.update_shards`` and ``engine.update_shards``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.consent import check_equal, consent
+from fsdpcore.fsdp.views import round_into
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.engine import FSDP
+    from fsdpcore.fsdp.unit import Unit
+
+
+def checked_shard(unit: Unit, flat: Array) -> Array:
+    """Return what ``flat`` has for a unit's shard, without padding.
+
+    Raises:
+        ArgumentError: another shape or a dtype that is not floating.
+    """
+    array = np.asarray(flat)
+    sizes = (unit.valid_size, unit.shard.size)
+    if array.ndim != 1 or array.size not in sizes:
+        raise ArgumentError(
+            f"the shard of unit {unit.name!r} on this rank has {sizes[0]} elements, or {sizes[1]} "
+            f"with padding, in one dimension; got an array of shape {array.shape}"
+        )
+    if not np.can_cast(array.dtype, unit.shard.dtype, "same_kind"):
+        raise ArgumentError(
+            f"the shard of unit {unit.name!r} has dtype {unit.shard.dtype}, to which {array.dtype} "
+            "cannot be rounded"
+        )
+    return array[: sizes[0]]
+
+
+def update_shard(unit: Unit, flat: Array) -> None:
+    """Replace this rank's shard of the trained parameters; see ``Unit.update_shards``."""
+    values = checked_shard(unit, flat)
+    with unit.writing() as shard:
+        round_into(shard[: values.size], values)
+
+
+def update_shards(engine: FSDP, shards: Mapping[str, Array]) -> None:
+    """Replace this rank's shards of some units; see ``FSDP.update_shards``."""
+    what = "update_shards"
+    engine.check_idle(what)
+    problem = ""
+    try:
+        for name, flat in shards.items():
+            checked_shard(engine[name], flat)
+    except ArgumentError as error:
+        problem = str(error)
+    units = [unit.name for unit in engine.units if unit.name in shards]
+    told = consent(engine.backend, what, problem, repr(units))
+    check_equal(engine.backend, told, f"{what}: the units differ between ranks")
+    for name in units:
+        update_shard(engine[name], shards[name])

@@ -1,0 +1,124 @@
+"""An engine does what its plan says: operations, bytes, and memory at the peak, exactly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from unittest import mock
+
+import ml_dtypes
+import pytest
+
+import fsdpcore as fc
+from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.plan import make_plan
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+BF16 = fc.Precision(ml_dtypes.bfloat16)
+NOTHING_AHEAD = fc.Prefetch(0, reductions=0)
+SEVERAL = {"microbatches": 3}
+ADDED_UP = {"microbatches": 2, "sync": "last"}
+
+CASES = [
+    (4, fc.Strategy(), {}),
+    (4, fc.Strategy(), {"prefetch": NOTHING_AHEAD}),
+    (3, fc.Strategy(), {"prefetch": fc.Prefetch(2), "precision": BF16}),
+    (2, fc.Strategy(), {"prefetch": fc.Prefetch(3, max_bytes=700), **SEVERAL}),
+    (2, fc.Strategy(), {"window": True, "precision": BF16, **SEVERAL}),
+    (4, fc.Strategy("full_shard", False), {"precision": BF16, **SEVERAL}),
+    (4, fc.Strategy("full_shard", 2), {"prefetch": fc.Prefetch(2), **SEVERAL}),
+    (3, fc.Strategy("shard_grad_op"), {"precision": BF16, **SEVERAL}),
+    (2, fc.Strategy("shard_grad_op"), ADDED_UP),
+    (3, fc.Strategy("no_shard"), SEVERAL),
+    (4, fc.Strategy("hybrid_shard", shard_group_size=2), {"precision": BF16}),
+    (4, fc.Strategy("hybrid_shard", False, 2), {"prefetch": NOTHING_AHEAD, **ADDED_UP}),
+    (4, fc.Strategy("hybrid_shard", shard_group_size=1), ADDED_UP),
+    (1, fc.Strategy(), SEVERAL),
+]
+
+
+def made():
+    """Uneven units: one with frozen parameters, one tied to the first, and a small one."""
+    return [
+        fc.Unit("a", {"w": fc.Spec((11, 7))}),
+        fc.Unit("b", {"w": fc.Spec(40), "f": fc.Spec(13)}, frozen="f"),
+        fc.Unit("c", {"w": fc.Spec(1), "b": fc.Spec(1)}),
+        fc.Unit("d", {"w": fc.Spec(50), "t": fc.Tied("a", "w")}),
+    ]
+
+
+def train(engine, microbatches, sync):
+    with engine.step() as step:
+        for number in range(microbatches):
+            kept = sync == "last" and number < microbatches - 1
+            with step.no_sync() if kept else contextlib.nullcontext():
+                for unit in engine.units:
+                    with step.forward(unit):
+                        pass
+                for unit in reversed(engine.units):
+                    with step.backward(unit):
+                        pass
+        step.update()
+
+
+def moved(backend, start):
+    """Collectives since then that moved something, with the bytes of all ranks together."""
+    found = Counter()
+    for entry in backend.recorder.entries()[start:]:
+        ranks, name = len(entry.group.ranks), entry.call.operation
+        if name in COLLECTIVES and ranks > 1 and entry.call.nbytes:
+            found[name, ranks, entry.call.nbytes * (ranks if name == "all_gather" else 1)] += 1
+    return found
+
+
+def compare(backend, strategy, options):
+    options = dict(options)
+    passes = options.pop("microbatches", 1), options.pop("sync", "each")
+    ahead = options.pop("prefetch", fc.Prefetch())
+    options.setdefault("window", False)
+    engine = fc.FSDP(
+        made(), backend, strategy=strategy, optimizer=fc.optim.AdamW(), prefetch=ahead, **options
+    )
+    assert engine.windowed is (options["window"] and backend.world_size > 1)
+    train(engine, *passes)
+    start = len(backend.recorder.entries())
+    train(engine, *passes)
+    plan = make_plan(
+        engine.units,
+        backend.world_size,
+        strategy=strategy,
+        precision=options.get("precision"),
+        prefetch=ahead.units,
+        prefetch_bytes=ahead.max_bytes,
+        overlap=bool(ahead.reductions),
+        microbatches=passes[0],
+        sync=passes[1],
+        windowed=engine.windowed,
+        rank=backend.rank,
+    )
+    planned = Counter(
+        # Padding of an all_reduce is in the formulas only.
+        (o.kind, o.group_size, o.nbytes)
+        for o in plan.operations
+        if o.kind != "all_reduce"
+    )
+    reduced = Counter((o.kind, o.group_size) for o in plan.operations if o.kind == "all_reduce")
+    done = moved(backend, start)
+    assert Counter({key: n for key, n in done.items() if key[0] != "all_reduce"}) == planned
+    by_group = Counter()
+    for (name, ranks, _), number in done.items():
+        if name == "all_reduce":
+            by_group[name, ranks] += number
+    assert by_group == reduced
+    assert engine.gathered_peak == plan.peak_live_bytes
+    held = engine.held()
+    assert held.parameters == plan.persistent.parameters
+    assert held.gradients == plan.persistent.gradients
+    assert held.optimizer == plan.persistent.optimizer
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "options"), CASES)
+def test_an_engine_does_what_its_plan_says(world_size, strategy, options):
+    # A buffer that is used again may be larger than what it is used for, and counts as it is.
+    with mock.patch.object(BufferPool, "_reuse", return_value=None):
+        fc.launch(compare, world_size=world_size, transport="sim", args=(strategy, options))
