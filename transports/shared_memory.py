@@ -28,9 +28,10 @@ import numpy as np
 
 from fsdpcore.buffers import Array, Bytes
 from fsdpcore.collectives.area import Area
-from fsdpcore.errors import ConfigError
+from fsdpcore.errors import ConfigError, ProtocolError
 
 from .memory_pool import Pool
+from .neighbour import HOME_BYTES, Neighbour, revoke
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -62,6 +63,10 @@ class Segment:
     def bytes(self, offset: int, nbytes: int) -> Bytes:
         """An array on a part of the memory, which lives as long as the array."""
         return np.ndarray((nbytes,), np.uint8, self.memory, offset)
+
+    def marked(self, number: int, drawn: int) -> bool:
+        """Whether the segment was made under that number, by the process that has drawn that."""
+        return bool(_MARK.unpack_from(self.memory, self.nbytes) == (number, drawn))
 
     def close(self) -> None:
         """Let no further process open the segment; the memory goes with the last array on it."""
@@ -106,7 +111,7 @@ class SharedMemory:
         """
         with self._lock:
             if self._home is None:
-                self._home = self._make(_PAGE - _MARK.size)
+                self._home = self._make(HOME_BYTES)
             return _INTRODUCTION.pack(self._home.number, self._drawn)
 
     def meet(self, introduction: bytes) -> None:
@@ -120,12 +125,64 @@ class SharedMemory:
             return
         number, drawn = _INTRODUCTION.unpack(introduction)
         if drawn != self._drawn:
-            segment = self._open(number)
-            if _MARK.unpack_from(segment.memory, segment.nbytes) != (number, drawn):
-                raise OSError("the ranks run in different containers")
+            self.visit(number, drawn)
         self._met.add(introduction)
 
+    def neighbour(self, introduction: bytes) -> Neighbour:
+        """Return the memory of the process that introduced itself.
+
+        Raises:
+            OSError: it is out of reach.
+            ProtocolError: this is not how another process introduces itself.
+        """
+        if not self.available:
+            raise OSError("shm=off")
+        if len(introduction) != _INTRODUCTION.size:
+            raise ProtocolError("memory is introduced by too few or too many bytes")
+        number, drawn = _INTRODUCTION.unpack(introduction)
+        home = self.visit(number, drawn)
+        if drawn == self._drawn or home.nbytes < HOME_BYTES:
+            raise ProtocolError("memory that is no other rank's is introduced")
+        return Neighbour(self, home, drawn)
+
+    def visit(self, number: int, drawn: int) -> Segment:
+        """Map the first segment of a process, by what it has introduced itself with.
+
+        Raises:
+            OSError: it is out of reach.
+        """
+        home = self._open(number)
+        if not home.marked(number, drawn):
+            raise OSError("the ranks run in different containers")
+        return home
+
+    def revoke(self, loan: int) -> None:
+        """Tell all neighbours that what was lent under a number, not 0, is not to be read.
+
+        On return nobody takes any more for whole what they read of it: see ``Neighbour.revoked``.
+        """
+        with self._lock:
+            if self._home is not None:  # else nothing was lent
+                revoke(self._home.memory, loan)
+
     # Segments.
+
+    @staticmethod
+    def process_of(number: int) -> int:
+        """The process that has made the segment of that number."""
+        return number >> (_DESCRIPTOR_BITS + _SERIAL_BITS)
+
+    def attached(self, number: int) -> Segment:
+        """Map, once, a segment that ``locate`` has named.
+
+        Raises:
+            OSError: it is out of reach.
+        """
+        segment = self._segments.get(number)
+        if segment is None:
+            with self._lock:
+                segment = self._segments.get(number) or self._add(self._open(number))
+        return segment
 
     def segment(self, nbytes: int) -> Segment:
         """Make a segment of zeros for the caller, which ``open`` maps in other processes.
@@ -151,10 +208,7 @@ class SharedMemory:
         Raises:
             OSError: it is out of reach.
         """
-        segment = self._segments.get(number)
-        if segment is None:
-            with self._lock:
-                segment = self._segments.get(number) or self._add(self._open(number))
+        segment = self.attached(number)
         return segment.bytes(0, segment.nbytes)
 
     def locate(self, array: Array) -> tuple[int, int] | None:
@@ -172,6 +226,14 @@ class SharedMemory:
         segment = ordered[at]
         offset = address - segment.address
         return (segment.number, offset) if offset < segment.nbytes else None
+
+    def own(self, array: Array) -> tuple[int, int] | None:
+        """Do as ``locate``, for what this process has made, not only mapped."""
+        place = self.locate(array)
+        if place is None:
+            return None
+        segment = self._segments.get(place[0])
+        return place if segment is not None and segment.descriptor >= 0 else None
 
     # Arrays.
 
@@ -235,7 +297,7 @@ class SharedMemory:
             raise OSError(f"{nbytes} bytes are more than there can be") from error
 
     def _open(self, number: int) -> Segment:
-        process = number >> (_DESCRIPTOR_BITS + _SERIAL_BITS)
+        process = self.process_of(number)
         descriptor = number >> _SERIAL_BITS & ((1 << _DESCRIPTOR_BITS) - 1)
         opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
         try:

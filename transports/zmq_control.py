@@ -17,6 +17,7 @@ import zmq
 
 from fsdpcore.errors import (
     CommunicationError,
+    ConfigError,
     MismatchError,
     PeerFailedError,
     ProtocolError,
@@ -26,7 +27,7 @@ from fsdpcore.status import Status
 from fsdpcore.transport import Transport
 
 from .zmq_connect import proof
-from .zmq_mail import Engine
+from .zmq_messages import Engine
 from .zmq_peer import Peer
 from .zmq_wire import Frame, Kind, pack_json, unpack, unpack_json
 
@@ -116,7 +117,8 @@ class Control:
         if mail is None or self.released:
             return
         try:
-            if not mail.line.serve():
+            served = mail.line.serve()
+            if mail.copy() or not served:
                 self._engine.watch.again(functools.partial(self.serve_mail, peer))
             if mail.last is not None or mail.line.ended:
                 self._note_progress(peer)
@@ -135,7 +137,9 @@ class Control:
     def interrupted(self, error: BaseException) -> None:
         """Break the backend when Ctrl-C, or a bug, has left a message half handled."""
         if not isinstance(error, CommunicationError):
-            why = f"rank {self._backend.rank} was interrupted: {in_words(error)}"
+            why = in_words(error)
+            if not isinstance(error, ConfigError):
+                why = f"rank {self._backend.rank} was interrupted: {why}"
             self._backend.fail(CommunicationError(why), tell=True)
 
     def _handle(self, peer: Peer, frame: Frame) -> None:

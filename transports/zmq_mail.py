@@ -3,151 +3,33 @@
 Small messages are sent at once, whole, and kept by the receiver until they are asked for. Of a
 large one, the first bytes are, as long as not too much of that is waiting at the receiver; the
 rest follows once its receive was posted, straight from the sender's array into the receiver's.
+Between ranks of one host the bytes of large messages go through memory (``zmq_memory``).
 """
 
 from __future__ import annotations
 
-import itertools
 import socket
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from fsdpcore.backend import Envelope
 from fsdpcore.buffers import Bytes
-from fsdpcore.errors import MismatchError, ProtocolError
+from fsdpcore.errors import ProtocolError
 from fsdpcore.work import Pending
 
-from .matching import Key, MatchTable, mismatch
+from .matching import mismatch
+from .shared_memory import SharedMemory
 from .zmq_line import Line, Room
-from .zmq_watch import Waiting, Watch
-from .zmq_wire import Frame, Kind, pack_header
+from .zmq_memory import Borrowing, Lending
+from .zmq_messages import EAGER, SENT, Arrival, Engine, Incoming, Outgoing
+from .zmq_watch import Waiting
+from .zmq_wire import Frame, Kind, pack_header, split_place
 
 # What is sent of a large message before it is known whether anybody receives it, and how much of
 # that may be on its way to one peer.
 _AHEAD_BYTES = 256 * 1024
 _MOST_AHEAD_BYTES = 1 << 20
-# Where an eager message is listed, which has no number.
-_EAGER = 0
 
-
-class Sizes(NamedTuple):
-    """Up to how many bytes a message is sent at once, and how long the segments of others are."""
-
-    eager: int
-    segment: int
-
-
-class Engine:
-    """What the connections of a rank share.
-
-    Attributes:
-        rank: of this process.
-        sizes: of messages.
-        lock: held by whoever touches a connection, its socket or the table.
-        table: receives without a message, and messages without a receive.
-        numbers: for large messages and queries.
-        watch: who polls the sockets.
-        disagree: called with the error of a message that does not fit its receive.
-    """
-
-    def __init__(self, rank: int, sizes: Sizes, disagree: Callable[[MismatchError], None]) -> None:
-        self.rank = rank
-        self.sizes = sizes
-        self.disagree = disagree
-        self.lock = threading.RLock()
-        self.table: MatchTable[Incoming, Arrival] = MatchTable()
-        self.numbers = itertools.count(1)
-        self.watch: Watch
-
-
-class Outgoing(Waiting):
-    """A large message that this rank sends.
-
-    Attributes:
-        left: bytes at its end that are in no frame so far.
-        ahead: bytes that went with the offer.
-        granted: the receiver has asked for the rest.
-    """
-
-    __slots__ = ("ahead", "data", "granted", "left", "mail", "number", "on_its_way")
-
-    def __init__(self, mail: Mail, number: int, data: Bytes, ahead: int) -> None:
-        super().__init__(mail.engine.watch)
-        self.mail = mail
-        self.number = number
-        self.data = data
-        self.ahead = ahead
-        self.left = data.size - ahead
-        self.granted = False
-        self.on_its_way = True
-
-    def next_segment(self) -> list[Any]:
-        start = self.data.size - self.left
-        size = min(self.left, self.mail.engine.sizes.segment)
-        self.left -= size
-        self.on_its_way = True
-        header = pack_header(Kind.DATA, message=self.number, size=size, offset=start)
-        return [header, self.data[start : start + size]]
-
-    def sent(self) -> None:
-        self.on_its_way = False
-        self.mail.finish_sent(self)
-
-    def cancel(self) -> bool:
-        return self.mail.cancel_send(self)
-
-
-class Incoming(Waiting):
-    """A receive: waiting for its message, or for the rest of it.
-
-    Attributes:
-        begun: bytes that have come, or are announced by the frame that comes in now.
-    """
-
-    __slots__ = ("begun", "envelope", "key", "mail", "number", "out")
-
-    def __init__(self, mail: Mail, out: Bytes, envelope: Envelope) -> None:
-        super().__init__(mail.engine.watch)
-        self.mail = mail
-        self.out = out
-        self.envelope = envelope
-        self.key: Key = (mail.rank, envelope.channel, envelope.tag)
-        self.number = _EAGER
-        self.begun = 0
-
-    def filled(self) -> None:
-        if self.begun == self.out.size:
-            self.mail.finish_received(self)
-
-    def settle(self, seconds: float) -> bool:
-        if not self.finished:  # perhaps it is there
-            with self.mail.engine.lock:
-                self.mail.serve()
-                self.mail.engine.watch.changed()
-        return super().settle(seconds)
-
-    def cancel(self) -> bool:
-        return self.mail.cancel_receive(self)
-
-
-class Arrival:
-    """A message that came before its receive: a small one, or an offer with its first bytes."""
-
-    __slots__ = ("bytes", "frame", "incoming", "key", "mail", "whole")
-
-    def __init__(self, mail: Mail, frame: Frame) -> None:
-        self.mail = mail
-        self.frame = frame
-        self.key: Key = (mail.rank, frame.channel, frame.tag)
-        self.bytes = bytearray()
-        self.whole = False
-        self.incoming: Incoming | None = None
-
-    def filled(self) -> None:
-        self.whole = True
-        if self.incoming is not None:
-            self.mail.hand_over(self, self.incoming)
+_NOTES = frozenset({Kind.GRANT, Kind.MEMORY, Kind.PIECE, Kind.TAKEN, Kind.REFUSE})
 
 
 class Mail:
@@ -157,7 +39,9 @@ class Mail:
         engine: of this rank.
         rank: of the other.
         sock: the connection to it.
-        serve: serves ``line``; called when there may be input, or room for output.
+        serve: serves ``line``, and calls ``copy``; called when there may be input, or room for
+            output.
+        memory: of this rank, if the other is on the same host and shares it.
 
     Attributes:
         rank: of the other.
@@ -168,7 +52,12 @@ class Mail:
     """
 
     def __init__(
-        self, engine: Engine, rank: int, sock: socket.socket, serve: Callable[[], None]
+        self,
+        engine: Engine,
+        rank: int,
+        sock: socket.socket,
+        serve: Callable[[], None],
+        memory: SharedMemory | None = None,
     ) -> None:
         self.engine = engine
         self.rank = rank
@@ -182,6 +71,9 @@ class Mail:
         self._receiving: dict[int, Incoming] = {}
         self._dropped: dict[int, int] = {}
         self._ahead = 0
+        self._lending = None if memory is None else Lending(self, memory)
+        self._borrowing = Borrowing(self, memory)
+        self._closed = False
 
     # Sending.
 
@@ -194,6 +86,11 @@ class Mail:
             self.line.put(pack_header(Kind.EAGER, channel, tag, 0, size, 0, signature), data)
             return SENT
         number = next(self.engine.numbers)
+        if self._lending is not None:
+            lent = self._lending.offer(data, envelope, number)
+            if lent is not None:
+                self._sending[number] = lent
+                return lent
         ahead = min(_AHEAD_BYTES, size, _MOST_AHEAD_BYTES - self._ahead)
         self._ahead += ahead
         outgoing = self._sending[number] = Outgoing(self, number, data, ahead)
@@ -201,22 +98,44 @@ class Mail:
         self.line.post([offer, data[:ahead]], outgoing)
         return outgoing
 
-    def _grant(self, number: int) -> None:
+    def _grant(self, frame: Frame) -> None:
+        """The receiver wants a message, through memory or, after REFUSE, over the line."""
+        number = frame.message
         self.granted += 1
         outgoing = self._sending.get(number)
         if outgoing is None:
             return  # cancelled here; the receiver learns of it in other ways
-        if outgoing.granted:
+        refused = frame.kind is Kind.REFUSE
+        if outgoing.granted or (refused and not outgoing.lent):
             raise ProtocolError(f"rank {self.rank} grants message {number} a second time")
         outgoing.granted = True
+        if self._lending is not None and outgoing.lent:
+            if refused:
+                self._lending.refuse(outgoing)
+            elif outgoing.left:
+                self._lending.grant(outgoing)
+            return
         self._ahead -= outgoing.ahead
         if outgoing.left:
             self.line.add(outgoing)
         else:
             self.finish_sent(outgoing)
 
+    def _taken(self, number: int, end: int) -> None:
+        """The receiver has read bytes in memory."""
+        if self._lending is None:
+            return
+        if self._lending.taken(number, end):
+            self.granted += 1
+            return
+        outgoing = self._sending.get(number)
+        if outgoing is not None and outgoing.lent and not outgoing.left and end == outgoing.ahead:
+            self.granted += 1
+            outgoing.granted = True
+            self.finish_sent(outgoing)
+
     def finish_sent(self, outgoing: Outgoing) -> None:
-        """Finish a message if the receiver wants it and the kernel has all of it."""
+        """Finish a message if the receiver wants it, and has or will get it without its array."""
         if outgoing.granted and not outgoing.left and not outgoing.on_its_way:
             del self._sending[outgoing.number]
             outgoing.finish()
@@ -224,10 +143,22 @@ class Mail:
     def cancel_send(self, outgoing: Outgoing) -> bool:
         """Send no more of a message; False if the receiver may wait for it."""
         with self.engine.lock:
-            if self._sending.pop(outgoing.number, None) is not None:
-                self.line.withdraw(outgoing)
-                self._ahead -= 0 if outgoing.granted else outgoing.ahead
+            self._withdraw(outgoing)
         return outgoing.finished
+
+    def _withdraw(self, outgoing: Outgoing) -> None:
+        if self._sending.pop(outgoing.number, None) is None:
+            return
+        self.line.withdraw(outgoing)
+        if self._lending is not None and outgoing.lent:
+            self._lending.withdraw(outgoing)
+        elif not outgoing.granted:
+            self._ahead -= outgoing.ahead
+
+    def give_up(self, outgoing: Outgoing, error: Exception) -> None:
+        """Fail a message, of which the receiver has heard."""
+        self._withdraw(outgoing)
+        outgoing.finish(error)
 
     # Receiving.
 
@@ -242,6 +173,11 @@ class Mail:
             incoming.out.data[:] = arrival.bytes
             incoming.finish()
             return False
+        if arrival.place is not None:
+            self._accept_lent(arrival, incoming)
+            if self.copy():
+                self.engine.watch.again(self.serve)
+            return False
         self._accept(arrival.frame, incoming, len(arrival.bytes))
         arrival.incoming = incoming
         if arrival.whole:
@@ -252,42 +188,75 @@ class Mail:
         """Say where the payload of a frame goes that comes in now."""
         if frame.kind is Kind.DATA:
             return self._begin_data(frame)
-        if frame.kind is Kind.GRANT:
-            self._grant(frame.message)
+        if frame.kind in _NOTES:
+            self._heed(frame)
             return None, None
         self.arrived += 1
         if self.last is not None and self.arrived > self.last[0]:
             raise ProtocolError("a message after the rank has left")
-        if frame.kind is Kind.OFFER:
+        place = None
+        if frame.kind is not Kind.EAGER:
             self._check_offer(frame)
-        arrival = Arrival(self, frame)
+            if frame.kind is Kind.LEND:
+                place, signature = split_place(frame)
+                frame = frame._replace(signature=signature)
+        arrival = Arrival(self, frame, place)
         incoming = self.engine.table.arrive(arrival)
         if incoming is None:
             arrival.bytes = bytearray(inline)
             return arrival, memoryview(arrival.bytes)
         if not self._fits(frame, incoming):
             return None, None
+        if place is not None:
+            self._accept_lent(arrival, incoming)
+            return None, None
         self._accept(frame, incoming, inline)
         return incoming, incoming.out.data[:inline]
 
+    def _heed(self, frame: Frame) -> None:
+        """Do what a frame says that has no bytes of messages with it."""
+        if frame.kind is Kind.TAKEN:
+            self._taken(frame.message, frame.offset)
+        elif frame.kind is Kind.PIECE:
+            self._read_piece(frame)
+        elif frame.kind is Kind.MEMORY:
+            self._borrowing.meet(frame.signature)
+        else:
+            self._grant(frame)
+
     def _check_offer(self, frame: Frame) -> None:
         number = frame.message
-        if number == _EAGER or number in self._receiving or number in self._dropped:
+        if number == EAGER or number in self._receiving or number in self._dropped:
             raise ProtocolError(f"rank {self.rank} offers message {number} a second time")
         if frame.offset > frame.size:
             raise ProtocolError(f"rank {self.rank} sends more of a message than there is")
 
     def _begin_data(self, frame: Frame) -> Room:
+        incoming = self._expected(frame)
+        if incoming is None:
+            return None, None
+        incoming.begun = end = frame.offset + frame.size
+        return incoming, incoming.out.data[frame.offset : end]
+
+    def _read_piece(self, frame: Frame) -> None:
+        place = split_place(frame)[0]
+        incoming = self._expected(frame)
+        if incoming is not None:
+            self._borrowing.read(incoming, frame, place)
+        elif not self._closed:
+            self._borrowing.tell(frame.message, frame.offset + frame.size)
+
+    def _expected(self, frame: Frame) -> Incoming | None:
+        """The receive for bytes of a message; None if it was given up."""
         number, end = frame.message, frame.offset + frame.size
         if 0 < frame.size <= self._dropped.get(number, 0):
             self._dropped[number] -= frame.size
-            return None, None
+            return None
         incoming = self._receiving.get(number)
         right = incoming is not None and frame.offset == incoming.begun and frame.size
         if incoming is None or not right or end > incoming.out.size:
             raise ProtocolError(f"rank {self.rank} sent data that it was not asked for")
-        incoming.begun = end
-        return incoming, incoming.out.data[frame.offset : end]
+        return incoming
 
     def _fits(self, frame: Frame, incoming: Incoming) -> bool:
         """Whether a message is what a receive expects; break the backend if not."""
@@ -299,7 +268,7 @@ class Mail:
         error = mismatch(self.rank, sent, frame.size, here, wanted, size)
         assert error is not None
         incoming.finish(error)
-        self.engine.disagree(error)
+        self.engine.fail(error)
         return False
 
     def _accept(self, frame: Frame, incoming: Incoming, inline: int) -> None:
@@ -308,8 +277,23 @@ class Mail:
         incoming.begun = inline
         self._receiving[frame.message] = incoming
         if frame.kind is Kind.OFFER:
-            self.asked += 1
-            self.line.post([pack_header(Kind.GRANT, message=frame.message)])
+            self.ask(Kind.GRANT, frame.message)
+
+    def _accept_lent(self, arrival: Arrival, incoming: Incoming) -> None:
+        """Do so with a message whose first bytes are in memory; ``copy`` is called after it."""
+        assert arrival.place is not None
+        incoming.number = arrival.frame.message
+        self._receiving[incoming.number] = incoming
+        self._borrowing.accept(incoming, arrival.frame, arrival.place)
+
+    def ask(self, kind: Kind, number: int) -> None:
+        """Ask for a message, or the rest of it, with GRANT or REFUSE."""
+        self.asked += 1
+        self.line.post([pack_header(kind, message=number)])
+
+    def copy(self) -> bool:
+        """Copy for a while what the peer lends; return whether there is more to copy."""
+        return self._borrowing.copy()
 
     def hand_over(self, arrival: Arrival, incoming: Incoming) -> None:
         """Copy what has come of a message before its receive."""
@@ -334,15 +318,16 @@ class Mail:
     def _drop(self, incoming: Incoming) -> None:
         del self._receiving[incoming.number]
         self.line.divert(incoming)
-        if incoming.begun < incoming.out.size:
+        if not self._borrowing.drop(incoming) and incoming.begun < incoming.out.size:
             self._dropped[incoming.number] = incoming.out.size - incoming.begun
 
     # What is in flight.
 
     @property
     def idle(self) -> bool:
-        """Whether all that was sent is wanted, and with the kernel."""
-        return not self._sending and self.line.flushed
+        """Whether all that was sent is wanted, and with the kernel or read, or never will be."""
+        read = self.line.ended or self._lending is None or self._lending.flushed
+        return read and not self._sending and self.line.flushed
 
     def heard_all(self) -> bool:
         """Whether all has come that a peer which leaves had to say about messages.
@@ -366,12 +351,9 @@ class Mail:
 
     def drop_all(self) -> None:
         """Forget what is in flight; frames that have begun still go out."""
-        for outgoing in self._sending.values():
-            self.line.withdraw(outgoing)
-        self._sending.clear()
+        self._closed = True
+        for outgoing in list(self._sending.values()):
+            self._withdraw(outgoing)
+        self._borrowing.close()
         for incoming in list(self._receiving.values()):
             self._drop(incoming)
-
-
-SENT = Pending()
-SENT.finish()

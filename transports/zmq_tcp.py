@@ -1,7 +1,8 @@
 """``zmq``: the ranks are processes, with a ZeroMQ and a TCP connection between each two.
 
 ZeroMQ carries what the ranks tell each other: who is there, who fails or leaves, what they are
-doing. Messages go over the TCP connection, straight from the sender's array into the receiver's.
+doing. Messages go over the TCP connection, straight from the sender's array into the receiver's;
+between ranks of one host, the bytes of large ones go through memory (``zmq_memory``).
 Sends start on the caller's thread; whoever waits looks after the connections; while nobody does, a
 thread of each rank watches them, so data moves while Python computes.
 
@@ -48,7 +49,8 @@ from .zmq_connect import (
 )
 from .zmq_control import Control
 from .zmq_entrance import Entrance
-from .zmq_mail import Engine, Incoming, Mail, Sizes
+from .zmq_mail import Mail
+from .zmq_messages import Engine, Incoming, Sizes
 from .zmq_peer import Peer
 from .zmq_watch import Watch
 from .zmq_wire import MAX_INLINE, MAX_SEGMENT
@@ -71,8 +73,9 @@ class ZmqOptions:
         segment_bytes: large messages travel in pieces of this size, between which others get
             their turn.
         eager_bytes: messages up to this size are sent at once, and kept by the receiver.
-        shm: "auto" lets collectives among ranks of one host go through shared memory, where that
-            is to be had; "on" makes it an error if it is not; "off" sends everything over TCP.
+        shm: "auto" lets collectives and large messages among ranks of one host go through shared
+            memory, where that is to be had; "on" makes it an error if it is not; "off" sends
+            everything over TCP.
         host_id: ranks with equal ones count as being on one host, those with others as elsewhere;
             by default the system tells.
     """
@@ -102,11 +105,11 @@ class ZmqBackend(Transport):
         self, place: Place, timeout: float, options: ZmqOptions, policy: Policy | None = None
     ) -> None:
         super().__init__(place.rank, place.world_size, timeout, policy=policy)
-        self.memory = memory_sharing(options.shm)
+        self.memory = memory = memory_sharing(options.shm)
         self._options = options
         self._token = place.token
         sizes = Sizes(options.eager_bytes, options.segment_bytes)
-        self.engine = Engine(place.rank, sizes, functools.partial(self.fail, tell=True))
+        self.engine = Engine(place.rank, sizes, memory, functools.partial(self.fail, tell=True))
         self.control = Control(self, self.engine, place.token)
         self.lock, self.table = self.engine.lock, self.engine.table
         name = f"fsdpcore-zmq-rank{place.rank}"
@@ -183,7 +186,10 @@ class ZmqBackend(Transport):
     def _arrived(self, rank: int, sock: socket.socket) -> None:
         """Take over the data connection to a rank."""
         peer = self._peers[rank]
-        mail = Mail(self.engine, rank, sock, functools.partial(self.control.serve_mail, peer))
+        memory = self.engine.memory
+        near = memory.available and self.hosts[rank] == self.hosts[self.rank]
+        serve = functools.partial(self.control.serve_mail, peer)
+        mail = Mail(self.engine, rank, sock, serve, memory if near else None)
         peer.connect(mail)
 
     def _greet_all(self, timeout: float, deadline: Deadline) -> None:

@@ -18,6 +18,14 @@ EAGER   a whole small message
 OFFER   a large message is ready to be sent: its size, signature, and first ``offset`` bytes
 GRANT   the receiver has room for it
 DATA    bytes ``offset`` to ``offset + size`` of it
+MEMORY  the sender's memory introduces itself: see ``shared_memory``; ahead of all that follow
+LEND    as OFFER, but the first ``offset`` bytes are in the sender's memory; what is sent as
+        signature begins with where: the numbers of the segment and of the byte in it
+PIECE   bytes ``offset`` to ``offset + size`` are in the sender's memory, at the place that is
+        sent as signature
+TAKEN   the receiver has read the bytes before ``offset``, as announced by one of these frames;
+        where LEND has announced all of them, this stands for GRANT, too
+REFUSE  instead of GRANT: the sender's memory is out of reach, send all of it as DATA
 ======  ========================================================================================
 """
 
@@ -34,7 +42,7 @@ from fsdpcore.errors import ProtocolError
 _HEADER = struct.Struct("<IBBHQQQQQ")
 HEADER_BYTES = _HEADER.size
 _MAGIC = 0x31504446  # "FDP1"
-_VERSION = 2
+_VERSION = 3
 
 # Most that may come unasked: a control frame, a small message, or the beginning of a large one.
 MAX_INLINE = 1 << 20
@@ -55,12 +63,20 @@ class Kind(enum.IntEnum):
     QUERY = 9
     STATUS = 10
     SEEN = 11
+    MEMORY = 12
+    LEND = 13
+    PIECE = 14
+    TAKEN = 15
+    REFUSE = 16
 
 
 _KINDS = {int(kind): kind for kind in Kind}
 _CONTROL = frozenset({Kind.HELLO, Kind.FAIL, Kind.BYE, Kind.QUERY, Kind.STATUS, Kind.SEEN})
 _WITH_JSON = frozenset({Kind.HELLO, Kind.FAIL, Kind.STATUS})
 _WITH_PAYLOAD = _WITH_JSON | {Kind.EAGER, Kind.DATA}
+_PLACE = struct.Struct("<QQ")
+_MAX_PLACED = _PLACE.size + MAX_SIGNATURE
+Place = tuple[int, int]
 
 
 class Frame(NamedTuple):
@@ -151,9 +167,26 @@ def _read_header(data: bytes | bytearray, start: int) -> tuple[Frame, int, int]:
         raise ProtocolError(f"a frame has the unknown kind {code}")
     inline = size if kind in _WITH_PAYLOAD else offset if kind is Kind.OFFER else 0
     limit = MAX_SEGMENT if kind is Kind.DATA else MAX_INLINE
-    if signed > MAX_SIGNATURE or inline > limit:
+    if signed > (_MAX_PLACED if kind is Kind.LEND else MAX_SIGNATURE) or inline > limit:
         raise ProtocolError(f"a {kind.name} frame announces {signed} + {inline} bytes: too many")
     return Frame(kind, channel, tag, message, size, offset), signed, inline
+
+
+def pack_place(place: Place) -> bytes:
+    """Encode where bytes are in memory: the number of a segment, and of the first byte in it."""
+    return _PLACE.pack(*place)
+
+
+def split_place(frame: Frame) -> tuple[Place, bytes]:
+    """Decode where the bytes of a LEND or PIECE frame are; return the signature proper, too.
+
+    Raises:
+        ProtocolError: the frame does not say.
+    """
+    if len(frame.signature) < _PLACE.size:
+        raise ProtocolError(f"a {frame.kind.name} frame does not say where the bytes are")
+    segment, offset = _PLACE.unpack_from(frame.signature)
+    return (segment, offset), frame.signature[_PLACE.size :]
 
 
 def pack_json(content: dict[str, Any]) -> bytes:

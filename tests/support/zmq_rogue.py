@@ -18,8 +18,9 @@ from support.zmq_ranks import PATIENCE, config, listener, place
 
 TOKEN = "the token of the job"
 HELLO, EAGER, OFFER, GRANT, DATA, _, FAIL, BYE, QUERY, STATUS, SEEN = range(1, 12)
+MEMORY, LEND, PIECE, TAKEN, REFUSE = range(12, 17)
 HEADER_BYTES = 48
-MESSAGES = (EAGER, OFFER, GRANT, DATA)
+MESSAGES = (EAGER, OFFER, GRANT, DATA, MEMORY, LEND, PIECE, TAKEN, REFUSE)
 
 
 def frame(
@@ -36,7 +37,7 @@ def frame(
     """Encode a frame."""
     size = size or len(payload)
     header = struct.pack(
-        "<4sBBHQQQQQ", b"FDP1", 2, kind, len(signature), channel, tag, message, size, offset
+        "<4sBBHQQQQQ", b"FDP1", 3, kind, len(signature), channel, tag, message, size, offset
     )
     return header + signature + payload
 
@@ -83,9 +84,10 @@ class Rogue:
         line: the data connection.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str | None = None) -> None:
+        ours = {} if host is None else {"card": {"endpoints": {}, "host": host}}
         with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(letter(card_of(1)))
+            connection.sendall(letter(card_of(1, **ours)))
             card = read_letter(connection)["table"][0]
         self.endpoint = card["endpoints"]["1"]
         self.data: tuple[str, int] = tuple(card["data"])
@@ -146,7 +148,7 @@ class Rogue:
         """Return the next frame on the data connection."""
         header = self._take(HEADER_BYTES)
         kind, signed, size, offset = header[5], header[6], *struct.unpack("<QQ", header[32:])
-        inline = {EAGER: size, OFFER: offset, GRANT: 0, DATA: size}[kind]
+        inline = {EAGER: size, OFFER: offset, DATA: size}.get(kind, 0)
         return header + self._take(signed + inline)
 
     def _take(self, size: int) -> bytes:
@@ -195,9 +197,12 @@ def stranger_job(**options: Any) -> Iterator[tuple[int, Any]]:
 
 
 @contextlib.contextmanager
-def rogue_job(**options: Any) -> Iterator[tuple[ZmqBackend, Rogue]]:
-    """A rank 0 whose rank 1 has greeted it and is in the test's hand."""
-    with stranger_job(**options) as (port, joined), Rogue(port) as rogue:
+def rogue_job(*, near: bool = False, **options: Any) -> Iterator[tuple[ZmqBackend, Rogue]]:
+    """A rank 0 whose rank 1 has greeted it and is in the test's hand; ``near``: on one host."""
+    host = "one host" if near else None
+    if near:
+        options["host_id"] = host
+    with stranger_job(**options) as (port, joined), Rogue(port, host) as rogue:
         rogue.connect()
         rogue.greet()
         rogue.read(HELLO)

@@ -10,7 +10,7 @@ from support.jobs import finished, python
 
 import fsdpcore
 
-OPTIONAL = {"mpi4py", "cupy", "jax", "jaxlib", "torch", "matplotlib", "autograd", "zmq"}
+OPTIONAL = {"mpi4py", "cupy", "jax", "jaxlib", "torch", "matplotlib", "autograd", "numba", "zmq"}
 
 LIST = """
 import importlib, json, sys

@@ -14,6 +14,8 @@ from fsdpcore.transports.zmq_wire import (
     Kind,
     pack_header,
     pack_json,
+    pack_place,
+    split_place,
     unpack,
     unpack_json,
     unpack_next,
@@ -27,8 +29,19 @@ from fsdpcore.errors import ProtocolError
 LAYOUT = "<4sBBHQQQQQ"
 HEADER_BYTES = 48
 MAX_SIGNATURE = 514
+PLACE_BYTES = 16
 CONTROL = {"HELLO": 1, "FAIL": 7, "BYE": 8, "QUERY": 9, "STATUS": 10, "SEEN": 11}
-MESSAGES = {"EAGER": 2, "OFFER": 3, "GRANT": 4, "DATA": 5}
+MESSAGES = {
+    "EAGER": 2,
+    "OFFER": 3,
+    "GRANT": 4,
+    "DATA": 5,
+    "MEMORY": 12,
+    "LEND": 13,
+    "PIECE": 14,
+    "TAKEN": 15,
+    "REFUSE": 16,
+}
 CODES = {**CONTROL, **MESSAGES}
 WITH_JSON = {"HELLO", "FAIL", "STATUS"}
 
@@ -37,7 +50,7 @@ def build(
     kind: int,
     *,
     magic: bytes = b"FDP1",
-    version: int = 2,
+    version: int = 3,
     signed: int | None = None,
     size: int = 0,
     signature: bytes = b"",
@@ -66,7 +79,7 @@ def test_layout_of_control_frames(name: str) -> None:
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_layout_of_messages(name: str) -> None:
-    inline = {"EAGER": 77, "OFFER": 14, "GRANT": 0, "DATA": 77}
+    inline = {"EAGER": 77, "OFFER": 14, "DATA": 77}
     header = build(CODES[name], size=77, signature=b"sig")
     data = bytearray(b"??" + header + b"payload")
     found = unpack_next(data, 2, len(data))
@@ -75,7 +88,7 @@ def test_layout_of_messages(name: str) -> None:
     assert frame.kind is Kind[name]
     assert (frame.channel, frame.tag, frame.message, frame.offset) == (11, 12, 13, 14)
     assert (frame.size, frame.signature) == (77, b"sig")
-    assert found[1] == inline[name]
+    assert found[1] == inline.get(name, 0)
     assert pack_header(CODES[name], 11, 12, 13, 77, 14, b"sig") == header
     for end in range(2, 2 + len(header)):
         assert unpack_next(data, 2, end) is None
@@ -92,10 +105,10 @@ def test_all_kinds_are_known_here() -> None:
         (build(9)[:-1], "shorter than any header"),
         (build(9, magic=b"FDP2"), "does not begin"),
         (build(9, magic=b"GET "), "does not begin"),
-        (build(9, version=1), "does not begin"),
+        (build(9, version=2), "does not begin"),
         (build(0), "unknown kind 0"),
         (build(6), "unknown kind 6"),
-        (build(12), "unknown kind 12"),
+        (build(17), "unknown kind 17"),
         (build(255), "unknown kind 255"),
         (build(7, signed=MAX_SIGNATURE + 1), "announces 515"),
         (build(7, size=MAX_INLINE + 1), "too many"),
@@ -117,10 +130,12 @@ def test_bad_control_frames(data: bytes, why: str) -> None:
     ("data", "why"),
     [
         (build(4, magic=b"FDP2"), "does not begin"),
-        (build(4, version=1), "does not begin"),
+        (build(4, version=2), "does not begin"),
         (build(0), "unknown kind 0"),
         (build(6), "unknown kind 6"),
         (build(2, signed=MAX_SIGNATURE + 1), "announces 515"),
+        (build(13, signed=MAX_SIGNATURE + PLACE_BYTES + 1), "announces 531"),
+        (build(14, signed=MAX_SIGNATURE + 1), "announces 515"),
         (build(2, size=MAX_INLINE + 1), "EAGER frame announces"),
         (build(3, size=2**63, numbers=(1, 2, 3, MAX_INLINE + 1)), "OFFER frame announces"),
         (build(5, size=MAX_SEGMENT + 1), "DATA frame announces"),
@@ -141,11 +156,25 @@ def header_of(data: bytes) -> tuple[Frame, int]:
 def test_the_limits_themselves_pass() -> None:
     assert header_of(build(5, size=MAX_SEGMENT))[1] == MAX_SEGMENT
     assert len(header_of(build(3, signature=b"s" * MAX_SIGNATURE))[0].signature) == MAX_SIGNATURE
+    longest = b"s" * (MAX_SIGNATURE + PLACE_BYTES)
+    assert header_of(build(13, size=2**64 - 1, signature=longest))[0].signature == longest
     assert header_of(build(2, size=MAX_INLINE))[1] == MAX_INLINE
     whole = unpack(build(7, size=MAX_INLINE, payload=bytes(MAX_INLINE)))
     assert len(whole.payload) == MAX_INLINE
     # The size of what is offered is the sender's business: nothing is allocated for it.
     assert header_of(build(3, size=2**64 - 1))[0].size == 2**64 - 1
+
+
+def test_where_bytes_are() -> None:
+    """A LEND frame says it ahead of the signature, a PIECE frame instead of one."""
+    where = struct.pack("<QQ", 2**64 - 1, 2**63 + 5)
+    assert pack_place((2**64 - 1, 2**63 + 5)) == where
+    for code in (13, 14):
+        frame = header_of(build(code, size=77, signature=where + b"sig"))[0]
+        assert split_place(frame) == ((2**64 - 1, 2**63 + 5), b"sig")
+        short = header_of(build(code, size=77, signature=where[:15]))[0]
+        with pytest.raises(ProtocolError, match=f"{short.kind.name} frame does not say where"):
+            split_place(short)
 
 
 numbers = st.integers(0, 2**64 - 1)
@@ -189,7 +218,7 @@ def test_garbage(data: bytes) -> None:
 
 @given(st.binary(min_size=HEADER_BYTES - 6, max_size=200))
 def test_garbage_behind_a_good_beginning(data: bytes) -> None:
-    check_any(b"FDP1\x02" + data)
+    check_any(b"FDP1\x03" + data)
 
 
 @given(
