@@ -28,7 +28,7 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,10 +56,12 @@ _LONGEST_SLEEP = 1e-3
 _VIEWS = 256
 _TO_HEAR_OF_A_LOSS = 2.0  # seconds
 _INTRODUCTION = 64
+_CORES = 1024  # those with higher numbers count as others
 
-# Words of a flag.
-_STEP, _DIGEST, _ROWS, _LENT = 0, 1, 2, 3
+# Words of a flag: the step, the rows, the fingerprint, and where the arrays are that are lent.
+_STEP, _ROWS, DIGEST, _LENT = 0, 1, 2, 3
 SOURCE, OUT = 0, 1  # the arrays that a rank can lend: two words each
+_LENT_END = _LENT + 4
 
 _ORDERED = ("x86_64", "amd64")  # processors whose stores become visible in program order
 
@@ -88,6 +90,10 @@ class Rooms(list[list[Array]]):
     """All ranks' rooms as arrays, of even and of odd steps."""
 
 
+class Kept(list[Any]):
+    """What somebody keeps as long as the memory is there."""
+
+
 class Area:
     """The area of one group, seen from one rank.
 
@@ -95,21 +101,32 @@ class Area:
         step: the last one that this rank has entered.
         flags: of all ranks, as 64-bit words: the step, the fingerprint, the rows, and where the
             arrays are that it lends.
+        entering: for even and odd steps, five words of this rank's flag: its fingerprint, and
+            where the arrays are that it lends.
+        entered: for even and odd steps, what returns the same of all ranks as bytes.
         own, others: for even and odd steps, where the flags of this and of the other ranks are.
         fence: what keeps a flag behind the data, where the processor does not.
         block: bytes that are best reduced at once: two of them stay in a core's cache.
         express: calls may take the lanes of ``lane.py``.
+        addressed: ranks tell each other where the arrays lie that they lend.
+        looks: how often a rank looks for another one's flag before it gives its core away.
         wake: to be called once the flag is set, where ranks are asleep until then.
     """
 
     block = 512 * 1024
+    addressed = True
     wake: Callable[[], None] | None = None
 
     def __init__(self, memory: Bytes, rank: int, size: int, sharing: MemorySharing) -> None:
         flags = 2 * size * _FLAG
         self.flags = memoryview(memory.data)[:flags].cast("Q")
+        words = memory[:flags].view(np.uint64).reshape(2, size, _FLAG // 8)
+        terms = [words[step, :, DIGEST:_LENT_END] for step in (0, 1)]
+        self.entering = [ranks[rank] for ranks in terms]
+        self.entered = [ranks.tobytes for ranks in terms]
         self._rooms = memory[flags : flags + 2 * size * ROOM].reshape(2, size, ROOM)
         self._size, self._sharing = size, sharing
+        self.looks = _LOOKS
         self.fence = None if platform.machine().lower() in _ORDERED else _Fence()
         self.express = self.fence is None
         at = [[(step * size + r) * _FLAG // 8 for r in range(size)] for step in (0, 1)]
@@ -122,14 +139,19 @@ class Area:
         self._borrowed: dict[tuple[int, int, np.dtype[Any], int], Array] = {}
         # All that somebody holds, to be emptied when the memory goes.
         self._made: weakref.WeakValueDictionary[int, Rooms] = weakref.WeakValueDictionary()
+        self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
     def close(self) -> None:
         """Let go of the memory; the area is of no use after that."""
         for rooms in self._made.values():
             for arrays in rooms:
                 arrays.clear()
+        for items in self._kept.values():
+            items.clear()
         self._views.clear()
         self._borrowed.clear()
+        self.entering.clear()
+        self.entered.clear()
         del self._rooms
         self.flags.release()
 
@@ -148,6 +170,12 @@ class Area:
         self._made[id(made)] = made
         return made
 
+    def keep(self, items: Iterable[Any]) -> Kept:
+        """Return things that hold parts of the memory as a list, which ``close`` empties."""
+        made = Kept(items)
+        self._kept[id(made)] = made
+        return made
+
     def sync(self, link: Link, meanwhile: Callable[[], None] | None = None) -> None:
         """Enter the next step, and wait until all ranks have.
 
@@ -162,7 +190,7 @@ class Area:
         step = self.step = self.step + 1
         parity, flags, call = step & 1, self.flags, link.call
         own, digest = self.own[parity], call.digest
-        flags[own + _DIGEST] = digest
+        flags[own + DIGEST] = digest
         flags[own + _ROWS] = call.rows
         if self.fence is not None:
             self.fence()
@@ -175,7 +203,7 @@ class Area:
         for at in self.others[parity]:
             if flags[at] != step:
                 self.wait(at, step, link)
-            if flags[at + _DIGEST] != digest:
+            if flags[at + DIGEST] != digest:
                 fits = False
         if self.fence is not None:
             self.fence()
@@ -188,6 +216,10 @@ class Area:
         Express lanes leave the rows out: no call that takes one asks for them.
         """
         return [self.flags[at + _ROWS] for at in self._all[self.step & 1]]
+
+    def agreed(self, digest: int) -> bool:
+        """Whether all ranks have entered the step with this fingerprint."""
+        return all(self.flags[at + DIGEST] == digest for at in self._all[self.step & 1])
 
     def exchange(self, link: Link, value: int) -> list[int]:
         """Take a step, and return what every rank has brought to it: 64 bits each."""
@@ -204,14 +236,14 @@ class Area:
         flags, at, lent = self.flags, self.own[(self.step + 1) & 1] + _LENT, True
         for array in (source, out):
             if array is not None:
-                place = self._place(array) if array.size else (0, 0)
+                place = self.place(array) if array.size else (0, 0)
                 flags[at], flags[at + 1] = place or (0, 1)
                 lent = lent and place is not None
             at += 2
         return lent
 
-    def _place(self, array: Array) -> Place:
-        """Where an array lies; kept, as the same ones come again and again."""
+    def place(self, array: Array) -> Place:
+        """Where a contiguous array lies; kept, as the same ones come again and again."""
         known = self._places.get(id(array))
         if known is not None and known[0]() is array:
             return known[1]
@@ -261,8 +293,8 @@ class Area:
 
     def wait(self, at: int, step: int, link: Link) -> None:
         """Wait until the flag ``at`` shows ``step``; raises what ``sync`` does."""
-        flags = self.flags
-        for _ in range(_LOOKS):
+        flags, sched_yield = self.flags, os.sched_yield
+        for _ in range(self.looks):
             if flags[at] == step:
                 return
         # Python code on other threads of this process waits for the interpreter while this one
@@ -273,7 +305,7 @@ class Area:
             for _ in range(min(yields, _LOOKS_BETWEEN_CHECKS)):
                 if flags[at] == step:
                     return
-                os.sched_yield()
+                sched_yield()
             if self.arrived(at, step, link):
                 return
             yields = max(0, yields - _LOOKS_BETWEEN_CHECKS)
@@ -330,12 +362,16 @@ def establish(link: Link, backend: Backend) -> Area | None:
     except (OSError, MemoryError) as error:
         why = str(error) or repr(error)
     try:
-        memory, votes, why = _map(link, sharing, window, introduction, why)
+        memory, votes, why, cores = _map(link, sharing, window, introduction, why)
     finally:
         if window is not None:
             window.close()
     if memory is not None:
-        return sharing.area(memory, link.rank, link.size)
+        area = sharing.area(memory, link.rank, link.size)
+        here = backend.hosts[backend.rank]
+        if backend.root.hosts.count(here) > cores:  # whom this rank waits for may need its core
+            area.looks = 0
+        return area
     if votes.argmin() == link.rank:  # one rank speaks for all
         _report(backend, sharing, why)
     if sharing.required:
@@ -349,20 +385,22 @@ def establish(link: Link, backend: Backend) -> Area | None:
 
 def _map(
     link: Link, sharing: MemorySharing, window: Segment | None, introduction: bytes, why: str
-) -> tuple[Bytes | None, NDArray[np.bool_], str]:
+) -> tuple[Bytes | None, NDArray[np.bool_], str, int]:
     """Map the first rank's memory; None, on all ranks, if one of them cannot reach all others'.
 
     Returns:
-        Also which ranks could, and why this one could not.
+        Also which ranks could, why this one could not, and on how many cores all of them may run.
     """
-    own = np.zeros(_INTRODUCTION + 8, np.uint8)
+    own = np.zeros(_INTRODUCTION + 8 + _CORES // 8, np.uint8)
     own[: len(introduction)] = np.frombuffer(introduction, np.uint8)
-    own[_INTRODUCTION:] = np.array([window.number if window else 0], np.uint64).view(np.uint8)
+    made = np.array([window.number if window else 0], np.uint64)
+    own[_INTRODUCTION : _INTRODUCTION + 8] = made.view(np.uint8)
+    own[_INTRODUCTION + 8 :] = _cores()
     told = np.zeros(own.size * link.size, np.uint8)
     doubling.all_gather(link, own, told, range(0, told.size + 1, own.size))
     memory = None
     try:
-        number = int(told[_INTRODUCTION : own.size].view(np.uint64)[0])
+        number = int(told[_INTRODUCTION : _INTRODUCTION + 8].view(np.uint64)[0])
         if number and not why:
             for rank in range(link.size):
                 words = told[rank * own.size :][:_INTRODUCTION]
@@ -373,7 +411,20 @@ def _map(
         why = str(error) or repr(error)
     votes = np.zeros(link.size, np.bool_)
     doubling.all_gather(link, np.array([not why]), votes, range(link.size + 1))
-    return (memory if votes.all() else None), votes, why
+    masks = told.reshape(link.size, own.size)[:, _INTRODUCTION + 8 :]
+    cores = int(np.unpackbits(np.bitwise_or.reduce(masks)).sum())
+    return (memory if votes.all() else None), votes, why, cores
+
+
+def _cores() -> Bytes:
+    """On which cores this process may run, a bit for each."""
+    bits = np.zeros(_CORES, np.uint8)
+    allowed = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    for core in allowed:
+        bits[core % _CORES] = 1
+    return np.packbits(bits)
 
 
 def _report(backend: Backend, sharing: MemorySharing, why: str) -> None:

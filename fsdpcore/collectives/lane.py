@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fsdpcore.buffers import Array
+from fsdpcore.collectives import loans
+from fsdpcore.collectives.area import DIGEST
 from fsdpcore.collectives.output import apart
+from fsdpcore.collectives.reducing import prepare
 
 if TYPE_CHECKING:
     from fsdpcore.backend import Backend
@@ -29,8 +32,9 @@ if TYPE_CHECKING:
 # Input and ``out``, both of any shape and layout, to the result; None to go the ordinary way.
 Lane = Callable[[Array, "Array | None"], "Array | None"]
 _Work = Callable[["Entry", int, Array, Array], None]
-_Read = Callable[[list[Array], Array, Array], Any]
+_Read = Callable[[Array, Array], None]
 
+SHARED = "shared"  # the algorithm that the lanes know
 LARGEST = 8 * 1024  # bytes
 
 
@@ -41,9 +45,13 @@ def lane_for(backend: Backend, call: Call) -> Lane | None:
         return None
     if choice.agrees and call.operation in _READERS and call.nbytes <= LARGEST:
         return _lane(backend, call, _short(backend, link, link.area, call))
-    if call.operation in _STARTERS:
-        return _lane(backend, call, _long(backend, link, call))
-    return None
+    if call.operation not in _STARTERS:
+        return None
+    work = _long(backend, link, call)
+    if choice.name == SHARED and link.area.addressed and loans.takes(call):
+        start = _STARTERS[call.operation]
+        work = loans.lane(backend, link, link.area, call, start, work)
+    return _lane(backend, call, work)
 
 
 def _lane(backend: Backend, call: Call, work: _Work) -> Lane:
@@ -145,10 +153,10 @@ def _short(backend: Backend, link: Link, area: Area, call: Call) -> _Work:
     me, limit, digest = backend.rank, backend.timeout, call.digest
     flags, own, others, wake = area.flags, area.own, area.others, area.wake
     count, fills = math.prod(call.shape), call.root in (-1, backend.rank)
-    read = _READERS[call.operation](backend, call)
     rooms_of = read_of = area.arrays(call.dtype, count)
     if call.operation == "reduce_scatter":  # every rank reads its own part only
         read_of = area.parts(call.dtype, count, call.bounds[me], call.bounds[me + 1])
+    reads = area.keep(_READERS[call.operation](link, call, rooms) for rooms in read_of)
 
     def work(entry: Entry, sequence: int, source: Array, out: Array) -> None:
         try:
@@ -157,7 +165,7 @@ def _short(backend: Backend, link: Link, area: Area, call: Call) -> _Work:
             mine = own[parity]
             if fills:
                 rooms_of[parity][me][...] = source if source.ndim == 1 else source.reshape(-1)
-            flags[mine + 1] = digest
+            flags[mine + DIGEST] = digest
             flags[mine] = step
             if wake is not None:
                 wake()
@@ -168,12 +176,12 @@ def _short(backend: Backend, link: Link, area: Area, call: Call) -> _Work:
                         link.begin(call, sequence, limit, False)
                         begun = True
                     area.wait(at, step, link)
-                if flags[at + 1] != digest:
+                if flags[at + DIGEST] != digest:
                     fits = False
             if not fits:
                 link.begin(call, sequence, limit, False)
                 link.disagree()
-            read(read_of[parity], source, out)
+            reads[parity](source, out)
         except BaseException as error:
             link.begin(call, sequence, limit, False)
             link.broke(entry, error)
@@ -182,40 +190,41 @@ def _short(backend: Backend, link: Link, area: Area, call: Call) -> _Work:
     return work
 
 
-def _reduces(backend: Backend, call: Call) -> _Read:
+def _reduces(link: Link, call: Call, rooms: list[Array]) -> _Read:
     assert call.reduction is not None
-    reduce = call.reduction.reduce
+    reduce = prepare(link, call.reduction, rooms)
 
-    def read(rooms: list[Array], source: Array, out: Array) -> None:
-        reduce(rooms, out if out.ndim == 1 else out.reshape(-1))
+    def read(source: Array, out: Array) -> None:
+        reduce(out if out.ndim == 1 else out.reshape(-1))
 
     return read
 
 
-def _all_gather(backend: Backend, call: Call) -> _Read:
+def _all_gather(link: Link, call: Call, rooms: list[Array]) -> _Read:
     places = [slice(low, low + call.bounds[1]) for low in call.bounds[:-1]]
+    parts = list(zip(places, rooms, strict=True))
 
-    def read(rooms: list[Array], source: Array, out: Array) -> None:
+    def read(source: Array, out: Array) -> None:
         flat = out if out.ndim == 1 else out.reshape(-1)
-        for place, room in zip(places, rooms, strict=False):
+        for place, room in parts:
             flat[place] = room
 
     return read
 
 
-def _broadcast(backend: Backend, call: Call) -> _Read:
-    root, sends = call.root, call.root == backend.rank
+def _broadcast(link: Link, call: Call, rooms: list[Array]) -> _Read:
+    room, sends = rooms[call.root], call.root == link.rank
 
-    def read(rooms: list[Array], source: Array, out: Array) -> None:
+    def read(source: Array, out: Array) -> None:
         if not sends:
-            (out if out.ndim == 1 else out.reshape(-1))[...] = rooms[root]
+            (out if out.ndim == 1 else out.reshape(-1))[...] = room
         elif out is not source:
             out[...] = source
 
     return read
 
 
-_READERS: dict[str, Callable[[Backend, Call], _Read]] = {
+_READERS: dict[str, Callable[[Link, Call, list[Array]], _Read]] = {
     "all_gather": _all_gather,
     "all_reduce": _reduces,
     "broadcast": _broadcast,

@@ -36,15 +36,16 @@ import numpy as np
 from fsdpcore.buffers import Array, bounds_of, split_sizes
 from fsdpcore.collectives.algorithms import Algorithm, Terms
 from fsdpcore.collectives.area import OUT, ROOM, SOURCE, Area
-from fsdpcore.collectives.lane import LARGEST
+from fsdpcore.collectives.lane import LARGEST, SHARED
 from fsdpcore.collectives.link import Link
 from fsdpcore.policy import Costs
 from fsdpcore.reduce_ops import Reduction
 
-NAME = "shared"
+NAME = SHARED
 
 # Up to here every rank reduces everything: cheaper than a second step.
 AT_ONCE = LARGEST
+_EARLY = 8 << 20  # bytes; up to here a rank copies what it has itself while it waits
 _LINE = 64  # bytes; parts of a room begin at multiples of it
 _INT64 = np.dtype(np.int64)
 
@@ -178,7 +179,10 @@ def gather(link: Link, own: Array, out: Array | None, bounds: Sequence[int], roo
                 np.copyto(place, own)
 
     least = largest * own.itemsize
-    lent = _lend(link, fill, own, None, ranks, least=least, meanwhile=keep_own)
+    # What the caches do not hold, all ranks read in the same order: memory is then read once.
+    early = least <= _EARLY
+    meanwhile = keep_own if early else None
+    lent = _lend(link, fill, own, None, ranks, least=least, meanwhile=meanwhile)
     if not lent and least > AT_ONCE and (other := link.otherwise()) is not None:
         rooted = [root] if link.call.collective == "gather" else []
         other.function(link, own, out, bounds, *rooted)
@@ -186,11 +190,16 @@ def gather(link: Link, own: Array, out: Array | None, bounds: Sequence[int], roo
     others = [rank for rank in ranks if rank != root]
     if lent:
         if taken is not None:
-            for rank in others:
+            for rank in others if early else ranks:
+                if rank == root:
+                    keep_own()
+                    continue
                 target = taken[bounds[rank] : bounds[rank + 1]]
                 np.copyto(target, area.borrowed(link, rank, dtype, target.size))
         area.sync(link)
         return
+    if not early:
+        keep_own()
     for low in _starts(largest, width):
         if low:
             fill(low)
@@ -345,9 +354,14 @@ def _lend(
         area.sync(link, meanwhile)
         return False
     other = link.staged is not None  # which then does what is not lent
-    if not area.lend(source if me in givers else None, out if me in takers else None) and not other:
-        fill(0)
-    area.sync(link, None if other else meanwhile)
+    if link.entered:  # by the lane of ``loans``
+        if not other and meanwhile is not None:
+            meanwhile()
+    else:
+        seen = area.lend(source if me in givers else None, out if me in takers else None)
+        if not seen and not other:
+            fill(0)
+        area.sync(link, None if other else meanwhile)
     lent = kept = False
     for rank in givers:
         if area.lent(rank) and (rank not in takers or area.lent(rank, OUT)):

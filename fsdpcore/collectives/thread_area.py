@@ -59,6 +59,7 @@ class ThreadArea(Area):
     """The area of one group, seen from one thread."""
 
     block = 8 << 20  # threads that compute long do not often ask for the interpreter
+    addressed = False
 
     def __init__(
         self, meeting: Meeting, rank: int, sharing: MemorySharing, before: Callable[[], None] | None
