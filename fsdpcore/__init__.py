@@ -57,6 +57,7 @@ from fsdpcore.fsdp.report import Report
 from fsdpcore.fsdp.schedule import Prefetch
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.special import Tied
+from fsdpcore.fsdp.state import ArrayPiece, EngineState, ShardedArray
 from fsdpcore.fsdp.step import Step
 from fsdpcore.fsdp.strategy import Strategy
 from fsdpcore.fsdp.unit import Unit
@@ -71,6 +72,7 @@ __version__ = _version("fsdpcore")
 __all__ = [
     "FSDP",
     "ArgumentError",
+    "ArrayPiece",
     "Backend",
     "Batch",
     "Capabilities",
@@ -78,6 +80,7 @@ __all__ = [
     "CommTimeoutError",
     "CommunicationError",
     "ConfigError",
+    "EngineState",
     "FsdpcoreError",
     "Layer",
     "LayerStack",
@@ -97,6 +100,7 @@ __all__ = [
     "ReduceOp",
     "RendezvousError",
     "Report",
+    "ShardedArray",
     "Spec",
     "StateError",
     "Step",

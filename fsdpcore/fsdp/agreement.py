@@ -15,6 +15,9 @@ from fsdpcore.backend import Backend
 from fsdpcore.collectives import all_gather, all_gather_v
 from fsdpcore.errors import MismatchError
 
+# That each rank tells all others: what is wanted, a hash of the order, and three numbers.
+AGREED_BYTES = 8 * (5 + 2 + 3)
+
 Events = Sequence[tuple[str, int]]
 
 
@@ -57,7 +60,7 @@ def agree(
         ``local`` of every rank, of shape ``(world_size, len(local))``.
 
     Raises:
-        MismatchError: they differ; on all ranks.
+        MismatchError: they differ. On all ranks, unless another rank's end of the job comes first.
     """
     digest = hashlib.blake2b(repr(events).encode(), digest_size=8).digest()
     mine = [getattr(wanted, field.name) for field in fields(Wanted)]

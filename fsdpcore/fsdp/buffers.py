@@ -13,16 +13,17 @@ from fsdpcore.buffers import Array
 # Makes a flat array of so many elements, with any content.
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
-# A buffer that came back serves smaller ones too, down to this part of it without second thoughts.
-_SNUG = 0.75
+# A buffer that came back serves requests that are smaller by no more than this. Otherwise a step
+# would hold more than its plan says; memory that is freed goes back to what ``Backend.empty`` keeps.
+_SNUG = 0.98
 
 
 class BufferPool:
     """Hands out flat buffers in the memory that the backend moves fastest, and takes them back.
 
-    What came back is kept for the next request, so a step like the one before allocates nothing.
-    But no more memory is ever held than was handed out at once: what does not fit is used by a
-    smaller request, or freed, before that would be exceeded.
+    What came back is kept for the next request of its size, so a step through units of one size
+    allocates nothing once it is warm. But no more memory is ever held than was handed out at once:
+    what does not fit is freed before that would be exceeded.
 
     Attributes:
         live_bytes: handed out now.
@@ -53,17 +54,14 @@ class BufferPool:
         return flat
 
     def _reuse(self, nbytes: int) -> Array | None:
-        """Take a spare buffer for ``nbytes``; None if one has to be allocated."""
-        fits = next((n for n, spare in enumerate(self._spare) if spare.nbytes >= nbytes), None)
-        if fits is None or self._spare[fits].nbytes * _SNUG > nbytes:
-            if self.live_bytes + self.spare_bytes + nbytes <= self._most:
-                return None
-            if fits is None:
-                self.clear()
-                return None
-        memory = self._spare.pop(fits)
-        self.spare_bytes -= memory.nbytes
-        return memory
+        """Take a spare buffer for ``nbytes``; None if one has to be allocated, for which is room."""
+        for number, spare in enumerate(self._spare):
+            if spare.nbytes * _SNUG <= nbytes <= spare.nbytes:
+                self.spare_bytes -= spare.nbytes
+                return self._spare.pop(number)
+        while self._spare and self.live_bytes + self.spare_bytes + nbytes > self._most:
+            self.spare_bytes -= self._spare.pop().nbytes  # the largest
+        return None
 
     def give(self, buffer: Array) -> None:
         """Take back what ``take`` has returned; it may be handed out again at once."""

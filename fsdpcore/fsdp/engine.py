@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -19,20 +18,20 @@ from fsdpcore.fsdp.given_shards import update_shards
 from fsdpcore.fsdp.memory import HeldMemory, measure
 from fsdpcore.fsdp.offload import GATHERED, Offload, OffloadStats
 from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.passes import Passes
 from fsdpcore.fsdp.plan import Plan, Sync
 from fsdpcore.fsdp.precision import Precision, Scaler
 from fsdpcore.fsdp.ranks import Ranks
 from fsdpcore.fsdp.report import Report
-from fsdpcore.fsdp.schedule import Phase, Prefetch, Schedule
+from fsdpcore.fsdp.schedule import Prefetch
 from fsdpcore.fsdp.shelves import open_shelves
 from fsdpcore.fsdp.state import EngineState, LoadReport, Progress
 from fsdpcore.fsdp.state_load import load_params, load_state, set_progress, writing_state
 from fsdpcore.fsdp.state_save import full_state, sharded_state
 from fsdpcore.fsdp.stats import StepStats
 from fsdpcore.fsdp.step import Step
-from fsdpcore.fsdp.strategy import Keep, Strategy
+from fsdpcore.fsdp.strategy import Strategy
 from fsdpcore.fsdp.unit import Binding, ParamState, Unit
-from fsdpcore.fsdp.update import apply_update
 from fsdpcore.fsdp.updates import Optimizers
 from fsdpcore.fsdp.window import open_window
 
@@ -76,7 +75,7 @@ class FSDP:
         steps: number of updates so far.
         optimizers: which optimizer updates which parameter; None without one.
         lent: ``full_params`` is open.
-        stats: what the last step did, and how long it waited.
+        passes: what a step does with units.
 
     Raises:
         ArgumentError: units or options make no sense.
@@ -102,12 +101,16 @@ class FSDP:
         self.backend = backend
         self.strategy = strategy if isinstance(strategy, Strategy) else Strategy(strategy)
         self.placement = self.strategy.place(backend.world_size)
-        self.precision = precision or Precision()
+        self.precision = Precision() if precision is None else precision
+        if not isinstance(self.precision, Precision):
+            raise ArgumentError(
+                "precision must be a fc.Precision, such as fc.Precision(param_dtype=np.float16), "
+                f"got {precision!r}"
+            )
         self.prefetching = Prefetch.of(prefetch)
         self.algorithm = algorithm
         self.offload = offload
         self.steps = 0
-        self.stats = StepStats()
         _check_algorithm(algorithm)
         check_units(self.units)
         optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
@@ -118,12 +121,13 @@ class FSDP:
         self.ranks = Ranks.of(backend, self.placement)
         self._index = {unit.name: number for number, unit in enumerate(self.units)}
         self._pool = BufferPool(backend)
-        self._schedule = Schedule(len(self.units))
-        self._overlaps = self.prefetching.overlaps(backend.hosts)
         self._scaler = Scaler(self.precision.scaling)
-        self._ahead: list[Unit] = []
-        self._reducing: Unit | None = None
-        self._step: Step | None = None
+        self.passes = Passes(
+            self.units,
+            self.placement.keep,
+            self.prefetching,
+            overlaps=self.prefetching.overlaps(backend.hosts),
+        )
         self._bind(optimizers, seed, window=window)
 
     def _bind(self, optimizers: Optimizers | None, seed: int, *, window: bool) -> None:
@@ -187,113 +191,13 @@ class FSDP:
                 f"unit {member.name!r} is gathered already; nothing is left to prefetch"
             )
         if not member.fetched:
-            where = "in a window of the host" if self.windowed else "on every rank"
+            alone = not self.placement.gathers
+            where = "on every rank" if alone or not self.windowed else "in a window of the host"
             raise StateError(
                 f"there is nothing to prefetch of unit {member.name!r}: with strategy "
                 f"{self.strategy.name!r} its parameters are {where} already"
             )
         member.unshard(async_op=True)
-
-    # What a step calls.
-
-    def gather(self, unit: Unit, phase: Phase) -> None:
-        """Have ``unit`` and the owners of its ties gathered, and begin with those that come next."""
-        upcoming = self._schedule.enter(phase, self._index[unit.name])
-        following = [self.units[n] for n in upcoming[: self.prefetching.units]]
-        members = self._members(unit)
-        for ahead in self._ahead:
-            if ahead not in members and ahead not in following:
-                ahead.reshard(again=True)  # the guess was wrong
-        began = time.perf_counter()
-        for member in members:
-            self._count(member)
-            member.unshard()
-        self.stats.waited += time.perf_counter() - began
-        self._ahead = [each for each in following if each.has_pending_prefetch]
-        self._fetch(following)
-        near = len(following) + unit.shelf.depth
-        for number in upcoming[len(following) : near] if unit.shelf.depth else ():
-            if self.units[number].state is ParamState.SHARDED:
-                self.units[number].shelf.ahead(GATHERED)
-
-    def _fetch(self, following: list[Unit]) -> None:
-        limit = self.prefetching.max_bytes
-        nbytes = sum(unit.gathered_bytes for unit in self._ahead)
-        for unit in following:
-            if unit.state is not ParamState.SHARDED or not unit.fetched:
-                continue
-            nbytes += unit.gathered_bytes
-            if self._ahead and limit is not None and nbytes > limit:
-                return
-            self._count(unit)
-            unit.unshard(async_op=True)
-            self._ahead.append(unit)
-
-    def _count(self, unit: Unit) -> None:
-        """Take note that a unit is about to be gathered, if it is not already."""
-        if unit.state is ParamState.SHARDED:
-            self.stats.gathers += unit.fetched
-            self.stats.bytes_sent += unit.sends
-
-    def release(self, unit: Unit, phase: Phase) -> None:
-        """End the use of ``unit`` in a pass; what happens to its parameters, the strategy says."""
-        for member in self._members(unit):
-            again = self._step is not None and self._step.awaits_backward(member)
-            if not (again and self.placement.keep is Keep.BACKWARD):
-                member.reshard(again=again)
-
-    def _members(self, unit: Unit) -> list[Unit]:
-        return list(dict.fromkeys([unit, *unit.owners.values()]))
-
-    def reduce(self, unit: Unit, divisor: float | None, *, keep: bool) -> None:
-        """Reduce the gradients that a backward pass has written, or keep them for later."""
-        if keep:
-            unit.keep_gradients()
-            return
-        self.finish_reduction()
-        began = time.perf_counter()
-        if unit.trainable:
-            self.stats.reductions += 1
-            self.stats.bytes_sent += unit.gradients.sends
-        unit.reduce_gradients(divisor=divisor, async_op=self._overlaps)
-        self.stats.waited += time.perf_counter() - began
-        self._reducing = unit
-
-    def finish_reduction(self) -> None:
-        """Wait for the reduction that goes on in the background."""
-        reducing, self._reducing = self._reducing, None
-        if reducing is not None:
-            began = time.perf_counter()
-            reducing.gradients.wait()
-            self.stats.waited += time.perf_counter() - began
-
-    def update(
-        self,
-        step: Step,
-        clip: float | None,
-        norm_type: float,
-        clip_value: float | None,
-        lr: float | None,
-        *,
-        skip: bool,
-    ) -> tuple[float | None, bool]:
-        """Apply the optimizer; returns the norm, and whether it was skipped. See ``Step.update``."""
-        for unit in self.units:
-            if unit.gradients.unclaimed:  # of ties to a unit that had no backward pass of its own
-                unit.begin_gradients()
-                self.reduce(unit, step.divisor, keep=False)
-        self.finish_reduction()
-        skip = skip or self._scaler.policy is not None
-        result = apply_update(self, step, clip, norm_type, clip_value, lr, skip=skip)
-        self._scaler.updated(skipped=result[1])
-        self.steps += not result[1]
-        self._schedule.end()
-        return result
-
-    @property
-    def events(self) -> list[tuple[Phase, int]]:
-        """What the current step has gone through: phases, and numbers of units."""
-        return self._schedule.events
 
     # Steps.
 
@@ -313,29 +217,26 @@ class FSDP:
 
     def begin(self, step: Step) -> None:
         """Enter a step; called by ``Step``."""
-        if self._step is not None:
+        if self.passes.step is not None:
             raise StateError("a step is open already; leave it before you begin another one")
         self.check_idle("a step")
-        self._step = step
+        self.passes.begin(step)
         self._pool.reset_peak()
-        self._schedule.begin()
-        self.stats = StepStats()
-        self.stats.began = time.perf_counter()
         if self._files is not None:
             self._files.restart()
             self.units[0].shelf.ahead(GATHERED)
 
     def end(self) -> None:
         """Leave a step: reshard all units and drop the gradients; called by ``Step``."""
-        self._step = self._reducing = None
-        self._ahead.clear()
-        for unit in self.units:
-            unit.reshard()
-            unit.drop_gradients()
+        self.passes.end()
         if self._files is not None:
             self._files.settle()
-        self.stats.seconds = time.perf_counter() - self.stats.began
         self.stats.peak_buffers = self._pool.peak_bytes
+
+    @property
+    def stats(self) -> StepStats:
+        """What the last step did, and how long it waited."""
+        return self.passes.stats
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -352,7 +253,7 @@ class FSDP:
 
     def check_idle(self, what: str) -> None:
         """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
-        if self._step is not None or self.lent:
+        if self.passes.step is not None or self.lent:
             where = "full_params()" if self.lent else "a step"
             raise StateError(f"{what} inside of {where}; leave that first")
 

@@ -36,7 +36,7 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
 def report_of(engine: FSDP) -> Report:
     """Compare the last step with the plan for as many microbatches as it had."""
     stats, held = engine.stats, engine.held()
-    passes = Counter(unit for phase, unit in engine.events if phase == "backward")
+    passes = Counter(unit for phase, unit in engine.passes.events if phase == "backward")
     microbatches = max(passes.values(), default=1)
     reduced = sum(count for unit, count in passes.items() if engine.units[unit].trainable)
     sync: Sync = "each" if stats.reductions >= reduced else "last"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.layout import FlatLayout, ParamRange
+from fsdpcore.fsdp.offload import WRITTEN, Kind
 from fsdpcore.fsdp.state import optimizer_name
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ class Entry:
             holds all of it.
         start, stop: what this rank holds; equal if nothing.
         data: that part, flat, writable, the engine's own memory.
+        kinds: what it is among, for the unit's shelf.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Entry:
     start: int
     stop: int
     data: Array
+    kinds: tuple[Kind, ...]
 
     @property
     def split(self) -> bool:
@@ -63,7 +67,8 @@ def param_entries(unit: Unit) -> Iterator[Entry]:
         for param in part.layout.params:
             bounds = bounds_in(part.layout, param)
             data = _cut(part.master, part.layout, param, bounds, part.rank)
-            yield _entry(f"{unit.name}.{param.name}", unit, param.shape, bounds, part.rank, data)
+            name = f"{unit.name}.{param.name}"
+            yield _entry(name, unit, param.shape, bounds, part.rank, data, WRITTEN)
 
 
 def optimizer_entries(unit: Unit) -> Iterator[Entry]:
@@ -83,7 +88,7 @@ def optimizer_entries(unit: Unit) -> Iterator[Entry]:
                 data = _cut(update.state[state], unit.layout, param, bounds, unit.shard_rank)
             else:
                 data = update.whole_state[param.name][state]
-            yield _entry(name, unit, shape, bounds, unit.shard_rank, data)
+            yield _entry(name, unit, shape, bounds, unit.shard_rank, data, (Kind.STATE,))
 
 
 def _states(update: ShardUpdate) -> list[str]:
@@ -107,10 +112,21 @@ def _entry(
     bounds: tuple[int, ...],
     rank: int,
     data: Array,
+    kinds: tuple[Kind, ...],
 ) -> Entry:
     whole = (0, math.prod(shape))
     start, stop = bounds[rank : rank + 2] if bounds else whole
-    return Entry(name, unit, shape, bounds, start, stop, data)
+    return Entry(name, unit, shape, bounds, start, stop, data, kinds)
+
+
+def by_unit(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Give neighbours of one unit and kind together, loaded if they are offloaded."""
+    for (unit, kinds), group in itertools.groupby(entries, lambda each: (each.unit, each.kinds)):
+        unit.shelf.begin(kinds)
+        try:
+            yield list(group)
+        finally:
+            unit.shelf.end(kinds)
 
 
 def entries_of(engine: FSDP, *, optimizer: bool) -> list[Entry]:

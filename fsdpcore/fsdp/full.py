@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,10 +14,10 @@ import numpy as np
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import all_gather, barrier
 from fsdpcore.errors import ArgumentError, MismatchError, StateError
-from fsdpcore.fsdp.entries import Entry, param_entries
+from fsdpcore.fsdp.entries import Entry, by_unit, param_entries
 from fsdpcore.fsdp.state_save import gathered
 from fsdpcore.fsdp.unit import ParamState, Unit
-from fsdpcore.fsdp.views import UnknownParameterError, read_only
+from fsdpcore.fsdp.views import UnknownParameterError, read_only, round_into
 from fsdpcore.registry import nearest
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ _DIGEST = 16  # bytes
 
 
 class FullParams(Mapping[str, Array]):
-    """Whole parameters by ``unit.param``, until the end of ``engine.full_params()``."""
+    """Whole parameters by ``unit.param``, until the end of ``engine.full_params()``.
+
+    With ``write=True`` they are written in place, as in ``params["u.w"][...] = 0``, or assigned:
+    ``params["u.w"] = array`` copies an array of the same shape, rounded to the parameter's dtype.
+    """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self._arrays: Mapping[str, Array] | None = arrays
@@ -39,6 +44,21 @@ class FullParams(Mapping[str, Array]):
             raise UnknownParameterError(
                 f"no parameter {name!r} here{nearest(name, arrays)}; they are named 'unit.param'"
             ) from None
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        target, value = self[name], np.asarray(value)
+        if not target.flags.writeable:
+            raise StateError(
+                f"{name} is read-only here; full_params(write=True) gives parameters to be "
+                "written, but for ignored ones, which are not the engine's"
+            )
+        if value.shape != target.shape or not np.can_cast(value.dtype, target.dtype, "same_kind"):
+            raise ArgumentError(
+                f"{name} has shape {target.shape} and dtype {target.dtype}, but what is assigned "
+                f"to it {value.shape} and {value.dtype}"
+            )
+        if value is not target:
+            round_into(target, value)
 
     def __contains__(self, name: object) -> bool:
         return name in self._open()
@@ -135,7 +155,7 @@ def _own(engine: FSDP, own: set[str], opened: list[Unit], *, write: bool) -> dic
             for entry in here:
                 arrays[entry.name] = unit.params[entry.name[len(unit.name) + 1 :]]
             continue
-        for entry in here:
+        for entry in itertools.chain.from_iterable(by_unit(here)):
             array = gathered(engine, entry)
             arrays[entry.name] = array if write else _shown(array)
     return arrays

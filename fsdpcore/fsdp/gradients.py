@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdpcore.buffers import Array
+from fsdpcore.buffers import Array, split_sizes
 from fsdpcore.collectives import all_reduce, reduce_scatter
 from fsdpcore.errors import ArgumentError, CommunicationError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
@@ -187,6 +187,7 @@ class UnitGradients:
         else:  # a collective may write to this rank's part of what it reads
             start, stop = self._layout.shard_bounds(self._ranks.shards.rank)
             own = flat[start:stop]
+        self._shelf.ahead(GRADIENTS)
         try:
             started = self._start(flat, own, divisor, label, async_op)
         except BaseException:
@@ -290,10 +291,12 @@ class UnitGradients:
     @property
     def sends(self) -> int:
         """Bytes that this rank sends in a reduction, at the least that is possible."""
-        shards, replicas = self._ranks.shards.world_size, self._ranks.replicas.world_size
-        item, shard = self._dtypes.grad.itemsize, self._layout.shard_size
-        part = -(-shard // replicas)  # of a shard, which goes out, and comes back as a sum
-        return (shard * (shards - 1) + 2 * part * (replicas - 1)) * item
+        shards, replicas = self._ranks.shards.world_size, self._ranks.replicas
+        shard = self._layout.shard_size
+        elements = shard * (shards - 1) + all_reduce_sends(
+            shard, replicas.world_size, replicas.rank
+        )
+        return elements * self._dtypes.grad.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -301,10 +304,20 @@ class UnitGradients:
         return self._layout.shard_size * self._dtypes.grad.itemsize
 
 
+def all_reduce_sends(size: int, ranks: int, rank: int) -> int:
+    """Elements that a rank sends at least: its values for all others, then its sums to them."""
+    own = split_sizes(size, ranks)[rank]
+    return size - own + own * (ranks - 1)
+
+
 def check_divisor(divisor: float | None) -> None:
     """Raise ArgumentError if gradients cannot be divided by ``divisor``."""
-    if divisor is not None and not (math.isfinite(divisor) and divisor > 0):
-        raise ArgumentError(f"divisor must be a positive number, got {divisor}")
+    try:
+        valid = divisor is None or (math.isfinite(divisor) and divisor > 0)
+    except TypeError:  # no number at all
+        valid = False
+    if not valid:
+        raise ArgumentError(f"divisor must be a positive number, got {divisor!r}")
 
 
 def _add_into(total: Array, values: Array) -> None:

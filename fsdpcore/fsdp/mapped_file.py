@@ -5,7 +5,9 @@ process ends, however that happens. Its place on the disk is reserved when it is
 written to the mapping later cannot fail for lack of room, where a file system reserves as it says.
 
 Arrays on the mapping can be read and written at any time. ``ahead``, ``load``, ``release`` and
-``evict`` only say when bytes move between memory and disk, never what the arrays hold. Linux only.
+``evict`` only say when bytes move between memory and disk, never what the arrays hold. A disk that
+fails is an OSError in ``load``; the system ends a process that meets it elsewhere (SIGBUS). Linux
+only.
 """
 
 from __future__ import annotations
@@ -65,6 +67,12 @@ def joined(spans: list[Span]) -> list[Span]:
     return found
 
 
+def check_system() -> None:
+    """Raise UnsupportedError where there are no such files."""
+    if sys.platform != "linux":
+        raise UnsupportedError("offloading to files needs Linux")
+
+
 def in_memory(directory: str) -> str:
     """Return the kind of file system of a directory if its files are memory, else ''.
 
@@ -90,12 +98,9 @@ class MappedFile:
 
     Raises:
         OSError: it cannot be made, or there is no room for it.
-        UnsupportedError: this is not Linux.
     """
 
     def __init__(self, directory: str, nbytes: int) -> None:
-        if sys.platform != "linux":
-            raise UnsupportedError("offloading to files needs Linux")
         descriptor = _anonymous(directory)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,22 +21,49 @@ def check_norm_type(p: float) -> float:
     return float(p)
 
 
-def local_part(arrays: Iterable[Array], p: float) -> float:
-    """Return what these arrays add to a global Lp norm: their sum of ``|x|**p``, or their maximum.
+class NormPart(NamedTuple):
+    """What some elements add to a global Lp norm.
 
-    In float64, so that neither overflow nor the number of ranks matters at float32 precision. inf
-    or nan if an element is.
+    Attributes:
+        largest: what elements were divided by before their power was taken, against overflow: the
+            largest of them, or 1 where there is no need; for the maximum norm it is all there is.
+        total: sum of ``(|x| / largest) ** p``.
     """
+
+    largest: float
+    total: float
+
+
+def local_part(arrays: Iterable[Array], p: float) -> NormPart:
+    """Return what these arrays add to a global Lp norm; not finite if an element is not.
+
+    In float64, so that neither overflow nor the number of ranks matters. ``arrays`` are iterated
+    once or twice.
+    """
+    if math.isinf(p):
+        return NormPart(_maximum(list(_of_blocks(arrays, p, 1.0))), 0.0)
+    if p in (1.0, 2.0):
+        total = sum(_of_blocks(arrays, p, 1.0))
+        if math.isfinite(total):  # and float32 has no squares that vanish in float64
+            return NormPart(1.0, total)
+    largest = _maximum(list(_of_blocks(arrays, math.inf, 1.0)))
+    if largest == 0.0 or not math.isfinite(largest):
+        return NormPart(largest, 0.0)
+    return NormPart(largest, sum(_of_blocks(arrays, p, largest)))
+
+
+def _of_blocks(arrays: Iterable[Array], p: float, divisor: float) -> Iterator[float]:
     scratch = np.empty(_BLOCK, np.float64)
-    found = []
-    with np.errstate(all="ignore"):
-        for array in arrays:
-            for start in range(0, array.size, _BLOCK):
-                values = array[start : start + _BLOCK]
-                block = scratch[: values.size]
+    for array in arrays:
+        for start in range(0, array.size, _BLOCK):
+            values = array[start : start + _BLOCK]
+            block = scratch[: values.size]
+            with np.errstate(all="ignore"):
                 np.copyto(block, values, casting="unsafe")
-                found.append(_of_block(block, p))
-    return _maximum(found) if math.isinf(p) else sum(found)
+                if divisor != 1.0:
+                    np.divide(block, divisor, out=block)
+                found = _of_block(block, p)
+            yield found
 
 
 def _of_block(block: Array, p: float) -> float:
@@ -49,16 +77,22 @@ def _of_block(block: Array, p: float) -> float:
     return float(block.sum())
 
 
-def joined(parts: Sequence[float], p: float) -> float:
+def joined(parts: Sequence[NormPart], p: float, *, single: bool) -> float:
     """Return the norm from the parts of all ranks, each of which had other elements.
 
-    Rounded to float32: shards that lie otherwise give other roundings in the sum, which stay below.
+    Args:
+        parts: in the order of the ranks.
+        p: which norm.
+        single: round it to float32. Shards that lie otherwise give other roundings in the sum; these
+            stay below, so that every strategy clips alike.
     """
-    if math.isinf(p):
-        return _maximum(parts)
-    if not all(map(math.isfinite, parts)):
-        return math.nan if any(map(math.isnan, parts)) else math.inf
-    norm = math.fsum(parts) ** (1.0 / p)
+    largest = _maximum([part.largest for part in parts])
+    if math.isinf(p) or largest == 0.0 or not math.isfinite(largest):
+        return largest
+    total = math.fsum(part.total * (part.largest / largest) ** p for part in parts)
+    norm: float = largest * total ** (1.0 / p)
+    if not single:
+        return norm
     with np.errstate(over="ignore"):
         rounded = float(np.float32(norm))
     return rounded if math.isfinite(rounded) else norm

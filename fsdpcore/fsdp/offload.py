@@ -53,8 +53,7 @@ GATHERED = (Kind.FROZEN, Kind.TRAINED)
 WRITTEN = (Kind.FROZEN, Kind.OWN, Kind.MASTER)
 UPDATED = (Kind.OWN, Kind.MASTER, Kind.STATE)
 GRADIENTS = (Kind.GRADIENT,)
-EVERYTHING = tuple(Kind)
-_PARAMETERS = (Kind.FROZEN, Kind.TRAINED, Kind.MASTER)
+INITIAL = (Kind.FROZEN, Kind.TRAINED, Kind.MASTER, Kind.STATE)
 
 Needs = Mapping[Kind, Sequence[int]]
 """Sizes in bytes of a unit's arrays, by kind, in the order in which they are allocated."""
@@ -108,7 +107,9 @@ class Offload:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """What is offloaded."""
-        return EVERYTHING if self.what == "all" else (*_PARAMETERS, Kind.OWN)
+        if self.what == "all":
+            return tuple(Kind)
+        return (*GATHERED, *WRITTEN)
 
 
 @dataclass
@@ -153,16 +154,16 @@ class Shelf:
     def mark(self, kind: Kind, array: Array) -> None:
         """Let a part of an array that was allocated here be of a kind, too."""
 
-    def ahead(self, kinds: Iterable[Kind]) -> None:
+    def ahead(self, kinds: Sequence[Kind]) -> None:
         """Begin to load arrays; does not block."""
 
-    def begin(self, kinds: Iterable[Kind], *, write: bool = False) -> None:
+    def begin(self, kinds: Sequence[Kind], *, write: bool = False) -> None:
         """Have arrays loaded, to be read, or written as well; blocks until they are."""
 
-    def end(self, kinds: Iterable[Kind], *, written: bool = False) -> None:
+    def end(self, kinds: Sequence[Kind], *, written: bool = False) -> None:
         """Put arrays away, which were changed or not."""
 
-    def discard(self, kinds: Iterable[Kind]) -> None:
+    def discard(self, kinds: Sequence[Kind]) -> None:
         """Forget what arrays hold: nobody reads them before they are written anew."""
 
 
@@ -194,6 +195,7 @@ class FileShelf(Shelf):
                 self._free[kind].append(Span(start, start + pages(size)))
                 start += pages(size)
         self._asked: set[Span] = set()
+        self._blank = set(Kind)  # zeros, of which nothing is on the disk
 
     def allocate(self, kind: Kind) -> Allocate:
         def mapped(size: int, dtype: np.dtype[Any]) -> Array:
@@ -211,26 +213,38 @@ class FileShelf(Shelf):
     def _of(self, kinds: Iterable[Kind]) -> list[Span]:
         return joined([span for kind in kinds for span in self._spans[kind]])
 
-    def ahead(self, kinds: Iterable[Kind]) -> None:
+    def ahead(self, kinds: Sequence[Kind]) -> None:
+        blank = self._blank.issuperset(kinds)
         for span in self._of(kinds):
             if span not in self._asked:
                 self._asked.add(span)
-                self._files.ahead(span)
+                self._files.ahead(span, blank=blank)
 
-    def begin(self, kinds: Iterable[Kind], *, write: bool = False) -> None:
-        for span in self._of(kinds):
-            self._files.begin(span, write=write, asked=span in self._asked)
+    def begin(self, kinds: Sequence[Kind], *, write: bool = False) -> None:
+        spans = self._of(kinds)
+        for span in spans:
+            self._files.note(span)
+        began = time.perf_counter()
+        self.ahead(kinds)
+        for span in spans:
+            self._files.begin(span, write=write)
             self._asked.discard(span)
+        self._files.stats.waited += time.perf_counter() - began
 
-    def end(self, kinds: Iterable[Kind], *, written: bool = False) -> None:
+    def end(self, kinds: Sequence[Kind], *, written: bool = False) -> None:
+        if written:
+            self._blank.difference_update(kinds)
         for span in self._of(kinds):
             self._asked.discard(span)
             self._files.end(span, written=written)
 
-    def discard(self, kinds: Iterable[Kind]) -> None:
+    def discard(self, kinds: Sequence[Kind]) -> None:
+        discarded = True
         for span in self._of(kinds):
             self._asked.discard(span)
-            self._files.discard(span)
+            discarded &= self._files.discard(span)
+        if discarded:
+            self._blank.update(kinds)
 
 
 class Files:
@@ -264,25 +278,23 @@ class Files:
         if self._evict:
             self._free(whole)
 
-    def ahead(self, span: Span) -> None:
-        """See ``Shelf.ahead``."""
+    def ahead(self, span: Span, *, blank: bool) -> None:
+        """See ``Shelf.ahead``; what is ``blank`` needs pages, which a page fault would read."""
         self._keep(span)
         missing = span.nbytes - self.file.resident(span)
         if missing:
-            self.stats.read += missing
+            self.stats.read += 0 if blank else missing
             self.file.ahead(span)
 
-    def begin(self, span: Span, *, write: bool, asked: bool) -> None:
-        """See ``Shelf.begin``; ``asked`` is whether ``ahead`` came before."""
-        self._keep(span)
-        here = self.file.resident(span)
-        began = time.perf_counter()
-        self.file.load(span, write=write)
-        self.stats.waited += time.perf_counter() - began
+    def note(self, span: Span) -> None:
+        """Count what is needed now, and what of it is here."""
         self.stats.used += span.nbytes
-        self.stats.ready += here
-        if not asked:
-            self.stats.read += span.nbytes - here
+        self.stats.ready += self.file.resident(span)
+
+    def begin(self, span: Span, *, write: bool) -> None:
+        """See ``Shelf.begin``; after ``ahead``."""
+        self._keep(span)
+        self.file.load(span, write=write)
 
     def end(self, span: Span, *, written: bool) -> None:
         """See ``Shelf.end``."""
@@ -302,11 +314,13 @@ class Files:
         else:
             self._free(span)
 
-    def discard(self, span: Span) -> None:
-        """See ``Shelf.discard``."""
+    def discard(self, span: Span) -> bool:
+        """See ``Shelf.discard``; returns whether the span is blank now."""
         self._keep(span)
-        if not self.file.discard(span):
-            self.end(span, written=True)
+        if self.file.discard(span):
+            return True
+        self.end(span, written=True)
+        return False
 
     def _keep(self, span: Span) -> None:
         """Do not free what is used again."""

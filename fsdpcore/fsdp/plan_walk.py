@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from fsdpcore.fsdp.agreement import AGREED_BYTES
+from fsdpcore.fsdp.gradients import all_reduce_sends
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.plan_sizes import UnitBytes
 from fsdpcore.fsdp.plan_time import Compute, Event, Issue, Wait
@@ -32,7 +34,6 @@ from fsdpcore.fsdp.strategy import Keep, Placement
 Phase = Literal["forward", "backward", "update"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
-AGREED_BYTES = 72  # that each rank tells all others before an update, see agreement.py
 _BACKWARD = 2  # a backward pass computes twice as long as a forward pass
 
 
@@ -291,18 +292,30 @@ class Walk:
         """Reduce a shard, which is all there is without sharding, over the replicas."""
         place, layout = self._job.placement, this.trained
         item, ranks = this.dtypes.grad.itemsize, place.replicas
-        nbytes = -(-layout.shard_size // ranks) * ranks * item
-        valid = layout.valid_size(self._job.rank % place.shards) * item
+        replica, shard = divmod(self._job.rank, place.shards)
         return self._issue(
-            "all_reduce", this.name, ranks, nbytes, nbytes - valid, background=background
+            "all_reduce",
+            this.name,
+            ranks,
+            layout.shard_size * item,
+            (layout.shard_size - layout.valid_size(shard)) * item,
+            sent=all_reduce_sends(layout.shard_size, ranks, replica) * item,
+            background=background,
         )
 
     # What all of these do.
 
     def _issue(
-        self, kind: Kind, unit: str, ranks: int, nbytes: int, padding: int, *, background: bool
+        self,
+        kind: Kind,
+        unit: str,
+        ranks: int,
+        nbytes: int,
+        padding: int,
+        *,
+        background: bool,
+        sent: int | None = None,
     ) -> int:
-        rounds = 2 if kind == "all_reduce" else 1  # each rank's part goes out, and its sum
         operation = Operation(
             phase=self._phase,
             kind=kind,
@@ -311,7 +324,7 @@ class Walk:
             group_size=ranks,
             nbytes=nbytes,
             padding=padding,
-            bytes_sent=rounds * nbytes // ranks * (ranks - 1),
+            bytes_sent=nbytes // ranks * (ranks - 1) if sent is None else sent,
             live_bytes=self._parameters + self._gradients,
             background=background,
         )

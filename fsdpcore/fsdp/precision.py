@@ -94,7 +94,9 @@ class Precision:
         param_dtype: of gathered parameters and of the gradients that the backward pass writes;
             float16, bfloat16 (``ml_dtypes.bfloat16``), or by default that of the master.
         reduce_dtype: of the reduction of gradients; by default ``param_dtype``. Sums of float16 and
-            bfloat16 are made in float32 and rounded once.
+            bfloat16 are made in float32, divided there by the number of ranks (unless the step's
+            ``divisor`` is smaller), and rounded once in each group of ranks. So a mean that float16
+            can hold is not lost to a sum that it cannot.
         loss_scale: a ``LossScale``, a constant number, or None for no scaling.
 
     Raises:

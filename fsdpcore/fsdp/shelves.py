@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fsdpcore.backend import Backend
 from fsdpcore.collectives import all_gather
 from fsdpcore.errors import ConfigError
-from fsdpcore.fsdp.mapped_file import PAGE, MappedFile, in_memory, pages
+from fsdpcore.fsdp.mapped_file import PAGE, MappedFile, check_system, in_memory, pages
 from fsdpcore.fsdp.offload import Files, FileShelf, Kind, Needs, Offload, Shelf
 from fsdpcore.fsdp.plan_table import size
 from fsdpcore.fsdp.precision import Precision
@@ -49,6 +49,7 @@ def open_shelves(
 
     Raises:
         ConfigError: a rank cannot have its file; on all ranks, and no file is left.
+        UnsupportedError: this is not Linux.
     """
     empty = ranks.shards.empty
     if policy is None:
@@ -98,6 +99,7 @@ def _open(policy: Offload, backend: Backend, nbytes: int) -> MappedFile:
             "this engine computes on the host, where Offload needs a directory on a disk for its "
             "files: Offload('/scratch')"
         )
+    check_system()
     directory = os.fspath(policy.directory)
     _refuse(backend, directory, _shared(backend, _look(directory, nbytes)))
     file, failed = None, 0
@@ -120,7 +122,9 @@ def _look(directory: str, nbytes: int) -> list[int]:
         device = os.stat(directory).st_dev
     except OSError as error:
         return [error.errno or errno.EIO, nbytes, 0, 0]
-    return [_IN_MEMORY if kind else 0, nbytes, found.f_bavail * found.f_frsize, device]
+    # Some file systems do not say how large they are; to make the file is the test there.
+    free = found.f_bavail * found.f_frsize if found.f_blocks else np.iinfo(np.int64).max
+    return [_IN_MEMORY if kind else 0, nbytes, free, device]
 
 
 def _shared(backend: Backend, row: Iterable[int]) -> NDArray[np.int64]:
@@ -136,7 +140,7 @@ def _refuse(backend: Backend, directory: str, table: NDArray[np.int64]) -> None:
             for other in range(backend.world_size)
             if backend.hosts[other] == backend.hosts[number] and table[other, 3] == device
         ]
-        together = int(table[beside, 1].sum()) if device else nbytes
+        together = sum(table[beside, 1].tolist()) if device else nbytes
         why = ""
         if failed == _IN_MEMORY:
             why = "is on a file system in memory, so nothing would be gained; name one on a disk"

@@ -172,7 +172,9 @@ class Progress:
 
 
 class LoadReport(NamedTuple):
-    """What did not fit when a state was loaded; empty unless ``strict=False``.
+    """What did not fit when a state was loaded.
+
+    Empty unless ``strict=False``, but for ignored arrays that ``load_full`` was not given.
 
     Attributes:
         missing: arrays of the engine that the state does not have; they stayed as they were.

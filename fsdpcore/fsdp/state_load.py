@@ -242,7 +242,7 @@ class _Loading:
             here = [each for each in self._entries if each.unit is unit and each.name in present]
             if not here:
                 continue
-            with unit.rewriting():
+            with unit.rewriting(optimizer=self._optimizer):
                 for entry in here:
                     self._fill(entry, arrays.get(entry.name))
         for name, (unit, param) in self._ignored.items():
@@ -311,7 +311,7 @@ def writing_state(engine: FSDP, *, optimizer: bool) -> Iterator[EngineState]:
     arrays: dict[str, ShardedArray | Array] = {}
     with ExitStack() as stack:
         for unit in engine.units:
-            stack.enter_context(unit.rewriting())
+            stack.enter_context(unit.rewriting(optimizer=optimizer))
         for entry in entries_of(engine, optimizer=optimizer):
             arrays[entry.name] = sharded(engine, entry, entry.data.view())
         ignored = {name: unit.ignored[p].copy() for name, (unit, p) in ignored_of(engine).items()}

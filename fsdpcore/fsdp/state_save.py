@@ -10,7 +10,7 @@ from fsdpcore.buffers import Array
 from fsdpcore.collectives import all_gather_v, barrier, gather_v
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_int
-from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of
+from fsdpcore.fsdp.entries import Entry, by_unit, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import FORMAT, ArrayPiece, EngineState, ShardedArray
 from fsdpcore.fsdp.views import read_only
 
@@ -60,10 +60,11 @@ def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
     entries = entries_of(engine, optimizer=optimizer)
     barrier(backend, label=f"state_dict(full=True, optimizer={optimizer}, to={to!r})")
     arrays: dict[str, ShardedArray | Array] = {}
-    for entry in entries:
-        array = _gathered(engine, entry, root)
-        if array is not None:
-            arrays[entry.name] = array
+    for group in by_unit(entries):
+        for entry in group:
+            array = _gathered(engine, entry, root)
+            if array is not None:
+                arrays[entry.name] = array
     if root in (None, backend.rank):
         for name, (unit, param) in ignored_of(engine).items():
             arrays[name] = unit.ignored[param].copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.fsdp.checks import as_finite
 from fsdpcore.fsdp.gradients import check_divisor
 from fsdpcore.fsdp.norm import check_norm_type
 from fsdpcore.fsdp.schedule import Phase
 from fsdpcore.fsdp.unit import Unit
+from fsdpcore.fsdp.update import apply_update
 from fsdpcore.fsdp.views import Gradients
 
 if TYPE_CHECKING:
@@ -98,14 +101,17 @@ class Step:
             yield member.params
             return
         self._enter(member, "forward")
+        counts = 0 if recompute else 1
+        self._forwards[member.name] += counts
         try:
-            if not recompute:
-                self._forwards[member.name] += 1
-            self._engine.gather(member, "forward")
+            self._engine.passes.gather(member, "forward")
             yield member.params
+        except BaseException:
+            self._forwards[member.name] -= counts  # it can be tried again
+            raise
         finally:
             self._open = None
-            self._engine.release(member, "forward")
+            self._engine.passes.release(member)
 
     @contextmanager
     def backward(self, unit: Unit | str) -> Iterator[BackwardUnit]:
@@ -126,15 +132,21 @@ class Step:
             )
         self._forwards[member.name] -= 1
         try:
-            self._engine.gather(member, "backward")
+            self._engine.passes.gather(member, "backward")
             yield BackwardUnit(member.params, member.begin_gradients())
             # Before the reduction, which needs the room, and ends all reading.
-            self._engine.release(member, "backward")
-            self._engine.reduce(member, self.divisor, keep=not self._synchronising)
+            self._engine.passes.release(member)
+            if self._synchronising:
+                self._engine.passes.reduce(member, self.divisor)
+            else:
+                member.keep_gradients()
             self._reduced = True
+        except BaseException:
+            self._forwards[member.name] += 1  # it can be tried again
+            raise
         finally:
             self._open = None
-            self._engine.release(member, "backward")
+            self._engine.passes.release(member)
             member.drop_local_gradients()
 
     @contextmanager
@@ -185,14 +197,15 @@ class Step:
                 in different orders.
         """
         check_norm_type(norm_type)
-        self._check_update(clip, clip_value)
+        _check_numbers(clip, clip_value, lr)
+        self._check_update()
         self._updated = True  # also if it is skipped, or raises: nothing is left to apply
-        norm, self.skipped = self._engine.update(
-            self, clip, norm_type, clip_value, lr, skip=skip_nonfinite
+        norm, self.skipped = apply_update(
+            self._engine, self.divisor, clip, norm_type, clip_value, lr, skip=skip_nonfinite
         )
         return norm
 
-    def _check_update(self, clip: float | None, clip_value: float | None) -> None:
+    def _check_update(self) -> None:
         if self._updated:
             raise StateError("update() was called already in this step; begin a new step")
         if self._open is not None:
@@ -203,11 +216,6 @@ class Step:
             raise StateError(
                 "update() without gradients; run step.forward and step.backward of the units first"
             )
-        for name, value in (("clip", clip), ("clip_value", clip_value)):
-            if value is not None and not value > 0:
-                raise ArgumentError(f"{name} must be a positive number, got {value}")
-        if clip is not None and clip_value is not None:
-            raise ArgumentError("clip by norm, or by clip_value, but not by both")
         left = [name for name, count in self._forwards.items() if count]
         if left:
             raise StateError(
@@ -233,3 +241,13 @@ class Step:
         if member.gradients.writable is not None:
             raise StateError(f"unit {member.name!r} has gradients that were not reduced")
         self._open, self._phase = member, phase
+
+
+def _check_numbers(clip: float | None, clip_value: float | None, lr: float | None) -> None:
+    for name, value in (("clip", clip), ("clip_value", clip_value)):
+        if value is not None and value != math.inf and not as_finite(value, name) > 0:
+            raise ArgumentError(f"{name} must be a positive number, got {value}")
+    if clip is not None and clip_value is not None:
+        raise ArgumentError("clip by norm, or by clip_value, but not by both")
+    if lr is not None:
+        as_finite(lr, "lr", minimum=0.0)

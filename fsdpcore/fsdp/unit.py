@@ -25,22 +25,21 @@ import numpy as np
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, CommunicationError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.declared import Declared
 from fsdpcore.fsdp.given_shards import update_shard
 from fsdpcore.fsdp.gradients import GradState, UnitGradients, check_divisor
 from fsdpcore.fsdp.layout import FlatLayout
-from fsdpcore.fsdp.offload import EVERYTHING, GATHERED, GRADIENTS, UPDATED, WRITTEN, Kind, Shelf
+from fsdpcore.fsdp.offload import GATHERED, GRADIENTS, INITIAL, UPDATED, WRITTEN, Kind, Shelf
 from fsdpcore.fsdp.parts import Part
 from fsdpcore.fsdp.precision import Dtypes, Precision
 from fsdpcore.fsdp.ranks import Ranks
 from fsdpcore.fsdp.spec import Spec
-from fsdpcore.fsdp.special import Tied, chosen
+from fsdpcore.fsdp.special import Tied
 from fsdpcore.fsdp.updates import Optimizers, ShardUpdate
-from fsdpcore.fsdp.views import Gradients, Joined, read_only
+from fsdpcore.fsdp.views import Gradients, Joined
 from fsdpcore.work import AllOf, Work
 
 T = TypeVar("T")
-
-_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class ParamState(enum.Enum):
@@ -63,7 +62,7 @@ class Binding:
     seed: int
 
 
-class Unit:
+class Unit(Declared):
     """An ordered set of named parameters.
 
     The engine that gets it takes over the parameters; use ``engine.units`` and the verbs from then
@@ -82,8 +81,6 @@ class Unit:
 
     Attributes:
         state: where the parameters are.
-        parts: the flat buffers: what is trained, then what is frozen, by dtype.
-        ties: which parameters are others.
         shelf: where this rank's arrays are; set by ``bind``.
     """
 
@@ -97,26 +94,9 @@ class Unit:
         frozen: str | Iterable[str] = (),
         ignored: str | Iterable[str] = (),
     ) -> None:
-        if not name or not isinstance(name, str):
-            raise ArgumentError(f"a unit's name must be a non-empty string, got {name!r}")
-        self.name = name
-        self.names = tuple(params)
+        super().__init__(name, params, frozen, ignored)
         self.state = ParamState.SHARDED
-        self.ties = {key: value for key, value in params.items() if isinstance(value, Tied)}
-        own = {
-            key: value if isinstance(value, Spec) else np.asarray(value)
-            for key, value in params.items()
-            if not isinstance(value, Tied)
-        }
-        left = chosen(name, own, ignored, "ignored")
-        self.ignored = {
-            key: _as_it_is(name, key, own.pop(key)) for key in tuple(own) if key in left
-        }
-        self.frozen = frozenset(chosen(name, own, frozen, "frozen"))
-        self.initial: dict[str, Array | Spec] | None = own
-        self.dtype = _common_dtype(name, {k: v for k, v in own.items() if k not in self.frozen})
         self.owners: dict[str, Unit] = {}  # of the tied parameters; set by the engine
-        self.parts: tuple[Part, ...] = ()
         self._binding: Binding | None = None
         self._gradients: UnitGradients | None = None
         self._update: ShardUpdate | None = None
@@ -126,33 +106,6 @@ class Unit:
         self._filled = False  # by the last gathering, what is held all the time
 
     # Taking over.
-
-    def tie(self, name: str, tie: Tied) -> None:
-        """Make a parameter another one's alias; called by the engine, before ``lay_out``."""
-        assert self.initial is not None
-        del self.initial[name]
-        self.frozen -= {name}
-        self.ties[name] = tie
-
-    @property
-    def trained(self) -> list[str]:
-        """Names of the parameters of its own that are trained; before ``bind``."""
-        return [name for name in self.initial or () if name not in self.frozen]
-
-    def lay_out(self, shards: int, precision: Precision) -> list[FlatLayout]:
-        """Fix how the parameters are sharded; called by the engine, before ``bind``."""
-        initial = self.initial
-        if self.parts or initial is None:
-            raise StateError(f"unit {self.name!r} belongs to an engine already; make a new one")
-        self._dtypes = dtypes = precision.dtypes(self.dtype)
-        trained = {key: value for key, value in initial.items() if key not in self.frozen}
-        parts = [Part(self.name, trained, (dtypes.master, dtypes.param), shards)]
-        for dtype in dict.fromkeys(initial[key].dtype for key in initial if key in self.frozen):
-            group = {k: v for k, v in initial.items() if k in self.frozen and v.dtype == dtype}
-            kept = dtypes.param if dtype == dtypes.master else dtype
-            parts.append(Part(self.name, group, (kept, kept), shards))
-        self.parts = tuple(parts)
-        return [part.layout for part in parts]
 
     def bind(self, binding: Binding, flats: Iterable[Array | None], shelf: Shelf) -> None:
         """Shard the parameters; called by the engine, once.
@@ -181,7 +134,7 @@ class Unit:
             self._update = ShardUpdate(
                 self.name, trained, binding.optimizers, binding.ranks, shelf.allocate(Kind.STATE)
             )
-        shelf.end(EVERYTHING, written=True)
+        shelf.end(INITIAL, written=True)
         self._binding, self.initial = binding, None
 
     @property
@@ -374,9 +327,13 @@ class Unit:
                 trained.publish()
 
     @contextlib.contextmanager
-    def rewriting(self) -> Iterator[tuple[Part, ...]]:
-        """Like ``writing``, frozen parameters too: gives ``parts``, to write each ``master``."""
-        with self._claimed(*self.parts):
+    def rewriting(self, *, optimizer: bool = False) -> Iterator[tuple[Part, ...]]:
+        """Like ``writing``, frozen parameters too: gives ``parts``, to write each ``master``.
+
+        With ``optimizer`` its state is written, too.
+        """
+        kinds = (*WRITTEN, Kind.STATE) if optimizer else WRITTEN
+        with self._claimed(*self.parts, kinds=kinds):
             try:
                 yield self.parts
             finally:
@@ -439,8 +396,8 @@ class Unit:
         for part in parts:
             part.storage.claim()
         self._in_writing = True
-        self.shelf.begin(kinds, write=True)
         try:
+            self.shelf.begin(kinds, write=True)
             yield
         finally:
             self._in_writing = False
@@ -496,9 +453,8 @@ class Unit:
         sharded = self.state is ParamState.SHARDED
         label = f"unit {self.name}" if sharded else f"unit {self.name}, before reshard"
         gradients.reduce(divisor, label=label, async_op=async_op)
-        if sharded:
-            for part in self.parts:
-                part.storage.reduced()
+        if sharded:  # frozen parts are written by ``load`` alone, which claims them
+            self.parts[0].storage.reduced()
 
     def keep_gradients(self) -> None:
         """Add what was written since ``begin_gradients`` to what is reduced with the next ones."""
@@ -551,26 +507,3 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"<Unit {self.name!r} {self.state.value}, gradients {self.grad_state.value}>"
-
-
-def _as_it_is(unit: str, name: str, value: Array | Spec) -> Array:
-    if isinstance(value, Spec):
-        raise ArgumentError(f"{unit}.{name} is ignored, and needs an array instead of a Spec")
-    return read_only(np.ascontiguousarray(value).reshape(-1)).reshape(value.shape)
-
-
-def _common_dtype(unit: str, params: Mapping[str, Array | Spec]) -> np.dtype[Any]:
-    dtypes = {name: value.dtype for name, value in params.items()}
-    for name, dtype in dtypes.items():
-        if dtype not in _DTYPES:
-            raise ArgumentError(
-                f"parameter {unit}.{name} has dtype {dtype}; parameters are float32 or float64, "
-                "which the optimizer updates. To compute in less, pass the engine "
-                "precision=fc.Precision(param_dtype=...); others can be frozen or ignored"
-            )
-    if len(set(dtypes.values())) > 1:
-        raise ArgumentError(
-            f"the trained parameters of unit {unit!r} must share one dtype, got "
-            + ", ".join(f"{name}: {dtype}" for name, dtype in dtypes.items())
-        )
-    return next(iter(dtypes.values()), np.dtype(np.float32))

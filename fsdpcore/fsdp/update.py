@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -11,18 +10,17 @@ import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import NonFiniteGradientError
-from fsdpcore.fsdp.agreement import Wanted, agree
-from fsdpcore.fsdp.norm import all_finite, joined, local_part
+from fsdpcore.fsdp.agreement import AGREED_BYTES, Wanted, agree
+from fsdpcore.fsdp.norm import NormPart, all_finite, joined, local_part
 from fsdpcore.fsdp.offload import GRADIENTS, UPDATED, in_turn
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
-    from fsdpcore.fsdp.step import Step
 
 
 def apply_update(
     engine: FSDP,
-    step: Step,
+    divisor: float | None,
     clip: float | None,
     norm_type: float,
     clip_value: float | None,
@@ -30,51 +28,66 @@ def apply_update(
     *,
     skip: bool,
 ) -> tuple[float | None, bool]:
-    """Agree with the other ranks that all gradients are finite, then clip and apply them.
+    """Have all gradients reduced, agree that they are finite, clip and apply them.
+
+    The arguments are those of ``Step.update``, and the divisor of the step.
 
     Returns:
         The global norm before clipping, if it is clipped, and whether the update was skipped.
 
     Raises:
-        NonFiniteGradientError: they are not finite, and ``skip`` is False.
+        NonFiniteGradientError: gradients are not finite, and that is no reason to skip.
         MismatchError: see ``agree``.
     """
-    scale = engine.loss_scale
+    engine.passes.finish_reductions(divisor)
+    wanted = Wanted.of(lr, clip, norm_type, clip_value, divisor)
+    norm, where = _judge(engine, wanted, None if clip is None else norm_type)
+    finite = not where and (norm is None or math.isfinite(norm))
+    if not finite and not skip and engine.scaler.policy is None:
+        raise _not_finite(where, norm)
+    if finite:
+        factor = 1.0 / engine.loss_scale
+        if clip is not None and norm is not None and norm > clip:
+            factor *= clip / norm
+        if clip_value is not None:
+            _cut(_Shards(engine, written=True), clip_value * engine.loss_scale)
+        for unit in in_turn(engine.units, UPDATED, GRADIENTS):
+            unit.update(step=engine.steps + 1, lr=lr, grad_scale=factor)
+        engine.steps += 1
+    engine.scaler.updated(skipped=not finite)
+    engine.passes.updated()
+    return norm, not finite
+
+
+def _judge(engine: FSDP, wanted: Wanted, p: float | None) -> tuple[float | None, list[int]]:
+    """Return the global Lp norm, unless p is None, and the ranks whose shards are not finite."""
     # What several ranks hold alike is read by one of them, and counted once.
     counted = _Shards(engine, counted=True)
-    if clip is None:
-        part, finite = 0.0, all_finite(counted)
+    if p is None:
+        part, finite = NormPart(1.0, 0.0), all_finite(counted)
     else:
-        part = local_part(counted, norm_type)
-        finite = math.isfinite(part) or all_finite(counted)
-    began = time.perf_counter()
-    told = agree(
-        engine.backend,
-        Wanted.of(lr, clip, norm_type, clip_value, step.divisor),
-        engine.events,
-        [unit.name for unit in engine.units],
-        (part, float(finite)),
-        algorithm=engine.algorithm,
-    )
-    engine.stats.waited += time.perf_counter() - began
-    norm = None if clip is None else joined(told[:, 0].tolist(), norm_type) / scale
-    if not told[:, 1].all() or (norm is not None and not math.isfinite(norm)):
-        if skip:
-            return norm, True
-        raise _not_finite(engine, told[:, 1], norm)
-    factor = 1.0 / scale
-    if clip is not None and norm is not None and norm > clip:
-        factor *= clip / norm
-    if clip_value is not None:
-        _cut(_Shards(engine, written=True), clip_value * scale)
-    for unit in in_turn(engine.units, UPDATED, GRADIENTS):
-        unit.update(step=engine.steps + 1, lr=lr, grad_scale=factor)
-    return norm, False
+        part = local_part(counted, p)
+        finite = math.isfinite(part.largest)
+    engine.stats.bytes_sent += AGREED_BYTES * (engine.backend.world_size - 1)
+    with engine.passes.waiting():
+        told = agree(
+            engine.backend,
+            wanted,
+            engine.passes.events,
+            [unit.name for unit in engine.units],
+            (*part, float(finite)),
+            algorithm=engine.algorithm,
+        )
+    norm = None
+    if p is not None:
+        parts = [NormPart(*row) for row in told[:, :2].tolist()]
+        single = all(unit.dtypes.grad.itemsize <= 4 for unit in engine.units)
+        norm = joined(parts, p, single=single) / engine.loss_scale
+    return norm, [engine.backend.ranks[rank] for rank in np.flatnonzero(told[:, 2] == 0)]
 
 
-def _not_finite(engine: FSDP, finite: Array, norm: float | None) -> NonFiniteGradientError:
-    where = ", ".join(str(engine.backend.ranks[n]) for n in np.flatnonzero(finite == 0))
-    what = f"gradients are inf or nan (in the shards of ranks {where})"
+def _not_finite(where: list[int], norm: float | None) -> NonFiniteGradientError:
+    what = f"gradients are inf or nan (in the shards of ranks {', '.join(map(str, where))})"
     if not where:
         what = f"the gradients' global norm is {norm}"
     return NonFiniteGradientError(

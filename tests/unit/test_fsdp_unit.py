@@ -102,20 +102,6 @@ def test_update_changes_what_the_next_gather_gives():
         assert_array_equal(b, arrays()["b"])
 
 
-def misuse_backward_first(engine):
-    with engine.step() as step, step.backward("u0"):
-        pass
-
-
-def misuse_second_backward(engine):
-    with engine.step() as step:
-        with step.forward("u0"):
-            pass
-        for _ in range(2):
-            with step.backward("u0"):
-                pass
-
-
 def whole_pass(engine, step):
     for unit in engine.units:
         with step.forward(unit):
@@ -123,162 +109,6 @@ def whole_pass(engine, step):
     for unit in reversed(engine.units):
         with step.backward(unit):
             pass
-
-
-def misuse_update_twice(engine):
-    with engine.step() as step:
-        whole_pass(engine, step)
-        step.update()
-        step.update()
-
-
-def misuse_update_first(engine):
-    with engine.step() as step:
-        step.update()
-
-
-def misuse_forward_after_update(engine):
-    with engine.step() as step:
-        whole_pass(engine, step)
-        step.update()
-        with step.forward("u0"):
-            pass
-
-
-def misuse_no_update(engine):
-    with engine.step() as step:
-        whole_pass(engine, step)
-
-
-def misuse_half_a_backward(engine):
-    with engine.step() as step:
-        for unit in engine.units:
-            with step.forward(unit):
-                pass
-        with step.backward("u1"):
-            pass
-        step.update()
-
-
-def misuse_nested_units(engine):
-    with engine.step() as step, step.forward("u0"), step.forward("u1"):
-        pass
-
-
-def misuse_nested_steps(engine):
-    with engine.step(), engine.step():
-        pass
-
-
-def misuse_outside_of_a_step(engine):
-    with engine.step().forward("u0"):
-        pass
-
-
-def misuse_backward_in_evaluation(engine):
-    with engine.evaluation() as step:
-        with step.forward("u0"):
-            pass
-        with step.backward("u0"):
-            pass
-
-
-def misuse_two_engines(engine):
-    fc.FSDP(engine.units, engine.backend)
-
-
-def misuse_unfinished_gradients(engine):
-    engine.units[0].begin_gradients()
-    engine.units[0].begin_gradients()
-
-
-def misuse_nothing_to_reduce(engine):
-    engine.units[0].reduce_gradients()
-
-
-def misuse_update_inside_a_unit(engine):
-    with engine.step() as step:
-        whole_pass(engine, step)
-        with step.forward("u0"):
-            step.update()
-
-
-@pytest.mark.parametrize(
-    ("misuse", "message"),
-    [
-        (misuse_backward_first, "backward of unit 'u0' without a forward pass in this step"),
-        (misuse_second_backward, "backward of unit 'u0' without a forward"),
-        (misuse_update_twice, "update\\(\\) was called already"),
-        (misuse_update_first, "update\\(\\) without gradients"),
-        (misuse_forward_after_update, "forward after update"),
-        (misuse_no_update, "gradients that were never applied; call step.update"),
-        (misuse_half_a_backward, "units \\['u0'\\] had a forward pass without its backward"),
-        (misuse_nested_units, "inside the context of unit 'u0'; leave"),
-        (misuse_nested_steps, "a step is open already"),
-        (misuse_outside_of_a_step, "forward outside of the step"),
-        (misuse_backward_in_evaluation, "an evaluation has no backward pass"),
-        (misuse_two_engines, "belongs to an engine already"),
-        (misuse_unfinished_gradients, "gradients that were not reduced"),
-        (misuse_nothing_to_reduce, "has no gradients to reduce"),
-        (misuse_update_inside_a_unit, "update\\(\\) inside the context of unit 'u0'"),
-    ],
-)
-def test_misuse_says_what_was_expected(misuse, message):
-    error = cause_of(lambda backend: misuse(engine_of(backend)))
-    assert isinstance(error, fc.StateError)
-    with pytest.raises(fc.StateError, match=message):
-        raise error
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda b: fc.FSDP([], b), "at least one unit"),
-        (lambda b: fc.FSDP(["u"], b), "must be Unit objects, got str"),
-        (lambda b: engine_of(b, strategy="zero9"), "unknown strategy 'zero9'; known: 'full_shard'"),
-        (lambda b: engine_of(b, prefetch=-1), "prefetch .in units. must be at least 0, got -1"),
-        (lambda b: engine_of(b, algorithm="tree"), "unknown algorithm 'tree'; known: 'auto'"),
-        (lambda b: engine_of(b)["nope"], "no unit 'nope'; it has u0, u1"),
-        (lambda b: engine_of(b)[fc.Unit("u0", arrays())], "no unit 'u0'"),
-        (lambda b: engine_of(b).step(divisor=0), "divisor must be a positive number"),
-        (lambda b: fc.FSDP([fc.Unit("a", {}), fc.Unit("a", {})], b), "two units are named 'a'"),
-        (lambda b: fc.Unit("", {}), "non-empty string"),
-        (lambda b: fc.Unit("u", {"w": np.zeros(3, np.int32)}), "u.w has dtype int32"),
-        (
-            lambda b: fc.Unit("u", {"w": np.zeros(3, np.float32), "v": np.zeros(3)}),
-            "share one dtype, got w: float32, v: float64",
-        ),
-        (
-            lambda b: engine_of(b).units[0].begin_gradients().__setitem__("w", np.zeros((5, 3))),
-            "gradient of u0.w must have shape \\(3, 5\\) and dtype float32, got \\(5, 3\\)",
-        ),
-        (
-            lambda b: engine_of(b).units[0].reduce_gradients({"x": np.zeros(3, np.float32)}),
-            "unit 'u0' has no parameter 'x'; it has w, b, scale, none",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(make, message):
-    error = cause_of(lambda backend: make(backend))
-    assert isinstance(error, fc.ArgumentError)
-    with pytest.raises(fc.ArgumentError, match=message):
-        raise error
-
-
-def test_a_unit_without_an_engine_says_so():
-    with pytest.raises(fc.StateError, match="belongs to no engine yet"):
-        fc.Unit("u", arrays()).unshard()
-
-
-def test_ranks_with_different_initial_values_are_told_apart():
-    def body(backend):
-        values = np.full(3, backend.rank == 1, np.float32)
-        fc.FSDP([fc.Unit("same", arrays()), fc.Unit("other", {"w": values})], backend)
-
-    error = cause_of(body, 3)
-    assert isinstance(error, fc.MismatchError)
-    assert "unit 'other' differs" in str(error)
-    assert "ranks 1" in str(error)
 
 
 @pytest.mark.parametrize("kind", [WithoutWindow, WithWindow])
@@ -299,7 +129,7 @@ def test_not_a_number_is_noticed_on_all_ranks_and_changes_nothing():
         before = engine.units[0].shard.copy()
         with (
             pytest.raises(
-                fc.NonFiniteGradientError, match="are inf or nan .in the shards of ranks"
+                fc.NonFiniteGradientError, match=r"are inf or nan \(in the shards of ranks"
             ),
             engine.step() as step,
         ):
@@ -365,41 +195,6 @@ def test_leaving_the_step_after_inf_or_nan_is_allowed():
                 step.update(clip=1.0)
 
     run(body, 2)
-
-
-def test_options_that_differ_between_ranks_are_refused():
-    def seeds(backend):
-        engine_of(backend, seed=backend.rank)
-
-    def optimizers(backend):
-        fc.FSDP([fc.Unit("u", arrays())], backend, optimizer=fc.optim.SGD(lr=1.0 + backend.rank))
-
-    for body in (seeds, optimizers):
-        error = cause_of(body, 2)
-        assert isinstance(error, fc.MismatchError)
-        assert (
-            "the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"
-            in str(error)
-        )
-
-
-def test_a_transposed_view_of_another_parameter_is_refused():
-    table = np.ones((3, 5), np.float32)
-
-    def body(backend):
-        fc.FSDP([fc.Unit("a", {"w": table}), fc.Unit("b", {"v": table.T})], backend)
-
-    assert "a.w and b.v are views of the same memory" in str(cause_of(body))
-
-
-def test_a_wrong_optimizer_leaves_the_units_usable():
-    def body(backend):
-        units = [fc.Unit("u", arrays())]
-        with pytest.raises(fc.ConfigError, match=r"must be one of fc\.optim"):
-            fc.FSDP(units, backend, optimizer="adam")
-        fc.FSDP(units, backend, optimizer=fc.optim.SGD(lr=1.0))
-
-    run(body)
 
 
 def test_parameters_after_an_update_are_never_the_old_ones():

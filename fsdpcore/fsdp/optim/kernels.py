@@ -40,7 +40,7 @@ def _compiled(function: Kernel) -> Kernel:
     import numba
 
     # Division by zero gives inf as in NumPy. No fastmath: the order of operations stays.
-    options = {"nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         kernel: Kernel = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder that could keep the compiled code

@@ -1,0 +1,112 @@
+"""What a unit consists of, as its user has declared it, before an engine takes it over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.fsdp.layout import FlatLayout
+from fsdpcore.fsdp.parts import Part
+from fsdpcore.fsdp.precision import Dtypes, Precision
+from fsdpcore.fsdp.spec import Spec
+from fsdpcore.fsdp.special import Tied, chosen
+from fsdpcore.fsdp.views import read_only
+
+_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+class Declared:
+    """Parameters by name, sorted by what is to become of them; the base of ``Unit``.
+
+    Attributes:
+        name: of the unit.
+        names: of all parameters, in order.
+        initial: arrays and specs of its own parameters; None once an engine has taken them over.
+        frozen: names of those that are not trained.
+        ignored: arrays that are left as they are, read-only.
+        ties: which parameters are others.
+        dtype: of the trained parameters.
+        parts: the flat buffers: what is trained, then what is frozen, by dtype; empty before
+            ``lay_out``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, Array | Spec | Tied],
+        frozen: str | Iterable[str],
+        ignored: str | Iterable[str],
+    ) -> None:
+        if not name or not isinstance(name, str):
+            raise ArgumentError(f"a unit's name must be a non-empty string, got {name!r}")
+        self.name = name
+        self.names = tuple(params)
+        self.ties = {key: value for key, value in params.items() if isinstance(value, Tied)}
+        own = {
+            key: value if isinstance(value, Spec) else np.asarray(value)
+            for key, value in params.items()
+            if not isinstance(value, Tied)
+        }
+        left = chosen(name, own, ignored, "ignored")
+        self.ignored = {
+            key: _as_it_is(name, key, own.pop(key)) for key in tuple(own) if key in left
+        }
+        self.frozen = frozenset(chosen(name, own, frozen, "frozen"))
+        self.initial: dict[str, Array | Spec] | None = own
+        self.dtype = _common_dtype(name, {k: v for k, v in own.items() if k not in self.frozen})
+        self.parts: tuple[Part, ...] = ()
+        self._dtypes: Dtypes
+
+    def tie(self, name: str, tie: Tied) -> None:
+        """Make a parameter another one's alias; called by the engine, before ``lay_out``."""
+        assert self.initial is not None
+        del self.initial[name]
+        self.frozen -= {name}
+        self.ties[name] = tie
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the parameters of its own that are trained; before ``bind``."""
+        return [name for name in self.initial or () if name not in self.frozen]
+
+    def lay_out(self, shards: int, precision: Precision) -> list[FlatLayout]:
+        """Fix how the parameters are sharded; called by the engine, before ``bind``."""
+        initial = self.initial
+        if self.parts or initial is None:
+            raise StateError(f"unit {self.name!r} belongs to an engine already; make a new one")
+        self._dtypes = dtypes = precision.dtypes(self.dtype)
+        trained = {key: value for key, value in initial.items() if key not in self.frozen}
+        parts = [Part(self.name, trained, (dtypes.master, dtypes.param), shards)]
+        for dtype in dict.fromkeys(initial[key].dtype for key in initial if key in self.frozen):
+            group = {k: v for k, v in initial.items() if k in self.frozen and v.dtype == dtype}
+            kept = dtypes.param if dtype == dtypes.master else dtype
+            parts.append(Part(self.name, group, (kept, kept), shards))
+        self.parts = tuple(parts)
+        return [part.layout for part in parts]
+
+
+def _as_it_is(unit: str, name: str, value: Array | Spec) -> Array:
+    if isinstance(value, Spec):
+        raise ArgumentError(f"{unit}.{name} is ignored, and needs an array instead of a Spec")
+    return read_only(np.ascontiguousarray(value).reshape(-1)).reshape(value.shape)
+
+
+def _common_dtype(unit: str, params: Mapping[str, Array | Spec]) -> np.dtype[Any]:
+    dtypes = {name: value.dtype for name, value in params.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            raise ArgumentError(
+                f"parameter {unit}.{name} has dtype {dtype}; parameters are float32 or float64, "
+                "which the optimizer updates. To compute in less, pass the engine "
+                "precision=fc.Precision(param_dtype=...); others can be frozen or ignored"
+            )
+    if len(set(dtypes.values())) > 1:
+        raise ArgumentError(
+            f"the trained parameters of unit {unit!r} must share one dtype, got "
+            + ", ".join(f"{name}: {dtype}" for name, dtype in dtypes.items())
+        )
+    return next(iter(dtypes.values()), np.dtype(np.float32))

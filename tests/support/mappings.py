@@ -1,0 +1,28 @@
+"""Files without a name that a process has mapped, and how much of them is in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+_HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+ +(.*)$")
+
+
+def unnamed(directory: str | os.PathLike[str], pid: int | str = "self") -> dict[str, int]:
+    """Return the bytes in memory of such files in a directory, by what the kernel calls them."""
+    found: dict[str, int] = {}
+    current = ""
+    with contextlib.suppress(OSError):  # the process has ended
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            head = _HEAD.match(line)
+            if head:
+                path = head[1]
+                inside = path.startswith(f"{os.fspath(directory)}/") and path.endswith("(deleted)")
+                current = path if inside else ""
+                if inside:
+                    found.setdefault(path, 0)
+            elif current and line.startswith("Rss:"):
+                found[current] += int(line.split()[1]) * 1024
+    return found
