@@ -14,7 +14,7 @@ from fsdpcore.buffers import Array
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 # A buffer that came back serves requests that are smaller by no more than this. Otherwise a step
-# would hold more than its plan says; memory that is freed goes back to what ``Backend.empty`` keeps.
+# would hold more than its plan says; what is freed goes back to the memory of ``Backend.empty``.
 _SNUG = 0.98
 
 
