@@ -54,7 +54,7 @@ class BufferPool:
         return flat
 
     def _reuse(self, nbytes: int) -> Array | None:
-        """Take a spare buffer for ``nbytes``; None if one has to be allocated, for which is room."""
+        """Take a spare buffer for ``nbytes``; None if one has to be allocated: there is room."""
         for number, spare in enumerate(self._spare):
             if spare.nbytes * _SNUG <= nbytes <= spare.nbytes:
                 self.spare_bytes -= spare.nbytes

@@ -108,3 +108,9 @@ def as_dtype(dtype: DTypeLike, what: str) -> np.dtype[Any]:
             f"use {result.newbyteorder('=').str}"
         )
     return result
+
+
+def rounds_into(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Whether values of one dtype may become those of another: both real floating, or equal."""
+    # By name, as the types of ml_dtypes have no kind in common with NumPy's.
+    return given == wanted or all(d.name.startswith(("float", "bfloat")) for d in (given, wanted))

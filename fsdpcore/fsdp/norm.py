@@ -83,8 +83,8 @@ def joined(parts: Sequence[NormPart], p: float, *, single: bool) -> float:
     Args:
         parts: in the order of the ranks.
         p: which norm.
-        single: round it to float32. Shards that lie otherwise give other roundings in the sum; these
-            stay below, so that every strategy clips alike.
+        single: round it to float32. Shards that lie otherwise give other roundings in the sum, but
+            these stay below that, and every strategy clips alike.
     """
     largest = _maximum([part.largest for part in parts])
     if math.isinf(p) or largest == 0.0 or not math.isfinite(largest):

@@ -14,7 +14,7 @@ import numpy as np
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import broadcast, scatter_v
 from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.checks import as_int
+from fsdpcore.fsdp.checks import as_int, rounds_into
 from fsdpcore.fsdp.consent import check_equal, consent
 from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import EngineState, LoadReport, Progress, ShardedArray
@@ -177,7 +177,7 @@ class _Loading:
         wanted = entry.data.dtype
         if value.shape != entry.shape:
             return f"has shape {value.shape}, but here it is {entry.shape}"
-        if value.dtype != wanted and not (_floating(value.dtype) and _floating(wanted)):
+        if not rounds_into(value.dtype, wanted):
             return f"has dtype {value.dtype}, but here it is {wanted}"
         if isinstance(value, ShardedArray):
             have = [(piece.start, piece.stop) for piece in value.pieces]
@@ -340,10 +340,6 @@ def _same(one: ShardedArray | Array, other: ShardedArray | Array) -> bool:
 
 def _bits(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _floating(dtype: np.dtype[Any]) -> bool:
-    return dtype.name.startswith(("float", "bfloat"))  # those of ml_dtypes have no common kind
 
 
 def _of_optimizer(name: str) -> bool:

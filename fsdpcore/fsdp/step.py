@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -245,8 +245,9 @@ class Step:
 
 def _check_numbers(clip: float | None, clip_value: float | None, lr: float | None) -> None:
     for name, value in (("clip", clip), ("clip_value", clip_value)):
-        if value is not None and value != math.inf and not as_finite(value, name) > 0:
-            raise ArgumentError(f"{name} must be a positive number, got {value}")
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        if value is not None and not (real and value > 0):
+            raise ArgumentError(f"{name} must be a positive number, got {value!r}")
     if clip is not None and clip_value is not None:
         raise ArgumentError("clip by norm, or by clip_value, but not by both")
     if lr is not None:

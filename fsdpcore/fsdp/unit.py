@@ -25,6 +25,7 @@ import numpy as np
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, CommunicationError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.checks import rounds_into
 from fsdpcore.fsdp.declared import Declared
 from fsdpcore.fsdp.given_shards import update_shard
 from fsdpcore.fsdp.gradients import GradState, UnitGradients, check_divisor
@@ -367,20 +368,26 @@ class Unit(Declared):
         dtype are rounded; those for tied parameters go to their owner, in a ``load`` of its own.
 
         Raises:
-            ArgumentError: a name that is not the unit's own, or a wrong shape; nothing was changed.
+            ArgumentError: a name that is not the unit's own, a wrong shape or dtype; nothing was
+                changed.
         """
         self._bound(self._binding)
-        shapes = {p.name: p.shape for part in self.parts for p in part.layout.params}
+        found = {
+            param.name: (param.shape, part.master.dtype)
+            for part in self.parts
+            for param in part.layout.params
+        }
         for name, value in values.items():
-            shape = np.shape(value)
-            if name not in shapes:
+            if name not in found:
                 raise ArgumentError(
                     f"unit {self.name!r} has no parameter {name!r} to load; it has "
-                    f"{', '.join(shapes) or 'none'}"
+                    f"{', '.join(found) or 'none'}"
                 )
-            if shape != shapes[name]:
+            (shape, dtype), array = found[name], np.asarray(value)
+            if array.shape != shape or not rounds_into(array.dtype, dtype):
                 raise ArgumentError(
-                    f"{self.name}.{name} has shape {shapes[name]}, but the array to load {shape}"
+                    f"{self.name}.{name} has shape {shape} and dtype {dtype}, but the array to "
+                    f"load {array.shape} and {array.dtype}"
                 )
         with self._claimed(*self.parts):
             for part in self.parts:

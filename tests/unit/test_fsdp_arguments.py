@@ -77,7 +77,7 @@ def gathered(backend):
         ),
         (
             lambda b: engine_of(b).units[0].load({"w": np.zeros((5, 3))}),
-            r"u0\.w has shape \(3, 5\), but the array to load \(5, 3\)",
+            r"u0\.w has shape \(3, 5\) and dtype float32, but the array to load \(5, 3\)",
         ),
         (
             lambda b: engine_of(b).units[0].load({"x": np.zeros(3)}),
