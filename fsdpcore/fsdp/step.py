@@ -245,10 +245,13 @@ class Step:
 
 def _check_numbers(clip: float | None, clip_value: float | None, lr: float | None) -> None:
     for name, value in (("clip", clip), ("clip_value", clip_value)):
-        real = isinstance(value, Real) and not isinstance(value, bool)
-        if value is not None and not (real and value > 0):
+        if value is not None and not _is_positive(value):
             raise ArgumentError(f"{name} must be a positive number, got {value!r}")
     if clip is not None and clip_value is not None:
         raise ArgumentError("clip by norm, or by clip_value, but not by both")
     if lr is not None:
         as_finite(lr, "lr", minimum=0.0)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
