@@ -10,7 +10,6 @@ the engine takes over the layers' parameters, and each rank computes its rows of
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ class Options:
     batch: int
     lr: float
     seed: int
+    strategy: fc.Strategy
     prefetch: int
     algorithm: str
     out: Path
@@ -65,8 +65,8 @@ class Trainer:
         self.engine = fc.FSDP(
             self.stack.units(np.random.default_rng(options.seed)),
             backend,
-            strategy="full_shard",
-            optimizer=fc.optim.AdamW(lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1),
+            strategy=options.strategy,
+            optimizer=fc.optim.AdamW(learning_rate(options), betas=(0.9, 0.95), weight_decay=0.1),
             prefetch=options.prefetch,
             algorithm=options.algorithm,
         )
@@ -81,7 +81,7 @@ class Trainer:
             loss, dlogits = cross_entropy(logits, y)
             dlogits *= len(x)
             self.stack.backward(step, saved, dlogits)
-            step.update(clip=1.0, lr=self._learning_rate(number))
+            step.update(clip=1.0)
         return self._mean(loss * len(x))
 
     def evaluate(self) -> float:
@@ -96,10 +96,7 @@ class Trainer:
 
     def generate(self) -> str:
         """Continue a prompt on rank 0, with all parameters gathered; the other ranks return ''."""
-        for unit in self.engine.units:
-            unit.unshard()
-        text = b""
-        if self.backend.rank == 0:
+        with self.engine.gathered():
             params = {unit.name: unit.params for unit in self.engine.units}
 
             def forward(x: NDArray[Any]) -> NDArray[Any]:
@@ -107,12 +104,11 @@ class Trainer:
                     x, _ = layer.forward(params[name], x)
                 return x
 
-            rng = np.random.default_rng(self.options.seed)
-            context = self.options.model.context
-            prompt = b"def "
-            text = prompt + sample(forward, prompt, self.options.sample_bytes, context, rng, 0.8)
-        for unit in self.engine.units:
-            unit.reshard()
+            text = b""
+            if self.backend.rank == 0:
+                rng = np.random.default_rng(self.options.seed)
+                context, length = self.options.model.context, self.options.sample_bytes
+                text = b"def " + sample(forward, b"def ", length, context, rng, 0.8)
         return text.decode("utf-8", "replace")
 
     def _rows(
@@ -129,18 +125,17 @@ class Trainer:
         mine = np.array_split(np.arange(self.options.batch), self.backend.world_size)
         return x[mine[self.backend.rank]], y[mine[self.backend.rank]]
 
-    def _learning_rate(self, number: int) -> float:
-        """Linear warm-up, then a cosine down to a tenth."""
-        warmup = min(20, self.options.steps // 10 + 1)
-        if number < warmup:
-            return self.options.lr * (number + 1) / warmup
-        progress = (number - warmup) / max(1, self.options.steps - warmup)
-        return self.options.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
-
     def _mean(self, summed: float) -> float:
         """Bits per byte, from this rank's sum over its sequences of their losses in nats."""
         total = fc.all_reduce(np.float64(summed), self.backend, algorithm=self.options.algorithm)
         return float(total) / self.options.batch * BITS_PER_NAT
+
+
+def learning_rate(options: Options) -> fc.optim.Schedule:
+    """Linear warm-up, then a cosine down to a tenth."""
+    warmup = min(20, options.steps // 10 + 1)
+    total = max(options.steps, warmup + 1)
+    return fc.optim.schedules.Cosine(options.lr, warmup, total, floor=options.lr / 10)
 
 
 def main(backend: fc.Backend, options: Options) -> list[float]:
@@ -235,14 +230,17 @@ def cli(
     hidden: Annotated[int | None, typer.Option(help="Default: 4 times the width.")] = None,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-3,
     seed: int = 1337,
-    prefetch: Annotated[int, typer.Option(min=0, max=1, help="Units gathered ahead.")] = 1,
+    strategy: Annotated[str, typer.Option(help="What is sharded; see fc.Strategy.")] = "full_shard",
+    shard_group_size: Annotated[int | None, typer.Option(help="Of hybrid_shard.")] = None,
+    prefetch: Annotated[int, typer.Option(min=0, help="Units gathered ahead.")] = 1,
     algorithm: Annotated[str, typer.Option(help="auto, or one such as direct.")] = "auto",
     out: Annotated[Path, typer.Option(help="Where the loss curve goes.")] = Path("runs/train_gpt"),
 ) -> None:
     """Train a small GPT, fully sharded over the ranks."""
     try:
         model = GPTConfig(context=context, width=width, heads=heads, layers=layers, hidden=hidden)
-        options = Options(model, steps, batch, lr, seed, prefetch, algorithm, out)
+        sharded = fc.Strategy(strategy, shard_group_size=shard_group_size)
+        options = Options(model, steps, batch, lr, seed, sharded, prefetch, algorithm, out)
         fc.launch(main, world_size=ranks, transport=transport, args=(options,))
     except (fc.ConfigError, fc.ArgumentError) as error:
         raise typer.BadParameter(str(error)) from None

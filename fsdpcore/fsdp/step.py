@@ -254,4 +254,4 @@ def _check_numbers(clip: float | None, clip_value: float | None, lr: float | Non
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
