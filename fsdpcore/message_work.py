@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fsdpcore.buffers import Array
-from fsdpcore.errors import CommTimeoutError
+from fsdpcore.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.recorder import Message, MessageEntry
 from fsdpcore.work import Deadline, Pending, Work
 
@@ -69,6 +69,9 @@ class MessageWork(Work):
             recorder = self._backend.root.recorder
             if not isinstance(error, CommTimeoutError):
                 recorder.fail(self._entry, error)
+                if not withdrawn and not self._pending.finished:  # a peer may have half of it
+                    left = f"{self._words()} was left half done: {in_words(error)}"
+                    self._backend.root.fail(CommunicationError(left), tell=True)
                 raise
             if self._pending.finished:  # just now: it must not get lost
                 self.wait()
@@ -80,10 +83,13 @@ class MessageWork(Work):
             raise
 
     def _timed_out(self, limit: float) -> CommTimeoutError:
-        backend = self._backend
-        message = self._entry.call
+        backend, message = self._backend, self._entry.call
         assert isinstance(message, Message)
         report = backend.root.message_report(message.peer, backend.channel)
-        where = f"on rank {backend.rank} of {backend.world_size}"
-        words = message.words(self._peer)
-        return CommTimeoutError(f"{words} {where} timed out after {limit:g} s{report}")
+        return CommTimeoutError(f"{self._words()} timed out after {limit:g} s{report}")
+
+    def _words(self) -> str:
+        message = self._entry.call
+        assert isinstance(message, Message)
+        where = f"on rank {self._backend.rank} of {self._backend.world_size}"
+        return f"{message.words(self._peer)} {where}"

@@ -88,6 +88,7 @@ class Neighbour:
         """
         _fence()
         count = self._words[0]
+        _fence()  # the list was written before the count
         return count > 0 and (count >= _WORDS or loan in self._words[1 : count + 1].tolist())
 
 

@@ -129,7 +129,9 @@ class Mail:
             self.granted += 1
             return
         outgoing = self._sending.get(number)
-        if outgoing is not None and outgoing.lent and not outgoing.left and end == outgoing.ahead:
+        if outgoing is None or outgoing.granted:  # granted before the memory ran out
+            return
+        if outgoing.lent and not outgoing.left and end == outgoing.ahead:
             self.granted += 1
             outgoing.granted = True
             self.finish_sent(outgoing)

@@ -99,7 +99,7 @@ class Area:
 
     Attributes:
         step: the last one that this rank has entered.
-        flags: of all ranks, as 64-bit words: the step, the fingerprint, the rows, and where the
+        flags: of all ranks, as 64-bit words: the step, the rows, the fingerprint, and where the
             arrays are that it lends.
         entering: for even and odd steps, five words of this rank's flag: its fingerprint, and
             where the arrays are that it lends.
@@ -139,7 +139,7 @@ class Area:
         self._borrowed: dict[tuple[int, int, np.dtype[Any], int], Array] = {}
         # All that somebody holds, to be emptied when the memory goes.
         self._made: weakref.WeakValueDictionary[int, Rooms] = weakref.WeakValueDictionary()
-        self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+        self._kept: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def close(self) -> None:
         """Let go of the memory; the area is of no use after that."""
@@ -173,8 +173,12 @@ class Area:
     def keep(self, items: Iterable[Any]) -> Kept:
         """Return things that hold parts of the memory as a list, which ``close`` empties."""
         made = Kept(items)
-        self._kept[id(made)] = made
+        self.empty_at_close(made)
         return made
+
+    def empty_at_close(self, holder: Any) -> None:
+        """Have ``close`` empty what holds parts of the memory; ``holder`` has ``clear``."""
+        self._kept[id(holder)] = holder
 
     def sync(self, link: Link, meanwhile: Callable[[], None] | None = None) -> None:
         """Enter the next step, and wait until all ranks have.

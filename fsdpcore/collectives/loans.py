@@ -42,6 +42,10 @@ Start = Callable[["Link", "Call", Array, Array], None]
 Work = Callable[["Entry", int, Array, Array], None]
 
 
+class _Plans(dict[bytes, Plan]):
+    """Plans by what all ranks have told; they hold parts of the memory."""
+
+
 def takes(call: Call) -> bool:
     """Whether there is a lane for calls like this, by ``shared`` and for more than it stages."""
     return call.operation in _PLANNERS and call.nbytes <= LARGEST
@@ -58,7 +62,8 @@ def lane(backend: Backend, link: Link, area: Area, call: Call, start: Start, oth
     """
     limit, own, others, flags, wait = backend.timeout, area.own, area.others, area.flags, area.wait
     entering, entered, digest = area.entering, area.entered, call.digest
-    plans: dict[bytes, Plan] = {}
+    plans = _Plans()
+    area.empty_at_close(plans)
     terms_of = _Terms(link, area, call)
     copies = call.operation == "broadcast" and call.root == link.rank
     # What came last time.
@@ -103,7 +108,7 @@ def lane(backend: Backend, link: Link, area: Area, call: Call, start: Start, oth
                     _continue(link, entry, start, flat, flat_out)
                     return
                 if len(plans) >= _PLANS:
-                    plans.clear()
+                    plans.popitem()  # the newest: arrays that take turns would lose every older one
                 plans[key] = plan
             plan(flat, flat_out)
             area.step = step = step + 1

@@ -86,7 +86,8 @@ def dies_once_it_has_lent(backend: fc.Backend, line: Line) -> None:
 
     def last(self: area.Area, link: object, meanwhile: object = None) -> None:
         if backend.rank == VICTIM:
-            self.flags[self.own[(self.step + 1) & 1] + 1] = link.call.digest  # type: ignore[attr-defined]
+            mine = self.own[(self.step + 1) & 1]
+            self.flags[mine + area.DIGEST] = link.call.digest  # type: ignore[attr-defined]
             self.flags[self.own[(self.step + 1) & 1]] = self.step + 1
             os.kill(os.getpid(), signal.SIGKILL)
         sync(self, link, meanwhile)  # type: ignore[arg-type]
