@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpcore.backend import Backend
 from fsdpcore.collectives import all_gather
-from fsdpcore.errors import ArgumentError, MismatchError
+from fsdpcore.errors import ArgumentError, MismatchError, StateError
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.special import Tied
 from fsdpcore.fsdp.unit import Unit
@@ -25,6 +25,8 @@ def check_units(units: tuple[Unit, ...]) -> None:
         if unit.name in names:
             raise ArgumentError(f"two units are named {unit.name!r}; names must be unique")
         names.add(unit.name)
+        if unit.initial is None:
+            raise StateError(f"unit {unit.name!r} belongs to an engine already; make a new one")
     _tie_same_arrays(units)
     _check_ties(units)
 
@@ -93,7 +95,8 @@ def check_same(units: tuple[Unit, ...], backend: Backend, options: str) -> None:
 
 def _digest(unit: Unit) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     hasher = hashlib.blake2b(unit.name.encode(errors="backslashreplace"), digest_size=16)
-    hasher.update(repr((unit.ties, sorted(unit.frozen), sorted(unit.ignored))).encode())
+    ignored = sorted((name, a.shape, a.dtype.name) for name, a in unit.ignored.items())
+    hasher.update(repr((unit.ties, sorted(unit.frozen), ignored)).encode())
     for name, value in (unit.initial or {}).items():
         hasher.update(repr((name, value.shape, value.dtype.name)).encode())
         if isinstance(value, Spec):

@@ -15,26 +15,33 @@ from fsdpcore.backend import Backend
 from fsdpcore.collectives import all_gather, all_gather_v
 from fsdpcore.errors import MismatchError
 
-# That each rank tells all others: what is wanted, a hash of the order, and three numbers.
-AGREED_BYTES = 8 * (5 + 2 + 3)
-
 Events = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Arguments of a step and its update, which are the same on all ranks; nan for None."""
+    """Arguments of a step and its update, and what came of those before; nan for None.
+
+    The same on all ranks.
+    """
 
     lr: float
     clip: float
     norm_type: float
     clip_value: float
     divisor: float
+    skip_nonfinite: float
+    steps: float
+    loss_scale: float
 
     @classmethod
     def of(cls, *given: float | None) -> Wanted:
         """Take the arguments in this order."""
         return cls(*(math.nan if value is None else float(value) for value in given))
+
+
+# That each rank tells all others: what is wanted, a hash of the order, and three numbers.
+AGREED_BYTES = 8 * (len(fields(Wanted)) + 2 + 3)
 
 
 def agree(

@@ -73,6 +73,11 @@ class Declared:
         """Names of the parameters of its own that are trained; before ``bind``."""
         return [name for name in self.initial or () if name not in self.frozen]
 
+    def give_back(self) -> None:
+        """Undo ``lay_out``, if no engine has taken over the parameters since."""
+        if self.initial is not None:
+            self.parts = ()
+
     def lay_out(self, shards: int, precision: Precision) -> list[FlatLayout]:
         """Fix how the parameters are sharded; called by the engine, before ``bind``."""
         initial = self.initial

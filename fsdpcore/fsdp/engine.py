@@ -12,6 +12,7 @@ from fsdpcore.collectives.algorithms import ALGORITHMS
 from fsdpcore.errors import ArgumentError, StateError
 from fsdpcore.fsdp.agree_units import check_same, check_units
 from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.checks import as_int
 from fsdpcore.fsdp.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.full import full_params
 from fsdpcore.fsdp.given_shards import update_shards
@@ -102,11 +103,8 @@ class FSDP:
         self.strategy = strategy if isinstance(strategy, Strategy) else Strategy(strategy)
         self.placement = self.strategy.place(backend.world_size)
         self.precision = Precision() if precision is None else precision
-        if not isinstance(self.precision, Precision):
-            raise ArgumentError(
-                "precision must be a fc.Precision, such as fc.Precision(param_dtype=np.float16), "
-                f"got {precision!r}"
-            )
+        _check_kinds(self.precision, offload, window)
+        seed = as_int(seed, "seed")
         self.prefetching = Prefetch.of(prefetch)
         self.algorithm = algorithm
         self.offload = offload
@@ -128,7 +126,12 @@ class FSDP:
             self.prefetching,
             overlaps=self.prefetching.overlaps(backend.hosts),
         )
-        self._bind(optimizers, seed, window=window)
+        try:
+            self._bind(optimizers, seed, window=window)
+        except BaseException:
+            for unit in self.units:
+                unit.give_back()
+            raise
 
     def _bind(self, optimizers: Optimizers | None, seed: int, *, window: bool) -> None:
         shards = self.ranks.shards
@@ -220,23 +223,34 @@ class FSDP:
         if self.passes.step is not None:
             raise StateError("a step is open already; leave it before you begin another one")
         self.check_idle("a step")
-        self.passes.begin(step)
-        self._pool.reset_peak()
         if self._files is not None:
             self._files.restart()
             self.units[0].shelf.ahead(GATHERED)
+        self._pool.reset_peak()
+        self.passes.begin(step)
 
     def end(self) -> None:
         """Leave a step: reshard all units and drop the gradients; called by ``Step``."""
         self.passes.end()
         if self._files is not None:
             self._files.settle()
+            for unit in self.units:
+                unit.shelf.forget()
         self.stats.peak_buffers = self._pool.peak_bytes
 
     @property
     def stats(self) -> StepStats:
         """What the last step did, and how long it waited."""
         return self.passes.stats
+
+    def close(self) -> None:
+        """Close the groups of ranks that were made for this engine.
+
+        For those who make many engines in one job; the engine is of no use after that, the backend
+        stays open. All ranks call it, outside of steps.
+        """
+        self.check_idle("close()")
+        self.ranks.close()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -410,6 +424,21 @@ class FSDP:
         """Measure what this rank holds now."""
         pool = self._pool
         return measure(self.units, pool.live_bytes, pool.spare_bytes, self._window_bytes)
+
+
+def _check_kinds(precision: object, offload: object, window: object) -> None:
+    """Raise ArgumentError for an option that is of another type."""
+    if not isinstance(precision, Precision):
+        raise ArgumentError(
+            "precision must be a fc.Precision, such as fc.Precision(param_dtype=np.float16), "
+            f"got {precision!r}"
+        )
+    if offload is not None and not isinstance(offload, Offload):
+        raise ArgumentError(
+            f"offload must be a fc.Offload, such as fc.Offload('/scratch'), got {offload!r}"
+        )
+    if not isinstance(window, bool):
+        raise ArgumentError(f"window must be True or False, got {window!r}")
 
 
 def _check_algorithm(algorithm: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fsdpcore.errors import StateError
 from fsdpcore.fsdp.plan import Plan, Sync, make_plan
 from fsdpcore.fsdp.report import Measured, Report
 
@@ -16,7 +18,7 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
     """Plan a step of the engine as it is; with the transport's own costs, no tuned ones."""
     updates = [unit.updater for unit in engine.units if unit.updater is not None]
     ahead = engine.prefetching
-    return make_plan(
+    plan = make_plan(
         engine.units,
         engine.backend.world_size,
         strategy=engine.strategy,
@@ -31,11 +33,16 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
         rank=engine.backend.rank,
         costs=engine.backend.capabilities,
     )
+    # By the optimizers themselves: not all have as many arrays for each parameter.
+    state = sum(update.nbytes for update in updates)
+    return replace(plan, persistent=replace(plan.persistent, optimizer=state))
 
 
 def report_of(engine: FSDP) -> Report:
     """Compare the last step with the plan for as many microbatches as it had."""
     stats, held = engine.stats, engine.held()
+    if not stats.reductions:
+        raise StateError("report() compares the last training step with its plan; make one first")
     passes = Counter(unit for phase, unit in engine.passes.events if phase == "backward")
     microbatches = max(passes.values(), default=1)
     reduced = sum(count for unit, count in passes.items() if engine.units[unit].trainable)

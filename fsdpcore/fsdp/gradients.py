@@ -275,10 +275,14 @@ class UnitGradients:
 
     def drop(self) -> None:
         """Forget all gradients."""
-        # A reduction that failed has broken the backend, and whatever comes next says so; raised
-        # here, it would hide the error that led to this clean-up.
-        with contextlib.suppress(CommunicationError):
-            self.wait()
+        reducing, self._reducing = self._reducing, None
+        if reducing is not None:
+            # If it failed, the backend is broken and whatever comes next says so; raised here,
+            # it would hide the error that led to this clean-up.
+            with contextlib.suppress(CommunicationError):
+                if reducing.work is not None:
+                    reducing.work.wait()
+            self._pool.give(reducing.flat)
         self.drop_open()
         for array in (*self._from_ties.values(), self._kept):
             if array is not None:

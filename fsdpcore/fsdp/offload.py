@@ -157,6 +157,9 @@ class Shelf:
     def ahead(self, kinds: Sequence[Kind]) -> None:
         """Begin to load arrays; does not block."""
 
+    def forget(self) -> None:
+        """Take note that what was announced by ``ahead`` is not used any more."""
+
     def begin(self, kinds: Sequence[Kind], *, write: bool = False) -> None:
         """Have arrays loaded, to be read, or written as well; blocks until they are."""
 
@@ -219,6 +222,9 @@ class FileShelf(Shelf):
             if span not in self._asked:
                 self._asked.add(span)
                 self._files.ahead(span, blank=blank)
+
+    def forget(self) -> None:
+        self._asked.clear()
 
     def begin(self, kinds: Sequence[Kind], *, write: bool = False) -> None:
         spans = self._of(kinds)

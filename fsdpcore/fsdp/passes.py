@@ -87,7 +87,7 @@ class Passes:
         members = _members(unit)
         for ahead in self._ahead:
             if ahead not in members and ahead not in following:
-                ahead.reshard(again=True)  # the guess was wrong
+                self._free(ahead)  # the guess was wrong
         with self.waiting():
             for member in members:
                 self._count(member)
@@ -121,9 +121,12 @@ class Passes:
     def release(self, unit: Unit) -> None:
         """End the use of ``unit`` in a pass; what happens to its parameters, the strategy says."""
         for member in _members(unit):
-            again = self.step is not None and self.step.awaits_backward(member)
-            if not (again and self._keep is Keep.BACKWARD):
-                member.reshard(again=again)
+            self._free(member)
+
+    def _free(self, unit: Unit) -> None:
+        again = self.step is not None and self.step.awaits_backward(unit)
+        if not (again and self._keep is Keep.BACKWARD):
+            unit.reshard(again=again)
 
     # Gradients.
 

@@ -91,7 +91,7 @@ class Precision:
     backward passes are added up in it, so keep it at float32 for these.
 
     Args:
-        param_dtype: of gathered parameters and of the gradients that the backward pass writes;
+        param_dtype: of gathered parameters, and one that assigned gradients may have;
             float16, bfloat16 (``ml_dtypes.bfloat16``), or by default that of the master.
         reduce_dtype: of the reduction of gradients; by default ``param_dtype``. Sums of float16 and
             bfloat16 are made in float32, divided there by the number of ranks (unless the step's

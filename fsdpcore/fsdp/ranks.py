@@ -51,6 +51,12 @@ class Ranks:
             shards if same else _group(backend, members[2], "near"),
         )
 
+    def close(self) -> None:
+        """Close the groups, but not what they are groups of."""
+        for group in (self.shards, self.replicas, self.near):
+            if group is not self.whole:
+                group.close()
+
     def part(self, size: int) -> slice:
         """Return which of ``size`` elements, that all replicas hold, this one counts for all."""
         share = -(-size // self.replicas.world_size)

@@ -322,10 +322,10 @@ def writing_state(engine: FSDP, *, optimizer: bool) -> Iterator[EngineState]:
                 assert isinstance(array, ShardedArray)
                 for piece in array.pieces:
                     piece.array.flags.writeable = False
-    for name, (unit, param) in ignored_of(engine).items():
-        if not _same(ignored[name], unit.ignored[param]):
-            flat = ignored[name].reshape(-1)
-            unit.ignored[param] = read_only(flat).reshape(ignored[name].shape)
+            for name, (unit, param) in ignored_of(engine).items():
+                if not _same(ignored[name], unit.ignored[param]):
+                    flat = ignored[name].reshape(-1)
+                    unit.ignored[param] = read_only(flat).reshape(ignored[name].shape)
 
 
 def _same(one: ShardedArray | Array, other: ShardedArray | Array) -> bool:

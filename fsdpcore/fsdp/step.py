@@ -55,10 +55,13 @@ class Step:
         self._synchronising = True
         self._reduced = False
         self._updated = False
-        self._active = False
+        self._entered = self._active = False
 
     def __enter__(self) -> Step:
+        if self._entered:
+            raise StateError("a step is entered once; make a new one with engine.step()")
         self._engine.begin(self)
+        self._entered = True
         self._active = True
         return self
 
@@ -110,7 +113,7 @@ class Step:
             self._forwards[member.name] -= counts  # it can be tried again
             raise
         finally:
-            self._open = None
+            self._leave(member)
             self._engine.passes.release(member)
 
     @contextmanager
@@ -123,13 +126,12 @@ class Step:
         if not self.training:
             raise StateError("an evaluation has no backward pass; use engine.step()")
         member = self._engine[unit]
-        self._enter(member, "backward")
-        if not self._forwards[member.name]:
-            self._open = None
+        if self._open is None and self._active and not self._forwards[member.name]:
             raise StateError(
                 f"backward of unit {member.name!r} without a forward pass in this step; call "
                 "step.forward(unit) first, once for each backward"
             )
+        self._enter(member, "backward")
         self._forwards[member.name] -= 1
         try:
             self._engine.passes.gather(member, "backward")
@@ -145,7 +147,7 @@ class Step:
             self._forwards[member.name] += 1  # it can be tried again
             raise
         finally:
-            self._open = None
+            self._leave(member)
             self._engine.passes.release(member)
             member.drop_local_gradients()
 
@@ -201,7 +203,7 @@ class Step:
         self._check_update()
         self._updated = True  # also if it is skipped, or raises: nothing is left to apply
         norm, self.skipped = apply_update(
-            self._engine, self.divisor, clip, norm_type, clip_value, lr, skip=skip_nonfinite
+            self._engine, self.divisor, clip, norm_type, clip_value, lr, skip=bool(skip_nonfinite)
         )
         return norm
 
@@ -228,6 +230,9 @@ class Step:
                 "backward pass of the last microbatch outside of no_sync()"
             )
 
+    def _leave(self, member: Unit) -> None:
+        self._open, member.in_use = None, False
+
     def _enter(self, member: Unit, phase: Phase) -> None:
         if not self._active:
             raise StateError(f"{phase} outside of the step; use it inside 'with engine.step()'")
@@ -241,6 +246,7 @@ class Step:
         if member.gradients.writable is not None:
             raise StateError(f"unit {member.name!r} has gradients that were not reduced")
         self._open, self._phase = member, phase
+        member.in_use = True
 
 
 def _check_numbers(clip: float | None, clip_value: float | None, lr: float | None) -> None:

@@ -60,6 +60,11 @@ class Storage(ABC):
         own[places.layout.valid_size(rank) :] = 0
 
     @property
+    def shown(self) -> Array | None:
+        """All parameters, where they lie all the time; None where they are gathered."""
+        return None
+
+    @property
     def fetched(self) -> bool:
         """Whether ``gather`` would move data."""
         return False
@@ -221,6 +226,10 @@ class Kept(Storage):
         self._stale = shards.world_size > 1
 
     @property
+    def shown(self) -> Array | None:
+        return self._flat
+
+    @property
     def fetched(self) -> bool:
         return self._stale
 
@@ -270,9 +279,14 @@ class Windowed(Storage):
         start, stop = places.layout.shard_bounds(shards.rank)
         super().__init__(places, flat[start:stop], shards.rank)
         self.exposed = False
+        self._flat = flat
         self._shards = shards
         self._label = f"unit {places.unit}"
         self._params = Params(flat, places)
+
+    @property
+    def shown(self) -> Array | None:
+        return self._flat
 
     def gather(self, *, async_op: bool) -> Any:
         if self.exposed:  # nobody can have written since

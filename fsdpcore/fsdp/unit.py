@@ -97,6 +97,7 @@ class Unit(Declared):
     ) -> None:
         super().__init__(name, params, frozen, ignored)
         self.state = ParamState.SHARDED
+        self.in_use = False  # by a step
         self.owners: dict[str, Unit] = {}  # of the tied parameters; set by the engine
         self._binding: Binding | None = None
         self._gradients: UnitGradients | None = None
@@ -133,7 +134,12 @@ class Unit(Declared):
         )
         if binding.optimizers is not None and self.trainable:
             self._update = ShardUpdate(
-                self.name, trained, binding.optimizers, binding.ranks, shelf.allocate(Kind.STATE)
+                self.name,
+                trained,
+                binding.optimizers,
+                binding.ranks,
+                binding.algorithm,
+                shelf.allocate(Kind.STATE),
             )
         shelf.end(INITIAL, written=True)
         self._binding, self.initial = binding, None
@@ -191,7 +197,10 @@ class Unit(Declared):
 
     @property
     def grad_shard(self) -> Array | None:
-        """This rank's part of the reduced gradients, while there are any; padding included."""
+        """This rank's part of the reduced gradients, while there are any; padding included.
+
+        Waits for a reduction in the background; all ranks ask for it then.
+        """
         gradients = self.gradients
         gradients.wait()
         return gradients.shard
@@ -210,8 +219,8 @@ class Unit(Declared):
         Parameters that are tied to others are gathered with the units that own them.
 
         Args:
-            async_op: return a ``Work`` at once; ``params`` is there after its ``wait()``, or after
-                ``unshard()``.
+            async_op: return a ``Work`` at once; ``params`` is there after another ``unshard()``, which
+                waits for it.
         """
         self._bound(self._binding)
         if self.state is ParamState.SHARDED:
@@ -220,7 +229,7 @@ class Unit(Declared):
             self._filled = any(part.storage.fills for part in self.parts)
             self.shelf.begin(GATHERED, write=self._filled)
             for part in self.parts:
-                if part.layout.params or part is self.parts[0]:
+                if part.layout.params:
                     started = part.storage.gather(async_op=async_op)
                     if async_op and started is not None:
                         self._gathers.append(started)
@@ -259,7 +268,7 @@ class Unit(Declared):
             raise StateError(
                 f"parameters of unit {self.name!r} are {self.state.value}; call unshard() first"
             )
-        if len(self.parts) == 1 and not self.ties and not self.ignored:
+        if len(self.parts) == 1 and len(self.layout.params) == len(self.names):
             return self.parts[0].storage.params
         return Joined(self.name, {name: self._source(name) for name in self.names})
 
@@ -389,6 +398,14 @@ class Unit(Declared):
                     f"{self.name}.{name} has shape {shape} and dtype {dtype}, but the array to "
                     f"load {array.shape} and {array.dtype}"
                 )
+        # What shows parameters of the unit itself changes while it is loaded.
+        shown = [part.storage.shown for part in self.parts]
+        values = {
+            name: np.array(value)
+            if any(flat is not None and np.may_share_memory(value, flat) for flat in shown)
+            else value
+            for name, value in values.items()
+        }
         with self._claimed(*self.parts):
             for part in self.parts:
                 part.load(values)
@@ -398,6 +415,10 @@ class Unit(Declared):
         self._bound(self._binding)
         if self._in_writing:
             raise StateError(f"unit {self.name!r} is being written already")
+        if self.in_use:
+            raise StateError(
+                f"unit {self.name!r} is written inside of its own context; leave that first"
+            )
         self.gradients.wait()
         self.reshard()
         for part in parts:

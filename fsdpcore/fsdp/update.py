@@ -40,7 +40,8 @@ def apply_update(
         MismatchError: see ``agree``.
     """
     engine.passes.finish_reductions(divisor)
-    wanted = Wanted.of(lr, clip, norm_type, clip_value, divisor)
+    numbers = (lr, clip, norm_type, clip_value, divisor)
+    wanted = Wanted.of(*numbers, skip, engine.steps, engine.loss_scale)
     norm, where = _judge(engine, wanted, None if clip is None else norm_type)
     finite = not where and (norm is None or math.isfinite(norm))
     if not finite and not skip and engine.scaler.policy is None:
@@ -110,8 +111,10 @@ class _Shards:
             assert unit.gradients.shard is not None
             shard = unit.gradients.shard[: unit.valid_size]
             unit.shelf.begin(GRADIENTS, write=self._written)
-            yield shard[self._engine.ranks.part(shard.size)] if self._counted else shard
-            unit.shelf.end(GRADIENTS, written=self._written)
+            try:
+                yield shard[self._engine.ranks.part(shard.size)] if self._counted else shard
+            finally:
+                unit.shelf.end(GRADIENTS, written=self._written)
 
 
 def _cut(shards: Iterable[Array], limit: float) -> None:

@@ -61,9 +61,16 @@ class ShardUpdate:
     """
 
     def __init__(
-        self, unit: str, part: Part, optimizers: Optimizers, ranks: Ranks, allocate: Allocate
+        self,
+        unit: str,
+        part: Part,
+        optimizers: Optimizers,
+        ranks: Ranks,
+        algorithm: str,
+        allocate: Allocate,
     ) -> None:
         self._unit = unit
+        self._algorithm = algorithm
         self._part = part
         self._shards = ranks.shards
         self.policies = found = optimizers.of_unit(unit)
@@ -153,7 +160,13 @@ class ShardUpdate:
         return pieces
 
     def _sum(self, array: NDArray[np.float64]) -> None:
-        all_reduce(array, self._shards, out=array, label=f"optimizer of unit {self._unit}")
+        all_reduce(
+            array,
+            self._shards,
+            out=array,
+            algorithm=self._algorithm,
+            label=f"optimizer of unit {self._unit}",
+        )
 
 
 def state_sizes(layout: FlatLayout, rank: int, optimizers: Mapping[str, Optimizer]) -> list[int]:
