@@ -78,7 +78,10 @@ class MessageWork(Work):
                 return
             recorder.fail(self._entry, error)
             if not withdrawn:
-                self._backend.root.fail(error)
+                error = CommTimeoutError(f"{error}\n  part of it was sent: the job cannot go on")
+                self._backend.root.fail(error, tell=True)
+                recorder.save(seldom=True)
+                raise error
             recorder.save(seldom=True)
             raise
 

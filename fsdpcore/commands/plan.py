@@ -52,7 +52,7 @@ def show_plan(
         int | None, typer.Option(help="Of hybrid_shard: how many ranks share a copy.")
     ] = None,
     precision: Annotated[
-        str, typer.Option(help="Of gathered parameters and gradients: fp32, bf16 or fp16.")
+        str, typer.Option(help="Of gathered parameters: fp32, bf16 or fp16.")
     ] = "fp32",
     reduce: Annotated[
         str | None, typer.Option(help="Of gradients, if not that of the parameters.")
@@ -122,7 +122,8 @@ def parse_memory(text: str) -> int:
         number = float(match[1]) if match else 0.0
     except ValueError:
         number = 0.0
-    if match is None or not 1 <= number < 1e18:
+    least = 1 if match is not None and match[2] else 1e6  # "80" is not 80 bytes
+    if match is None or not least <= number < 1e18:
         raise ArgumentError(f"{text!r} is no size of a memory; write it like 80GB or 24GiB")
     return int(number * {**_FACTORS, **_BINARY}[match[2].upper()])
 

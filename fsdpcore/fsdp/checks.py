@@ -114,3 +114,18 @@ def rounds_into(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     """Whether values of one dtype may become those of another: both real floating, or equal."""
     # By name, as the types of ml_dtypes have no kind in common with NumPy's.
     return given == wanted or all(d.name.startswith(("float", "bfloat")) for d in (given, wanted))
+
+
+def as_positive(value: object, what: str, *, infinite: bool = False) -> float:
+    """Return ``value`` as a Python float; raise ArgumentError if it is no positive real.
+
+    Infinity counts as one if ``infinite``.
+    """
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    real = isinstance(value, (Real, np.generic, np.ndarray))
+    if not (real and number > 0 and (infinite or math.isfinite(number))):
+        raise ArgumentError(f"{what} must be a positive number, got {value!r}")
+    return number

@@ -43,6 +43,11 @@ class Declared:
     ) -> None:
         if not name or not isinstance(name, str):
             raise ArgumentError(f"a unit's name must be a non-empty string, got {name!r}")
+        if not isinstance(params, Mapping):
+            raise ArgumentError(
+                f"the parameters of unit {name!r} must be a mapping from names to arrays, got "
+                f"{type(params).__name__}"
+            )
         self.name = name
         self.names = tuple(params)
         self.ties = {key: value for key, value in params.items() if isinstance(value, Tied)}

@@ -76,6 +76,7 @@ class FSDP:
         steps: number of updates so far.
         optimizers: which optimizer updates which parameter; None without one.
         lent: ``full_params`` is open.
+        torn: an update was left half done, for instance by an interrupt.
         passes: what a step does with units.
 
     Raises:
@@ -98,6 +99,11 @@ class FSDP:
         seed: int = 0,
         algorithm: str = "auto",
     ) -> None:
+        if not isinstance(backend, Backend) or not isinstance(units, Iterable):
+            raise ArgumentError(
+                "FSDP takes a list of units, then a backend: FSDP(units, backend); got "
+                f"{type(units).__name__} and {type(backend).__name__}"
+            )
         self.units = tuple(units)
         self.backend = backend
         self.strategy = strategy if isinstance(strategy, Strategy) else Strategy(strategy)
@@ -113,7 +119,7 @@ class FSDP:
         check_units(self.units)
         optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
         self.optimizers = optimizers
-        self.lent = False
+        self.lent = self.torn = False
         options = (optimizers, self.strategy, self.precision, self.prefetching, seed, algorithm)
         check_same(self.units, backend, repr((*options, window, offload)))
         self.ranks = Ranks.of(backend, self.placement)
@@ -222,6 +228,7 @@ class FSDP:
         """Enter a step; called by ``Step``."""
         if self.passes.step is not None:
             raise StateError("a step is open already; leave it before you begin another one")
+        self.check_whole()
         self.check_idle("a step")
         if self._files is not None:
             self._files.restart()
@@ -264,6 +271,14 @@ class FSDP:
                 unit.reshard()
 
     # State.
+
+    def check_whole(self) -> None:
+        """Raise StateError if an update was left half done, and nothing was loaded since."""
+        if self.torn:
+            raise StateError(
+                "an update was left half done, so that some parameters are newer than others; load "
+                "a whole state (load_state_dict) before you go on"
+            )
 
     def check_idle(self, what: str) -> None:
         """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""

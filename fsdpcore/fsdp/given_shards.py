@@ -9,6 +9,7 @@ import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.checks import rounds_into
 from fsdpcore.fsdp.consent import check_equal, consent
 from fsdpcore.fsdp.views import round_into
 
@@ -23,14 +24,17 @@ def checked_shard(unit: Unit, flat: Array) -> Array:
     Raises:
         ArgumentError: another shape or a dtype that is not floating.
     """
-    array = np.asarray(flat)
+    try:
+        array = np.asarray(flat)
+    except ValueError as error:
+        raise ArgumentError(f"the shard of unit {unit.name!r} is no array: {error}") from error
     sizes = (unit.valid_size, unit.shard.size)
     if array.ndim != 1 or array.size not in sizes:
         raise ArgumentError(
             f"the shard of unit {unit.name!r} on this rank has {sizes[0]} elements, or {sizes[1]} "
             f"with padding, in one dimension; got an array of shape {array.shape}"
         )
-    if not np.can_cast(array.dtype, unit.shard.dtype, "same_kind"):
+    if not rounds_into(array.dtype, unit.shard.dtype):
         raise ArgumentError(
             f"the shard of unit {unit.name!r} has dtype {unit.shard.dtype}, to which {array.dtype} "
             "cannot be rounded"
@@ -49,14 +53,16 @@ def update_shards(engine: FSDP, shards: Mapping[str, Array]) -> None:
     """Replace this rank's shards of some units; see ``FSDP.update_shards``."""
     what = "update_shards"
     engine.check_idle(what)
-    problem = ""
+    problem, found = "", {}
     try:
+        if not isinstance(shards, Mapping):
+            raise ArgumentError(f"shards come as a mapping by unit, got {type(shards).__name__}")
         for name, flat in shards.items():
-            checked_shard(engine[name], flat)
+            found[engine[name].name] = checked_shard(engine[name], flat)
     except ArgumentError as error:
         problem = str(error)
-    units = [unit.name for unit in engine.units if unit.name in shards]
+    units = [unit.name for unit in engine.units if unit.name in found]
     told = consent(engine.backend, what, problem, repr(units))
     check_equal(engine.backend, told, f"{what}: the units differ between ranks")
     for name in units:
-        update_shard(engine[name], shards[name])
+        update_shard(engine[name], found[name])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,8 +18,9 @@ import numpy as np
 
 from fsdpcore.buffers import Array, split_sizes
 from fsdpcore.collectives import all_reduce, reduce_scatter
-from fsdpcore.errors import ArgumentError, CommunicationError, StateError
+from fsdpcore.errors import CommunicationError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.checks import as_positive
 from fsdpcore.fsdp.offload import GRADIENTS, Kind, Shelf
 from fsdpcore.fsdp.precision import Dtypes
 from fsdpcore.fsdp.ranks import Ranks
@@ -314,14 +314,13 @@ def all_reduce_sends(size: int, ranks: int, rank: int) -> int:
     return size - own + own * (ranks - 1)
 
 
-def check_divisor(divisor: float | None) -> None:
-    """Raise ArgumentError if gradients cannot be divided by ``divisor``."""
-    try:
-        valid = divisor is None or (math.isfinite(divisor) and divisor > 0)
-    except TypeError:  # no number at all
-        valid = False
-    if not valid:
-        raise ArgumentError(f"divisor must be a positive number, got {divisor!r}")
+def check_divisor(divisor: float | None) -> float | None:
+    """Return ``divisor`` as a Python float, whatever number it is, so that all ranks divide alike.
+
+    Raises:
+        ArgumentError: gradients cannot be divided by it.
+    """
+    return None if divisor is None else as_positive(divisor, "divisor")
 
 
 def _add_into(total: Array, values: Array) -> None:

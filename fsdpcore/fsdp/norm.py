@@ -9,16 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
 
 _BLOCK = 32 * 1024
-
-
-def check_norm_type(p: float) -> float:
-    """Return ``p`` if there is an Lp norm; raise ArgumentError if not."""
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or not p > 0:
-        raise ArgumentError(f"norm_type must be a positive number or math.inf, got {p!r}")
-    return float(p)
+# Squares that add up to less may have vanished. Those of float32 do not.
+_LEAST = 1e-200
 
 
 class NormPart(NamedTuple):
@@ -44,7 +38,7 @@ def local_part(arrays: Iterable[Array], p: float) -> NormPart:
         return NormPart(_maximum(list(_of_blocks(arrays, p, 1.0))), 0.0)
     if p in (1.0, 2.0):
         total = sum(_of_blocks(arrays, p, 1.0))
-        if math.isfinite(total):  # and float32 has no squares that vanish in float64
+        if math.isfinite(total) and total > _LEAST:
             return NormPart(1.0, total)
     largest = _maximum(list(_of_blocks(arrays, math.inf, 1.0)))
     if largest == 0.0 or not math.isfinite(largest):
@@ -90,7 +84,10 @@ def joined(parts: Sequence[NormPart], p: float, *, single: bool) -> float:
     if math.isinf(p) or largest == 0.0 or not math.isfinite(largest):
         return largest
     total = math.fsum(part.total * (part.largest / largest) ** p for part in parts)
-    norm: float = largest * total ** (1.0 / p)
+    try:
+        norm: float = largest * total ** (1.0 / p)
+    except OverflowError:
+        return math.inf
     if not single:
         return norm
     with np.errstate(over="ignore"):

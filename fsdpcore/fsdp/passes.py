@@ -65,6 +65,7 @@ class Passes:
         self.step = self._reducing = None
         self._ahead.clear()
         for unit in self._units:
+            unit.in_use = False
             unit.reshard()
             unit.drop_gradients()
         self.stats.seconds = time.perf_counter() - self.stats.began

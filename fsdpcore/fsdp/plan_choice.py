@@ -137,7 +137,9 @@ def changes(training: Training, strategy: Strategy, memory: int) -> list[Change]
     found = [
         Change(words, changed.plan(strategy).peak_bytes) for words, changed in _smaller(training)
     ]
-    found += _more_ranks(training, memory)
+    found += _more_ranks(training, memory, "")
+    if all(change.peak_bytes > memory for change in found):
+        found += _together(training, memory)
     return sorted((c for c in found if c.peak_bytes < now), key=lambda change: change.peak_bytes)
 
 
@@ -157,13 +159,26 @@ def _smaller(training: Training) -> Iterator[tuple[str, Training]]:
         )
 
 
-def _more_ranks(training: Training, memory: int) -> list[Change]:
+def _together(training: Training, memory: int) -> list[Change]:
+    """All of what makes it smaller at once, and as many ranks as that needs."""
+    words = []
+    while (found := next(_smaller(training), None)) is not None:
+        option, training = found
+        if option.startswith("units"):
+            break
+        words.append(option)
+    layers = min(64 * training.layers, int(training.params))
+    training = dataclasses.replace(training, layers=layers)
+    return _more_ranks(training, memory, " ".join([*words, f"--layers {layers}", ""]))
+
+
+def _more_ranks(training: Training, memory: int, before: str) -> list[Change]:
     """The smallest number of ranks that is enough, in powers of two times what there is."""
-    world_size = 2 * training.world_size
+    world_size = (1 if before else 2) * training.world_size
     while world_size <= _MOST_RANKS:
         more = dataclasses.replace(training, world_size=world_size)
         peak = more.plan(Strategy("full_shard")).peak_bytes
         if peak <= memory:
-            return [Change(f"--world {world_size}", peak)]
+            return [Change(f"{before}--world {world_size}", peak)]
         world_size *= 2
     return []

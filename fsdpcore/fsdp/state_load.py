@@ -65,6 +65,7 @@ def load_state(
                 "in a mapping use load_full, and with the state on one rank only, src=that rank"
             )
         progress = Progress.of(state.info) if optimizer else None
+        loading.stale = state.info.get("step") != engine.steps
     except ArgumentError as error:
         loading.problems.append(str(error))
         return loading.run({}, None, strict=False)
@@ -92,6 +93,7 @@ class _Loading:
     Attributes:
         reads: this rank has arrays to load.
         problems: what is wrong with them.
+        stale: the engine has trained since they were taken.
     """
 
     def __init__(self, engine: FSDP, what: str, *, optimizer: bool, src: int | None) -> None:
@@ -106,6 +108,7 @@ class _Loading:
         self._ignored = ignored_of(engine)
         self.reads = self._src in (None, engine.backend.rank)
         self.problems: list[str] = []
+        self.stale = False
 
     def run(
         self,
@@ -129,19 +132,27 @@ class _Loading:
         if plan.step >= 0:
             scale = None if plan.scale is None else (float(plan.scale[0]), int(plan.scale[1]))
             set_progress(self._engine, Progress(plan.step, scale))
+        if self._optimizer and not plan.missing:
+            self._engine.torn = False
         return LoadReport(tuple(plan.missing), tuple(plan.unexpected))
 
     # Checking.
 
     def _untied(self, given: Given) -> dict[str, ShardedArray | Array]:
         """Return the arrays, those of tied parameters under the names of their owners."""
-        arrays = dict(given)
+        arrays: dict[str, ShardedArray | Array] = {}
+        for name, value in given.items():
+            named: object = name
+            if isinstance(named, str):
+                arrays[name] = value
+            else:
+                self.problems.append(f"a name must be a string such as 'unit.param', got {name!r}")
         for name, owner in ties_of(self._engine).items():
-            value = arrays.pop(name, None)
-            if value is None:
+            tied = arrays.pop(name, None)
+            if tied is None:
                 continue
-            other = arrays.setdefault(owner, value)
-            if other is not value and not _same(other, value):
+            other = arrays.setdefault(owner, tied)
+            if other is not tied and not _same(other, tied):
                 self.problems.append(
                     f"{name} is tied to {owner}, but their arrays differ; give one of them"
                 )
@@ -187,6 +198,11 @@ class _Loading:
                     f"comes in the ranges {have}, but this rank holds {needed}: that is another "
                     "layout (another strategy, or number of ranks); a checkpoint loads into any, "
                     "and so does state_dict(full=True)"
+                )
+            if self.stale and any(np.may_share_memory(p.array, entry.data) for p in value.pieces):
+                return (
+                    "is a view of what the engine has now, not of what it had; copy the arrays of "
+                    "a state_dict that is to outlive an update, or take state_dict(full=True)"
                 )
         return ""
 

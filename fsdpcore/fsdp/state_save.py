@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def sharded_state(engine: FSDP, *, optimizer: bool) -> EngineState:
     """Return views of what this rank holds; does not communicate, and copies nothing."""
+    engine.check_whole()
     arrays: dict[str, ShardedArray | Array] = {}
     for entry in entries_of(engine, optimizer=optimizer):
         arrays[entry.name] = sharded(engine, entry, read_only(entry.data))
@@ -49,6 +50,7 @@ def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
         optimizer: with the optimizer's.
         to: the one rank that gets arrays, or "all".
     """
+    engine.check_whole()
     backend = engine.backend
     root = None
     if to != "all":

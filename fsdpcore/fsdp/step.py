@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
-from fsdpcore.fsdp.checks import as_finite
+from fsdpcore.fsdp.checks import as_finite, as_positive
 from fsdpcore.fsdp.gradients import check_divisor
-from fsdpcore.fsdp.norm import check_norm_type
 from fsdpcore.fsdp.schedule import Phase
 from fsdpcore.fsdp.unit import Unit
 from fsdpcore.fsdp.update import apply_update
@@ -44,8 +42,7 @@ class Step:
     """
 
     def __init__(self, engine: FSDP, divisor: float | None, training: bool) -> None:
-        check_divisor(divisor)
-        self.divisor = divisor
+        self.divisor = check_divisor(divisor)
         self.training = training
         self.skipped = False
         self._engine = engine
@@ -114,7 +111,6 @@ class Step:
             raise
         finally:
             self._leave(member)
-            self._engine.passes.release(member)
 
     @contextmanager
     def backward(self, unit: Unit | str) -> Iterator[BackwardUnit]:
@@ -147,9 +143,8 @@ class Step:
             self._forwards[member.name] += 1  # it can be tried again
             raise
         finally:
-            self._leave(member)
-            self._engine.passes.release(member)
-            member.drop_local_gradients()
+            if self._leave(member):
+                member.drop_local_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -198,8 +193,13 @@ class Step:
             MismatchError: the ranks called it with different arguments, or went through the units
                 in different orders.
         """
-        check_norm_type(norm_type)
-        _check_numbers(clip, clip_value, lr)
+        norm_type = as_positive(norm_type, "norm_type", infinite=True)
+        clip = None if clip is None else as_positive(clip, "clip", infinite=True)
+        if clip_value is not None:
+            clip_value = as_positive(clip_value, "clip_value", infinite=True)
+            if clip is not None:
+                raise ArgumentError("clip by norm, or by clip_value, but not by both")
+        lr = None if lr is None else as_finite(lr, "lr", minimum=0.0)
         self._check_update()
         self._updated = True  # also if it is skipped, or raises: nothing is left to apply
         norm, self.skipped = apply_update(
@@ -230,8 +230,13 @@ class Step:
                 "backward pass of the last microbatch outside of no_sync()"
             )
 
-    def _leave(self, member: Unit) -> None:
+    def _leave(self, member: Unit) -> bool:
+        """End the use of a unit; False if the step has ended before, and its units with it."""
+        if not self._active:
+            return False
         self._open, member.in_use = None, False
+        self._engine.passes.release(member)
+        return True
 
     def _enter(self, member: Unit, phase: Phase) -> None:
         if not self._active:
@@ -247,17 +252,3 @@ class Step:
             raise StateError(f"unit {member.name!r} has gradients that were not reduced")
         self._open, self._phase = member, phase
         member.in_use = True
-
-
-def _check_numbers(clip: float | None, clip_value: float | None, lr: float | None) -> None:
-    for name, value in (("clip", clip), ("clip_value", clip_value)):
-        if value is not None and not _is_positive(value):
-            raise ArgumentError(f"{name} must be a positive number, got {value!r}")
-    if clip is not None and clip_value is not None:
-        raise ArgumentError("clip by norm, or by clip_value, but not by both")
-    if lr is not None:
-        as_finite(lr, "lr", minimum=0.0)
-
-
-def _is_positive(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0

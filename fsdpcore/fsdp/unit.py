@@ -219,8 +219,8 @@ class Unit(Declared):
         Parameters that are tied to others are gathered with the units that own them.
 
         Args:
-            async_op: return a ``Work`` at once; ``params`` is there after another ``unshard()``, which
-                waits for it.
+            async_op: return a ``Work`` at once; ``params`` is there after another ``unshard()``,
+                which waits for it.
         """
         self._bound(self._binding)
         if self.state is ParamState.SHARDED:
@@ -268,7 +268,7 @@ class Unit(Declared):
             raise StateError(
                 f"parameters of unit {self.name!r} are {self.state.value}; call unshard() first"
             )
-        if len(self.parts) == 1 and len(self.layout.params) == len(self.names):
+        if 0 < len(self.layout.params) == len(self.names):
             return self.parts[0].storage.params
         return Joined(self.name, {name: self._source(name) for name in self.names})
 
@@ -464,7 +464,7 @@ class Unit(Declared):
             divisor: the sum is divided by it; by default the number of ranks, for their mean.
             async_op: begin only; ``grad_shard`` and ``update`` wait for the end.
         """
-        check_divisor(divisor)
+        divisor = check_divisor(divisor)
         gradients = self.gradients
         if grads is not None:
             target = self.begin_gradients()

@@ -52,8 +52,10 @@ def apply_update(
             factor *= clip / norm
         if clip_value is not None:
             _cut(_Shards(engine, written=True), clip_value * engine.loss_scale)
+        engine.torn = True
         for unit in in_turn(engine.units, UPDATED, GRADIENTS):
             unit.update(step=engine.steps + 1, lr=lr, grad_scale=factor)
+        engine.torn = False
         engine.steps += 1
     engine.scaler.updated(skipped=not finite)
     engine.passes.updated()

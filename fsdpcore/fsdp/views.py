@@ -168,7 +168,8 @@ class Gradients(MutableMapping[str, Array]):
             also = f" (or {self._computed})" if self._computed not in (None, view.dtype) else ""
             raise ArgumentError(
                 f"gradient of {self._places.unit}.{name} must have shape {view.shape} and dtype "
-                f"{view.dtype}{also}, got {value.shape} and {value.dtype}"
+                f"{view.dtype}{also}, got {value.shape} and {value.dtype}; convert it with "
+                "astype, or write into the array that grads[name] gives"
             )
         if value is not view:
             round_into(view, value)
