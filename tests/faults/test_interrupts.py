@@ -48,3 +48,34 @@ def test_a_caught_interrupt_leaves_nothing_half_done(attempt: int) -> None:
         ("done", "done"),
         ("told", "done"),
     ]
+
+
+def _interrupted_send(backend: fc.Backend) -> str:
+    def raise_it(*ignored: Any) -> None:
+        raise KeyboardInterrupt
+
+    large = np.zeros(3 << 20, np.uint8)
+    backend.barrier()
+    if backend.rank == 0:
+        signal.signal(signal.SIGALRM, raise_it)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            backend.send(large, 1)
+        except KeyboardInterrupt:
+            assert backend.root.failure is not None, "the other one has half of a message"
+            return str(backend.root.failure)
+        return "sent"
+    try:
+        backend.recv(large, 0, tag=1)  # which is never sent
+    except fc.PeerFailedError as error:
+        return str(error)
+    return "received"
+
+
+@pytest.mark.parametrize("shm", ["auto", "off"])
+def test_a_message_that_is_left_half_done_ends_the_job(shm: str) -> None:
+    """Nobody waits for the rest of it, nor takes its offer for the next message."""
+    options = {"transport": "zmq", "timeout": 60, "shm": shm}
+    sender, receiver = fc.launch(_interrupted_send, world_size=2, **options)
+    assert "was left half done: KeyboardInterrupt" in sender
+    assert receiver.startswith("rank 0 failed: ")

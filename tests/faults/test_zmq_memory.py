@@ -603,6 +603,20 @@ def test_without_more_memory_the_rest_goes_over_the_connection(
         assert more.join(PATIENCE)
 
 
+def test_a_message_counts_as_granted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the memory runs out after the grant, and the first bytes are taken after that."""
+    with near_job(segment_bytes=1 << 24) as (backend, rogue):  # more than the connection holds
+        backend.post_send(np.ones(14 << 20, np.uint8), 1, HERE)
+        offer = rogue.read(LEND)
+        monkeypatch.setattr(SharedMemory, "empty", lambda self, nbytes: None)
+        rogue.send(frame(GRANT, message=_numbers(offer)[0]))
+        rogue.send(frame(TAKEN, message=_numbers(offer)[0], offset=zmq_memory._AHEAD_BYTES))
+        catch_up(backend, rogue)
+        mail = backend._peers[1].mail
+        assert mail is not None
+        assert mail.granted == 1
+
+
 def test_a_rank_that_has_no_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise OSError("out of descriptors")
