@@ -21,7 +21,7 @@ transport, and the job's ``Policy``, whose digest the ranks compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,8 @@ from fsdpcore.backend import Backend, Capabilities
 from fsdpcore.collectives.algorithms import ALGORITHMS, Algorithm
 from fsdpcore.errors import ArgumentError
 from fsdpcore.policy import Costs
+
+Algorithms = dict[str, Algorithm]
 
 
 class Choice(NamedTuple):
@@ -72,15 +74,17 @@ def choose(
     Raises:
         ArgumentError: the collective has no such algorithm.
     """
+    # Once: the group's thread may find more of them at any time, with the first collective.
     own = backend.own_algorithms.get(collective, {})
     known = {**ALGORITHMS[collective], **own}
     lender = None
     if algorithm == "auto":
-        usable = _usable(collective, backend, dtype, op)
+        usable = _usable(known, backend, dtype, op)
         algorithm = _overridden(collective, nbytes, backend, usable) or ""
         if not algorithm:
-            algorithm = _measured(collective, nbytes, backend, usable) or cheapest(
-                collective, nbytes, backend, dtype, op
+            allowed = _allowed(usable, own)
+            algorithm = _measured(collective, nbytes, backend, allowed) or cheapest(
+                allowed, nbytes, backend
             )
             lender = next((n for n in usable if 0 < known[n].lends < nbytes), None)
     elif not isinstance(algorithm, str) or algorithm not in known:
@@ -111,22 +115,16 @@ def candidates(
 ) -> dict[str, Algorithm]:
     """Return what ``auto`` may choose from, without an override."""
     own = backend.own_algorithms.get(collective, {})
-    return {
-        name: known
-        for name, known in _usable(collective, backend, dtype, op).items()
-        if known.canonical or name in own
-    }
+    known = {**ALGORITHMS[collective], **own}
+    return _allowed(_usable(known, backend, dtype, op), own)
 
 
-def cheapest(
-    collective: str,
-    nbytes: int,
-    backend: Backend,
-    dtype: np.dtype[Any] | None = None,
-    op: str = "",
-) -> str:
+def _allowed(usable: Algorithms, own: Mapping[str, Algorithm]) -> Algorithms:
+    return {name: known for name, known in usable.items() if known.canonical or name in own}
+
+
+def cheapest(known: Algorithms, nbytes: int, backend: Backend) -> str:
     """Return the name of the algorithm with the lowest cost; the first one of equals."""
-    known = candidates(collective, backend, dtype, op)
     tuning = backend.root.policy.tuning
 
     def seconds(name: str) -> float:
@@ -147,11 +145,10 @@ def predict(
 
 
 def _usable(
-    collective: str, backend: Backend, dtype: np.dtype[Any] | None, op: str
-) -> dict[str, Algorithm]:
+    known: Algorithms, backend: Backend, dtype: np.dtype[Any] | None, op: str
+) -> Algorithms:
     """What can be used for a call at all, whoever asks for it."""
     deterministic = backend.root.policy.deterministic
-    known = {**ALGORITHMS[collective], **backend.own_algorithms.get(collective, {})}
     return {
         name: algorithm
         for name, algorithm in known.items()
@@ -159,25 +156,20 @@ def _usable(
     }
 
 
-def _overridden(
-    collective: str, nbytes: int, backend: Backend, usable: dict[str, Algorithm]
-) -> str | None:
+def _overridden(collective: str, nbytes: int, backend: Backend, usable: Algorithms) -> str | None:
     ranges = backend.root.policy.overrides.get(collective)
     name = None if ranges is None else ranges.at(nbytes)
     return name if name in usable else None
 
 
-def _measured(
-    collective: str, nbytes: int, backend: Backend, usable: dict[str, Algorithm]
-) -> str | None:
+def _measured(collective: str, nbytes: int, backend: Backend, allowed: Algorithms) -> str | None:
     hosts = len(set(backend.hosts))
     entry = backend.root.policy.tuning.for_group(backend.world_size, hosts)
     if entry is None:
         return None
-    own = backend.own_algorithms.get(collective, {})
     for table in (entry.best, entry.general):
         ranges = table.get(collective)
         name = None if ranges is None else ranges.at(nbytes)
-        if name in usable and (usable[name].canonical or name in own):
+        if name in allowed:
             return name
     return None

@@ -21,7 +21,8 @@ from gpt_model import GPTConfig
 
 def main(backend):
     model = GPTConfig(context=32, width=24, heads=2, layers=2, hidden=50)
-    options = train_gpt.Options(model, 6, 8, 6e-3, 1337, 1, "auto", Path(sys.argv[1]))
+    out = Path(sys.argv[1])
+    options = train_gpt.Options(model, 6, 8, 6e-3, 1337, fc.Strategy(), 1, "auto", out)
     trainer = train_gpt.Trainer(backend, options)
     losses = [trainer.step(number).hex() for number in range(options.steps)]
     if backend.rank == 0:

@@ -11,10 +11,10 @@ import pytest
 
 from fsdpcore import collectives
 from fsdpcore.backend import Capabilities
-from fsdpcore.collectives import star
+from fsdpcore.collectives import select, star
 from fsdpcore.collectives.algorithms import ALGORITHMS, Algorithm, Terms
 from fsdpcore.collectives.overrides import parse
-from fsdpcore.collectives.select import candidates, cheapest, choose
+from fsdpcore.collectives.select import candidates, choose
 from fsdpcore.errors import ArgumentError
 from fsdpcore.policy import Costs, Measured, Policy, Ranges, Tuning
 
@@ -46,6 +46,10 @@ def _backend(
         hosts=[member * hosts // world_size for member in range(world_size)],
         root=SimpleNamespace(policy=policy or Policy()),
     )
+
+
+def cheapest(collective: str, nbytes: int, backend: Any) -> str:
+    return select.cheapest(candidates(collective, backend), nbytes, backend)
 
 
 SIZES = [0, 4, 1000, 100_000, 10**7, 10**10]
@@ -227,3 +231,20 @@ def test_a_measured_table_never_leads_to_ring() -> None:
     entry = Measured(4, 1, {"all_reduce": parse("all_reduce", "ring", "test")})
     policy = Policy(tuning=Tuning(measured=(entry,)))
     assert {_choice(policy, n) for n in SIZES} <= set(candidates("all_reduce", _backend(4)))
+
+
+def test_a_group_may_find_algorithms_of_its_own_while_another_thread_chooses() -> None:
+    """It does with its first collective, on the thread of asynchronous ones."""
+    own = ALGORITHMS["all_reduce"]["direct"]._replace(lends=1)
+    answers = iter([{}, *[{"all_reduce": {"own": own}}] * 9])
+
+    class Finding(SimpleNamespace):
+        @property
+        def own_algorithms(self) -> Any:
+            return next(answers)
+
+    fields = vars(_backend(2))
+    del fields["own_algorithms"]
+    backend: Any = Finding(**fields)
+    assert choose("all_reduce", "auto", 100, backend).name in ALGORITHMS["all_reduce"]
+    assert choose("all_reduce", "auto", 100, backend).name == "own"
