@@ -83,7 +83,7 @@ def choose(
         algorithm = _overridden(collective, nbytes, backend, usable) or ""
         if not algorithm:
             allowed = _allowed(usable, own)
-            algorithm = _measured(collective, nbytes, backend, allowed) or cheapest(
+            algorithm = _measured(collective, nbytes, backend, allowed) or _cheapest(
                 allowed, nbytes, backend
             )
             lender = next((n for n in usable if 0 < known[n].lends < nbytes), None)
@@ -123,8 +123,12 @@ def _allowed(usable: Algorithms, own: Mapping[str, Algorithm]) -> Algorithms:
     return {name: known for name, known in usable.items() if known.canonical or name in own}
 
 
-def cheapest(known: Algorithms, nbytes: int, backend: Backend) -> str:
+def cheapest(collective: str, nbytes: int, backend: Backend) -> str:
     """Return the name of the algorithm with the lowest cost; the first one of equals."""
+    return _cheapest(candidates(collective, backend), nbytes, backend)
+
+
+def _cheapest(known: Algorithms, nbytes: int, backend: Backend) -> str:
     tuning = backend.root.policy.tuning
 
     def seconds(name: str) -> float:
