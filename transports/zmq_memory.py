@@ -40,7 +40,7 @@ _LEAST_BYTES = 256 * 1024
 _PIECE_BYTES, _PIECES = 2 << 20, 2
 # What is copied of a message before it is known whether anybody receives it, and how much of that
 # may be waiting for one peer.
-_AHEAD_BYTES, _MOST_AHEAD_BYTES = 2 << 20, 4 << 20
+_AHEAD_BYTES, _MOST_AHEAD_BYTES = 2 << 20, 2 << 20
 # What is copied of lent arrays before other threads of this rank get their turn.
 _COPY_BYTES = 16 << 20
 
