@@ -3,6 +3,7 @@
     python examples/train_gpt.py                          # 4 ranks, threads of this process
     python examples/train_gpt.py --transport zmq          # 4 processes over TCP
     fsdpcore run -n 2 examples/train_gpt.py               # ranks started by a launcher
+    python examples/train_gpt.py --checkpoint runs/ckpt   # --resume goes on, on any number of ranks
 
 Model and gradients are plain NumPy (gpt_model.py). What makes it distributed is in ``Trainer``:
 the engine takes over the layers' parameters, and each rank computes its rows of the global batch.
@@ -45,6 +46,9 @@ class Options:
     prefetch: int
     algorithm: str
     out: Path
+    checkpoint: Path | None = None
+    every: int = 100
+    resume: bool = False
     evaluate_every: int = 50
     evaluation_batches: int = 4
     sample_bytes: int = 300
@@ -131,6 +135,57 @@ class Trainer:
         return float(total) / self.options.batch * BITS_PER_NAT
 
 
+@dataclass
+class History:
+    """What the run has shown so far, in bits per byte; equal on all ranks."""
+
+    losses: list[float]
+    validation: list[list[float]]  # pairs of a step and a loss
+
+    @classmethod
+    def begin(cls, trainer: Trainer) -> History:
+        """Go on from the newest checkpoint if that is wanted and there is one, else begin."""
+        folder = trainer.options.checkpoint
+        if folder is not None and trainer.options.resume:
+            try:
+                loaded = fc.checkpoint.load(folder, trainer.engine, trainer.backend)
+            except fc.CheckpointNotFoundError as error:
+                say(trainer.backend, f"nothing to resume from: {error}")
+            else:
+                say(trainer.backend, f"resumed after step {loaded.step} from {folder}")
+                return cls(**loaded.extra)
+        return cls([], [[0, trainer.evaluate()]])
+
+    def extra(self) -> dict[str, Any]:
+        """As it goes into a checkpoint."""
+        return {"losses": self.losses, "validation": self.validation}
+
+
+@contextmanager
+def checkpoints(trainer: Trainer) -> Iterator[Any]:
+    """Give a function that saves a checkpoint, in the background, where one is due."""
+    options = trainer.options
+    if options.checkpoint is None:
+        yield lambda done, history: None
+        return
+    keep = fc.checkpoint.Retention(last=2)
+    with fc.checkpoint.AsyncCheckpointer(
+        options.checkpoint, trainer.backend, retention=keep
+    ) as saver:
+
+        def save(done: int, history: History) -> None:
+            if done % options.every == 0 or done == options.steps:
+                saver.save(trainer.engine, extra=history.extra())
+
+        yield save
+
+
+def say(backend: fc.Backend, text: str) -> None:
+    """Print on one rank."""
+    if backend.rank == 0:
+        console.print(text, markup=False, soft_wrap=True)
+
+
 def learning_rate(options: Options) -> fc.optim.Schedule:
     """Linear warm-up, then a cosine down to a tenth."""
     warmup = min(20, options.steps // 10 + 1)
@@ -143,22 +198,23 @@ def main(backend: fc.Backend, options: Options) -> list[float]:
     keep_freed_memory()
     trainer = Trainer(backend, options)
     memory = show_memory(trainer)
-    losses: list[float] = []
-    validation = [(0, trainer.evaluate())]
-    with progress_line(backend, options.steps) as show:
+    history = History.begin(trainer)
+    first = trainer.engine.steps
+    with checkpoints(trainer) as save, progress_line(backend, options.steps) as show:
         start = time.perf_counter()
-        for number in range(options.steps):
-            losses.append(trainer.step(number))
+        for number in range(first, options.steps):
+            history.losses.append(trainer.step(number))
             done = number + 1
             if done % options.evaluate_every == 0 or done == options.steps:
-                validation.append((done, trainer.evaluate()))
-            tokens = done * options.batch * options.model.context
+                history.validation.append([done, trainer.evaluate()])
+            save(done, history)
+            tokens = (done - first) * options.batch * options.model.context
             rate = tokens / (time.perf_counter() - start)
-            show(done, losses[-1], validation[-1][1], rate, memory)
+            show(done, history.losses[-1], history.validation[-1][1], rate, memory)
     text = trainer.generate()
     if backend.rank == 0:
-        finish(options, losses, validation, text)
-    return losses
+        finish(options, history, text)
+    return history.losses
 
 
 def show_memory(trainer: Trainer) -> str:
@@ -200,19 +256,18 @@ def progress_line(backend: fc.Backend, steps: int) -> Iterator[Any]:
         yield show
 
 
-def finish(
-    options: Options, losses: list[float], validation: list[tuple[int, float]], text: str
-) -> None:
+def finish(options: Options, history: History, text: str) -> None:
     """Print a sample and the final loss, draw the curve."""
     console.rule("a sample")
     console.print(text, markup=False)
     console.rule()
+    validation = [(int(step), loss) for step, loss in history.validation]
     first, last = validation[0][1], validation[-1][1]
     console.print(f"validation: {first:.2f} bits per byte before, [bold]{last:.2f}[/] after")
     options.out.mkdir(parents=True, exist_ok=True)
     picture = options.out / "loss.png"
     try:
-        save_png(picture, losses, validation, f"Byte-level GPT, {options.steps} steps")
+        save_png(picture, history.losses, validation, f"Byte-level GPT, {options.steps} steps")
         console.print(f"loss curve: {picture}")
     except fc.MissingDependencyError as error:
         console.print(f"no picture: {error}", markup=False)
@@ -235,12 +290,32 @@ def cli(
     prefetch: Annotated[int, typer.Option(min=0, help="Units gathered ahead.")] = 1,
     algorithm: Annotated[str, typer.Option(help="auto, or one such as direct.")] = "auto",
     out: Annotated[Path, typer.Option(help="Where the loss curve goes.")] = Path("runs/train_gpt"),
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 100,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
 ) -> None:
     """Train a small GPT, fully sharded over the ranks."""
     try:
         model = GPTConfig(context=context, width=width, heads=heads, layers=layers, hidden=hidden)
         sharded = fc.Strategy(strategy, shard_group_size=shard_group_size)
-        options = Options(model, steps, batch, lr, seed, sharded, prefetch, algorithm, out)
+        if resume and checkpoint is None:
+            raise fc.ArgumentError("--resume needs --checkpoint, the folder to resume from")
+        options = Options(
+            model=model,
+            steps=steps,
+            batch=batch,
+            lr=lr,
+            seed=seed,
+            strategy=sharded,
+            prefetch=prefetch,
+            algorithm=algorithm,
+            out=out,
+            checkpoint=checkpoint,
+            every=every,
+            resume=resume,
+        )
         fc.launch(main, world_size=ranks, transport=transport, args=(options,))
     except (fc.ConfigError, fc.ArgumentError) as error:
         raise typer.BadParameter(str(error)) from None

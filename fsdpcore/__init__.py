@@ -6,7 +6,7 @@ backend; ``FSDP`` shards a model over one. README.md shows all three.
 
 from importlib.metadata import version as _version
 
-from fsdpcore import errors
+from fsdpcore import checkpoint, errors
 from fsdpcore.adapters.layers import Layer, LayerStack
 from fsdpcore.backend import Backend, Capabilities, SubBackend
 from fsdpcore.collectives import (
@@ -30,10 +30,13 @@ from fsdpcore.collectives import (
 )
 from fsdpcore.errors import (
     ArgumentError,
+    CheckpointError,
+    CheckpointNotFoundError,
     ClosedError,
     CommTimeoutError,
     CommunicationError,
     ConfigError,
+    CorruptCheckpointError,
     FsdpcoreError,
     MismatchError,
     MissingDependencyError,
@@ -76,10 +79,13 @@ __all__ = [
     "Backend",
     "Batch",
     "Capabilities",
+    "CheckpointError",
+    "CheckpointNotFoundError",
     "ClosedError",
     "CommTimeoutError",
     "CommunicationError",
     "ConfigError",
+    "CorruptCheckpointError",
     "EngineState",
     "FsdpcoreError",
     "Layer",
@@ -120,6 +126,7 @@ __all__ = [
     "all_to_all_v",
     "barrier",
     "broadcast",
+    "checkpoint",
     "coalesce",
     "dump_trace",
     "errors",

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fsdpcore import __version__, doctor
 from fsdpcore.commands.bench import show_bench
+from fsdpcore.commands.ckpt import app as ckpt
 from fsdpcore.commands.plan import show_plan
 from fsdpcore.commands.trace import trace
 from fsdpcore.commands.tune import tune
@@ -120,3 +121,4 @@ app.command("tune")(tune)
 app.command("trace")(trace)
 app.command("bench")(show_bench)
 app.command("plan")(show_plan)
+app.add_typer(ckpt, name="ckpt")

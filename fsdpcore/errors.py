@@ -17,6 +17,9 @@
     │   ├── PeerFailedError                  another rank failed or is gone
     │   ├── ProtocolError                    bytes that no rank of this job would send
     │   └── ClosedError                      the backend was closed
+    ├── CheckpointError (RuntimeError)       a checkpoint could not be written or read
+    │   ├── CorruptCheckpointError           it is not what was written, or was not finished
+    │   └── CheckpointNotFoundError          there is none
     └── RankFailedError (RuntimeError)       what ``launch`` raises when a rank failed
 """
 
@@ -88,6 +91,21 @@ class ProtocolError(CommunicationError):
 
 class ClosedError(CommunicationError):
     """The backend was closed on this rank."""
+
+
+class CheckpointError(FsdpcoreError, RuntimeError):
+    """A checkpoint could not be written or read; on all ranks. What was committed before is there.
+
+    The backend stays usable.
+    """
+
+
+class CorruptCheckpointError(CheckpointError):
+    """What was found is not what was written, or its writing was never finished."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no such checkpoint."""
 
 
 class RankFailedError(FsdpcoreError, RuntimeError):

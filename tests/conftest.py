@@ -7,11 +7,14 @@ takes its parameters and fixtures of the session, since no other fixture is made
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -24,12 +27,16 @@ _Outcomes = dict[str, "Future[None]"]
 _outcomes = pytest.StashKey[_Outcomes]()
 
 
+_interrupts = pytest.StashKey[Any]()
 _bytecode = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 _IMPORTED = "fsdpcore.cli, fsdpcore.transports.zmq_tcp, fsdpcore.transports.mpi"
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell has what it starts in the background ignore Ctrl-C, and so would all processes that
+    # the tests start. They are about what happens where nobody has said so.
+    config.stash[_interrupts] = signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get(_NO_BYTECODE):
         # Hundreds of interpreters are started. Where they may not leave compiled modules beside
         # the sources, each would compile the package again, which takes as long as all the rest
@@ -47,15 +54,47 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGINT, config.stash[_interrupts])
     if _bytecode in config.stash:
         os.environ[_NO_BYTECODE] = "1"
         del os.environ["PYTHONPYCACHEPREFIX"]
         config.stash[_bytecode].cleanup()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # A full collection of garbage looks at all that is alive. Thousands of collected tests are,
+    # to the end: leaving them out makes it ten times as fast.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if isinstance(item, pytest.Function) and item.get_closest_marker(_MARK):
         item.fixturenames.append("request")  # so that it can ask for what the other tests take
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packages_are_looked_up_once() -> Iterator[None]:
+    """Every launch looks for transports among all installed packages; most of its time is that.
+
+    Where a test adds folders to the path, it finds what is there.
+    """
+    from fsdpcore import registry
+
+    look_up, folders = registry.entry_points, set(sys.path)
+    found: dict[Any, Any] = {}
+
+    def known(**chosen: str) -> Any:
+        if not folders.issuperset(sys.path):
+            return look_up(**chosen)
+        key = (*sys.path, *chosen.items())
+        if key not in found:
+            found[key] = look_up(**chosen)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", known)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

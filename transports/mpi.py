@@ -102,9 +102,10 @@ class MpiBackend(Transport):
         )
         self._numbers = itertools.count(1)
         self._queries: dict[int, _Query] = {}
-        # Peers that post no more messages; peers that know of this rank's failure.
+        # Peers that post no more messages; peers that know that the job has failed.
         self._left: set[int] = set()
         self._aware: set[int] = set()
+        self._told = False  # the peers, by this rank, why it fails
         self._leaving = False
         self._released = False
         if self.world_size > 1:
@@ -237,6 +238,7 @@ class MpiBackend(Transport):
         content: dict[str, Any] = {"kind": type(error).__name__, "reason": str(error)[:MAX_TEXT]}
         if isinstance(error, PeerFailedError) and error.rank is not None:
             content["rank"] = error.rank
+        self._told = True
         self._to_all(pack_json(Kind.FAIL, self.rank, content))
 
     def _to_all(self, message: bytes) -> None:
@@ -279,11 +281,16 @@ class MpiBackend(Transport):
             if self._released:
                 return
             if not flush:
-                PROCESS.doom(1)
+                PROCESS.doom(1, following=not self._told)
         if flush:
             self.watch.until(lambda: self.engine.flushed, _CLOSING_SECONDS)
-        else:  # until then they get answers
+        elif self._told:  # until then they get answers
             self.watch.until(self._all_aware, _FAILED_SECONDS)
+        else:
+            # This rank heard it from another, which ends the job soon: if it waited here, its
+            # last words would come too late. Nor need a rank wait for it that fails as well.
+            self._to_all(pack(Kind.SEEN, self.rank))
+            self.watch.until(lambda: self.engine.flushed, _FAILED_SECONDS)
         self._released = True
         self.watch.stop()
         self.engine.close()

@@ -32,6 +32,9 @@ except RuntimeError as error:  # what mpi4py raises where it finds no library to
 
 # Between a rank's last words and the end of the job: the other ranks get to say theirs.
 GRACE_SECONDS = 0.5
+# A rank that ends because of another leaves the abort to that one, whose exit code counts, for so
+# long: for it to tell all others, to print its traceback, and for its own grace.
+FOLLOWING_SECONDS = 3.0
 
 __all__ = ["MPI", "PROCESS", "Process", "poll_until", "versions"]
 
@@ -68,6 +71,7 @@ class Process:
         self._prepared = False
         self._owns_mpi = False
         self._code: int | None = None
+        self._following = False
 
     def start(self, seconds: float) -> None:
         """Start MPI unless it runs, and see that it is ended with the process.
@@ -119,10 +123,15 @@ class Process:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return comm
 
-    def doom(self, code: int) -> None:
-        """Have the whole job aborted when this process ends; the first ``code`` counts."""
+    def doom(self, code: int, *, following: bool = False) -> None:
+        """Have the whole job aborted when this process ends; the first call counts.
+
+        Args:
+            code: the exit code of the job.
+            following: another rank fails for a reason of its own, and should be first.
+        """
         if self._code is None:
-            self._code = code
+            self._code, self._following = code, following
 
     def abort(self, message: str, code: int = 1) -> None:
         """Print ``message`` and end all ranks, now. Does not return."""
@@ -140,7 +149,7 @@ class Process:
         if uncaught is not None:
             self.doom(130 if issubclass(uncaught, KeyboardInterrupt) else 1)
         if self._code is not None and MPI.COMM_WORLD.size > 1:
-            time.sleep(GRACE_SECONDS)
+            time.sleep(FOLLOWING_SECONDS if self._following else GRACE_SECONDS)
             self._abort(self._code)
         elif self._owns_mpi:
             MPI.Finalize()

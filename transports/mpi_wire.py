@@ -12,7 +12,7 @@ FAIL    the sender's job has failed: JSON with the reason, and the rank that is 
 BYE     no new messages from the sender, all is well; it still sends what it has offered
 QUERY   what are you doing?
 STATUS  the answer: JSON
-SEEN    the answer to FAIL
+SEEN    the answer to FAIL; also said by who heard of the failure from another, and leaves
 ======  ========================================================================================
 """
 

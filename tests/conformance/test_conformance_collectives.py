@@ -6,55 +6,104 @@ from typing import Any
 
 import pytest
 from support.bodies import layouts, movement, overview, reductions
-from support.cases import LARGE, bodies, jobs
+from support.cases import LARGE, bodies, jobs, only_if_asked_for
 from support.spmd import TRANSPORTS, run
 
 pytestmark = pytest.mark.side_by_side("transport")
 
 
-@jobs()
-@bodies(
+# What depends on the number of ranks; and what is about values, dtypes and arrays.
+OF_RANKS = [
     reductions.every_shape,
-    reductions.special_values,
-    reductions.combinations_refused,
-    reductions.ring_to_rounding,
-    reductions.all_reduce_in_two_steps,
-    movement.every_dtype,
     movement.every_shape,
-    movement.python_values,
     movement.barriers,
+    movement.python_values,
     movement.ragged_gather,
     movement.ragged_rooted,
     movement.ragged_reduction,
     movement.ragged_exchange,
     movement.ragged_refusals,
+]
+OF_ARRAYS = [
+    reductions.special_values,
+    reductions.combinations_refused,
+    reductions.all_reduce_in_two_steps,
+    movement.every_dtype,
     layouts.every_layout,
     layouts.odd_strides,
     layouts.out_is_input,
     layouts.own_chunk_in_place,
     layouts.partial_overlap,
-)
+]
+
+
+@jobs()
+@bodies(*OF_RANKS)
 def test_collectives(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size)
+
+
+@jobs(1, 3, 8)
+@bodies(*OF_ARRAYS)
+def test_arrays(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size)
+
+
+@jobs(1, 2, 3, 7)
+@bodies(reductions.ring_to_rounding)
+def test_rounding(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size)
+
+
+@pytest.mark.campaign
+@jobs()
+@bodies(*OF_ARRAYS, reductions.ring_to_rounding, reductions.every_dtype_and_op)
+def test_arrays_on_all_numbers_of_ranks(
+    request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
+) -> None:
+    only_if_asked_for(request)
     run(body, transport=transport, world_size=world_size)
 
 
 @jobs(large_if_costly=True)
 def test_every_dtype_and_op(transport: str, world_size: int) -> None:
-    sparing = TRANSPORTS[transport].costly and world_size in LARGE
-    body = reductions.every_dtype_and_op
-    run(body, transport=transport, world_size=world_size, args=(7 if sparing else 1,))
+    """All of them on three ranks, of each transport; on others a part, not the same on all."""
+    every = 1 if world_size == 3 else 7 if TRANSPORTS[transport].costly else 4
+    args = (every, world_size % every)
+    run(reductions.every_dtype_and_op, transport=transport, world_size=world_size, args=args)
 
 
-@jobs(large_if_costly=True)
+@jobs(2, 3, 4, 8, large_if_costly=True)
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays(body: Any, transport: str, world_size: int) -> None:
     elements = 40_000 if world_size in LARGE else 300_000
     run(body, transport=transport, world_size=world_size, args=(elements,))
 
 
-@jobs(2, 3, 8)
+@jobs(3, 8)
 @bodies(reductions.every_shape, movement.every_dtype, movement.ragged_exchange)
 def test_short_messages_the_long_way(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size, **TRANSPORTS[transport].tight)
+
+
+@pytest.mark.campaign
+@jobs(1, 2, 7, large_if_costly=True)
+@bodies(reductions.large_arrays, movement.large_arrays)
+def test_large_arrays_on_other_numbers_of_ranks(
+    request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
+) -> None:
+    only_if_asked_for(request)
+    elements = 40_000 if world_size in LARGE else 300_000
+    run(body, transport=transport, world_size=world_size, args=(elements,))
+
+
+@pytest.mark.campaign
+@jobs(1, 2, 4, 7)
+@bodies(reductions.every_shape, movement.every_dtype, movement.ragged_exchange)
+def test_short_messages_the_long_way_on_other_numbers_of_ranks(
+    request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
+) -> None:
+    only_if_asked_for(request)
     run(body, transport=transport, world_size=world_size, **TRANSPORTS[transport].tight)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.bodies import asynchronous, bounded, groups, layouts, movement, reductions, splitting
-from support.cases import bodies
+from support.cases import bodies, only_if_asked_for
 from support.spmd import run
 
 import fsdpcore as fc
@@ -31,43 +31,76 @@ WHERE: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("where", WHERE)
-@bodies(
+# Threads and processes; by messages alone, through memory alone, and through both.
+THOROUGH = ["sim, off", "zmq, on", "zmq, hosts"]
+
+EVERYWHERE = [
     reductions.every_shape,
-    reductions.special_values,
-    reductions.all_reduce_in_two_steps,
-    movement.every_dtype,
     movement.every_shape,
     movement.barriers,
     movement.ragged_gather,
-    movement.ragged_rooted,
     movement.ragged_reduction,
     movement.ragged_exchange,
     layouts.every_layout,
     layouts.own_chunk_in_place,
     groups.any_members_in_any_order,
-    groups.several_at_once,
-    groups.between_calls_of_the_parent,
-    groups.equal_members_do_not_mix,
     groups.messages_and_collectives_do_not_mix,
     groups.closing_a_group,
     splitting.meshes,
+    asynchronous.every_collective,
+    bounded.messages_between_collectives,
+]
+# The same code wherever ranks are: that of the reductions, of moves by root, and of groups.
+WHERE_IT_DIFFERS = [
+    reductions.special_values,
+    reductions.all_reduce_in_two_steps,
+    movement.every_dtype,
+    movement.ragged_rooted,
+    groups.several_at_once,
+    groups.between_calls_of_the_parent,
+    groups.equal_members_do_not_mix,
     splitting.overlapping_groups,
     splitting.blocking_beside_started,
     asynchronous.many_outstanding,
-    asynchronous.every_collective,
-    bounded.messages_between_collectives,
-)
-def test_hosts(body: Any, where: str) -> None:
+]
+
+
+def _run(body: Any, where: str, *args: Any) -> None:
     transport, world_size, options = WHERE[where]
-    run(body, transport=transport, world_size=world_size, **options)
+    run(body, transport=transport, world_size=world_size, args=args, **options)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@bodies(*EVERYWHERE)
+def test_hosts(body: Any, where: str) -> None:
+    _run(body, where)
+
+
+@pytest.mark.parametrize("where", THOROUGH)
+@bodies(*WHERE_IT_DIFFERS)
+def test_kinds_of_hosts(body: Any, where: str) -> None:
+    _run(body, where)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("where", [where for where in WHERE if where not in THOROUGH])
+@bodies(*WHERE_IT_DIFFERS)
+def test_all_hosts(request: pytest.FixtureRequest, body: Any, where: str) -> None:
+    only_if_asked_for(request)
+    _run(body, where)
 
 
 @pytest.mark.parametrize("where", WHERE)
 def test_some_dtypes_and_ops(where: str) -> None:
-    transport, world_size, options = WHERE[where]
-    body = reductions.every_dtype_and_op
-    run(body, transport=transport, world_size=world_size, args=(3,), **options)
+    every = 3 if where in THOROUGH else 6
+    _run(reductions.every_dtype_and_op, where, every, list(WHERE).index(where) % every)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("where", WHERE)
+def test_every_dtype_and_op(request: pytest.FixtureRequest, where: str) -> None:
+    only_if_asked_for(request)
+    _run(reductions.every_dtype_and_op, where)
 
 
 @pytest.mark.parametrize("where", [where for where in WHERE if "host_id" in WHERE[where][2]])
@@ -86,5 +119,4 @@ def _hosts(backend: fc.Backend) -> tuple[tuple[int, ...], int]:
 @pytest.mark.parametrize("where", WHERE)
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays(body: Any, where: str) -> None:
-    transport, world_size, options = WHERE[where]
-    run(body, transport=transport, world_size=world_size, args=(200_000,), **options)
+    _run(body, where, 200_000)

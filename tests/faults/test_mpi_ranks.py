@@ -102,8 +102,22 @@ def test_an_exception_ends_all_ranks(script, more):
     assert done.code == 1
     assert "rank 1 failed:\nTraceback" in done.err
     assert "ValueError: rank one is unwell" in done.err
-    if not more:
-        assert "rank 0: stopped, because rank 1 failed: ValueError: rank one is" in done.err
+
+
+# The other ranks have longer to say theirs, and wait longer for what they must not wait for.
+PATIENT = """
+from fsdpcore.transports import mpi, mpi_library
+mpi._FAILED_SECONDS, mpi_library.GRACE_SECONDS, mpi_library.FOLLOWING_SECONDS = 20, 4, 40
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 5)])
+def test_all_ranks_have_last_words_and_the_code_is_that_of_the_first(script, how, code):
+    done = under_mpirun(3, script(PATIENT + SCRIPT), how)
+    assert done.code == code
+    words = {"raise": "ValueError: rank one is unwell", "exit": "SystemExit: 5"}[how]
+    for rank in (0, 2):
+        assert f"rank {rank}: stopped, because rank 1 failed: {words}\n" in done.err
 
 
 def test_an_exception_after_the_launch_ends_all_ranks(script):

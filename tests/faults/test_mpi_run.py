@@ -38,14 +38,6 @@ if __name__ == "__main__":
 pytestmark = pytest.mark.side_by_side(3)
 
 
-@pytest.fixture(autouse=True)
-def _interrupts_are_not_ignored():
-    """A shell that runs the tests in the background has them ignore SIGINT, and pass that on."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def run(ranks, *arguments):
     return fsdpcore("run", "-n", ranks, "--transport", "mpi", *arguments)
 

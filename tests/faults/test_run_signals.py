@@ -34,14 +34,6 @@ def source(prelude="pass", more=""):
 pytestmark = pytest.mark.side_by_side(4)
 
 
-@pytest.fixture(autouse=True)
-def _interrupts_are_not_ignored():
-    """A shell that runs the tests in the background has them ignore SIGINT, and pass that on."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def to_process(process, number):
     os.kill(process.pid, number)
 

@@ -13,6 +13,7 @@ from support.arrays import array_of, arrays_of, check_same
 from support.bodies import movement, reductions
 from support.bodies.movement import ALGORITHMS, check_movements
 from support.bodies.reductions import CANONICAL, check_reductions
+from support.cases import only_if_asked_for
 from support.spmd import run
 
 import fsdpcore as fc
@@ -20,10 +21,11 @@ from fsdpcore.collectives import algorithms, halving, hierarchical
 
 SETTINGS = settings(
     deadline=None,
-    max_examples=60,
+    max_examples=25,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+MANY = settings(SETTINGS, max_examples=200, derandomize=False, database=None)
 
 
 @st.composite
@@ -40,17 +42,32 @@ def _jobs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return hosts, draw(st.lists(rows, min_size=size, max_size=size))
 
 
+UNEVEN: dict[str, Any] = {
+    "job": _jobs(),
+    "combination": st.sampled_from(oracle.COMBINATIONS),
+    "columns": st.sampled_from([1, 3]),
+    "eager_bytes": st.sampled_from([0, 4096]),
+}
+EVEN: dict[str, Any] = {
+    "job": _jobs(),
+    "rows": st.integers(0, 40),
+    "combination": st.sampled_from(oracle.COMBINATIONS),
+    "where": st.integers(0, 16),
+}
+
+
 @SETTINGS
-@given(
-    job=_jobs(),
-    combination=st.sampled_from(oracle.COMBINATIONS),
-    columns=st.sampled_from([1, 3]),
-    eager_bytes=st.sampled_from([0, 4096]),
-)
+@given(**UNEVEN)
 @example(([0] * 17, [1] * 17), (np.dtype(np.float32), "sum"), 1, 0)
 @example(([rank // 4 for rank in range(15)], [2] * 15), (oracle.HALVES[1], "mean"), 1, 0)
 @example(([rank // 3 for rank in range(14)], [2] * 14), (oracle.HALVES[0], "sum"), 1, 0)
 def test_uneven_chunks(
+    job: tuple[list[int], list[int]], combination: Any, columns: int, eager_bytes: int
+) -> None:
+    _run_uneven(job, combination, columns, eager_bytes)
+
+
+def _run_uneven(
     job: tuple[list[int], list[int]], combination: Any, columns: int, eager_bytes: int
 ) -> None:
     args = (*job, *combination, columns)
@@ -82,15 +99,14 @@ def uneven_chunks(
 
 
 @SETTINGS
-@given(
-    job=_jobs(),
-    rows=st.integers(0, 40),
-    combination=st.sampled_from(oracle.COMBINATIONS),
-    where=st.integers(0, 16),
-)
+@given(**EVEN)
 def test_even_chunks(
     job: tuple[list[int], list[int]], rows: int, combination: Any, where: int
 ) -> None:
+    _run_even(job, rows, combination, where)
+
+
+def _run_even(job: tuple[list[int], list[int]], rows: int, combination: Any, where: int) -> None:
     hosts = job[0]
     args = (hosts, rows, *combination, where % len(hosts))
     run(even_chunks, transport="sim", world_size=len(hosts), args=args)
@@ -101,6 +117,13 @@ def even_chunks(backend: Any, hosts: list[int], rows: int, dtype: Any, op: str, 
     parts = arrays_of(backend.world_size, (rows,), dtype)
     check_reductions(backend, parts, op, root)
     check_movements(backend, parts, root)
+
+
+@pytest.mark.campaign
+def test_chunks_of_many_jobs(request: pytest.FixtureRequest) -> None:
+    only_if_asked_for(request)
+    MANY(given(**UNEVEN)(_run_uneven))()
+    MANY(given(**EVEN)(_run_even))()
 
 
 @pytest.mark.parametrize(("size", "hosts"), [(4, 2), (6, 2)])

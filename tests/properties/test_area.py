@@ -16,6 +16,7 @@ from fsdpcore.transports.simulated import SimBackend
 from support import oracle
 from support.arrays import arrays_of, check_same
 from support.bodies import asynchronous, layouts, movement, reductions
+from support.cases import only_if_asked_for
 from support.sharing import ReluctantSim, SharingSim, _OfRank
 from support.spmd import meet, run_on
 
@@ -39,22 +40,36 @@ def _shares(backend: fc.Backend) -> bool:
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize(
-    "body",
-    [
-        reductions.every_dtype_and_op,
-        reductions.every_shape,
-        movement.every_dtype,
-        movement.every_shape,
-    ],
-)
+@pytest.mark.parametrize("body", [reductions.every_shape, movement.every_shape])
 def test_auto_goes_through_the_area(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
 
 
-def _auto(backend: fc.Backend, body: Any) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("body", [reductions.every_dtype_and_op, movement.every_dtype])
+def test_every_dtype_goes_through_the_area(body: Any, world_size: int) -> None:
+    run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
+
+
+@pytest.mark.parametrize("world_size", [5, 8])
+def test_some_dtypes_and_ops_go_through_the_area(world_size: int) -> None:
+    body, part = reductions.every_dtype_and_op, (5, world_size % 4)
+    run_on(SharingSim, _auto, world_size=world_size, args=(body, *part), max_delay=1e-4, seed=1)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("world_size", [1, 5, 8])
+@pytest.mark.parametrize("body", [reductions.every_dtype_and_op, movement.every_dtype])
+def test_every_dtype_on_other_numbers_of_ranks(
+    request: pytest.FixtureRequest, body: Any, world_size: int
+) -> None:
+    only_if_asked_for(request)
+    run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
+
+
+def _auto(backend: fc.Backend, body: Any, *args: int) -> None:
     assert _shares(backend) == (backend.world_size > 1)
-    body(backend)
+    body(backend, *args)
     if backend.world_size > 1:
         names = {call.record.algorithm for call in backend.calls.values() if call.collective}
         assert shared.NAME in names

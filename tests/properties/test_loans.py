@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.spmd import run
 
 import fsdpcore as fc
 from fsdpcore.backend import Backend
@@ -105,9 +106,9 @@ def _disagree(backend: Backend) -> str:
 @pytest.mark.parametrize("program", [_ways, _operations, _new_arrays])
 @pytest.mark.parametrize("size", SIZES)
 def test_results_are_right_whatever_way_each_rank_takes(program: Any, size: int) -> None:
-    fc.launch(program, world_size=size, transport="zmq://?shm=on")
+    run(program, transport="zmq", world_size=size, shm="on")
 
 
 def test_ranks_that_disagree_are_told() -> None:
-    told = fc.launch(_disagree, world_size=2, transport="zmq://?shm=on")
+    told = run(_disagree, transport="zmq", world_size=2, shm="on")
     assert all("max" in words and "sum" in words for words in told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -11,16 +12,20 @@ WORLD_SIZES = (1, 2, 3, 4, 7, 8)
 LARGE = (7, 8)
 
 
-def jobs(*sizes: int, large_if_costly: bool = False) -> pytest.MarkDecorator:
+def jobs(
+    *sizes: int, large_if_costly: bool = False, on: Container[str] = TRANSPORTS
+) -> pytest.MarkDecorator:
     """Parametrise a test by ``transport`` and ``world_size``.
 
     Args:
         *sizes: numbers of ranks; by default all.
         large_if_costly: keep the large numbers also where ranks are processes.
+        on: the names of the transports; by default all.
     """
     chosen = [
         (name, size)
         for name, transport in TRANSPORTS.items()
+        if name in on
         for size in sizes or WORLD_SIZES
         if large_if_costly or size not in LARGE or not transport.costly
     ]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import oracle
+from support.cases import only_if_asked_for
 from support.counting import ROOTED, CountingSim, Traffic, counters, measure
 from support.formulas import EXPECTED, depth
 from support.spmd import run_on
@@ -16,7 +17,9 @@ from support.spmd import run_on
 import fsdpcore as fc
 from fsdpcore.collectives.algorithms import ALGORITHMS
 
-SIZES = range(2, 18)
+# Around every power of two, and halfway; the others are a campaign.
+SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17]
+OTHERS = [10, 11, 13, 14]
 EVERY = [(collective, name) for collective, known in ALGORITHMS.items() for name in known]
 
 
@@ -108,7 +111,8 @@ def _subtrees(first: int, end: int, p: int) -> int:
     return 1 + _subtrees(min(first + size, end), end, p)
 
 
-HOSTS = [(p, hosts) for p in SIZES for hosts in (2, 3, 4, 8) if hosts <= p]
+NUMBERS_OF_HOSTS = (2, 3, 4, 8)
+HOSTS = [(p, hosts) for p in SIZES for hosts in NUMBERS_OF_HOSTS if hosts <= p]
 
 
 @pytest.mark.parametrize(("p", "hosts"), HOSTS)
@@ -215,3 +219,20 @@ def _count_barrier(backend: Any) -> list[int]:
 def _count_empty(backend: Any) -> list[int]:
     fc.all_gather(np.zeros((0, 5)), backend, algorithm="ring")
     return counters(backend)[:4]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("p", OTHERS)
+def test_other_numbers_of_ranks(request: pytest.FixtureRequest, p: int) -> None:
+    only_if_asked_for(request)
+    for collective, algorithm in EVERY:
+        test_every_rank_sends_what_the_formula_says(collective, algorithm, p)
+        test_the_table_agrees_with_the_busiest_rank(collective, algorithm, p)
+    for collective in ROOTED:
+        test_any_root(collective, p)
+    for hosts in NUMBERS_OF_HOSTS:
+        test_hierarchical_totals(p, hosts)
+        if p % hosts == 0:
+            test_hierarchical_on_equal_hosts(p, hosts)
+    test_the_docstrings_simple_cases(p)
+    test_agreement_and_barrier(p)

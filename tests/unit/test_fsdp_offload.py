@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cases import only_if_asked_for
 from support.mappings import unnamed
 
 import fsdpcore as fc
@@ -101,8 +102,19 @@ def compare(disk, optimizer, offloads, **options):
     assert os.listdir(disk) == []
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+MIXED = ["full_shard", "hybrid_shard", "no_shard"]
+COMMON = [*((name, "float32") for name in STRATEGIES), *((name, "mixed") for name in MIXED)]
+RARE = [(name, "mixed") for name in STRATEGIES if name not in MIXED]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("strategy", "precision"), RARE)
+def test_not_a_bit_changes_in_mixed_precision(request, disk, strategy, precision):
+    only_if_asked_for(request)
+    test_not_a_bit_changes(disk, strategy, precision)
+
+
+@pytest.mark.parametrize(("strategy", "precision"), COMMON)
 def test_not_a_bit_changes(disk, strategy, precision):
     compare(
         disk,

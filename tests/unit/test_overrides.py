@@ -283,6 +283,7 @@ with fc.init() as backend:
 """
 
 
+@pytest.mark.side_by_side(3)
 @pytest.mark.parametrize(
     "setting",
     [
@@ -293,7 +294,10 @@ with fc.init() as backend:
         "FSDPCORE_TUNING=table.toml",
     ],
 )
-def test_ranks_that_would_choose_differently_are_refused(setting: str, tmp_path: Path) -> None:
+def test_ranks_that_would_choose_differently_are_refused(
+    setting: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("refused")
     (tmp_path / "script.py").write_text(REFUSED)
     write_table(tmp_path / "table.toml", {"zmq": Tuning(Costs(1.0, 1.0, 1.0))})
     command = fsdpcore("run", "-n", 2, "--transport", "zmq", "--timeout", 20, "script.py", setting)

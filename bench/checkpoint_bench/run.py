@@ -1,0 +1,255 @@
+"""A whole run: start the teams, let them take turns, print, save."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from checkpoint_bench import model, report
+from checkpoint_bench.cases import (
+    COPY,
+    DISK,
+    LIMIT,
+    LOAD,
+    OURS,
+    PEER,
+    PEERS,
+    RESHARD,
+    SAVE,
+    SETTINGS,
+    STALL,
+    TMPFS,
+    Case,
+)
+from checkpoint_bench.folders import Folders, check_room
+from checkpoint_bench.results import Result, Row
+from fsdpcore.bench import record
+from fsdpcore.bench.main import check_writable, noise_warning
+from fsdpcore.bench.start import Start, one_by_one, under_our_launcher
+from fsdpcore.bench.team import RemoteTeam, Team
+from fsdpcore.blas import available_cores
+from fsdpcore.errors import ArgumentError, MissingDependencyError
+from fsdpcore.registry import nearest
+
+_MEMBER = ("-m", "checkpoint_bench.member")
+_FOLDER = Path(__file__).parents[1]  # of the modules that a rank needs, which nobody installs
+_TRIALS = 3
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, and where the results go.
+
+    Attributes:
+        cases: one after the other.
+        transport: scheme or URL of ours.
+        against: peers; "dcp" or none.
+        setting: of the peer, or "auto" for the one that is the fastest in a few trials.
+        rounds: how often the contestants take turns.
+        cold: whether to load what is not in the page cache.
+        directory, shm: where to make temporary folders, on disk and in memory.
+        json: file to write.
+        command: the command line, for the record.
+    """
+
+    cases: tuple[Case, ...]
+    transport: str = "zmq"
+    against: tuple[str, ...] = ()
+    setting: str = "auto"
+    rounds: int = 7
+    cold: bool = False
+    directory: Path = Path()
+    shm: Path = Path("/dev/shm")  # noqa: S108
+    json: Path | None = None
+    command: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Check everything that can be wrong before a rank is started.
+
+        Raises:
+            ArgumentError: an option's value is wrong.
+            MissingDependencyError: a package is needed that is not installed.
+        """
+        if self.rounds < 1:
+            raise ArgumentError(f"--rounds must be at least 1, got {self.rounds}")
+        for peer in self.against:
+            if peer not in PEERS:
+                raise ArgumentError(
+                    f"--against knows no {peer!r}{nearest(peer, PEERS)}; "
+                    f"it knows {' and '.join(PEERS)}, or none"
+                )
+        if self.setting not in ("auto", *SETTINGS):
+            raise ArgumentError(
+                f"--peer-setting must be auto or one of {', '.join(map(repr, SETTINGS))}, "
+                f"got {self.setting!r}"
+            )
+        for case in self.cases:
+            if min(case.ranks, case.readers, case.layers) < 1:
+                raise ArgumentError("-n, --readers and --layers must be at least 1")
+            if case.readers % case.ranks:
+                raise ArgumentError(
+                    f"--readers must be a multiple of -n, got {case.readers} and {case.ranks}"
+                )
+            model.gpt(case.nbytes, case.layers)
+            check_room(self.parent(case), _option(case), case.nbytes, 2 + len(self.against))
+        if self.json is not None:
+            check_writable(self.json)
+        if PEER in self.against and importlib.util.find_spec("torch") is None:
+            raise MissingDependencyError(
+                f"--against {PEER} needs PyTorch, which no extra of fsdpcore installs; get the "
+                "build for CPUs with: pip install torch --index-url "
+                "https://download.pytorch.org/whl/cpu"
+            )
+
+    def parent(self, case: Case) -> Path:
+        """Return where a case's temporary folder is made."""
+        return self.directory if case.place == DISK else self.shm
+
+
+def _option(case: Case) -> str:
+    return "--dir" if case.place == DISK else "--shm"
+
+
+def run(request: Request, console: Console) -> int:
+    """Measure all cases.
+
+    Returns:
+        How many elements were wrong, over all contestants.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    started, machine = record.started_now(), record.machine()
+    for line in (*report.title(request, machine), *noise_warning(machine)):
+        console.print(line, markup=False, highlight=False)
+    results = []
+    versions: dict[str, dict[str, str]] = {}
+    for case in request.cases:
+        with contextlib.closing(Folders(case.place, request.parent(case))) as folders:
+            result = _Measuring(request, case, folders, versions).result()
+        report.show(result, request, console)
+        results.append(result)
+    if request.json is not None:
+        record.save(request.json, report.document(request, results, versions, started, machine))
+    return sum(row.wrong or 0 for result in results for row in result.rows.values())
+
+
+class _Measuring:
+    """One case, with processes of its own, so that none is seen in another's memory."""
+
+    def __init__(
+        self, request: Request, case: Case, folders: Folders, versions: dict[str, dict[str, str]]
+    ) -> None:
+        self._request, self._case, self._folders = request, case, folders
+        self._versions = versions
+        self._setting = request.setting if PEER in request.against else ""
+        self._trials: dict[str, float] = {}
+        if self._setting == "auto":
+            self._setting = SETTINGS[0]
+
+    def result(self) -> Result:
+        """Measure it."""
+        case = self._case
+        if case.reads:
+            with self._teams(case.ranks) as teams:
+                for name in self._contestants:
+                    self._ask(teams, name, SAVE, 0)
+        with self._teams(case.players) as teams:
+            rows = self._measured(teams)
+        nbytes = 4 * sum(
+            math.prod(shape) for shape in model.arrays(case.nbytes, case.layers).values()
+        )
+        filesystem = self._folders.filesystem
+        return Result(case, nbytes, rows, filesystem, self._setting, self._trials)
+
+    def _measured(self, teams: Mapping[str, Team]) -> dict[str, Row]:
+        do = {RESHARD: LOAD}.get(self._case.operation, self._case.operation)
+        rows = {name: Row() for name in self._contestants}
+        for name, row in rows.items():  # the first time of each, which also warms it up
+            if name == COPY:
+                self._ask(teams, COPY, "copy", 0)
+                continue
+            answers = self._ask(teams, name, "memory", 0, of=do)
+            row.added = [added for (added,) in answers]
+        if do == SAVE and PEER in teams and self._request.setting == "auto":
+            self._try_settings(teams)
+        for number in range(1, self._request.rounds + 1):
+            for name, row in rows.items():
+                answers = self._ask(teams, name, "copy" if name == COPY else do, number)
+                row.samples.append([answer[0] for answer in answers])
+                if do == STALL and name != COPY:
+                    row.durable.append([answer[1] for answer in answers])
+        for name in teams:
+            rows[name].wrong = self._wrong(teams, name)
+        return rows
+
+    def _wrong(self, teams: Mapping[str, Team], name: str) -> int:
+        """Change all values, load what is stored, and compare."""
+        teams[name].ask(name, "spoil")
+        step = 0 if self._case.reads else self._request.rounds
+        self._ask(teams, name, LOAD, step)
+        return sum(int(wrong) for (wrong,) in teams[name].ask(name, "wrong"))
+
+    def _try_settings(self, teams: Mapping[str, Team]) -> None:
+        """Take the peer at its best; its settings take turns."""
+        self._trials = dict.fromkeys(SETTINGS, math.inf)
+        for _ in range(_TRIALS):
+            for setting in SETTINGS:
+                self._setting = setting
+                took = max(seconds for (seconds,) in self._ask(teams, PEER, SAVE, 0))
+                self._trials[setting] = min(self._trials[setting], took)
+        self._setting = min(self._trials, key=lambda setting: self._trials[setting])
+
+    def _ask(
+        self, teams: Mapping[str, Team], name: str, do: str, step: int, of: str = ""
+    ) -> list[list[float]]:
+        """Give an order, with the contestant's folder in the state in which it has to be."""
+        if (of or do) in (SAVE, STALL):
+            # Right before it writes again: memory that was in use a moment ago is at hand, while
+            # a virtual machine may have to get other memory from its host, at a price.
+            self._folders.clear(name)
+        if (of or do) == LOAD:
+            step = 0 if self._case.reads else step
+            if self._request.cold and self._case.place != TMPFS:
+                self._folders.drop(name)
+        threads = SETTINGS.index(self._setting) + 1 if name == PEER else 1
+        folder = str(self._folders.of(name))
+        team = teams[OURS if name in (LIMIT, COPY) else name]
+        return team.ask(name, do, of=of, folder=folder, step=step, threads=threads)
+
+    @property
+    def _contestants(self) -> Sequence[str]:
+        beside = COPY if self._case.operation == STALL else LIMIT
+        return (OURS, *self._request.against, beside)
+
+    @contextlib.contextmanager
+    def _teams(self, ranks: int) -> Iterator[dict[str, Team]]:
+        """Start the ranks of all contestants that have some, and make their states."""
+        with contextlib.ExitStack() as stack:
+            teams: dict[str, Team] = {}
+            for name, begin in self._starts(ranks):
+                teams[name] = stack.enter_context(RemoteTeam(name, ranks, begin))
+                teams[name].ask(name, "prepare", case=vars(self._case))
+                self._versions.update(teams[name].versions)
+            yield teams
+
+    def _starts(self, ranks: int) -> Iterator[tuple[str, Start]]:
+        threads = max(1, available_cores() // ranks)
+        paths = [str(_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "FSDPCORE_BLAS_THREADS": str(threads),
+        }
+        transport, ours = self._request.transport, {"contestant": OURS}
+        yield OURS, under_our_launcher(ranks, transport, _MEMBER, ours, environ=environ)
+        for peer in self._request.against:
+            options = {"contestant": peer, "threads": threads}
+            yield peer, one_by_one(ranks, _MEMBER, options, environ)

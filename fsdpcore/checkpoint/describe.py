@@ -1,0 +1,91 @@
+"""What a rank has to save: described in plain values, and the arrays themselves in that order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fsdpcore.buffers import Array
+from fsdpcore.checkpoint.dtypes import stored_as
+from fsdpcore.checkpoint.plan_save import Held, HeldArray, Rows
+from fsdpcore.checkpoint.regions import Range, whole
+from fsdpcore.checkpoint.shards import Part, Shard, checked_state, dtype_of, parts_of, shape_of
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.state import EngineState
+
+
+class Engine(Protocol):
+    """What ``save`` and ``load`` need of an engine; ``fc.FSDP`` has it."""
+
+    torn: bool
+
+    def state_dict(self, *, optimizer: bool = True) -> EngineState:
+        """Return this rank's part of everything, as views."""
+
+    def writing_state(self, *, optimizer: bool = True) -> AbstractContextManager[EngineState]:
+        """Give this rank's part of everything, to be written in place."""
+
+    def load_info(self, info: Mapping[str, Any]) -> None:
+        """Take over the number of steps, and what else is in ``EngineState.info``."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What this rank holds.
+
+    Attributes:
+        arrays: in plain values.
+        sources: the pieces of all arrays, one after the other; views.
+        info: what the engine remembers; empty for a mapping.
+    """
+
+    arrays: tuple[HeldArray, ...]
+    sources: tuple[Array, ...]
+    info: Mapping[str, Any]
+
+
+def holding_of(state: object) -> Holding:
+    """Return what this rank has of a state.
+
+    Args:
+        state: an engine, or a mapping from names to arrays, ``ShardedArray``, ``BoxShard``.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if hasattr(state, "state_dict") and not isinstance(state, (Mapping, type)):
+        state = state.state_dict()
+    info = dict(state.info) if isinstance(state, EngineState) else {}
+    arrays, sources = [], []
+    for name, shard in checked_state(state).items():
+        held = []
+        for part in parts_of(shard):
+            held.append(_held(part, shape_of(shard)))
+            sources.append(part.array)
+        arrays.append(HeldArray(name, _dtype(name, shard), shape_of(shard), tuple(held)))
+    return Holding(tuple(arrays), tuple(sources), info)
+
+
+def _held(part: Part, shape: tuple[int, ...]) -> Held:
+    region, size = part.region, part.array.size
+    if not isinstance(region, Range) and size == math.prod(shape):
+        region = whole(shape)  # all of an array is the same piece however it lies in memory
+    rows = part.array.shape[0] if part.array.ndim else 1
+    return Held(region, rows, size // rows)
+
+
+def _dtype(name: str, shard: Shard) -> str:
+    dtype = dtype_of(shard)
+    try:
+        stored_as(dtype)
+    except ArgumentError as error:
+        raise ArgumentError(f"{name!r}: {error}") from None
+    return dtype.name  # without the byte order: what is written is little-endian
+
+
+def rows_of(array: Array, rows: Rows) -> Array:
+    """Return some rows of a piece."""
+    return array[rows.start : rows.stop] if array.ndim else array

@@ -1,0 +1,359 @@
+"""One call of ``load``: all ranks agree, read, agree again; or try an older step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpcore.backend import Backend
+from fsdpcore.checkpoint.agree import agree
+from fsdpcore.checkpoint.catalog import Catalog
+from fsdpcore.checkpoint.describe import Engine
+from fsdpcore.checkpoint.finding import Finder, Shared, find_together
+from fsdpcore.checkpoint.generators import Generators, restore, states_of
+from fsdpcore.checkpoint.plan_load import LoadPlan, plan_load
+from fsdpcore.checkpoint.reading import FileSet, usual_threads
+from fsdpcore.checkpoint.shards import Shard, State, checked_state
+from fsdpcore.checkpoint.shared_reads import read_all
+from fsdpcore.checkpoint.steps import Skipped
+from fsdpcore.checkpoint.storage import Storage, StoragePath, open_storage
+from fsdpcore.checkpoint.targets import OPTIMIZER, Matched, checked_patterns, chosen, listed, match
+from fsdpcore.collectives import all_reduce
+from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError
+from fsdpcore.fsdp.checks import as_int
+from fsdpcore.fsdp.state import Progress
+
+_UNTOUCHED = "Nothing was changed on any rank"
+_TORN = (
+    "What was loaded into may be half overwritten: do not go on with it before a load has succeeded"
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded; all but the bytes is the same on all ranks.
+
+    Attributes:
+        step: of the checkpoint.
+        name: of its directory.
+        extra, metrics: what the user saved with it.
+        info: what the engine saved; its number of steps and loss scale.
+        missing: arrays of the target that are not in the checkpoint; they stayed as they were.
+        unexpected: arrays of the checkpoint that no rank has.
+        uncovered: arrays of which elements are not in the checkpoint; these stayed as they were.
+        skipped: newer checkpoints that are not valid, with the reasons.
+        bytes_read: of arrays, by this rank, from files.
+        bytes_needed: of arrays, for this rank.
+        bytes_beside: of headers and checksums, by this rank.
+    """
+
+    step: int
+    name: str
+    extra: Any
+    metrics: Mapping[str, float]
+    info: Mapping[str, Any]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    uncovered: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+    bytes_read: int
+    bytes_needed: int
+    bytes_beside: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``load``."""
+
+    step: int | None
+    strict: bool
+    optimizer: bool
+    cast: bool
+    names: str | Iterable[str] | None
+    generators: Generators | None
+    threads: int | None
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What a checkpoint has for this rank.
+
+    Attributes:
+        catalog: of its pieces.
+        plan: what to read.
+        matched: to which tensors the arrays belong.
+        uncovered: names of arrays of which elements are not stored.
+        generators: as they were saved.
+    """
+
+    catalog: Catalog
+    plan: LoadPlan
+    matched: Matched
+    uncovered: tuple[str, ...]
+    generators: Mapping[str, np.random.Generator]
+
+
+class _Gaps(NamedTuple):
+    """See ``Loaded``."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    uncovered: tuple[str, ...]
+
+
+class Loading:
+    """One call of ``load``.
+
+    Args:
+        backend: all ranks.
+        request: what is wanted.
+        timeout: seconds to wait for the slowest rank.
+    """
+
+    def __init__(self, backend: Backend, request: Request, timeout: float) -> None:
+        self._backend = backend
+        self._request = request
+        self._timeout = timeout
+        self._patterns: list[str] | None = None
+        self._state: dict[str, Shard] = {}
+        self._ties: Mapping[str, str] = {}
+        self._engine: Engine | None = None
+        self._was_torn = False
+        self._touched = False
+        self._threads = 1
+
+    @property
+    def _ending(self) -> str:
+        return _TORN if self._touched else _UNTOUCHED
+
+    def run(self, path: StoragePath, target: Engine | State) -> Loaded:
+        """Load; a collective, which blocks. The errors are those of ``load``."""
+        with ExitStack() as stack:
+            storage = self._begin(path, target, stack)
+            finder = None
+            if self._backend.rank == 0:
+                finder = stack.enter_context(Finder(storage, self._request.step))
+            found, fit, loaded = self._newest(storage, finder)
+            error: Exception | None = None
+            try:
+                stack.close()  # which writes what an engine keeps in files
+            except Exception as caught:
+                error = caught
+        what = f"load of {found.name}"
+        agree(self._backend, what, error, timeout=self._timeout, ending=self._ending)
+        self._finish(loaded, fit)
+        return loaded
+
+    # Before anything is read.
+
+    def _begin(self, path: StoragePath, target: Engine | State, stack: ExitStack) -> Storage:
+        """Check the arguments, on all ranks, and open the engine for writing."""
+        request, error, told = self._request, None, ""
+        storage: Storage | None = None
+        try:
+            storage = open_storage(path)
+            if request.step is not None:
+                as_int(request.step, "step", minimum=0)
+            if request.generators is not None:
+                states_of(request.generators)  # for the types
+            self._threads = usual_threads(self._backend)
+            if request.threads is not None:
+                self._threads = as_int(request.threads, "threads", minimum=1)
+            self._patterns = checked_patterns(request.names)
+            self._open(target, stack)
+            told = self._told()
+        except Exception as caught:
+            error = caught
+        replies = agree(
+            self._backend, "load", error, told, timeout=self._timeout, ending=_UNTOUCHED
+        )
+        options = {json.dumps(json.loads(reply)[0]) for reply in replies}
+        if len(options) > 1:
+            raise ArgumentError(
+                f"load: the ranks differ in step, strict, optimizer, cast, names or the kind of "
+                f"target: {' and '.join(sorted(options)[:2])}. {_UNTOUCHED}"
+            )
+        fits = {pattern for reply in replies for pattern in json.loads(reply)[1]}
+        idle = [each for each in self._patterns or () if each not in fits]
+        if idle:
+            raise ArgumentError(
+                f"load: no rank has an array whose name fits {listed(idle)}. {_UNTOUCHED}"
+            )
+        assert storage is not None
+        return storage
+
+    def _open(self, target: Engine | State, stack: ExitStack) -> None:
+        state: object = target
+        if not isinstance(target, (Mapping, type)) and hasattr(target, "writing_state"):
+            state = stack.enter_context(target.writing_state(optimizer=self._request.optimizer))
+            self._engine, self._was_torn = target, target.torn
+        scalars = isinstance(state, Mapping) and [
+            name for name, each in state.items() if isinstance(each, np.generic)
+        ]
+        if scalars:
+            raise ArgumentError(
+                f"{listed(scalars)} are scalars, which cannot be filled; give 0-d arrays"
+            )
+        arrays = checked_state(state)
+        self._ties = getattr(state, "info", {}).get("ties") or {}
+        self._state = {name: arrays[name] for name in chosen(list(arrays), self._patterns)}
+
+    def _told(self) -> str:
+        request = self._request
+        flags = [bool(each) for each in (request.strict, request.optimizer, request.cast)]
+        options = [request.step, *flags, self._patterns, self._engine is not None]
+        names = list(self._state)
+        fits = [each for each in self._patterns or () if chosen(names, [each])]
+        return json.dumps([options, fits])
+
+    # One checkpoint after the other.
+
+    def _newest(self, storage: Storage, finder: Finder | None) -> tuple[Shared, _Fit, Loaded]:
+        while True:
+            found = find_together(finder, self._backend, timeout=self._timeout, ending=self._ending)
+            fit, gaps = self._fitted(found)
+            files = FileSet(storage, found.name, fit.catalog, self._threads)
+            problem = self._read(files, fit, found)
+            if problem is None:
+                return found, fit, self._loaded(found, fit, gaps, files)
+            if finder is not None:
+                finder.skip(found.name, problem)
+
+    def _fitted(self, found: Shared) -> tuple[_Fit, _Gaps]:
+        """Find out what to read, and agree on what does not fit."""
+        what = f"load of {found.name}"
+        fit: _Fit | None = None
+        error: Exception | None = None
+        told = ""
+        try:
+            fit = self._fit(found)
+            told = json.dumps([fit.matched.missing, fit.uncovered])
+        except Exception as caught:
+            error = caught
+        replies = agree(
+            self._backend, what, error, told, timeout=self._timeout, ending=self._ending
+        )
+        assert fit is not None
+        every = [json.loads(reply) for reply in replies]
+        missing, uncovered = (
+            tuple(dict.fromkeys(itertools.chain.from_iterable(each)))
+            for each in zip(*every, strict=True)
+        )
+        gaps = _Gaps(missing, self._unexpected(fit), uncovered)
+        if self._request.strict:
+            self._check_fit(what, gaps)
+        return fit, gaps
+
+    def _fit(self, found: Shared) -> _Fit:
+        request = self._request
+        if self._moves_on(found):
+            Progress.of(found.metadata.info)
+        catalog = Catalog(found.metadata)
+        matched = match(catalog, self._state, self._ties, cast=request.cast)
+        plan = plan_load(catalog, matched.wanted)
+        uncovered = tuple(dict.fromkeys(matched.names[position] for position in plan.uncovered))
+        return _Fit(catalog, plan, matched, uncovered, self._restored(found))
+
+    def _restored(self, found: Shared) -> Mapping[str, np.random.Generator]:
+        """Return generators as they were saved; those of the caller stay as they are."""
+        given = self._request.generators
+        if given is None:
+            return {}
+        kinds = {name: type(each.bit_generator) for name, each in given.items()}
+        made = {name: np.random.Generator(kind()) for name, kind in kinds.items()}
+        lacking = restore(made, found.metadata.ranks, self._backend.rank)
+        if lacking and self._request.strict:
+            raise ArgumentError(
+                f"no state was saved of the generators {listed(lacking)} (strict=False leaves them "
+                "as they are)"
+            )
+        return {name: each for name, each in made.items() if name not in lacking}
+
+    def _moves_on(self, found: Shared) -> bool:
+        """Whether an engine takes over the number of steps."""
+        whole = self._engine is not None and self._request.optimizer and self._patterns is None
+        return whole and (self._request.strict or bool(found.metadata.info))
+
+    def _unexpected(self, fit: _Fit) -> tuple[str, ...]:
+        """Return what is stored, and no rank has; a collective."""
+        used = all_reduce(
+            fit.matched.used, self._backend, op="max", timeout=self._timeout, label="load, names"
+        )
+        tensors = fit.catalog.tensors
+        names = [tensors[index].name for index in np.flatnonzero(used == 0).tolist()]
+        if not self._request.optimizer:
+            names = [name for name in names if not name.startswith(OPTIMIZER)]
+        return tuple(chosen(names, self._patterns))
+
+    def _check_fit(self, what: str, gaps: _Gaps) -> None:
+        """Raise unless nothing is missing, unexpected, uncovered; the same on all ranks."""
+        missing, unexpected, uncovered = gaps
+        hint = "strict=False loads what fits"
+        if any(name.startswith(OPTIMIZER) for name in (*missing, *unexpected)):
+            hint += ", and optimizer=False leaves the optimizer alone"
+        parts = []
+        if missing:
+            parts.append(f"missing in the checkpoint are {listed(missing)}")
+        if unexpected:
+            parts.append(f"unexpected are {listed(unexpected)}")
+        if parts:
+            raise ArgumentError(f"{what}: {'; '.join(parts)} ({hint}). {self._ending}")
+        if uncovered:
+            raise CheckpointError(
+                f"{what}: not all elements were saved of {listed(uncovered)} ({hint}). "
+                f"{self._ending}"
+            )
+
+    # Reading.
+
+    def _read(self, files: FileSet, fit: _Fit, found: Shared) -> str | None:
+        """Read; return why this is no valid checkpoint where another one may be loaded."""
+        if self._engine is not None:
+            self._engine.torn = True
+        self._touched = True
+        with files:
+            error = read_all(files, fit.catalog, fit.plan, self._backend, timeout=self._timeout)
+        try:
+            agree(self._backend, f"load of {found.name}", error, timeout=self._timeout)
+        except CheckpointError as agreed:
+            if self._request.step is None and isinstance(agreed, CorruptCheckpointError):
+                return str(agreed)
+            raise type(agreed)(f"{agreed}. {_TORN}") from agreed
+        return None
+
+    def _loaded(self, found: Shared, fit: _Fit, gaps: _Gaps, files: FileSet) -> Loaded:
+        metadata = found.metadata
+        return Loaded(
+            metadata.step,
+            found.name,
+            metadata.extra,
+            metadata.metrics,
+            metadata.info,
+            gaps.missing,
+            gaps.unexpected,
+            gaps.uncovered,
+            found.skipped,
+            files.bytes_read,
+            fit.plan.needed,
+            files.bytes_beside,
+        )
+
+    def _finish(self, loaded: Loaded, fit: _Fit) -> None:
+        """Take over what is no array, now that all ranks have theirs."""
+        request, engine = self._request, self._engine
+        for name, each in fit.generators.items():
+            assert request.generators is not None
+            request.generators[name].bit_generator.state = each.bit_generator.state
+        if engine is None:
+            return
+        whole = request.optimizer and self._patterns is None
+        if whole and (request.strict or loaded.info):
+            engine.load_info(loaded.info)
+        complete = whole and not loaded.missing and not loaded.uncovered
+        engine.torn = self._was_torn and not complete

@@ -1,0 +1,100 @@
+"""``read``: whole arrays of a checkpoint, in one process, without a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fsdpcore.buffers import Array
+from fsdpcore.checkpoint.catalog import Catalog
+from fsdpcore.checkpoint.finding import Finder
+from fsdpcore.checkpoint.plan_load import Wanted, plan_load
+from fsdpcore.checkpoint.reading import FileSet, usual_threads
+from fsdpcore.checkpoint.shards import parts_of
+from fsdpcore.checkpoint.shared_reads import read_alone
+from fsdpcore.checkpoint.storage import Storage, StoragePath, open_storage
+from fsdpcore.checkpoint.targets import checked_patterns, chosen, listed
+from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError, in_words
+from fsdpcore.fsdp.checks import as_dtype, as_int, rounds_into
+
+
+def read(
+    path: StoragePath,
+    names: str | Iterable[str] = "*",
+    *,
+    step: int | None = None,
+    dtype: DTypeLike | None = None,
+    threads: int | None = None,
+) -> dict[str, Array]:
+    """Read whole arrays of a checkpoint, however they were sharded; blocks.
+
+    For one process; ``load`` is for several ranks, and for arrays that are there already.
+
+    Args:
+        path: where ``save`` put it.
+        names: patterns (of the shell) of the arrays to read; by default all.
+        step: which checkpoint; by default the newest that is valid, its arrays included.
+        dtype: floating arrays are rounded to it; the others keep theirs.
+        threads: that read; by default as many as there are cores, at most 4.
+
+    Returns:
+        New arrays by name, in the order of the checkpoint.
+
+    Raises:
+        ArgumentError: a pattern fits no name.
+        CheckpointNotFoundError: there is no checkpoint, or not that one.
+        CorruptCheckpointError: none is valid, or not that one.
+        CheckpointError: it could not be read, or does not have all elements of an array.
+    """
+    storage = open_storage(path)
+    if step is not None:
+        as_int(step, "step", minimum=0)
+    patterns = checked_patterns(names)
+    wanted = None if dtype is None else as_dtype(dtype, "the result of read()")
+    count = usual_threads() if threads is None else as_int(threads, "threads", minimum=1)
+    with Finder(storage, step) as finder:
+        while True:
+            try:
+                name, _, metadata = finder.next()
+            except OSError as error:
+                raise CheckpointError(f"{storage.path}: {in_words(error)}") from error
+            try:
+                catalog = Catalog(metadata)
+                return _read(storage, name, catalog, patterns, wanted, count)
+            except CorruptCheckpointError as error:
+                if step is not None:
+                    raise
+                finder.skip(name, str(error))
+
+
+def _read(
+    storage: Storage,
+    directory: str,
+    catalog: Catalog,
+    patterns: list[str] | None,
+    dtype: np.dtype[np.generic] | None,
+    threads: int,
+) -> dict[str, Array]:
+    every = [tensor.name for tensor in catalog.tensors]
+    for pattern in patterns or ():
+        if pattern != "*" and not chosen(every, [pattern]):
+            raise ArgumentError(f"{directory} has no array whose name fits {pattern!r}")
+    found: dict[str, Array] = {}
+    wanted: list[Wanted] = []
+    for name in chosen(every, patterns):
+        number = catalog.number[name]
+        tensor = catalog.tensors[number]
+        rounds = dtype is not None and rounds_into(tensor.dtype, dtype)
+        if not tensor.pieces and tensor.nbytes:
+            raise CheckpointError(f"{directory}: nothing was saved of {name!r}")
+        found[name] = np.empty(tensor.shape, dtype if rounds else tensor.dtype)
+        wanted += [Wanted(number, part) for part in parts_of(found[name])]
+    plan = plan_load(catalog, wanted)
+    if plan.uncovered:
+        lacking = [every[wanted[position].tensor] for position in plan.uncovered]
+        raise CheckpointError(f"{directory}: not all elements were saved of {listed(lacking)}")
+    with FileSet(storage, directory, catalog, threads) as files:
+        read_alone(files, catalog, plan)
+    return found

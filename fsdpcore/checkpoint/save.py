@@ -1,0 +1,58 @@
+"""``save``: every rank writes its share, then rank 0 commits. All ranks succeed, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdpcore.backend import Backend
+from fsdpcore.checkpoint.committing import Saved
+from fsdpcore.checkpoint.describe import Engine
+from fsdpcore.checkpoint.generators import Generators
+from fsdpcore.checkpoint.retention import Retention
+from fsdpcore.checkpoint.saver import TIMEOUT, Saver
+from fsdpcore.checkpoint.shards import State
+from fsdpcore.checkpoint.storage import StoragePath
+
+
+def save(
+    path: StoragePath,
+    state: Engine | State,
+    backend: Backend,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    generators: Generators | None = None,
+    metrics: Mapping[str, float] | None = None,
+    retention: Retention | None = None,
+    timeout: float = TIMEOUT,
+) -> Saved:
+    """Save a checkpoint of a step; a collective, which blocks until it is on the disk.
+
+    Each rank writes its own part into a file; what several ranks have is written once. Until all
+    of it is there, and synced, the checkpoint does not exist for any reader: whatever happens,
+    ``load`` finds the one before or this one.
+
+    Args:
+        path: a folder that all ranks see, or a URL of fsspec. It may hold other steps; saving a
+            step again replaces it once that is done.
+        state: an engine; or a mapping from names to NumPy arrays (of which each rank has all),
+            ``ShardedArray`` (flat ranges) and ``BoxShard`` (boxes). Only read.
+        backend: all ranks that call.
+        step: by default the engine's number of updates.
+        extra: anything that JSON can hold, equal on all ranks: the position in the data, options.
+        generators: random generators by name, whose states are saved for each rank.
+        metrics: numbers by name, equal on all ranks, for ``Retention(best=...)``.
+        retention: which steps to keep; without it, all.
+        timeout: seconds to wait for the slowest rank's disk.
+
+    Raises:
+        ArgumentError: the state makes no sense, or the ranks disagree about an array. Nothing was
+            written. On all ranks.
+        MismatchError: the ranks give different ``extra``, ``step`` or ``metrics``; likewise.
+        CheckpointError: a rank could not write. On all ranks. Earlier checkpoints are intact.
+        CommunicationError: a rank is gone.
+    """
+    saver = Saver(path, backend, retention=retention, timeout=timeout)
+    prepared = saver.prepare(state, step=step, extra=extra, generators=generators, metrics=metrics)
+    return saver.write(prepared, backend)

@@ -1,0 +1,399 @@
+"""Which checkpoints there are in a folder, which of them count, and how one goes away.
+
+A directory is named after its step and counts only with a valid commit marker, which is written
+last. So a step can be made, or removed, in several strokes, and is there or not at every moment.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, NoReturn
+
+from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker
+from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
+from fsdpcore.checkpoint.storage import Storage, StoragePath, open_storage
+from fsdpcore.errors import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    in_words,
+)
+from fsdpcore.fsdp.checks import as_int
+
+_MAX_STEP = (1 << 63) - 1
+_DIGITS = 8
+# A whole marker ends with this line, or with something else as long; the lines before it that may
+# be as long begin like this.
+_LAST_LINE = len("checksum ") + 64
+_LONG_LINES = (b"save_id ", b"metadata_sha256 ", b"metrics ")
+# What the system says of something that is no regular file, or is larger than it was.
+_NO_FILE = (errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
+_NAME = re.compile(r"step_([0-9]{8,19})(?:\.([1-9][0-9]{0,8}))?")
+
+
+class StepName(NamedTuple):
+    """Which save of which step; the higher, the newer.
+
+    Attributes:
+        step: of the training.
+        generation: 0 for the first save of that step, 1 for the next one.
+    """
+
+    step: int
+    generation: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the directory."""
+        name = f"step_{self.step:0{_DIGITS}d}"
+        return f"{name}.{self.generation}" if self.generation else name
+
+    @classmethod
+    def parse(cls, name: str) -> StepName | None:
+        """Return what a directory's name stands for; None if it is no step's."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        found = cls(int(match[1]), int(match[2] or 0))
+        # One name for each: digits without need would make two directories the same step.
+        return found if found.name == name and found.step <= _MAX_STEP else None
+
+
+class Skipped(NamedTuple):
+    """A directory that is no checkpoint that could be read.
+
+    Attributes:
+        name: of the directory.
+        reason: what is wrong with it.
+        committed: False if it is known that no save ever finished there, or that it was removed.
+    """
+
+    name: str
+    reason: str
+    committed: bool = True
+
+
+class Found(NamedTuple):
+    """A committed checkpoint."""
+
+    name: StepName
+    metadata: Metadata
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest valid checkpoint.
+
+    Attributes:
+        step: of the training.
+        name: of its directory.
+        skipped: newer directories that are no valid checkpoints, the newest first.
+    """
+
+    step: int
+    name: str
+    skipped: tuple[Skipped, ...]
+
+
+def directories(storage: Storage) -> list[StepName]:
+    """Return the steps that have a directory, committed or not, the newest first; blocks."""
+    parsed = map(StepName.parse, storage.names())
+    return sorted((name for name in parsed if name is not None), reverse=True)
+
+
+def check_step(step: object) -> int:
+    """Return ``step`` as an int; raise ArgumentError if no checkpoint can have it."""
+    number = as_int(step, "step", minimum=0)
+    if number > _MAX_STEP:
+        raise ArgumentError(f"step must be below 2**63, got {number}")
+    return number
+
+
+def new_step(storage: Storage, step: int) -> StepName:
+    """Make the directory for a save of ``step``, newer than all that step has; blocks.
+
+    Raises:
+        ArgumentError: ``step`` is no step.
+        OSError: the directory could not be made.
+    """
+    check_step(step)
+    taken = [name.generation for name in directories(storage) if name.step == step]
+    generation = max(taken, default=-1) + 1
+    while True:
+        name = StepName(step, generation)
+        try:
+            storage.make_directory(name.name)
+        except FileExistsError:  # another job saves to this folder
+            generation += 1
+        else:
+            return name
+
+
+def read_marker(storage: Storage, name: StepName) -> Marker:
+    """Return a step's commit marker; blocks.
+
+    Raises:
+        CheckpointNotFoundError: the step has no directory.
+        CorruptCheckpointError: it was never committed, or the marker is damaged or another step's.
+        OSError: it could not be read.
+    """
+    marker = Marker.from_bytes(_read(storage, name, MARKER_NAME, MAX_MARKER_BYTES))
+    if marker.step != name.step:
+        raise CorruptCheckpointError(
+            f"{name.name} has the commit marker of step {marker.step}; its files were mixed up"
+        )
+    return marker
+
+
+def read_step(storage: Storage, name: StepName) -> Metadata:
+    """Return what a committed step holds, after checking all but the contents of its files; blocks.
+
+    Checked are the marker, the metadata and the size of every file.
+
+    Raises:
+        CheckpointNotFoundError: the step has no directory.
+        CorruptCheckpointError: it was never committed, or is not what was committed.
+        OSError: it could not be read.
+    """
+    marker = read_marker(storage, name)
+    data = _read(storage, name, METADATA_NAME, marker.metadata_bytes)
+    marker.check(data)
+    metadata = Metadata.from_bytes(data)
+    if (metadata.step, metadata.save_id) != (marker.step, marker.save_id):
+        raise CorruptCheckpointError(
+            f"{name.name}/{METADATA_NAME} is of another save than the commit marker"
+        )
+    for file in metadata.files:
+        try:
+            size = storage.size(f"{name.name}/{file.name}")
+        except OSError as error:
+            _refuse(storage, name, file.name, error)
+        if size != file.size:
+            raise CorruptCheckpointError(
+                f"{name.name}/{file.name} has {size} bytes, but {file.size} were committed"
+            )
+    return metadata
+
+
+def candidates(storage: Storage, step: int | None = None) -> Iterator[Found | Skipped]:
+    """Look at the directories, the newest first, as far as the caller goes; blocks.
+
+    Args:
+        storage: where.
+        step: look at this one only.
+
+    Yields:
+        ``Found`` for a committed checkpoint, of which all but the contents of the files was
+        checked; ``Skipped`` for what is none, or cannot be read.
+    """
+    for name in directories(storage):
+        if step is not None and name.step != step:
+            continue
+        try:
+            yield Found(name, read_step(storage, name))
+        except CheckpointNotFoundError as error:
+            yield Skipped(name.name, str(error), committed=False)
+        except CorruptCheckpointError as error:
+            with_marker = True
+            with suppress(OSError):
+                with_marker = not is_leftover(storage, name)
+            yield Skipped(name.name, str(error), with_marker)
+        except OSError as error:
+            yield Skipped(name.name, in_words(error))
+
+
+def latest(path: StoragePath) -> Latest:
+    """Return the newest valid checkpoint, all but the contents of its files checked; blocks.
+
+    Raises:
+        CheckpointNotFoundError: there is none, and never was.
+        CheckpointError: there are some, but none is valid; CorruptCheckpointError if they are
+            damaged, and not just out of reach.
+        OSError: the folder could not be read.
+    """
+    storage = open_storage(path)
+    found, skipped = find(storage)
+    return Latest(found.name.step, found.name.name, skipped)
+
+
+def find(storage: Storage, step: int | None = None) -> tuple[Found, tuple[Skipped, ...]]:
+    """Return the newest checkpoint, or the newest one of a step, and what was skipped; blocks.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError, CorruptCheckpointError, OSError: as ``latest``.
+    """
+    while True:
+        names = directories(storage)
+        skipped: list[Skipped] = []
+        for each in candidates(storage, step):
+            if isinstance(each, Found):
+                return each, tuple(skipped)
+            skipped.append(each)
+        # A save may have replaced by a new one what was about to be read: look again.
+        if directories(storage) == names:
+            _none_found(storage, step, skipped)
+
+
+def _none_found(storage: Storage, step: int | None, skipped: list[Skipped]) -> NoReturn:
+    what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    reasons = "".join(f"\n  {each.name}: {each.reason}" for each in skipped)
+    if not any(each.committed for each in skipped):
+        raise CheckpointNotFoundError(f"there is {what} in {storage.path}{reasons}")
+    raise CorruptCheckpointError(
+        f"there is {what} in {storage.path} that could be read; move these away to start "
+        f"afresh{reasons}"
+    )
+
+
+def committed(storage: Storage) -> dict[StepName, Marker]:
+    """Return the markers of all committed checkpoints, the newest first; blocks.
+
+    Of each step only the newest generation counts. Directories without a valid marker are left out.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    found: dict[StepName, Marker] = {}
+    done: set[int] = set()
+    for name in directories(storage):
+        if name.step not in done:
+            with suppress(CheckpointError, OSError):
+                found[name] = read_marker(storage, name)
+                done.add(name.step)
+    return found
+
+
+def steps(path: StoragePath) -> list[int]:
+    """Return the steps that have a committed checkpoint, in ascending order; blocks.
+
+    The markers are read, nothing else: ``latest`` looks closer.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    return sorted(name.step for name in committed(open_storage(path)))
+
+
+def is_leftover(storage: Storage, name: StepName) -> bool:
+    """Return whether no save of a directory was committed: no marker, or one that was cut off.
+
+    A marker that is damaged otherwise, or of a later version, is no leftover: nobody removes it.
+
+    Raises:
+        OSError: the marker could not be read.
+    """
+    try:
+        data = storage.read(f"{name.name}/{MARKER_NAME}", MAX_MARKER_BYTES)
+    except FileNotFoundError:
+        return True
+    last = data.rstrip(b"\0\n").rpartition(b"\n")[2]
+    return len(last) < _LAST_LINE or (last.startswith(_LONG_LINES) and b"checksum" not in last)
+
+
+def remove_step(storage: Storage, name: StepName) -> bool:
+    """Remove a checkpoint, or what there is of one; at no moment is it half there. Blocks.
+
+    Returns:
+        False if somebody holds it, to write or to read: it is left as it is.
+
+    Raises:
+        OSError: something could not be removed. What is left is no checkpoint if the marker went.
+    """
+    try:
+        with storage.claim(name.name) as claimed:
+            if not claimed:
+                return False
+            with suppress(FileNotFoundError):
+                storage.remove(f"{name.name}/{MARKER_NAME}")
+            # From here on it is no checkpoint, even if the power fails: now the rest can go.
+            storage.sync(name.name)
+            storage.remove_directory(name.name)
+    except FileNotFoundError:
+        pass  # another process has removed it meanwhile
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        # A file that is open elsewhere stays on some network file systems, or a writer that was
+        # taken for dead has made another one: it is a leftover for the next save to remove.
+    return True
+
+
+def remove_superseded(storage: Storage) -> list[StepName]:
+    """Remove saves of steps that were saved again since, and committed; blocks.
+
+    Returns:
+        Those that were removed; one that somebody is reading is left.
+
+    Raises:
+        OSError: something could not be removed.
+    """
+    removed = []
+    for _, group in groupby(directories(storage), key=lambda name: name.step):
+        saves = list(group)  # the newest first
+        while len(saves) > 1 and not _committed(storage, saves[0]):
+            saves.pop(0)
+        removed += [name for name in saves[1:] if remove_step(storage, name)]
+    return removed
+
+
+def _committed(storage: Storage, name: StepName) -> bool:
+    try:
+        read_marker(storage, name)
+    except CheckpointError:
+        return False
+    return True
+
+
+def remove_leftovers(
+    storage: Storage, keep: Collection[StepName] = ()
+) -> tuple[list[StepName], list[Skipped]]:
+    """Remove directories of saves that were never committed and whose writers are gone; blocks.
+
+    Args:
+        storage: where; without locks nobody knows which writers live, so name them.
+        keep: directories of saves that are under way.
+
+    Returns:
+        What was removed, and what could not be removed, with the reason.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    removed, failed = [], []
+    for name in directories(storage):
+        if name in keep:
+            continue
+        try:
+            if is_leftover(storage, name) and remove_step(storage, name):
+                removed.append(name)
+        except OSError as error:
+            failed.append(Skipped(name.name, in_words(error)))
+    return removed, failed
+
+
+def _read(storage: Storage, name: StepName, file: str, limit: int) -> bytes:
+    try:
+        return storage.read(f"{name.name}/{file}", limit)
+    except (OSError, EOFError) as error:
+        _refuse(storage, name, file, error)
+
+
+def _refuse(storage: Storage, name: StepName, file: str, error: OSError | EOFError) -> NoReturn:
+    """Raise what an error says about a step: that it is none, is damaged, or is out of reach."""
+    if isinstance(error, FileNotFoundError):
+        if name not in directories(storage):
+            raise CheckpointNotFoundError(f"there is no {name.name} in {storage.path}") from None
+        if file == MARKER_NAME:
+            raise CorruptCheckpointError(
+                f"{name.name} was not finished: it has no {MARKER_NAME}"
+            ) from None
+        raise CorruptCheckpointError(f"{name.name}/{file} is missing") from None
+    if isinstance(error, EOFError) or error.errno in _NO_FILE:
+        raise CorruptCheckpointError(f"{name.name}/{file}: {error}") from error
+    raise error

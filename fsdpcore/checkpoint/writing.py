@@ -1,0 +1,129 @@
+"""A rank's file, written from start to end, its checksums taken on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from fsdpcore.buffers import Array, byte_view
+from fsdpcore.checkpoint.file_layout import FileLayout, nbytes_of
+from fsdpcore.checkpoint.metadata import BLOCK_BYTES
+from fsdpcore.checkpoint.storage import Storage
+from fsdpcore.checkpoint.stored import CHECKSUM_BYTES
+
+# What goes to the system at once: small enough to be in the cache still when the system copies
+# it, after its checksums were taken.
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileSums:
+    """What the metadata has to know of a file that was written.
+
+    Attributes:
+        header: checksum of all bytes in front of the data.
+        table: of the checksums at the end.
+    """
+
+    header: int
+    table: int
+
+
+def write_file(
+    storage: Storage, name: str, layout: FileLayout, arrays: Sequence[Array]
+) -> FileSums:
+    """Write a new file and make it durable; blocks.
+
+    Args:
+        storage: where.
+        name: of the file, which must not exist.
+        layout: what goes where.
+        arrays: for each piece of the layout its elements, in any memory order; only read.
+
+    Raises:
+        OSError: it could not be written; what there is of it is left to whoever clears the folder.
+    """
+    writer = storage.writer(name)
+    try:
+        sums = bytearray()
+        writer.write(layout.header)
+        for buffers in _batches(arrays, layout, sums):
+            writer.write(*buffers)
+        writer.write(sums)
+    except BaseException:
+        writer.discard()
+        raise
+    writer.close()
+    return FileSums(xxh3_64_intdigest(layout.header), xxh3_64_intdigest(sums))
+
+
+def _batches(
+    arrays: Sequence[Array], layout: FileLayout, sums: bytearray
+) -> Iterator[list[memoryview]]:
+    """Give all pieces as lists of buffers of about a chunk; appends to ``sums`` their checksums."""
+    waiting: list[memoryview] = []
+    nbytes = 0
+    for piece, array in zip(layout.pieces, arrays, strict=True):
+        size = nbytes_of(piece)
+        written = 0
+        for chunk in chunks(array):
+            _add_sums(chunk, sums)
+            waiting.append(chunk)
+            written += chunk.nbytes
+            nbytes += chunk.nbytes
+            if nbytes >= _CHUNK_BYTES:
+                yield waiting
+                waiting, nbytes = [], 0
+        assert written == size
+    if waiting:
+        yield waiting
+
+
+def _add_sums(chunk: memoryview, sums: bytearray) -> None:
+    for start in range(0, chunk.nbytes, BLOCK_BYTES):
+        block = chunk[start : start + BLOCK_BYTES]
+        sums += xxh3_64_intdigest(block).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def chunks(array: Array) -> Iterator[memoryview]:
+    """Give the bytes of an array in C order, little-endian, in pieces of at most a chunk.
+
+    All but the last one have a whole number of blocks.
+    """
+    flat = _flat_bytes(array)
+    if flat is not None:
+        for start in range(0, flat.nbytes, _CHUNK_BYTES):
+            yield flat[start : start + _CHUNK_BYTES]
+        return
+    waiting = bytearray()
+    for rows in _pieces(array):
+        native = np.ascontiguousarray(rows, array.dtype.newbyteorder("="))
+        waiting += byte_view(native).data
+        while len(waiting) >= _CHUNK_BYTES:
+            yield memoryview(bytes(waiting[:_CHUNK_BYTES]))
+            del waiting[:_CHUNK_BYTES]
+    if waiting:
+        yield memoryview(bytes(waiting))
+
+
+def _flat_bytes(array: Array) -> memoryview | None:
+    if not array.flags.c_contiguous or not array.dtype.isnative:
+        return None
+    return byte_view(array).data
+
+
+def _pieces(array: Array) -> Iterator[Array]:
+    """Cut an array into neighbours of at most a chunk each, in C order."""
+    if array.nbytes <= _CHUNK_BYTES or array.ndim == 0:
+        yield array
+        return
+    rows = max(1, _CHUNK_BYTES * array.shape[0] // array.nbytes)
+    for start in range(0, array.shape[0], rows):
+        part = array[start : start + rows]
+        if rows == 1:
+            yield from _pieces(part[0])
+        else:
+            yield part

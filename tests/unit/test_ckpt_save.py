@@ -1,0 +1,282 @@
+"""What a save writes, who writes it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.ckpt_saves import found, save, state_of
+from support.fsdp_steps import cause_of, launch
+
+import fsdpcore as fc
+from fsdpcore.checkpoint.steps import StepName, read_step
+from fsdpcore.checkpoint.storage import open_storage
+
+MIB = 1 << 20
+
+
+def saved(path, states, **options):
+    """Save what ``states(rank)`` gives, on as many ranks as it has; return the metadata."""
+
+    def body(backend):
+        return fc.checkpoint.save(path, states[backend.rank], backend, step=1, **options)
+
+    launch(body, len(states))
+    return read_step(open_storage(path), StepName(1))
+
+
+def bytes_by_file(metadata):
+    return [file.table - file.data_start for file in metadata.files]
+
+
+def pieces_of(metadata, name):
+    return metadata.tensors[name].pieces
+
+
+def test_what_all_ranks_have_is_written_once_and_shared_out(tmp_path):
+    state = {"large": np.arange(3 * MIB, dtype=np.float32), "b": np.ones(7), "c": np.ones(5)}
+    metadata = saved(tmp_path, [state] * 4)
+    sizes = bytes_by_file(metadata)
+    assert sum(sizes) == sum(array.nbytes for array in state.values())
+    assert max(sizes) - min(sizes) <= 64
+    assert len(pieces_of(metadata, "large")) == 4
+    for name, array in state.items():
+        np.testing.assert_array_equal(fc.checkpoint.read(tmp_path, name)[name], array)
+
+
+def test_copies_of_shards_are_written_once_and_shared_out(tmp_path):
+    rows = np.arange(4 * MIB, dtype=np.float32).reshape(4, MIB)
+
+    def shard(rank):  # two copies of two shards each, as with hybrid_shard
+        flat = rows.reshape(-1)
+        start = rank % 2 * 2 * MIB
+        piece = fc.ArrayPiece(start, start + 2 * MIB, flat[start:][: 2 * MIB])
+        return {"w": fc.ShardedArray(rows.shape, rows.dtype, (piece,), rank // 2, 2)}
+
+    metadata = saved(tmp_path, [shard(rank) for rank in range(4)])
+    assert bytes_by_file(metadata) == [4 * MIB] * 4
+    np.testing.assert_array_equal(fc.checkpoint.read(tmp_path)["w"], rows)
+
+
+def test_small_arrays_go_to_whoever_has_least(tmp_path):
+    own = {"own": fc.checkpoint.BoxShard((1000, 2), (0, 0), np.ones((1000, 2)))}
+    small = {f"s{number}": np.ones(100) for number in range(10)}
+    states = [{**own, **small}, {**small}, {**small}]
+    metadata = saved(tmp_path, states)
+    assert bytes_by_file(metadata) == [16000, 4000, 4000]
+
+
+def test_a_rank_with_nothing_to_write_writes_no_file(tmp_path):
+    metadata = saved(tmp_path, [{"w": np.ones(3)}, {}, {}])
+    assert [file.name for file in metadata.files] == ["rank_0.safetensors"]
+    assert metadata.world_size == 3
+
+
+VALUES = {
+    "fp64": np.array([math.nan, -0.0, math.inf, 5e-324, -math.inf]),
+    "nan payload": np.array([0x7FC12345, 0xFF800001, 0x7F800001], np.uint32).view(np.float32),
+    "fp16": np.array([6e-8, 65504, -0.0], np.float16),
+    "bf16": np.array([1.5, -0.0, math.inf], ml_dtypes.bfloat16),
+    "fp8": np.array([1.5, 448], ml_dtypes.float8_e4m3fn),
+    "c64": np.array([1 - 2j, math.nan * 1j], np.complex64),
+    "c128": np.array([[1 - 2j, -0.0j]], np.complex128),
+    "bool": np.array([[True], [False]]),
+    **{
+        f"{kind}{bits}": np.array([np.iinfo(f"{kind}{bits}").min, np.iinfo(f"{kind}{bits}").max])
+        for kind in ("int", "uint")
+        for bits in (8, 16, 32, 64)
+    },
+    "0-d": np.array(3.5),
+    "scalar": np.float32(3.5),
+    "empty": np.empty((3, 0, 2), np.int16),
+    "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    "strided": np.arange(60.0).reshape(6, 10)[::-2, 1::3],
+    "transposed": np.arange(2 * 700 * 300, dtype=np.float32)
+    .reshape(2, 700, 300)
+    .transpose(2, 0, 1),
+    "big-endian": np.arange(5, dtype=">i4"),
+    'name with\nnewline, ✓ and \\ "': np.ones(2),
+    "__metadata__": np.ones(3),
+    "fsdpcore.checksums": np.ones(4),
+    "a#0": np.ones(1),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_kind_of_array_comes_back_as_it_was(tmp_path, ranks):
+    read_only = {name: np.array(value, copy=True, order="K") for name, value in VALUES.items()}
+    for array in read_only.values():
+        array.flags.writeable = False
+    saved(tmp_path, [read_only] * ranks)
+    arrays = fc.checkpoint.read(tmp_path)
+    assert arrays.keys() == VALUES.keys()
+    for name, value in VALUES.items():
+        native = np.asarray(value, np.asarray(value).dtype.newbyteorder("="))
+        assert arrays[name].dtype == native.dtype, name
+        assert arrays[name].shape == native.shape, name
+        assert arrays[name].tobytes() == native.tobytes(), name
+
+
+def test_the_safetensors_library_reads_the_files(tmp_path):
+    save(tmp_path, 4, 9)
+    joined = {}
+    for file in sorted((tmp_path / "step_00000004").glob("*.safetensors")):
+        for name, array in load_file(file).items():
+            joined.setdefault(name, []).append(array)
+    assert {array.dtype for array in joined["w"]} == {np.dtype(np.float32)}
+    assert sum(array.size for array in joined["w"]) == 35
+    assert (np.concatenate(joined["w"]) == 9).all()
+    assert joined["scalar"][0].shape == ()
+    assert [array.shape for array in joined["rows"]] == [(2, 2), (3, 2)]
+
+
+def test_what_else_is_saved_comes_back(tmp_path):
+    extra = {"position": [3, 2**70, None, True, 0.1], "note": "ü\n"}
+
+    def body(backend):
+        state = state_of(backend.rank, backend.world_size, 7)
+        generators = {"data": np.random.default_rng(backend.rank)}
+        fc.checkpoint.save(
+            tmp_path,
+            state,
+            backend,
+            step=5,
+            extra=extra,
+            generators=generators,
+            metrics={"loss": 2},
+        )
+        expected = generators["data"].random(4)
+        generators = {"data": np.random.default_rng(99)}
+        target = state_of(backend.rank, backend.world_size, 0)
+        loaded = fc.checkpoint.load(tmp_path, target, backend, generators=generators)
+        np.testing.assert_array_equal(generators["data"].random(4), expected)
+        assert (loaded.step, loaded.extra, loaded.metrics) == (5, extra, {"loss": 2.0})
+
+    launch(body, 3)
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path):
+    first = save(tmp_path, 5, 1)[0]
+    second = save(tmp_path, 5, 2)[0]
+    assert (first.name, second.name) == ("step_00000005", "step_00000005.1")
+    assert [each.name for each in tmp_path.iterdir()] == [second.name]
+    assert found(tmp_path) == 2
+    assert first.nbytes == second.nbytes == 35 * 12 + 6 + 8 + 10
+    assert save(tmp_path, 5, 3)[0].name == "step_00000005.2"
+
+
+def test_retention(tmp_path):
+    rule = fc.checkpoint.Retention(last=2, every=10)
+    for step in range(8, 15):
+        save(tmp_path, step, step, retention=rule)
+    assert fc.checkpoint.steps(tmp_path) == [10, 13, 14]
+
+
+def one(**arguments):
+    """Save on one rank with these arguments and return what that raises."""
+
+    def body(backend):
+        given = {"path": "unused", "state": {"w": np.ones(2)}, "step": 1, **arguments}
+        fc.checkpoint.save(given.pop("path"), given.pop("state"), backend, **given)
+
+    return cause_of(body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"step": None}, "needs step="),
+        ({"step": -1}, "at least 0"),
+        ({"step": 2**63}, "2**63"),
+        ({"step": True}, "step must be an integer"),
+        ({"state": [1]}, "got list"),
+        ({"state": fc.FSDP}, "got"),
+        ({"state": {"w": [1.0]}}, "'w' is a list"),
+        ({"state": {"": np.ones(1)}}, "non-empty string"),
+        ({"state": {3: np.ones(1)}}, "got 3"),
+        ({"state": {"w": np.array(["text"])}}, "'w'"),
+        ({"state": {"w": np.array([None])}}, "'w'"),
+        ({"state": {"\ud800": np.ones(1)}}, "surrogate"),
+        ({"extra": {1: 2}}, "extra"),
+        ({"extra": math.nan}, "extra"),
+        ({"extra": (1, 2)}, "extra"),
+        ({"metrics": {"loss": math.nan}}, "finite"),
+        ({"metrics": [1]}, "metrics must map"),
+        ({"generators": {"g": np.random.RandomState(1)}}, "RandomState"),
+        ({"path": ""}, "path"),
+        ({"retention": 3}, "Retention"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = one(**arguments)
+    assert isinstance(error, fc.ArgumentError)
+    assert words in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+def refused(path, states):
+    """Return the one error that all ranks raise."""
+
+    def body(backend):
+        with pytest.raises(fc.FsdpcoreError) as caught:
+            fc.checkpoint.save(path, states[backend.rank], backend, step=1)
+        backend.barrier()
+        return type(caught.value), str(caught.value)
+
+    errors = launch(body, len(states))
+    assert len(set(errors)) == 1
+    assert errors[0][0] is fc.ArgumentError
+    return errors[0][1]
+
+
+def test_ranks_that_disagree_about_an_array(tmp_path):
+    box = fc.checkpoint.BoxShard
+    assert "shape" in refused(tmp_path, [{"w": np.ones(2)}, {"w": np.ones(3)}])
+    assert "float32" in refused(tmp_path, [{"w": np.ones(2)}, {"w": np.ones(2, np.float32)}])
+    overlap = [{"w": box((4,), (0,), np.ones(3))}, {"w": box((4,), (2,), np.ones(2))}]
+    assert "share elements" in refused(tmp_path, overlap)
+    hole = [{"w": box((4,), (0,), np.ones(1))}, {"w": box((4,), (2,), np.ones(2))}]
+    assert "1 of its 4" in refused(tmp_path, hole)
+    assert "on rank 1" in refused(tmp_path, [{"w": np.ones(2)}, {"w": "text"}])
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_give_different_extra(tmp_path):
+    def body(backend):
+        with pytest.raises(fc.MismatchError, match="Nothing was written"):
+            fc.checkpoint.save(tmp_path, {"w": np.ones(2)}, backend, step=1, extra=backend.rank)
+
+    launch(body, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_not_all_ranks_see(tmp_path):
+    def body(backend):
+        path = tmp_path / str(backend.rank)
+        with pytest.raises(fc.CheckpointError, match="do all ranks see it"):
+            fc.checkpoint.save(path, state_of(backend.rank, 2, 1), backend, step=1)
+
+    launch(body, 2)
+    assert not list((tmp_path / "0").iterdir())
+
+
+def test_the_metadata_is_for_people_too(tmp_path):
+    save(tmp_path, 4, 9)
+    told = json.loads((tmp_path / "step_00000004" / "metadata.json").read_text())
+    assert (told["step"], told["world_size"]) == (4, 2)
+    assert told["tensors"]["w"][:2] == ["float32", [5, 7]]
+
+
+def test_memory_and_object_stores(tmp_path):
+    url = f"memory://{tmp_path.name}/run"
+    save(url, 3, 1)
+    save(url, 3, 2)
+    save(url, 4, 3, retention=fc.checkpoint.Retention(last=2))
+    assert fc.checkpoint.latest(url).step == 4
+    assert found(url) == 3
+    assert found(url, 3) == 2
