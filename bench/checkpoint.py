@@ -71,8 +71,8 @@ def main(
         nbytes = parse_size(size)
         request = Request(
             cases=tuple(
-                Case(*name.split("-"), ranks=ranks, readers=readers, nbytes=nbytes, layers=layers)
-                for name in chosen(cases)
+                Case(operation, place, ranks, readers, nbytes, layers)
+                for operation, place in chosen(cases)
             ),
             transport=transport,
             against=tuple(dict.fromkeys(p for p in against.split(",") if p not in ("", "none"))),

@@ -324,6 +324,8 @@ def _parse_file(file: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _check_tables(tables: Mapping[str, Any], path: str) -> None:
+    if not tables:
+        return  # the schemes are looked up among all installed packages, which takes milliseconds
     known = [*registry.schemes(), ALGORITHMS_TABLE]
     for name in tables:
         if name not in known:

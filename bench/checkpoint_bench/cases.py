@@ -65,8 +65,8 @@ class Case:
         return {"case": self.name, **asdict(self), "players": self.players}
 
 
-def chosen(text: str) -> tuple[str, ...]:
-    """Return the names in a list with commas, each once; "all" are all of them.
+def chosen(text: str) -> list[tuple[str, str]]:
+    """Return operations and places of a list of names with commas; "all" are all of them.
 
     Raises:
         ArgumentError: there is no such case, or none at all.
@@ -80,4 +80,4 @@ def chosen(text: str) -> tuple[str, ...]:
             )
     if not found:
         raise ArgumentError(f"--cases needs at least one of {', '.join(NAMES)}")
-    return tuple(dict.fromkeys(found))
+    return [(one.partition("-")[0], one.partition("-")[2]) for one in dict.fromkeys(found)]

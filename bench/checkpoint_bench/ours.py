@@ -75,9 +75,9 @@ class Limit(Job):
         self._job = job
         self._rank, self._ranks = rank, ranks
         # Views that were made while the arrays were writable stay so.
-        self._views = [memoryview(part.array).cast("B") for part in job.parts()]
+        self._views = [part.array.data.cast("B") for part in job.parts()]
         self._nbytes = sum(view.nbytes for view in self._views)
-        self._copies: list[Array] = []
+        self._copy: Array = np.empty(0, np.float32)
 
     def barrier(self) -> None:
         self._job.barrier()
@@ -106,11 +106,14 @@ class Limit(Job):
             os.close(descriptor)
 
     def copy(self) -> None:
-        """Copy this rank's share to memory that stays, and that the first call makes."""
-        if not self._copies:
-            self._copies = [np.zeros(view.nbytes // 4, np.float32) for view in self._views]
-        for view, copy in zip(self._views, self._copies, strict=True):
-            np.copyto(copy, np.frombuffer(view, np.float32))
+        """Copy this rank's share to one block of memory, which the first call makes."""
+        if not self._copy.size:
+            self._copy = np.empty(self._nbytes // 4, np.float32)
+        offset = 0
+        for view in self._views:
+            source = np.frombuffer(view, np.float32)
+            np.copyto(self._copy[offset : offset + source.size], source)
+            offset += source.size
 
     def save_async(self, folder: Path, step: int) -> Wait:
         raise NotImplementedError("plain files are written at once")

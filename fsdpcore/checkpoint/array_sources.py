@@ -222,8 +222,8 @@ def opened_step(
         try:
             if name is None:
                 finder = stack.enter_context(Finder(storage, step))
-                directory, data = finder.next()
-                metadata = Metadata.from_bytes(data)
+                found = finder.next()
+                directory, metadata = found.name, found.metadata
             else:
                 directory = name.name
                 stack.enter_context(storage.hold(directory))

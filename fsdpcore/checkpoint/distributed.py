@@ -7,37 +7,34 @@ is the ``ShardMetadata``, which all make alike, and the storage::
     save_distributed(shards, "run/step_00000030", rank, 4, metadata)      # by every rank
     shards, metadata = load_distributed("run/step_00000030", rank, 6)     # by other six
 
-The result is a checkpoint like any other: ``latest``, ``load`` and ``read`` find it if its folder is
-named like one. A ``path`` here is the folder of one checkpoint, which has any name.
+The result is a checkpoint like any other: ``latest``, ``load`` and ``read`` find it if its folder
+is named like one. A ``path`` here is the folder of one checkpoint, which has any name.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-import numpy as np
-
-from fsdpcore.buffers import Array
-from fsdpcore.checkpoint.catalog import Catalog, as_range
-from fsdpcore.checkpoint.joining import Joining
+from fsdpcore.checkpoint.catalog import Catalog
+from fsdpcore.checkpoint.joining import Joining, is_torn
 from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker
 from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
 from fsdpcore.checkpoint.plan_load import Wanted, plan_load
+from fsdpcore.checkpoint.rank_state import empty_shard, sources_of
 from fsdpcore.checkpoint.reading import FileSet, usual_threads
-from fsdpcore.checkpoint.regions import Box, Range, Region
 from fsdpcore.checkpoint.shard_specs import (
     ShardMetadata,
     TensorShardSpec,
     compute_shard_sizes,
     flat_shard_metadata,
 )
-from fsdpcore.checkpoint.shards import BoxShard, Shard, State, checked_state, dtype_of, parts_of
+from fsdpcore.checkpoint.shards import Shard, State, checked_state, parts_of
 from fsdpcore.checkpoint.shared_reads import read_alone
-from fsdpcore.checkpoint.steps import StepName, directories
+from fsdpcore.checkpoint.steps import StepName
 from fsdpcore.checkpoint.storage import Storage, open_storage
 from fsdpcore.errors import (
     ArgumentError,
@@ -47,7 +44,6 @@ from fsdpcore.errors import (
     in_words,
 )
 from fsdpcore.fsdp.checks import as_int
-from fsdpcore.fsdp.state import ArrayPiece, ShardedArray
 
 __all__ = [
     "ShardMetadata",
@@ -213,7 +209,7 @@ def _save(
             f"the folder {directory} is for step {step.step}, but metadata is of {metadata.step}; "
             f"{StepName(metadata.step).name} would be for that"
         )
-    sources = _sources(checked_state(state), metadata, rank)
+    sources = sources_of(checked_state(state), metadata, rank)
     joining = Joining(storage, directory, metadata, rank)
     try:
         joining.write(sources)
@@ -223,76 +219,6 @@ def _save(
             f"save of rank {rank} to {storage.path}/{directory}: {in_words(error)}; nothing was "
             "committed by it"
         ) from error
-
-
-def _sources(state: Mapping[str, Shard], metadata: ShardMetadata, rank: int) -> list[Array]:
-    """Return the elements of all regions of a rank, in order."""
-    specs = {spec.name: spec for spec in metadata.shards[rank]}
-    for name in state:
-        if name not in metadata.arrays:
-            raise ArgumentError(f"the state has {name!r:.80}, which the metadata does not name")
-        if name not in specs:
-            specs[name] = TensorShardSpec(name, *metadata.arrays[name])
-    sources: list[Array] = []
-    for name, spec in specs.items():
-        if name in state:
-            sources += _matched(spec, state[name], rank)
-        elif spec.regions:
-            raise ArgumentError(
-                f"the state lacks {name!r:.80}, of which rank {rank} has {spec.size} elements by "
-                "the metadata"
-            )
-    return sources
-
-
-def _matched(spec: TensorShardSpec, shard: Shard, rank: int) -> list[Array]:
-    """Return the elements of each region of a spec."""
-    what = f"{spec.name!r:.80} on rank {rank}"
-    if dtype_of(shard).newbyteorder("=") != spec.dtype:
-        raise ArgumentError(
-            f"{what} has dtype {dtype_of(shard)} in the state, but {spec.dtype} in the metadata"
-        )
-    arrays: list[Array] = []
-    if isinstance(shard, (ShardedArray, BoxShard)):
-        parts = parts_of(shard)
-        theirs = [_canonical(part.region, shard.shape) for part in parts]
-        ours = [_canonical(region, spec.shape) for region in spec.regions]
-        if shard.shape == spec.shape and theirs == ours:
-            arrays = [part.array for part in parts]
-    elif len(spec.regions) == 1 and shard.shape == spec.shape and _is_all(spec):
-        arrays = [shard]
-    elif len(spec.regions) == 1 and isinstance(spec.regions[0], Box):
-        arrays = [shard] if shard.shape == _shape(spec.regions[0]) else []
-    elif shard.shape == (spec.size,):
-        ends = np.cumsum([region.size for region in spec.regions])[:-1]
-        arrays = np.split(shard, ends) if spec.regions else []
-    if len(arrays) != len(spec.regions) or (not arrays and parts_of(shard)):
-        raise ArgumentError(
-            f"{what} is {_told(shard)} in the state, but by the metadata it is {spec.regions} of "
-            f"shape {spec.shape}"
-        )
-    return [
-        array.reshape(_shape(region)) for array, region in zip(arrays, spec.regions, strict=True)
-    ]
-
-
-def _canonical(region: Region, shape: tuple[int, ...]) -> Region:
-    return as_range(region, shape) or region
-
-
-def _is_all(spec: TensorShardSpec) -> bool:
-    return _canonical(spec.regions[0], spec.shape) == Range(0, int(np.prod(spec.shape)))
-
-
-def _shape(region: Region) -> tuple[int, ...]:
-    return region.shape if isinstance(region, Box) else (region.size,)
-
-
-def _told(shard: Shard) -> str:
-    if isinstance(shard, (ShardedArray, BoxShard)):
-        regions = tuple(part.region for part in parts_of(shard))
-        return f"{regions} of shape {shard.shape}"
-    return f"an array of shape {shard.shape}"
 
 
 # Loading.
@@ -317,11 +243,12 @@ def _load(
             )
         found = _laid_out(saved, world_size, layout)
         catalog = Catalog(saved)
-        state, wanted = {}, []
+        state: dict[str, Shard] = {}
+        wanted: list[Wanted] = []
         for name, (dtype, shape) in found.arrays.items():
-            state[name] = _empty(TensorShardSpec(name, dtype, shape))
+            state[name] = empty_shard(TensorShardSpec(name, dtype, shape))
         for spec in found.shards[rank]:
-            shard = state[spec.name] = _empty(spec)
+            shard = state[spec.name] = empty_shard(spec)
             wanted += [Wanted(catalog.number[spec.name], part) for part in parts_of(shard)]
         plan = plan_load(catalog, wanted)
         if plan.uncovered:
@@ -339,7 +266,12 @@ def _committed(storage: Storage, directory: str) -> Iterator[Metadata]:
     with ExitStack() as held:
         try:
             held.enter_context(storage.hold(directory))
-            marker = Marker.from_bytes(storage.read(f"{directory}/{MARKER_NAME}", MAX_MARKER_BYTES))
+            told = storage.read(f"{directory}/{MARKER_NAME}", MAX_MARKER_BYTES)
+            if is_torn(told):
+                raise CheckpointNotFoundError(
+                    f"no save into {where} was finished: its {MARKER_NAME} is cut off"
+                )
+            marker = Marker.from_bytes(told)
             data = storage.read(f"{directory}/{METADATA_NAME}", marker.metadata_bytes)
         except FileNotFoundError as error:
             raise _not_found(storage, directory) from error
@@ -353,8 +285,8 @@ def _committed(storage: Storage, directory: str) -> Iterator[Metadata]:
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{where}: {error}") from None
         name = StepName.parse(directory)
-        told = (metadata.step, metadata.save_id)
-        if told != (marker.step, marker.save_id) or (name and name.step != marker.step):
+        same = (metadata.step, metadata.save_id) == (marker.step, marker.save_id)
+        if not same or (name and name.step != marker.step):
             raise CorruptCheckpointError(f"{where}: its files are of different saves")
         yield metadata
 
@@ -367,8 +299,7 @@ def _not_found(storage: Storage, directory: str) -> CheckpointError:
         return CorruptCheckpointError(f"{where}/{METADATA_NAME} is missing")
     if directory not in storage.names():
         return CheckpointNotFoundError(f"there is no {where}")
-    steps = directories(open_storage(where)) if not names or "://" in where else []
-    steps = [step for each in names if (step := StepName.parse(each)) is not None] or steps
+    steps = [step for each in names if (step := StepName.parse(each)) is not None]
     if steps:
         return CheckpointNotFoundError(
             f"{where} is a folder of checkpoints; give the path of one, such as "
@@ -382,7 +313,6 @@ def _not_found(storage: Storage, directory: str) -> CheckpointError:
 
 def _laid_out(saved: Metadata, world_size: int, layout: ShardMetadata | None) -> ShardMetadata:
     """Return who is to have what, with the step, ``save_id`` and ``extra`` of the checkpoint."""
-    about = {"step": saved.step, "save_id": saved.save_id, "extra": saved.extra}
     if layout is None:
         return flat_shard_metadata(
             {name: tensor.shape for name, tensor in saved.tensors.items()},
@@ -403,18 +333,4 @@ def _laid_out(saved: Metadata, world_size: int, layout: ShardMetadata | None) ->
                 f"{name!r:.80} has dtype {dtype} and shape {shape} in the layout, but "
                 f"{tensor.dtype} and {tensor.shape} in the checkpoint"
             )
-    return replace(layout, **about)
-
-
-def _empty(spec: TensorShardSpec) -> Shard:
-    """Return memory for what a rank has of an array."""
-    if any(isinstance(region, Box) for region in spec.regions):
-        (box,) = spec.regions
-        assert isinstance(box, Box)
-        return BoxShard(spec.shape, box.start, np.empty(box.shape, spec.dtype))
-    pieces: Sequence[ArrayPiece] = [
-        ArrayPiece(region.start, region.stop, np.empty(region.size, spec.dtype))
-        for region in spec.regions
-        if isinstance(region, Range)
-    ]
-    return ShardedArray(spec.shape, spec.dtype, tuple(pieces))
+    return replace(layout, step=saved.step, save_id=saved.save_id, extra=saved.extra)

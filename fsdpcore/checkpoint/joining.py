@@ -30,8 +30,16 @@ from fsdpcore.checkpoint.writing import write_file
 from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError
 
 _TRIES = 20  # for a folder that others remove, taking it for a leftover
-_LAST_LINE = len("checksum ") + 64  # of a marker
+# A whole marker ends with a line as long as this; others that may be as long begin like these.
+_LAST_LINE = len("checksum ") + 64
+_LONG_LINES = (b"save_id ", b"metadata_sha256 ", b"metrics ")
 _OWN = re.compile(r"rank_[0-9]+\.(part|safetensors)")
+
+
+def is_torn(marker: bytes) -> bool:
+    """Whether this is what is left of a commit that was cut off, and not a marker damaged later."""
+    last = marker.rstrip(b"\0\n").rpartition(b"\n")[2]
+    return len(last) < _LAST_LINE or (last.startswith(_LONG_LINES) and b"checksum" not in last)
 
 
 class Joining:
@@ -138,8 +146,7 @@ class Joining:
         try:
             marker = Marker.from_bytes(data)
         except CorruptCheckpointError as error:
-            last = data.rstrip(b"\0\n").rpartition(b"\n")[2]
-            if len(last) < _LAST_LINE or not last.startswith(b"checksum "):
+            if is_torn(data):
                 return
             raise ArgumentError(
                 f"{self._where} has a damaged commit marker ({error}); move it away, or choose "

@@ -231,15 +231,17 @@ def flat_shard_metadata(
     world_size = as_int(world_size, "world_size", minimum=1)
     if not isinstance(shapes, Mapping):
         raise ArgumentError(f"shapes must map names to shapes, got {type(shapes).__name__}")
-    if isinstance(dtypes, Mapping) and dtypes.keys() != shapes.keys():
-        some = sorted(map(repr, dtypes.keys() ^ shapes.keys()))[0]
+    by_name: Mapping[Any, Any] | None = dtypes if isinstance(dtypes, Mapping) else None
+    if by_name is not None and by_name.keys() != shapes.keys():
+        some = sorted(map(repr, by_name.keys() ^ shapes.keys()))[0]
         raise ArgumentError(f"dtypes and shapes have different names, for instance {some}")
     specs: dict[str, TensorShardSpec] = {}
     buffers: dict[np.dtype[Any], dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        dtype = dtypes[name] if isinstance(dtypes, Mapping) else dtypes
-        # The spec makes dtype and shape what they are said to be.
-        spec = specs[name] = TensorShardSpec(name, dtype, shape)  # type: ignore[arg-type]
+        what = f"array {name!r:.80}"
+        given: Any = dtypes if by_name is None else by_name[name]
+        dtype = as_dtype(given, what)
+        spec = specs[name] = TensorShardSpec(name, dtype, as_shape(shape, what))
         buffers.setdefault(spec.dtype, {})[name] = spec.shape
     held: list[dict[str, Range]] = [{} for _ in range(world_size)]
     for dtype, of_buffer in buffers.items():

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import deserialize
 
 import fsdpcore as fc
 from fsdpcore.checkpoint.save import save
@@ -45,6 +46,34 @@ def samples() -> dict[str, Array]:
     found["strided"] = np.arange(60, dtype=np.int32).reshape(6, 10).T
     found["large"] = bits(51, (70_000, 3), np.dtype(np.uint16))
     return found
+
+
+_CODES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+
+
+def by_library(path: Path) -> dict[str, Array]:
+    """All arrays of a file, read by the safetensors library, also of dtypes NumPy lacks."""
+    return {
+        name: np.frombuffer(told["data"], dtype_named(_CODES[told["dtype"]])).reshape(told["shape"])
+        for name, told in deserialize(path.read_bytes())
+    }
 
 
 def same_bits(one: Array, other: Array) -> bool:

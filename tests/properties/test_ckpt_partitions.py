@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.arrays import array_of
+from support.cases import only_if_asked_for
 from support.ckpt_make import Cut, cut_out, make_checkpoint
 
 import fsdpcore as fc
@@ -133,10 +134,15 @@ def test_any_partition_loads_as_any_other(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.campaign
-@settings(max_examples=4000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases())
-def test_any_partition_loads_as_any_other_at_length(case: dict[str, Any]) -> None:
-    check(case)
+def test_any_partition_loads_as_any_other_at_length(request: pytest.FixtureRequest) -> None:
+    only_if_asked_for(request)
+
+    @settings(max_examples=4000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(case=cases())
+    def at_length(case: dict[str, Any]) -> None:
+        check(case)
+
+    at_length()
 
 
 def check(case: dict[str, Any]) -> None:

@@ -1,0 +1,109 @@
+"""The arrays of one rank, brought together with the specs that say what they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from fsdpcore.buffers import Array
+from fsdpcore.checkpoint.catalog import as_range
+from fsdpcore.checkpoint.regions import Box, Range, Region
+from fsdpcore.checkpoint.shard_specs import ShardMetadata, TensorShardSpec
+from fsdpcore.checkpoint.shards import BoxShard, Shard, dtype_of, parts_of
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.state import ArrayPiece, ShardedArray
+
+
+def sources_of(state: Mapping[str, Shard], metadata: ShardMetadata, rank: int) -> list[Array]:
+    """Return the elements of all regions of a rank, in the order of its specs; views if possible.
+
+    Args:
+        state: the rank's part of every array, see ``save_distributed``.
+        metadata: of the save.
+        rank: which rank's.
+
+    Raises:
+        ArgumentError: the state is not what the metadata says.
+    """
+    specs = {spec.name: spec for spec in metadata.shards[rank]}
+    for name in state:
+        if name not in metadata.arrays:
+            raise ArgumentError(f"the state has {name!r:.80}, which the metadata does not name")
+        if name not in specs:
+            specs[name] = TensorShardSpec(name, *metadata.arrays[name])
+    sources: list[Array] = []
+    for name, spec in specs.items():
+        if name in state:
+            sources += _matched(spec, state[name], rank)
+        elif spec.regions:
+            raise ArgumentError(
+                f"the state lacks {name!r:.80}, of which rank {rank} has {spec.size} elements by "
+                "the metadata"
+            )
+    return sources
+
+
+def _matched(spec: TensorShardSpec, shard: Shard, rank: int) -> list[Array]:
+    """Return the elements of each region of a spec."""
+    what = f"{spec.name!r:.80} on rank {rank}"
+    if dtype_of(shard).newbyteorder("=") != spec.dtype:
+        raise ArgumentError(
+            f"{what} has dtype {dtype_of(shard)} in the state, but {spec.dtype} in the metadata"
+        )
+    arrays: list[Array] = []
+    if isinstance(shard, (ShardedArray, BoxShard)):
+        parts = parts_of(shard)
+        theirs = [_canonical(part.region, shard.shape) for part in parts]
+        ours = [_canonical(region, spec.shape) for region in spec.regions]
+        if shard.shape == spec.shape and theirs == ours:
+            arrays = [part.array for part in parts]
+    elif len(spec.regions) == 1 and shard.shape == spec.shape and _is_all(spec):
+        arrays = [shard]
+    elif len(spec.regions) == 1 and isinstance(spec.regions[0], Box):
+        arrays = [shard] if shard.shape == _shape(spec.regions[0]) else []
+    elif shard.shape == (spec.size,):
+        ends = np.cumsum([region.size for region in spec.regions])[:-1]
+        arrays = np.split(shard, ends) if spec.regions else []
+    if len(arrays) != len(spec.regions) or (not arrays and parts_of(shard)):
+        raise ArgumentError(
+            f"{what} is {_told(shard)} in the state, but by the metadata it is {spec.regions} of "
+            f"shape {spec.shape}"
+        )
+    return [
+        array.reshape(_shape(region)) for array, region in zip(arrays, spec.regions, strict=True)
+    ]
+
+
+def _canonical(region: Region, shape: tuple[int, ...]) -> Region:
+    return as_range(region, shape) or region
+
+
+def _is_all(spec: TensorShardSpec) -> bool:
+    return _canonical(spec.regions[0], spec.shape) == Range(0, math.prod(spec.shape))
+
+
+def _shape(region: Region) -> tuple[int, ...]:
+    return region.shape if isinstance(region, Box) else (region.size,)
+
+
+def _told(shard: Shard) -> str:
+    if isinstance(shard, (ShardedArray, BoxShard)):
+        regions = tuple(part.region for part in parts_of(shard))
+        return f"{regions} of shape {shard.shape}"
+    return f"an array of shape {shard.shape}"
+
+
+def empty_shard(spec: TensorShardSpec) -> Shard:
+    """Return new memory for what a rank has of an array, its contents undefined."""
+    if any(isinstance(region, Box) for region in spec.regions):
+        (box,) = spec.regions
+        assert isinstance(box, Box)
+        return BoxShard(spec.shape, box.start, np.empty(box.shape, spec.dtype))
+    pieces = tuple(
+        ArrayPiece(region.start, region.stop, np.empty(region.size, spec.dtype))
+        for region in spec.regions
+        if isinstance(region, Range)
+    )
+    return ShardedArray(spec.shape, spec.dtype, pieces)
