@@ -6,8 +6,18 @@
 
 from fsdpcore.checkpoint.async_save import AsyncCheckpointer, CheckpointFuture
 from fsdpcore.checkpoint.committing import Saved
+from fsdpcore.checkpoint.distributed import (
+    ShardMetadata,
+    TensorShardSpec,
+    compute_shard_sizes,
+    flat_shard_metadata,
+    load_distributed,
+    reshard,
+    save_distributed,
+)
 from fsdpcore.checkpoint.load import Loaded, load
 from fsdpcore.checkpoint.read import read
+from fsdpcore.checkpoint.regions import Box, Range
 from fsdpcore.checkpoint.retention import Retention
 from fsdpcore.checkpoint.save import save
 from fsdpcore.checkpoint.shards import BoxShard
@@ -15,15 +25,24 @@ from fsdpcore.checkpoint.steps import Latest, latest, steps
 
 __all__ = [
     "AsyncCheckpointer",
+    "Box",
     "BoxShard",
     "CheckpointFuture",
     "Latest",
     "Loaded",
+    "Range",
     "Retention",
     "Saved",
+    "ShardMetadata",
+    "TensorShardSpec",
+    "compute_shard_sizes",
+    "flat_shard_metadata",
     "latest",
     "load",
+    "load_distributed",
     "read",
+    "reshard",
     "save",
+    "save_distributed",
     "steps",
 ]

@@ -20,7 +20,7 @@ from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.committing import file_name
 from fsdpcore.checkpoint.describe import rows_of
 from fsdpcore.checkpoint.file_layout import FileLayout, lay_out
-from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker
+from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
 from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata, StoredFile, make_metadata
 from fsdpcore.checkpoint.rank_part import MAX_PART_BYTES, RankPart, part_name
 from fsdpcore.checkpoint.regions import Region
@@ -30,16 +30,7 @@ from fsdpcore.checkpoint.writing import write_file
 from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError
 
 _TRIES = 20  # for a folder that others remove, taking it for a leftover
-# A whole marker ends with a line as long as this; others that may be as long begin like these.
-_LAST_LINE = len("checksum ") + 64
-_LONG_LINES = (b"save_id ", b"metadata_sha256 ", b"metrics ")
 _OWN = re.compile(r"rank_[0-9]+\.(part|safetensors)")
-
-
-def is_torn(marker: bytes) -> bool:
-    """Whether this is what is left of a commit that was cut off, and not a marker damaged later."""
-    last = marker.rstrip(b"\0\n").rpartition(b"\n")[2]
-    return len(last) < _LAST_LINE or (last.startswith(_LONG_LINES) and b"checksum" not in last)
 
 
 class Joining:

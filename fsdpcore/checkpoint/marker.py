@@ -29,6 +29,9 @@ MAX_MARKER_BYTES = 1 << 20
 _TITLE = "fsdpcore checkpoint 1"
 _HEX = re.compile(r"[0-9a-f]{64}")
 _SAVE_ID = re.compile(r"[0-9A-Za-z._-]{1,128}")
+# A whole marker ends with a line as long as this; others that may be as long begin like these.
+_LAST_LINE = len("checksum ") + 64
+_LONG_LINES = (b"save_id ", b"metadata_sha256 ", b"metrics ")
 _LINES = re.compile(
     rb"fsdpcore checkpoint 1\n"
     rb"step (0|[1-9][0-9]{0,18})\n"
@@ -128,6 +131,12 @@ class Marker:
         if not same:
             raise CorruptCheckpointError(f"{MARKER_NAME} is not as fsdpcore writes it")
         return marker
+
+
+def is_torn(marker: bytes) -> bool:
+    """Whether this is what is left of a commit that was cut off, and not a marker damaged later."""
+    last = marker.rstrip(b"\0\n").rpartition(b"\n")[2]
+    return len(last) < _LAST_LINE or (last.startswith(_LONG_LINES) and b"checksum" not in last)
 
 
 def check_marker(marker: Marker) -> None:

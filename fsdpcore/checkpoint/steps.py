@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, NoReturn
 
-from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker
+from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
 from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
 from fsdpcore.checkpoint.storage import Storage, StoragePath, open_storage
 from fsdpcore.errors import (
@@ -28,10 +28,6 @@ from fsdpcore.fsdp.checks import as_int
 
 _MAX_STEP = (1 << 63) - 1
 _DIGITS = 8
-# A whole marker ends with this line, or with something else as long; the lines before it that may
-# be as long begin like this.
-_LAST_LINE = len("checksum ") + 64
-_LONG_LINES = (b"save_id ", b"metadata_sha256 ", b"metrics ")
 # What the system says of something that is no regular file, or is larger than it was.
 _NO_FILE = (errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 _NAME = re.compile(r"step_([0-9]{8,19})(?:\.([1-9][0-9]{0,8}))?")
@@ -292,8 +288,7 @@ def is_leftover(storage: Storage, name: StepName) -> bool:
         data = storage.read(f"{name.name}/{MARKER_NAME}", MAX_MARKER_BYTES)
     except FileNotFoundError:
         return True
-    last = data.rstrip(b"\0\n").rpartition(b"\n")[2]
-    return len(last) < _LAST_LINE or (last.startswith(_LONG_LINES) and b"checksum" not in last)
+    return is_torn(data)
 
 
 def remove_step(storage: Storage, name: StepName) -> bool:

@@ -118,6 +118,8 @@ class _Checking:
 
     def header(self) -> list[str]:
         stored = self._stored
+        if stored.data_start > self._reader.size:  # nothing is allocated for what is not there
+            return [f"the header, bytes [0, {stored.data_start}), is cut off"]
         data = bytearray(stored.data_start)
         try:
             self._reader.read_into(0, memoryview(data))
@@ -161,8 +163,10 @@ class _Checking:
 
     def table(self) -> list[str]:
         stored = self._stored
-        table = np.empty(stored.size - stored.table, np.uint8)
         where = f"bytes [{stored.table}, {stored.size})"
+        if stored.size > self._reader.size:
+            return [f"the checksums, {where}, are cut off"]
+        table = np.empty(stored.size - stored.table, np.uint8)
         try:
             if table.size:
                 self._reader.read_into(stored.table, table.data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,7 @@ def bar(what: str) -> Iterator[Told]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    shown = console.is_terminal
+    shown = sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import support.ckpt_kill_loop
 from support.cases import only_if_asked_for
+from support.ckpt_saves import found, save
 from support.jobs import clean_environ, finished, python
+
+import fsdpcore as fc
 
 LOOP = Path(support.ckpt_kill_loop.__file__)
 
@@ -30,3 +33,69 @@ def test_a_few_kills(tmp_path):
 def test_many_kills(tmp_path, seed, request):
     only_if_asked_for(request)
     print(loop(tmp_path, 120, 100 + seed))
+
+
+# A job of processes, of which one is killed at a call of its own.
+JOB = """
+import os
+import signal
+import sys
+import fsdpcore as fc
+from fsdpcore.checkpoint.files import Files
+from fsdpcore.checkpoint.local_storage import LocalStorage
+from support.ckpt_saves import state_of
+
+folder, mark, victim, at = sys.argv[1], *map(int, sys.argv[2:])
+
+class Deadly(Files):
+    left = at
+
+    def _count(self):
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+
+    def open(self, *args, **options):
+        self._count()
+        return super().open(*args, **options)
+
+    def writev(self, *args):
+        self._count()
+        return super().writev(*args)
+
+    def fsync(self, *args):
+        self._count()
+        return super().fsync(*args)
+
+def main(backend):
+    files = Deadly() if backend.rank == victim else Files()
+    state = state_of(backend.rank, backend.world_size, mark)
+    try:
+        fc.checkpoint.save(LocalStorage(folder, files), state, backend, step=mark)
+    except fc.FsdpcoreError as error:
+        print(f"rank {backend.rank} saw {type(error).__name__}", flush=True)
+        raise
+    print(f"rank {backend.rank} saved", flush=True)
+
+if __name__ == "__main__":
+    fc.launch(main, world_size=3, transport="zmq", timeout=30)
+"""
+
+
+@pytest.mark.parametrize(("victim", "at"), [(1, 0), (1, 2), (2, 4), (0, 3), (0, 14), (0, 20)])
+def test_a_process_that_is_killed_takes_the_save_with_it(tmp_path, victim, at):
+    script, folder = tmp_path / "job.py", tmp_path / "run"
+    script.write_text(JOB)
+    environ = clean_environ(PYTHONPATH=os.fspath(LOOP.parents[1]), OPENBLAS_NUM_THREADS="1")
+    save(folder, 1, 1)
+    cut = finished(python(script, folder, 2, victim, at), environ)
+    assert cut.code != 0
+    assert f"rank {victim} saved" not in cut.out
+    assert "SIGKILL" in cut.err
+    outcome = found(folder)
+    assert outcome in (1, 2)
+    assert outcome == 1 or victim == 0  # only rank 0 has anything left to do after the commit
+    save(folder, 3, 3)
+    assert found(folder) == 3
+    assert found(folder, 1) == 1
+    assert len(os.listdir(folder)) == len(fc.checkpoint.steps(folder)) == 1 + outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from support.ckpt_make import make_checkpoint
 from support.ckpt_samples import saved
 from support.ckpt_steps import write as write_leftover
+from support.jobs import python
 from typer.testing import CliRunner
 
 from fsdpcore.checkpoint.local_storage import LocalStorage
@@ -240,6 +242,23 @@ def test_clean(ckpt, run):
     assert ckpt("clean", run).stdout == "removed step_00000009\n"
     assert told(ckpt("clean", run, "--json")) == {"removed": [], "failed": []}
     assert os.listdir(run) == ["step_00000007"]
+
+
+def test_a_bar_on_a_terminal_only(ckpt, run):
+    """On stderr, so that stdout is the same in a script and on a terminal."""
+    command = python("-m", "fsdpcore", "ckpt", "verify", run)
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", 0) as screen:
+        try:
+            shown = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=theirs, check=True, timeout=120
+            )
+        finally:
+            os.close(theirs)
+        assert b"verify" in screen.read(4096)
+    hidden = subprocess.run(command, capture_output=True, check=True, timeout=120)
+    assert hidden.stdout == shown.stdout
+    assert hidden.stderr == b""
 
 
 def test_sizes_in_words():

@@ -13,17 +13,21 @@ import numpy as np
 import pytest
 from safetensors import TensorSpec, safe_open, serialize_file
 from safetensors.numpy import save_file
+from support.ckpt_disk import Disk, DiskFiles, crashes
 from support.ckpt_make import make_checkpoint
 from support.ckpt_samples import all_same, bits, by_library, samples, saved
 from support.fsdp_states import Layout, engine_of, train
 from support.fsdp_states import run as run_engines
+from support.jobs import finished, python
 
 import fsdpcore as fc
 from fsdpcore.checkpoint.export import export_safetensors
 from fsdpcore.checkpoint.importing import import_safetensors
 from fsdpcore.checkpoint.load import load
+from fsdpcore.checkpoint.local_storage import LocalStorage
 from fsdpcore.checkpoint.read import read
 from fsdpcore.checkpoint.rewrite import rewrite
+from fsdpcore.checkpoint.safetensors_files import PartialFile
 from fsdpcore.checkpoint.save import save
 from fsdpcore.checkpoint.shards import BoxShard
 from fsdpcore.checkpoint.verify import verify
@@ -223,6 +227,52 @@ def test_what_a_killed_export_left_is_written_anew(run, tmp_path):
     export_safetensors(run, tmp_path / "x.safetensors")
     assert files_in(tmp_path) == ["x.safetensors"]
     assert all_same(by_library(tmp_path / "x.safetensors"), samples())
+
+
+KILLED = """
+import os, sys
+from fsdpcore.checkpoint.export import export_safetensors
+
+left = int(sys.argv[3])
+
+def dying(real):
+    def call(*arguments):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return real(*arguments)
+    return call
+
+os.write, os.replace = dying(os.write), dying(os.replace)
+export_safetensors(sys.argv[1], sys.argv[2], max_shard_size=300_000)
+"""
+
+
+@pytest.mark.parametrize("calls", [0, 3, 4, 5, 6, 7])
+def test_a_kill_leaves_no_half_file(run, tmp_path, calls):
+    """Of three shards and their index, each is there as a whole or not at all."""
+    target = tmp_path / "model"
+    done = finished(python("-c", KILLED, run, target, calls))
+    assert done.code == 9, done.err
+    assert not (target / INDEX).exists()
+    there = [each for each in files_in(target) if not each.startswith(".")]
+    given = samples()
+    for name in there:
+        inside = by_library(target / name)
+        assert all_same(inside, {key: given[key] for key in inside})
+    export_safetensors(run, target, max_shard_size=300_000, overwrite=True)
+    assert all_same(loaded(target), given)
+    assert not [each for each in files_in(target) if each.startswith(".")]
+
+
+def test_two_at_a_time_are_refused(run, tmp_path):
+    target = tmp_path / "x.safetensors"
+    with PartialFile(target), pytest.raises(ArgumentError, match="another process is writing"):
+        export_safetensors(run, target)
+    assert files_in(tmp_path) == []
+    export_safetensors(run, target)
+    assert files_in(tmp_path) == ["x.safetensors"]
 
 
 def test_damage_is_noticed(tmp_path):
@@ -459,6 +509,26 @@ def test_rewrite_keeps_generators_as_a_load_gives_them(tmp_path):
     ]
     assert ways[0] == ways[1]
     assert len({tuple(each) for each in ways[0]}) == 5
+
+
+def test_a_rewrite_that_loses_power_is_there_or_not(tmp_path):
+    """At every call that changes the disk; the step was there before, with other values."""
+    old, new = ({"a": np.full(50, value), "b": np.full(7, value)} for value in (1.0, 2.0))
+    disk = Disk()
+    for name, state in (("run", new), ("other", old)):
+        make_checkpoint(tmp_path / name, state)
+        rewrite(tmp_path / name, LocalStorage(f"/{name}", DiskFiles(disk)), 2)
+    seen = set()
+
+    def again(files):
+        source, target = (LocalStorage(name, files) for name in ("/run", "/other"))
+        rewrite(source, target, 2, overwrite=True, threads=1)
+
+    for what, after in crashes(disk, again, kept=("nothing", "everything", 1)):
+        found = read(LocalStorage("/other", DiskFiles(after)), threads=1)
+        assert all_same(found, old) or all_same(found, new), what
+        seen.add(float(found["a"][0]))
+    assert seen == {1.0, 2.0}
 
 
 def test_rewrite_is_refused_where_the_step_is(run, tmp_path):

@@ -102,6 +102,23 @@ def test_every_length_is_noticed(tmp_path):
         (folder / name).write_bytes(data)
 
 
+def test_a_file_that_is_cut_off(folder):
+    """What is left of it is checked."""
+    path, row = folder / "rank_0.safetensors", told(folder)["files"][0]
+    data = bytearray(path.read_bytes())
+    data[row[2] - 1] ^= 1
+    path.write_bytes(data[: row[3]])
+    whats = [what for _, what in verify(folder).problems]
+    assert whats[0] == f"has {row[3]} bytes, but {row[1]} were saved"
+    assert whats[1] == f"the header, bytes [0, {row[2]}), is not what was saved"
+    assert whats[-2:] == [
+        f"the checksums, bytes [{row[3]}, {row[1]}), are cut off",
+        "the data cannot be checked without the checksums",
+    ]
+    path.write_bytes(b"")
+    assert "the header, bytes [0, " in verify(folder).problems[1].what
+
+
 def test_all_problems_are_named(folder):
     pieces = sorted((piece[0], piece[1]) for piece in told(folder)["tensors"]["w"][2])
     (_, first), _, (_, third), _ = pieces
