@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from fsdpcore.checkpoint.catalog import Catalog
-from fsdpcore.checkpoint.joining import Joining, is_torn
-from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker
+from fsdpcore.checkpoint.joining import Joining
+from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
 from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
 from fsdpcore.checkpoint.plan_load import Wanted, plan_load
 from fsdpcore.checkpoint.rank_state import empty_shard, sources_of

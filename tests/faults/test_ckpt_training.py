@@ -104,3 +104,23 @@ def test_training_goes_on_bit_for_bit_in_the_same_layout(runs, transport, strate
     one, other = stops.arrays(), whole.arrays()
     assert one.keys() == other.keys()
     assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+GPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+SMALL = ["--batch", 4, "--context", 16, "--width", 8, "--layers", 1, "--every", 2]
+
+
+def test_the_example_resumes(tmp_path):
+    folder = tmp_path / "checkpoints"
+    small = [*SMALL, "--out", tmp_path, "--checkpoint", folder, "--resume"]
+    first = finished(python(GPT, *small, "--steps", 5))
+    assert (first.code, first.err) == (0, "")
+    assert "nothing to resume from" in first.out
+    assert fc.checkpoint.steps(folder) == [4, 5]
+    then = finished(python(GPT, *small, "--steps", 7, "--ranks", 2, "--strategy", "no_shard"))
+    assert (then.code, then.err) == (0, "")
+    assert f"resumed after step 5 from {folder}" in then.out
+    assert fc.checkpoint.steps(folder) == [6, 7]
+    wrong = finished(python(GPT, "--resume"))
+    assert wrong.code == 2
+    assert "--checkpoint" in wrong.err

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 from support.jobs import finished, python
 
 import fsdpcore
 
-OPTIONAL = {"mpi4py", "cupy", "jax", "jaxlib", "torch", "matplotlib", "autograd", "numba", "zmq"}
+OPTIONAL = {
+    "mpi4py",
+    "cupy",
+    "jax",
+    "jaxlib",
+    "torch",
+    "matplotlib",
+    "autograd",
+    "numba",
+    "zmq",
+    "fsspec",
+}
 
 LIST = """
 import importlib, json, sys
@@ -38,6 +51,17 @@ def submodules():
 @pytest.mark.parametrize("names", [["fsdpcore"], submodules()], ids=["package", "submodules"])
 def test_no_optional_package_is_imported(names):
     assert not imported(names) & OPTIONAL
+
+
+def test_checkpoints_know_nothing_of_the_engine():
+    allowed = {"checks", "consent", "layout", "state"}
+    folder = Path(fsdpcore.checkpoint.__file__).parent
+    known = {
+        name
+        for file in folder.glob("*.py")
+        for name in re.findall(r"from fsdpcore\.fsdp\.(\w+) import", file.read_text())
+    }
+    assert known <= allowed
 
 
 def test_a_transport_is_imported_when_it_is_used():
