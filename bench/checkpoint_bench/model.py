@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -96,6 +97,13 @@ def _slices(name: str, start: int, array: Array) -> Iterator[tuple[Array, Array]
     shift = sum(name.encode()) * 17
     for first in range(0, array.size, _SLICE):
         part = array[first : first + _SLICE]
-        begin = start + first + shift
-        numbers = np.arange(begin, begin + part.size) % _PERIOD
-        yield numbers.astype(np.float32), part
+        begin = (start + first + shift) % _PERIOD
+        yield _values()[begin : begin + part.size], part
+
+
+@functools.cache
+def _values() -> Array:
+    """Return enough of the values to find any slice in them; read-only."""
+    values = (np.arange(_SLICE + _PERIOD) % _PERIOD).astype(np.float32)
+    values.flags.writeable = False
+    return values

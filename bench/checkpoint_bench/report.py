@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "fsdpcore.bench.checkpoint/1"
 
-_COLUMNS = ("time", "best", "worst", "rate", "ratio", "min", "max", "added", "wrong")
-_UNITS = ("ms", "ms", "ms", "GB/s", "", "", "", "MiB", "")
+_COLUMNS = ("time", "best", "worst", "rate", "ratio", "min", "max", "of best", "added", "wrong")
+_UNITS = ("ms", "ms", "ms", "GB/s", "", "", "", "", "MiB", "")
 
 
 def title(request: Request, machine: Mapping[str, Any]) -> list[str]:
@@ -28,7 +28,7 @@ def title(request: Request, machine: Mapping[str, Any]) -> list[str]:
         f"# fsdpcore {__version__}, transport {request.transport}",
         f"# {machine['cpu']}, {machine['cores']} cores",
         f"# {request.rounds} rounds; time: of the slowest rank, median over the rounds",
-        "# ratio: the other's time over ours in the same round; median, min and max",
+        "# ratio: the other's time over ours in the same round; median, min, max; of fastest rounds",
         "# added: to the resident set of a rank, at its peak, the first time",
     ]
 
@@ -62,7 +62,10 @@ def show(result: Result, request: Request, console: Console) -> None:
 
 def _cells(result: Result, name: str, row: Row) -> list[str]:
     seconds = row.seconds
-    ratios = ["", "", ""] if name == OURS else [f"{value:.2f}" for value in result.ratio(name)]
+    ratios = [""] * 4
+    if name != OURS:
+        values = (*result.ratio(name), result.best_ratio(name))
+        ratios = [f"{value:.2f}" for value in values]
     return [
         *(f"{1e3 * value:.1f}" for value in seconds),
         f"{result.nbytes / seconds.median / 1e9:.2f}",
@@ -124,6 +127,7 @@ def _result(result: Result) -> dict[str, Any]:
         "peer_trials_ms": {name: 1e3 * took for name, took in result.trials.items()},
         "rows": [_row(name, row, result) for name, row in result.rows.items()],
         "ratios": {name: result.ratio(name)._asdict() for name in others},
+        "best_ratios": {name: result.best_ratio(name) for name in others},
         "stall_over_memcpy": None if result.stall is None else result.stall._asdict(),
     }
 

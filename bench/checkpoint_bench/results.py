@@ -67,6 +67,10 @@ class Result:
         pairs = zip(self.rows[OURS].rounds, self.rows[contestant].rounds, strict=True)
         return Spread.of([theirs / ours for ours, theirs in pairs])
 
+    def best_ratio(self, contestant: str) -> float:
+        """Return the same between the fastest rounds of the two."""
+        return min(self.rows[contestant].rounds) / min(self.rows[OURS].rounds)
+
     @property
     def stall(self) -> Spread | None:
         """Our stall over a memcpy of the shard in the same round."""

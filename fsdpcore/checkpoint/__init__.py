@@ -5,7 +5,9 @@
 """
 
 from fsdpcore.checkpoint.async_save import AsyncCheckpointer, CheckpointFuture
+from fsdpcore.checkpoint.cleaning import Cleaned, clean
 from fsdpcore.checkpoint.committing import Saved
+from fsdpcore.checkpoint.diff import Difference, diff
 from fsdpcore.checkpoint.distributed import (
     ShardMetadata,
     TensorShardSpec,
@@ -15,34 +17,49 @@ from fsdpcore.checkpoint.distributed import (
     reshard,
     save_distributed,
 )
+from fsdpcore.checkpoint.export import Exported, export_safetensors
+from fsdpcore.checkpoint.importing import import_safetensors
 from fsdpcore.checkpoint.load import Loaded, load
 from fsdpcore.checkpoint.read import read
 from fsdpcore.checkpoint.regions import Box, Range
 from fsdpcore.checkpoint.retention import Retention
+from fsdpcore.checkpoint.rewrite import rewrite
 from fsdpcore.checkpoint.save import save
 from fsdpcore.checkpoint.shards import BoxShard
 from fsdpcore.checkpoint.steps import Latest, latest, steps
+from fsdpcore.checkpoint.verify import Problem, Verified, verify
 
 __all__ = [
     "AsyncCheckpointer",
     "Box",
     "BoxShard",
     "CheckpointFuture",
+    "Cleaned",
+    "Difference",
+    "Exported",
     "Latest",
     "Loaded",
+    "Problem",
     "Range",
     "Retention",
     "Saved",
     "ShardMetadata",
     "TensorShardSpec",
+    "Verified",
+    "clean",
     "compute_shard_sizes",
+    "diff",
+    "export_safetensors",
     "flat_shard_metadata",
+    "import_safetensors",
     "latest",
     "load",
     "load_distributed",
     "read",
     "reshard",
+    "rewrite",
     "save",
     "save_distributed",
     "steps",
+    "verify",
 ]
