@@ -28,7 +28,7 @@ def title(request: Request, machine: Mapping[str, Any]) -> list[str]:
         f"# fsdpcore {__version__}, transport {request.transport}",
         f"# {machine['cpu']}, {machine['cores']} cores",
         f"# {request.rounds} rounds; time: of the slowest rank, median over the rounds",
-        "# ratio: the other's time over ours in the same round; median, min, max; of fastest rounds",
+        "# ratio: the other's time over ours in the same round; median, min, max; of the fastest",
         "# added: to the resident set of a rank, at its peak, the first time",
     ]
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.dtypes import stored_as
 from fsdpcore.checkpoint.plan_save import Held, HeldArray, Rows
 from fsdpcore.checkpoint.regions import Range, whole
-from fsdpcore.checkpoint.shards import Part, Shard, checked_state, dtype_of, parts_of, shape_of
+from fsdpcore.checkpoint.shards import Part, checked_state, dtype_of, parts_of, shape_of
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.state import EngineState
 
@@ -65,7 +68,7 @@ def holding_of(state: object) -> Holding:
         for part in parts_of(shard):
             held.append(_held(part, shape_of(shard)))
             sources.append(part.array)
-        arrays.append(HeldArray(name, _dtype(name, shard), shape_of(shard), tuple(held)))
+        arrays.append(HeldArray(name, _dtype(name, dtype_of(shard)), shape_of(shard), tuple(held)))
     return Holding(tuple(arrays), tuple(sources), info)
 
 
@@ -77,12 +80,16 @@ def _held(part: Part, shape: tuple[int, ...]) -> Held:
     return Held(region, rows, size // rows)
 
 
-def _dtype(name: str, shard: Shard) -> str:
-    dtype = dtype_of(shard)
+def _dtype(name: str, dtype: np.dtype[Any]) -> str:
     try:
-        stored_as(dtype)
+        return _stored_name(dtype)
     except ArgumentError as error:
         raise ArgumentError(f"{name!r}: {error}") from None
+
+
+@functools.lru_cache(maxsize=64)  # NumPy makes the name anew each time
+def _stored_name(dtype: np.dtype[Any]) -> str:
+    stored_as(dtype)
     return dtype.name  # without the byte order: what is written is little-endian
 
 

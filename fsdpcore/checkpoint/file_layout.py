@@ -47,12 +47,21 @@ class FileLayout:
 
 def lay_out(pieces: Sequence[Written], save_id: str, rank: int) -> FileLayout:
     """Lay out what ``rank`` writes; the largest items first, so that all are aligned."""
-    order = sorted(range(len(pieces)), key=lambda index: _place(pieces[index]))
+    kinds = {name: dtype_of(name) for name in {piece.dtype for piece in pieces}}
+
+    def place(index: int) -> tuple[int, str, tuple[int, ...]]:
+        piece = pieces[index]
+        region = piece.region
+        start = (region.start,) if isinstance(region, Range) else region.start
+        return -kinds[piece.dtype].itemsize, piece.name, start
+
+    order = sorted(range(len(pieces)), key=place)
     ordered = [pieces[index] for index in order]
+    codes = {name: stored_as(kind) for name, kind in kinds.items()}
     entries, sizes = [], []
     for key, piece in zip(_keys(ordered), ordered, strict=True):
-        code, more = stored_as(dtype_of(piece.dtype))
-        sizes.append(nbytes_of(piece))
+        code, more = codes[piece.dtype]
+        sizes.append(piece.region.size * kinds[piece.dtype].itemsize)
         entries.append(Entry(key, code, (*_shape(piece), *more), sizes[-1]))
     blocks = sum(-(-size // BLOCK_BYTES) for size in sizes)
     table_bytes = blocks * CHECKSUM_BYTES
@@ -70,12 +79,6 @@ def lay_out(pieces: Sequence[Written], save_id: str, rank: int) -> FileLayout:
 def nbytes_of(piece: Written) -> int:
     """Return the bytes of a piece."""
     return piece.region.size * dtype_of(piece.dtype).itemsize
-
-
-def _place(piece: Written) -> tuple[int, str, tuple[int, ...]]:
-    region = piece.region
-    start = (region.start,) if isinstance(region, Range) else region.start
-    return -dtype_of(piece.dtype).itemsize, piece.name, start
 
 
 def _shape(piece: Written) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ Pure: no arrays, no communication. Every rank describes what it holds; rank 0 pl
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,7 +174,7 @@ def plan(held: Sequence[Sequence[HeldArray]]) -> SavePlan:
 
 
 def _check_covered(name: str, shape: tuple[int, ...], regions: list[Region]) -> None:
-    overlap = first_overlap(regions, shape)
+    overlap = first_overlap(regions, shape) if len(regions) > 1 else None
     if overlap is not None:
         one, other = (regions[index] for index in overlap)
         raise ArgumentError(
@@ -183,7 +182,7 @@ def _check_covered(name: str, shape: tuple[int, ...], regions: list[Region]) -> 
             "to be kept; parts of an array are equal on several ranks, or do not overlap"
         )
     size = Range(0, _size(shape))
-    missing = missing_elements(size, regions, shape)
+    missing = 0 if regions == [size] else missing_elements(size, regions, shape)
     if missing:
         raise ArgumentError(
             f"{name} of shape {shape} is not complete: no rank has {missing} of its {size.size} "
@@ -224,19 +223,9 @@ def _shared_out(
                 load[rank] += (stop - start) * itemsize
     # Those without a choice first, then the largest, so that the small ones even it out.
     together.sort(key=lambda each: (len(each[2].holders) > 1, -each[0], each[1]))
-    lightest = [(nbytes, rank) for rank, nbytes in enumerate(load)]
-    heapq.heapify(lightest)
-    everyone = ranks > 1
     for nbytes, name, copies in together:
-        holders = copies.holders
-        if len(holders) == ranks and everyone:
-            _, chosen = lightest[0]
-        else:
-            chosen = min((load[rank], rank) for rank, _, _ in holders)[1]
-        number, held = next((n, piece) for rank, n, piece in holders if rank == chosen)
+        chosen, number, held = min(copies.holders, key=lambda each: (load[each[0]], each[0]))
         load[chosen] += nbytes
-        while lightest[0][0] != load[lightest[0][1]]:  # it has been given something since
-            heapq.heapreplace(lightest, (load[lightest[0][1]], lightest[0][1]))
         rows = Rows(number, 0, held.rows)
         written[chosen].append(Written(name, *arrays[name], copies.region, rows))
     return tuple(tuple(each) for each in written)

@@ -14,6 +14,7 @@ from fsdpcore.checkpoint.committing import Commit, Prepared, Saved
 from fsdpcore.checkpoint.describe import Holding, holding_of, rows_of
 from fsdpcore.checkpoint.generators import Generators, states_of
 from fsdpcore.checkpoint.plan_save import (
+    HeldArray,
     SavePlan,
     Written,
     decode,
@@ -64,7 +65,7 @@ class Saver:
         self._backend = backend
         self._retention = retention
         self._timeout = timeout
-        self._digest = ""
+        self._arrays: tuple[HeldArray, ...] | None = None  # for which there is a plan
         self._pieces: tuple[Written, ...] = ()
         self._plan: SavePlan | None = None
 
@@ -90,11 +91,9 @@ class Saver:
             mine = {"generators": states_of(generators)} if generators else {}
         except Exception as error:
             failed = error
-        described = encode(holding.arrays)
         # What is equal on all ranks, and what is as it was at the last save on this one.
         common = _digest(json.dumps([number, extra, numbers] if failed is None else []))
-        digest = _digest(described)
-        told = json.dumps([common, digest == self._digest])
+        told = json.dumps([common, holding.arrays == self._arrays])
         replies = agree(
             self._backend, "save", failed, told, timeout=self._timeout, ending=_UNWRITTEN
         )
@@ -106,9 +105,9 @@ class Saver:
             f"belongs into arrays. {_UNWRITTEN}",
         )
         if not all(known for _, known in everyone):
-            self._digest = ""
-            self._agree(described)
-            self._digest = digest
+            self._arrays = None
+            self._agree(encode(holding.arrays))
+            self._arrays = holding.arrays
         sources = [rows_of(holding.sources[each.rows.piece], each.rows) for each in self._pieces]
         info = dict(holding.info)
         return Prepared(

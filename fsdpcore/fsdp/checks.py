@@ -74,6 +74,9 @@ def as_shape(shape: object, what: str) -> tuple[int, ...]:
 
     Raises ArgumentError for anything else and for negative extents.
     """
+    # What is common first, without the cost of asking for protocols.
+    if type(shape) is tuple and all(type(extent) is int and extent >= 0 for extent in shape):
+        return shape
     if isinstance(shape, SupportsIndex) and not isinstance(shape, np.ndarray):
         return (as_int(shape, f"the extent of {what}", minimum=0),)
     if isinstance(shape, (str, bytes)) or not isinstance(shape, Iterable):

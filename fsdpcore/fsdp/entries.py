@@ -57,8 +57,12 @@ class Entry:
 
 def bounds_in(layout: FlatLayout, param: ParamRange) -> tuple[int, ...]:
     """Return where each shard begins in the flattened parameter, and the end of the last one."""
-    ends = (shard * layout.shard_size - param.offset for shard in range(layout.world_size + 1))
-    return tuple(min(max(end, 0), param.size) for end in ends)
+    size, begin = layout.shard_size, -param.offset
+    ends = range(begin, begin + size * layout.world_size + 1, size) if size else ()
+    if not ends:  # an empty buffer
+        return (0,) * (layout.world_size + 1)
+    most = param.size
+    return tuple([0 if end < 0 else most if end > most else end for end in ends])
 
 
 def param_entries(unit: Unit) -> Iterator[Entry]:
@@ -76,14 +80,18 @@ def optimizer_entries(unit: Unit) -> Iterator[Entry]:
     update = unit.updater
     if update is None:
         return
+    places = [
+        (param, bounds_in(unit.layout, param), update.policies[param.name])
+        for param in unit.layout.params
+    ]
+    shapes = {param.name: policy.state_shapes(param.shape) for param, _, policy in places}
     for state in _states(update):
-        for param in unit.layout.params:
-            policy = update.policies[param.name]
-            shape = policy.state_shapes(param.shape).get(state)
+        for param, whole_bounds, policy in places:
+            shape = shapes[param.name].get(state)
             if shape is None:
                 continue
             name = optimizer_name(state, f"{unit.name}.{param.name}")
-            bounds = bounds_in(unit.layout, param) if shape == param.shape else ()
+            bounds = whole_bounds if shape == param.shape else ()
             if policy.elementwise:
                 data = _cut(update.state[state], unit.layout, param, bounds, unit.shard_rank)
             else:
