@@ -146,11 +146,17 @@ class History:
     def begin(cls, trainer: Trainer) -> History:
         """Go on from the newest checkpoint if that is wanted and there is one, else begin."""
         folder = trainer.options.checkpoint
+        there = fc.checkpoint.steps(folder) if folder is not None else []
+        if there and not trainer.options.resume:
+            raise fc.ArgumentError(
+                f"{folder} has checkpoints up to step {there[-1]}: go on from there with --resume, "
+                "or choose another folder"
+            )
         if folder is not None and trainer.options.resume:
             try:
                 loaded = fc.checkpoint.load(folder, trainer.engine, trainer.backend)
-            except fc.CheckpointNotFoundError as error:
-                say(trainer.backend, f"nothing to resume from: {error}")
+            except fc.CheckpointNotFoundError:
+                say(trainer.backend, f"no checkpoint in {folder}: training begins anew")
             else:
                 say(trainer.backend, f"resumed after step {loaded.step} from {folder}")
                 return cls(**loaded.extra)
@@ -200,6 +206,9 @@ def main(backend: fc.Backend, options: Options) -> list[float]:
     memory = show_memory(trainer)
     history = History.begin(trainer)
     first = trainer.engine.steps
+    if first >= options.steps:
+        say(backend, f"nothing is left to do of {options.steps} steps")
+        return history.losses
     with checkpoints(trainer) as save, progress_line(backend, options.steps) as show:
         start = time.perf_counter()
         for number in range(first, options.steps):
@@ -276,7 +285,9 @@ def finish(options: Options, history: History, text: str) -> None:
 def cli(
     ranks: Annotated[int, typer.Option(min=1, help="Where no launcher decides.")] = 4,
     transport: Annotated[str | None, typer.Option(help="sim, zmq, mpi, or a URL.")] = None,
-    steps: Annotated[int, typer.Option(min=1)] = 600,
+    steps: Annotated[
+        int, typer.Option(min=1, help="In all; the learning rate goes by it, too.")
+    ] = 600,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of all ranks together.")] = 32,
     context: Annotated[int, typer.Option(min=1, help="Bytes of a sequence.")] = 128,
     width: Annotated[int, typer.Option(min=1)] = 96,

@@ -18,6 +18,7 @@ from fsdpcore.checkpoint.distributed import (
     save_distributed,
 )
 from fsdpcore.checkpoint.export import Exported, export_safetensors
+from fsdpcore.checkpoint.finding import Latest, latest
 from fsdpcore.checkpoint.importing import import_safetensors
 from fsdpcore.checkpoint.load import Loaded, load
 from fsdpcore.checkpoint.read import read
@@ -26,7 +27,7 @@ from fsdpcore.checkpoint.retention import Retention
 from fsdpcore.checkpoint.rewrite import rewrite
 from fsdpcore.checkpoint.save import save
 from fsdpcore.checkpoint.shards import BoxShard
-from fsdpcore.checkpoint.steps import Latest, latest, steps
+from fsdpcore.checkpoint.steps import steps
 from fsdpcore.checkpoint.verify import Problem, Verified, verify
 
 __all__ = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,9 @@ _KINDS: tuple[type[FsdpcoreError], ...] = (
     CheckpointError,
 )
 _MOST = 2000  # characters of a text; all ranks hold those of all
+
+
+_T = TypeVar("_T")
 
 
 def agree(
@@ -95,3 +98,29 @@ def _common(
     message = f"{what}: {'; '.join(texts)}"
     common: type[FsdpcoreError] = _KINDS[worst]
     return common(f"{message}. {ending}" if ending else message)
+
+
+class Attempts:
+    """Does what may fail on this rank alone: the others count on it to take part in all messages.
+
+    After an error nothing more is done: what the messages then say no longer matters.
+
+    Attributes:
+        error: the first one.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Do something, unless something failed."""
+        self.value(action, None)
+
+    def value(self, action: Callable[[], _T], otherwise: _T) -> _T:
+        """Return what something gives; ``otherwise`` if that, or something before, fails."""
+        if self.error is None:
+            try:
+                return action()
+            except Exception as error:
+                self.error = error
+        return otherwise

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,29 +12,22 @@ import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.catalog import Catalog
-from fsdpcore.checkpoint.finding import Finder
+from fsdpcore.checkpoint.finding import Finder, chosen_step
+from fsdpcore.checkpoint.local_reads import read_alone
 from fsdpcore.checkpoint.metadata import Metadata
 from fsdpcore.checkpoint.plan_load import Wanted, plan_load
 from fsdpcore.checkpoint.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.regions import Range, missing_elements, whole
 from fsdpcore.checkpoint.shards import Part
-from fsdpcore.checkpoint.shared_reads import read_alone
-from fsdpcore.checkpoint.steps import StepName, read_step
-from fsdpcore.checkpoint.storage import Storage, StoragePath, open_storage
+from fsdpcore.checkpoint.storage import Storage, StoragePath
 from fsdpcore.checkpoint.strict_json import short
-from fsdpcore.errors import (
-    ArgumentError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    in_words,
-)
+from fsdpcore.errors import CheckpointError, in_words
 from fsdpcore.fsdp.checks import as_int
 
 WINDOW_BYTES = 8 << 20
 """What is in memory of a stream at a time; whole blocks of checksums of every dtype."""
 
 _ALIGN = 64
-_SLASHES = re.compile(r"/+$")
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and those in all, by the thread that called us."""
@@ -177,28 +168,6 @@ class StepSource(ArraySource):
         read_alone(self._files, self._catalog, plan)
 
 
-def locate(path: StoragePath, step: int | None = None) -> tuple[Storage, StepName | None]:
-    """Return the storage of a path, and the step that it names if it is a step's folder.
-
-    Raises:
-        ArgumentError: the path names another step than ``step``.
-    """
-    if step is not None:
-        as_int(step, "step", minimum=0)
-    if isinstance(path, Storage):
-        return path, None
-    storage = open_storage(path)  # which refuses what is no path
-    text = os.fspath(path)
-    root, _, base = _SLASHES.sub("", text).rpartition("/")
-    name = StepName.parse(base)
-    if name is None:
-        return storage, None
-    if step is not None and step != name.step:
-        raise ArgumentError(f"{text} is the folder of step {name.step}, not of step {step}")
-    above = root or ("/" if text.startswith("/") else ".")
-    return open_storage(above), name
-
-
 @contextmanager
 def opened_step(
     path: StoragePath, step: int | None = None, threads: int | None = None
@@ -216,23 +185,14 @@ def opened_step(
         CorruptCheckpointError: it is damaged.
         CheckpointError: it could not be read.
     """
-    storage, name = locate(path, step)
+    storage, which = chosen_step(path, step)
     count = usual_threads() if threads is None else as_int(threads, "threads", minimum=1)
     with ExitStack() as stack:
+        finder = stack.enter_context(Finder(storage, which))
         try:
-            if name is None:
-                finder = stack.enter_context(Finder(storage, step))
-                found = finder.next()
-                directory, metadata = found.name, found.metadata
-            else:
-                directory = name.name
-                stack.enter_context(storage.hold(directory))
-                metadata = read_step(storage, name)
-        except FileNotFoundError as error:
-            assert name is not None
-            raise CheckpointNotFoundError(f"there is no {name.name} in {storage.path}") from error
+            name, _, metadata = finder.next()
         except OSError as error:
             raise CheckpointError(f"{storage.path}: {in_words(error)}") from error
         catalog = Catalog(metadata)
-        files = stack.enter_context(FileSet(storage, directory, catalog, count))
-        yield StepSource(storage, directory, metadata, files, catalog)
+        files = stack.enter_context(FileSet(storage, name, catalog, count))
+        yield StepSource(storage, name, metadata, files, catalog)

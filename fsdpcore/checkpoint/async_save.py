@@ -124,12 +124,17 @@ class AsyncCheckpointer:
             under_way = self._future is not None and not self._future.done()
             error = StateError("the one before is still under way") if under_way else None
             hint = "Wait for its future, or make the checkpointer with busy='wait'"
-            agree(self._backend, "save", error, timeout=self._backend.timeout, ending=hint)
+            # With a label of its own: a rank whose "busy" differs gets an error that says so.
+            what = "save unless busy"
+            agree(self._backend, what, error, timeout=self._backend.timeout, ending=hint)
         self._settle()
         prepared = self._saver.prepare(
             state, step=step, extra=extra, generators=generators, metrics=metrics
         )
-        prepared = replace(prepared, sources=self._staging.copy(prepared.sources))
+        try:
+            prepared = replace(prepared, sources=self._staging.copy(prepared.sources))
+        except Exception as error:  # no memory: the other ranks hear of it in the background
+            prepared = replace(prepared, sources=(), failed=error)
         text = f"save of step {prepared.step}"
         work = self._executor.submit(lambda: self._write(prepared), text)
         self._future = CheckpointFuture(work)

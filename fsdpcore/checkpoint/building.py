@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.checkpoint.dtypes import dtype_of
+from fsdpcore.checkpoint.dtypes import named_dtype
 from fsdpcore.checkpoint.header import MAX_HEADER_BYTES
 from fsdpcore.checkpoint.regions import Range, Region, check_region, first_overlap
 from fsdpcore.checkpoint.stored import CHECKSUM_BYTES, StoredFile, StoredPiece, StoredTensor
@@ -24,7 +24,9 @@ MAX_BYTES = 2**62 - 1
 
 MAX_BLOCK_BYTES = 2**30
 
-_MAX_DIMENSIONS = 64  # as many as NumPy has
+MAX_DIMENSIONS = 64
+"""Of an array, as many as NumPy has."""
+
 _MAX_NAME_BYTES = 255  # as file systems have it
 _MIN_HEADER_BYTES = 10  # the length and {}
 _OTHER_FILES = ("COMMIT", "metadata.json")
@@ -68,7 +70,7 @@ class Building:
         """
         error = self._error
         try:
-            kind = dtype_of(dtype, error)
+            kind = named_dtype(dtype, error)
         except error as fault:
             raise error(f"{short(name)}: {fault}") from None
         itemsize = kind.itemsize
@@ -117,10 +119,8 @@ def check_shape(
     shape: tuple[int, ...], itemsize: int, name: str, error: type[FsdpcoreError]
 ) -> None:
     """Raise ``error`` unless this is the shape of an array that memory could address."""
-    if len(shape) > _MAX_DIMENSIONS:
-        raise error(
-            f"{short(name)} has {len(shape)} axes, more than the {_MAX_DIMENSIONS} of NumPy"
-        )
+    if len(shape) > MAX_DIMENSIONS:
+        raise error(f"{short(name)} has {len(shape)} axes, more than the {MAX_DIMENSIONS} of NumPy")
     nbytes = itemsize
     for extent in shape:
         if type(extent) is not int or extent < 0:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.checkpoint.metadata import Metadata, StoredTensor
-from fsdpcore.checkpoint.regions import Range, Region
+from fsdpcore.checkpoint.regions import as_range
 from fsdpcore.errors import CheckpointError
 
 Ints = NDArray[np.int64]
@@ -113,16 +112,3 @@ def _check(metadata: Metadata) -> None:
         )
     if sum(tensor.nbytes for tensor in metadata.tensors.values()) > _MOST_BYTES:
         raise CheckpointError("the tensors are larger than all that can be addressed")
-
-
-def as_range(region: Region, shape: tuple[int, ...]) -> Range | None:
-    """Return the run of elements that a region is; None for a box that is not a run."""
-    if isinstance(region, Range):
-        return region
-    begin = end = 0
-    for extent, start, stop in zip(shape, region.start, region.stop, strict=True):
-        begin, end = begin * extent + start, end * extent + stop - 1
-    size = math.prod(b - a for a, b in zip(region.start, region.stop, strict=True))
-    if size == 0:
-        return Range(0, 0)
-    return Range(begin, end + 1) if end + 1 - begin == size else None

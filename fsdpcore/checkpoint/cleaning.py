@@ -26,7 +26,8 @@ def clean(path: StoragePath, *, force: bool = False) -> Cleaned:
     """Remove the folders of saves that never finished; blocks. Checkpoints stay as they are.
 
     On a file system every save does so by itself, and what somebody is writing is left alone. An
-    object store has no locks to tell that: there it is for the user to know that nobody saves.
+    object store has no locks to tell that, and there no save does so: what killed ones have left
+    stays until this is called, by a user who knows that nobody saves.
 
     Args:
         path: a folder of steps.
@@ -43,7 +44,7 @@ def clean(path: StoragePath, *, force: bool = False) -> Cleaned:
             "was killed; if nobody is saving there, say so (force)"
         )
     try:
-        removed, failed = remove_leftovers(storage)
+        found = remove_leftovers(storage)
     except OSError as error:
         raise CheckpointError(f"{storage.path}: {in_words(error)}") from error
-    return Cleaned(tuple(name.name for name in removed), tuple(failed))
+    return Cleaned(tuple(name.name for name in found.removed), tuple(found.failed))

@@ -8,46 +8,21 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.agree import agree
-from fsdpcore.checkpoint.file_layout import FileLayout, lay_out, nbytes_of
-from fsdpcore.checkpoint.marker import MARKER_NAME, Marker
-from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata, StoredFile, make_metadata
+from fsdpcore.checkpoint.file_layout import FilePlaces, lay_out, places_of
 from fsdpcore.checkpoint.plan_save import SavePlan, Written
-from fsdpcore.checkpoint.regions import Region
+from fsdpcore.checkpoint.protocol import RankFile, commit, described, file_name, new_held_step
+from fsdpcore.checkpoint.protocol import Saved as Saved
 from fsdpcore.checkpoint.retention import Retention, prune
-from fsdpcore.checkpoint.steps import (
-    StepName,
-    new_step,
-    remove_leftovers,
-    remove_step,
-    remove_superseded,
-)
+from fsdpcore.checkpoint.steps import StepName, remove_leftovers, remove_step, remove_superseded
 from fsdpcore.checkpoint.storage import Storage
 from fsdpcore.checkpoint.talk import gather_text
 from fsdpcore.checkpoint.writing import FileSums, write_file
-from fsdpcore.errors import CheckpointError, in_words
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that was committed.
-
-    Attributes:
-        step: its number.
-        name: of its folder, below the path.
-        nbytes: of all arrays.
-        notes: what went wrong after that, such as an old checkpoint that could not be removed.
-    """
-
-    step: int
-    name: str
-    nbytes: int
-    notes: tuple[str, ...] = ()
+from fsdpcore.errors import ArgumentError, CheckpointError, in_words
 
 
 @dataclass(frozen=True)
@@ -61,6 +36,7 @@ class Prepared:
         plan: what all ranks write; on rank 0.
         info, extra, metrics: see ``Metadata``.
         mine: what of the metadata is this rank's own.
+        failed: why this rank cannot write, if that was found after the ranks had agreed.
     """
 
     step: int
@@ -71,6 +47,7 @@ class Prepared:
     extra: Any
     metrics: dict[str, float]
     mine: Any
+    failed: Exception | None = None
 
 
 class Commit:
@@ -101,6 +78,9 @@ class Commit:
         self._kept = f"What was committed before is still there, in {storage.path}"
         self._name = StepName(prepared.step)
         self._save_id = ""
+        self._places: FilePlaces | None = None  # of this rank's file
+        self._nbytes = 0
+        self._notes: list[str] = []
 
     def run(self) -> Saved:
         """Write and commit; a collective, blocks.
@@ -112,7 +92,7 @@ class Commit:
             self._open(held)
             try:
                 return self._write()
-            except CheckpointError:
+            except (ArgumentError, CheckpointError):
                 held.close()  # nobody removes what is held
                 if self._backend.rank == 0:
                     with contextlib.suppress(OSError):
@@ -124,15 +104,18 @@ class Commit:
         told, failed = "", None
         if self._backend.rank == 0:
             try:
-                self._storage.prepare()
-                remove_leftovers(self._storage)
-                self._name = new_step(self._storage, self._prepared.step)
-                held.enter_context(self._storage.hold(self._name.name))
+                self._clear_leftovers()
+                self._name = held.enter_context(new_held_step(self._storage, self._prepared.step))
                 told = json.dumps([self._name.generation, secrets.token_hex(16)])
             except Exception as error:
                 failed = error
         generation, self._save_id = json.loads(self._agree(failed, told)[0])
         self._name = StepName(self._prepared.step, generation)
+
+    def _clear_leftovers(self) -> None:
+        # Without locks, another save that is under way looks like one that was killed.
+        if self._storage.locks:
+            self._notes += remove_leftovers(self._storage).notes()
 
     def _agree(self, failed: Exception | None, told: str) -> list[str]:
         return agree(
@@ -141,7 +124,7 @@ class Commit:
 
     def _write(self) -> Saved:
         failed: Exception | None = None
-        summary, notes = "null", []
+        summary = "null"
         try:
             summary = self._write_mine()
         except Exception as error:
@@ -149,93 +132,66 @@ class Commit:
         summaries = gather_text(summary, self._backend, timeout=self._timeout)
         if summaries is not None and "null" not in summaries:
             try:
-                self._commit(summaries)
-                notes = self._clear()
+                self._commit([json.loads(each) for each in summaries])
+                self._clear()
             except Exception as error:
                 failed = error
-        told = self._agree(failed, json.dumps([self._nbytes(), notes]))
+        notes = list(dict.fromkeys(self._notes))  # of one folder the same may be told twice
+        told = self._agree(failed, json.dumps([self._nbytes, notes]))
         nbytes, notes = json.loads(told[0])
         return Saved(self._prepared.step, self._name.name, nbytes, tuple(notes))
-
-    def _nbytes(self) -> int:
-        plan = self._prepared.plan
-        return 0 if plan is None else sum(nbytes_of(p) for each in plan.written for p in each)
-
-    def _layout(self, pieces: Sequence[Written], rank: int) -> FileLayout:
-        return lay_out(pieces, self._save_id, rank)
 
     def _write_mine(self) -> str:
         """Write this rank's file, if it has anything to write; return what rank 0 has to know."""
         prepared, rank = self._prepared, self._backend.rank
-        sums = FileSums(0, 0)
+        if prepared.failed is not None:
+            raise prepared.failed
+        sums, data_start = FileSums(0, 0), 0
         if prepared.pieces:
             directory = self._name.name
-            layout = self._layout(prepared.pieces, rank)
-            sources = [prepared.sources[index] for index in layout.order]
-            name = f"{directory}/{file_name(rank)}"
+            layout = lay_out(prepared.pieces, self._save_id, rank)
+            self._places, data_start = layout.places, layout.places.data_start
+            sources = [prepared.sources[index] for index in layout.places.order]
             try:
-                sums = write_file(self._storage, name, layout, sources)
+                sums = write_file(self._storage, f"{directory}/{file_name(rank)}", layout, sources)
             except FileNotFoundError as error:
                 raise CheckpointError(
                     f"{in_words(error)}; rank 0 has made that folder, do all ranks see it?"
                 ) from error
             self._storage.sync(directory)
-        return json.dumps([sums.header, sums.table, prepared.mine])
+        return json.dumps([sums.header, sums.table, data_start, prepared.mine])
 
-    def _commit(self, summaries: Sequence[str]) -> None:
+    def _commit(self, told: Sequence[Sequence[Any]]) -> None:
         """Describe what was written, and mark it as whole."""
-        storage, directory = self._storage, self._name.name
-        data = self._metadata([json.loads(each) for each in summaries]).to_bytes()
-        storage.put(f"{directory}/{METADATA_NAME}", data)
-        # The marker must not survive a crash that the others do not.
-        storage.sync(directory)
-        storage.sync()
-        prepared = self._prepared
-        marker = Marker.of(prepared.step, self._save_id, data, prepared.metrics)
-        storage.put(f"{directory}/{MARKER_NAME}", marker.to_bytes())
-        storage.sync(directory)
-
-    def _metadata(self, told: Sequence[Sequence[Any]]) -> Metadata:
         prepared = self._prepared
         assert prepared.plan is not None
-        files: list[StoredFile] = []
-        pieces: list[tuple[str, Region, int, int]] = []
+        files = []
         for rank, written in enumerate(prepared.plan.written):
-            if not written:
-                continue
-            layout = self._layout(written, rank)
-            for piece, offset in zip(layout.pieces, layout.offsets, strict=True):
-                pieces.append((piece.name, piece.region, len(files), offset))
-            header, table, _ = told[rank]
-            place = (layout.size, layout.data_start, layout.table)
-            files.append(StoredFile(file_name(rank), *place, header, table))
-        return make_metadata(
+            if written:
+                header, table, data_start, _ = told[rank]
+                mine = self._places if rank == self._backend.rank else None
+                places = mine or places_of(written, data_start)
+                self._nbytes += places.table - places.data_start
+                files.append(RankFile(rank, places, FileSums(header, table)))
+        metadata = described(
+            files,
             save_id=self._save_id,
             step=prepared.step,
             world_size=self._backend.world_size,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            files=files,
             arrays=prepared.plan.arrays,
-            pieces=pieces,
             info=prepared.info,
             extra=prepared.extra,
-            ranks=[mine for _, _, mine in told],
+            ranks=[mine for *_, mine in told],
             metrics=prepared.metrics,
         )
+        commit(self._storage, self._name.name, metadata)
 
-    def _clear(self) -> list[str]:
+    def _clear(self) -> None:
         """Remove what this checkpoint replaces. That it fails is no reason to give that up."""
-        notes = []
         storage = self._storage
         try:
-            remove_superseded(storage)
+            self._notes += remove_superseded(storage).notes()
             if self._retention is not None:
-                prune(storage, self._retention, protect=(self._name,))
+                self._notes += prune(storage, self._retention, protect=(self._name,)).notes()
         except Exception as error:
-            notes.append(f"old checkpoints could not be removed: {in_words(error)}")
-        return notes
-
-
-def file_name(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return f"rank_{rank}.safetensors"
+            self._notes.append(f"old checkpoints could not be removed: {in_words(error)}")

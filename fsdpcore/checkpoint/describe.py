@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.dtypes import stored_as
-from fsdpcore.checkpoint.plan_save import Held, HeldArray, Rows
-from fsdpcore.checkpoint.regions import Range, whole
-from fsdpcore.checkpoint.shards import Part, checked_state, dtype_of, parts_of, shape_of
+from fsdpcore.checkpoint.plan_save import HeldArray, Rows, held_of
+from fsdpcore.checkpoint.shards import checked_state, dtype_of, parts_of, shape_of
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.state import EngineState
 
@@ -66,18 +64,10 @@ def holding_of(state: object) -> Holding:
     for name, shard in checked_state(state).items():
         held = []
         for part in parts_of(shard):
-            held.append(_held(part, shape_of(shard)))
+            held.append(held_of(part.region, shape_of(shard)))
             sources.append(part.array)
         arrays.append(HeldArray(name, _dtype(name, dtype_of(shard)), shape_of(shard), tuple(held)))
     return Holding(tuple(arrays), tuple(sources), info)
-
-
-def _held(part: Part, shape: tuple[int, ...]) -> Held:
-    region, size = part.region, part.array.size
-    if not isinstance(region, Range) and size == math.prod(shape):
-        region = whole(shape)  # all of an array is the same piece however it lies in memory
-    rows = part.array.shape[0] if part.array.ndim else 1
-    return Held(region, rows, size // rows)
 
 
 def _dtype(name: str, dtype: np.dtype[Any]) -> str:

@@ -19,6 +19,7 @@ from fsdpcore.checkpoint.array_sources import (
     Want,
     opened_step,
 )
+from fsdpcore.checkpoint.patterns import refuse_idle
 from fsdpcore.checkpoint.safetensors_source import ENDING, SafetensorsSource
 from fsdpcore.checkpoint.storage import StoragePath
 from fsdpcore.checkpoint.streaming import Counting
@@ -102,7 +103,7 @@ def diff(
         progress: called with the bytes that are compared and those in all, of one of the two.
 
     Raises:
-        ArgumentError: something makes no sense.
+        ArgumentError: something makes no sense, or a pattern fits no name of either.
         CheckpointNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: it is damaged.
         CheckpointError: it could not be read, or has arrays of which elements were not saved.
@@ -111,6 +112,8 @@ def diff(
     with ExitStack() as stack:
         first = stack.enter_context(_opened(one, step, threads))
         second = stack.enter_context(_opened(other, other_step, threads))
+        of_both = [*first.arrays, *second.arrays]
+        refuse_idle(patterns, of_both, f"{first.what} or {second.what}")
         ours, theirs = (chosen(list(each.arrays), patterns) for each in (first, second))
         both = sorted({*ours} & {*theirs})
         changed = tuple(

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from fsdpcore.checkpoint.catalog import Catalog
 from fsdpcore.checkpoint.joining import Joining
+from fsdpcore.checkpoint.local_reads import read_alone
 from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
 from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
 from fsdpcore.checkpoint.plan_load import Wanted, plan_load
@@ -33,7 +34,6 @@ from fsdpcore.checkpoint.shard_specs import (
     flat_shard_metadata,
 )
 from fsdpcore.checkpoint.shards import Shard, State, checked_state, parts_of
-from fsdpcore.checkpoint.shared_reads import read_alone
 from fsdpcore.checkpoint.steps import StepName
 from fsdpcore.checkpoint.storage import Storage, open_storage
 from fsdpcore.errors import (
@@ -88,9 +88,12 @@ def save_distributed(
 
     Raises:
         ArgumentError: ``state`` is not what ``metadata`` says; a checkpoint was committed there
-            already; this rank has used the ``save_id`` before; or ranks have given different
-            metadata under it. In the last case the part is written, otherwise nothing is.
-        CheckpointError: it could not be written, or not be committed, which no rank will do then.
+            already; this rank has used the ``save_id`` before, for something else; or ranks have
+            given different metadata under it. In the last case the part is written, otherwise
+            nothing is.
+        CheckpointError: it could not be written; or all ranks have, but it could not be committed,
+            such as when others have read in the folder for a minute. Any rank can commit it with
+            the same call again.
     """
     storage, directory = _folder(path)
     return _save(storage, directory, state, rank, world_size, metadata)

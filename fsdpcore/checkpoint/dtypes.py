@@ -113,7 +113,7 @@ def stored_as(dtype: DTypeLike) -> tuple[str, tuple[int, ...]]:
         ) from None
 
 
-def dtype_of(name: str, error: type[FsdpcoreError] = CorruptCheckpointError) -> _Dtype:
+def named_dtype(name: str, error: type[FsdpcoreError] = CorruptCheckpointError) -> _Dtype:
     """Return the dtype of a name in the metadata, in this machine's byte order.
 
     Raises:

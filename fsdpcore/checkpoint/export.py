@@ -110,8 +110,9 @@ def export_safetensors(
         headers = {file: _header(file, inside, taken, about) for file, inside in files.items()}
         source.check(each.source for each in taken.values())
         try:
-            stale = _stale(goal, folder=limit is not None, overwrite=overwrite)
-            written = _write(source, taken, files, headers, stale, progress)
+            folder = limit is not None
+            stale = _stale(goal, folder=folder, overwrite=overwrite)
+            written = _write(source, taken, files, headers, stale, progress, folder=folder)
         except OSError as error:
             raise CheckpointError(f"{goal}: {in_words(error)}") from error
         nbytes = sum(each.array.nbytes for each in taken.values())
@@ -189,6 +190,8 @@ def _write(
     headers: Mapping[Path, bytes],
     stale: Sequence[Path],
     progress: Progress | None,
+    *,
+    folder: bool,
 ) -> tuple[str, ...]:
     counting = Counting(sum(each.array.nbytes for each in taken.values()), progress)
     parent = next(iter(files)).parent
@@ -196,6 +199,11 @@ def _write(
         parent.mkdir(parents=True, exist_ok=True)
         sync_directory(parent.parent)
     with ExitStack() as stack:
+        index = None
+        if folder:
+            # Open, and so locked, until all is in place: the other files are closed when they are
+            # full, as there may be more of them than a process may have open.
+            index = stack.enter_context(PartialFile(parent / INDEX))
         partial = []
         for file, inside in files.items():
             writer = stack.enter_context(PartialFile(file))
@@ -206,8 +214,9 @@ def _write(
             for data in streamed(source, arrays, counting):
                 gathering.write(data)
             gathering.flush()
-        if len(files) > 1:
-            index = stack.enter_context(PartialFile(parent / INDEX))
+            if folder:
+                writer.finish()
+        if index is not None and len(files) > 1:
             index.write(_index(files, taken))
             partial.append(index)
         place_all(partial, stale)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
-from fsdpcore.checkpoint.dtypes import dtype_of, stored_as
+import numpy as np
+
+from fsdpcore.checkpoint.dtypes import named_dtype, stored_as
 from fsdpcore.checkpoint.header import Entry, build_header
 from fsdpcore.checkpoint.metadata import BLOCK_BYTES
 from fsdpcore.checkpoint.plan_save import Written
@@ -20,65 +24,103 @@ _RESERVED = ("__metadata__", TABLE)
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """A file before it is written.
+class FilePlaces:
+    """Where everything lies in a file.
 
     Attributes:
-        header: its first bytes, up to ``data_start``.
         pieces: in the order of the file.
         order: the index that each of them had among those given.
+        sizes: of each, in bytes.
         offsets: where each begins, in bytes from the start of the file.
+        data_start: where the first one begins.
         table: where the checksums begin, which go up to the end.
         size: of the file, in bytes.
     """
 
-    header: bytes
     pieces: tuple[Written, ...]
     order: tuple[int, ...]
+    sizes: tuple[int, ...]
     offsets: tuple[int, ...]
+    data_start: int
     table: int
     size: int
 
-    @property
-    def data_start(self) -> int:
-        """Where the first piece begins."""
-        return len(self.header)
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A file before it is written.
+
+    Attributes:
+        header: its first bytes, up to where the data starts.
+        places: of all that follows.
+    """
+
+    header: bytes
+    places: FilePlaces
 
 
 def lay_out(pieces: Sequence[Written], save_id: str, rank: int) -> FileLayout:
     """Lay out what ``rank`` writes; the largest items first, so that all are aligned."""
-    kinds = {name: dtype_of(name) for name in {piece.dtype for piece in pieces}}
-
-    def place(index: int) -> tuple[int, str, tuple[int, ...]]:
-        piece = pieces[index]
-        region = piece.region
-        start = (region.start,) if isinstance(region, Range) else region.start
-        return -kinds[piece.dtype].itemsize, piece.name, start
-
-    order = sorted(range(len(pieces)), key=place)
+    order, sizes = _ordered(pieces)
     ordered = [pieces[index] for index in order]
+    kinds = _kinds(pieces)
     codes = {name: stored_as(kind) for name, kind in kinds.items()}
-    entries, sizes = [], []
-    for key, piece in zip(_keys(ordered), ordered, strict=True):
+    entries = []
+    for key, piece, size in zip(_keys(ordered), ordered, sizes, strict=True):
         code, more = codes[piece.dtype]
-        sizes.append(piece.region.size * kinds[piece.dtype].itemsize)
-        entries.append(Entry(key, code, (*_shape(piece), *more), sizes[-1]))
-    blocks = sum(-(-size // BLOCK_BYTES) for size in sizes)
-    table_bytes = blocks * CHECKSUM_BYTES
-    entries.append(Entry(TABLE, "U8", (blocks, CHECKSUM_BYTES), table_bytes))
+        entries.append(Entry(key, code, (*_shape(piece), *more), size))
+    blocks = _blocks(sizes)
+    entries.append(Entry(TABLE, "U8", (blocks, CHECKSUM_BYTES), blocks * CHECKSUM_BYTES))
     about = {"format": "fsdpcore.checkpoint", "save_id": save_id, "rank": str(rank)}
     header = build_header(entries, about)
-    offsets, offset = [], len(header)
-    for size in sizes:
-        offsets.append(offset)
-        offset += size
-    places = (tuple(offsets), offset, offset + table_bytes)
-    return FileLayout(header, tuple(ordered), tuple(order), *places)
+    return FileLayout(header, _places(ordered, order, sizes, len(header)))
 
 
-def nbytes_of(piece: Written) -> int:
-    """Return the bytes of a piece."""
-    return piece.region.size * dtype_of(piece.dtype).itemsize
+def places_of(pieces: Sequence[Written], data_start: int) -> FilePlaces:
+    """Return where everything lies in a file that another rank has laid out.
+
+    Args:
+        pieces: what was laid out.
+        data_start: where its data begins, which takes a header to know.
+    """
+    order, sizes = _ordered(pieces)
+    return _places([pieces[index] for index in order], order, sizes, data_start)
+
+
+def _kinds(pieces: Sequence[Written]) -> dict[str, np.dtype[Any]]:
+    return {name: named_dtype(name) for name in {piece.dtype for piece in pieces}}
+
+
+def _ordered(pieces: Sequence[Written]) -> tuple[list[int], list[int]]:
+    """Return the order in which pieces are written, and the bytes of each in that order."""
+    itemsizes = {name: kind.itemsize for name, kind in _kinds(pieces).items()}
+
+    def place(index: int) -> tuple[int, str, tuple[int, ...]]:
+        _, dtype, _, region, _ = piece = pieces[index]
+        start = (region.start,) if isinstance(region, Range) else region.start
+        return -itemsizes[dtype], piece.name, start
+
+    order = sorted(range(len(pieces)), key=place)
+    return order, [pieces[each].region.size * itemsizes[pieces[each].dtype] for each in order]
+
+
+def _places(
+    ordered: Sequence[Written], order: Sequence[int], sizes: Sequence[int], data_start: int
+) -> FilePlaces:
+    *offsets, table = accumulate(sizes, initial=data_start)
+    return FilePlaces(
+        tuple(ordered),
+        tuple(order),
+        tuple(sizes),
+        tuple(offsets),
+        data_start,
+        table,
+        table + _blocks(sizes) * CHECKSUM_BYTES,
+    )
+
+
+def _blocks(sizes: Sequence[int]) -> int:
+    return sum(-(-size // BLOCK_BYTES) for size in sizes)
 
 
 def _shape(piece: Written) -> tuple[int, ...]:

@@ -1,29 +1,54 @@
-"""Rank 0 looks for the checkpoint to load, and tells the others what it says."""
+"""Where the checkpoint is that is to be read: the newest valid one, or the one that is named."""
 
 from __future__ import annotations
 
-import json
+import os
+import re
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Bytes
-from fsdpcore.checkpoint.agree import agree
 from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
 from fsdpcore.checkpoint.steps import (
     Found,
     Skipped,
+    StepName,
     candidates,
+    check_step,
     directories,
     read_marker,
 )
-from fsdpcore.checkpoint.storage import Storage
-from fsdpcore.collectives import all_gather_v
-from fsdpcore.errors import CheckpointNotFoundError, CorruptCheckpointError
+from fsdpcore.checkpoint.storage import Storage, StoragePath, open_storage
+from fsdpcore.errors import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    in_words,
+)
+from fsdpcore.fsdp.checks import as_int
 
-_TRIES = 5  # for directories that vanish while they are looked at
+_TRIES = 5  # for directories that come and go while they are looked at
+_SLASHES = re.compile(r"/+$")
+
+Which = StepName | int | None
+"""One save, the newest valid save of a step, or the newest one of all."""
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest valid checkpoint.
+
+    Attributes:
+        step: of the training.
+        name: of its directory.
+        skipped: newer directories that are no valid checkpoints, the newest first.
+    """
+
+    step: int
+    name: str
+    skipped: tuple[Skipped, ...]
 
 
 class Candidate(NamedTuple):
@@ -40,6 +65,116 @@ class Candidate(NamedTuple):
     metadata: Metadata
 
 
+def locate(path: StoragePath, step: int | None = None) -> tuple[Storage, StepName | None]:
+    """Return the storage of a path, and the step that it names if it is a step's folder.
+
+    Raises:
+        ArgumentError: the path names another step than ``step``.
+    """
+    if step is not None:
+        as_int(step, "step", minimum=0)
+    if isinstance(path, Storage):
+        return path, None
+    storage = open_storage(path)  # which refuses what is no path
+    text = os.fspath(path)
+    root, _, base = _SLASHES.sub("", text).rpartition("/")
+    name = StepName.parse(base)
+    if name is None:
+        return storage, None
+    if step is not None and step != name.step:
+        raise ArgumentError(f"{text} is the folder of step {name.step}, not of step {step}")
+    above = root or ("/" if text.startswith("/") else ".")
+    return open_storage(above), name
+
+
+def chosen_step(path: StoragePath, step: int | None) -> tuple[Storage, Which]:
+    """Return the storage of a path, and which checkpoint is wanted of it.
+
+    Raises:
+        ArgumentError: ``step`` is none, or the path names another one.
+    """
+    number = None if step is None else check_step(step)  # an int, of whatever type it was
+    storage, name = locate(path, number)
+    return storage, number if name is None else name
+
+
+def latest(path: StoragePath) -> Latest:
+    """Return the newest valid checkpoint, all but the contents of its files checked; blocks.
+
+    Args:
+        path: a folder of steps; or that of one, which is looked at alone.
+
+    Raises:
+        CheckpointNotFoundError: there is none, and never was.
+        CorruptCheckpointError: there are some, but all are damaged.
+        CheckpointError: a directory that may be the newest valid one could not be read.
+        OSError: the folder could not be read.
+    """
+    storage, which = chosen_step(path, None)
+    found, skipped = find(storage, which)
+    return Latest(found.name.step, found.name.name, skipped)
+
+
+def find(
+    storage: Storage, which: Which = None, refused: Sequence[Skipped] = ()
+) -> tuple[Found, tuple[Skipped, ...]]:
+    """Return the newest checkpoint, and what was skipped, the newest first; blocks.
+
+    Where any is wanted, one that cannot be read at the moment is not passed over: it may be newer.
+
+    Args:
+        storage: where.
+        which: to look at.
+        refused: what the caller has found to be no valid checkpoint.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError, CheckpointError, OSError: as ``latest``.
+    """
+    known = {each.name for each in refused}
+    skipped: list[Skipped] = []
+    for _ in range(_TRIES):
+        names = directories(storage)
+        skipped = list(refused)
+        for each in candidates(storage, which):
+            if isinstance(each, Found):
+                if each.name.name not in known:
+                    return each, tuple(sorted(skipped, key=_age))
+            elif each.name not in known:
+                skipped.append(each)
+                if each.kind == "unreachable" and which is None:
+                    break
+        # A save may have replaced by a new one what was about to be read: look again.
+        if directories(storage) == names:
+            break
+    raise _none_found(storage, which, sorted(skipped, key=_age))
+
+
+def _age(skipped: Skipped) -> tuple[int, int]:
+    name = StepName.parse(skipped.name)
+    assert name is not None
+    return -name.step, -name.generation
+
+
+def _none_found(storage: Storage, which: Which, skipped: Sequence[Skipped]) -> CheckpointError:
+    where, what = storage.path, "no checkpoint"
+    if which is not None:
+        what = f"no {which.name}" if isinstance(which, StepName) else f"{what} of step {which}"
+    reasons = "".join(f"\n  {each.name}: {each.reason}" for each in skipped)
+    unreachable = [each.name for each in skipped if each.kind == "unreachable"]
+    damaged = [each.name for each in skipped if each.kind == "damaged"]
+    if unreachable and which is None:
+        return CheckpointError(
+            f"{unreachable[0]} in {where} could not be read, and may be the newest checkpoint; "
+            f"try again, or name an older step{reasons}"
+        )
+    if unreachable:
+        return CheckpointError(f"there is {what} in {where} that could be read{reasons}")
+    if not damaged:
+        return CheckpointNotFoundError(f"there is {what} in {where}{reasons}")
+    advice = "" if which is not None else f"; to start afresh, move away {', '.join(damaged)}"
+    return CorruptCheckpointError(f"there is {what} in {where} that is valid{advice}{reasons}")
+
+
 class Finder:
     """Gives one checkpoint after the other, the newest first; used by one process.
 
@@ -47,18 +182,18 @@ class Finder:
 
     Args:
         storage: where.
-        step: which one; None for any.
+        which: to look at.
 
     Attributes:
         skipped: what was found to be none so far, the newest first.
     """
 
-    def __init__(self, storage: Storage, step: int | None) -> None:
+    def __init__(self, storage: Storage, which: Which) -> None:
         self._storage = storage
-        self._step = step
-        self._tried: set[str] = set()
+        self._which = which
+        self._refused: list[Skipped] = []
         self._held = ExitStack()
-        self.skipped: list[Skipped] = []
+        self.skipped: tuple[Skipped, ...] = ()
 
     def __enter__(self) -> Finder:
         return self
@@ -68,39 +203,30 @@ class Finder:
 
     def skip(self, name: str, reason: str) -> None:
         """Go on to an older one; ``name`` was the last."""
-        self.skipped.append(Skipped(name, reason))
+        self._refused.append(Skipped(name, reason))
         self._held.close()
 
     def next(self) -> Candidate:
-        """Return the newest one that was not given yet; blocks.
+        """Return the newest one that was not skipped; blocks.
 
         Raises:
             CheckpointNotFoundError: there is none, and never was.
-            CorruptCheckpointError: there are some, but none is valid.
+            CorruptCheckpointError: there are some, but all are damaged.
+            CheckpointError: one that may be the newest could not be read, or they come and go too
+                fast.
             OSError: the folder could not be read.
         """
+        trouble = ""
         for _ in range(_TRIES):
-            names = directories(self._storage)
-            for each in self._untried():
-                try:
-                    return self._taken(each)
-                except FileNotFoundError:
-                    break  # it was removed meanwhile, since a newer one is there
-            # A save may have replaced by a new one what was about to be read: look again.
-            if directories(self._storage) == names:
-                break
-        return self._none()
-
-    def _untried(self) -> list[Found]:
-        """Return the newest valid one, if any; notes what is skipped on the way to it."""
-        known = {each.name for each in self.skipped}
-        for each in candidates(self._storage, self._step):
-            if isinstance(each, Found):
-                if each.name.name not in self._tried:
-                    return [each]
-            elif each.name not in known:
-                self.skipped.append(each)
-        return []
+            found, self.skipped = find(self._storage, self._which, self._refused)
+            try:
+                return self._taken(found)
+            except (CheckpointError, FileNotFoundError, EOFError) as error:
+                trouble = in_words(error)  # it was valid: removed since, or replaced
+        raise CheckpointError(
+            f"the checkpoints in {self._storage.path} were replaced while they were looked at, "
+            f"{_TRIES} times: {trouble}"
+        )
 
     def _taken(self, found: Found) -> Candidate:
         name, metadata = found
@@ -111,60 +237,5 @@ class Finder:
             marker.check(data)
             if marker.save_id != metadata.save_id:
                 raise FileNotFoundError(f"{name.name} was replaced while it was looked at")
-            self._tried.add(name.name)
             self._held = stack.pop_all()
             return Candidate(name.name, data, metadata)
-
-    def _none(self) -> Candidate:
-        what = "no checkpoint" if self._step is None else f"no checkpoint of step {self._step}"
-        reasons = "".join(f"\n  {each.name}: {each.reason}" for each in self.skipped)
-        where = f"in {self._storage.path}"
-        if not any(each.committed for each in self.skipped):
-            raise CheckpointNotFoundError(f"there is {what} {where}{reasons}")
-        raise CorruptCheckpointError(f"there is {what} {where} that could be read{reasons}")
-
-
-class Shared(NamedTuple):
-    """A candidate as all ranks know it."""
-
-    name: str
-    metadata: Metadata
-    skipped: tuple[Skipped, ...]
-
-
-def find_together(
-    finder: Finder | None, backend: Backend, *, timeout: float, ending: str
-) -> Shared:
-    """Tell all ranks of the next candidate; a collective, which blocks.
-
-    Args:
-        finder: on rank 0; None on the others.
-        backend: all ranks.
-        timeout: seconds to wait for rank 0.
-        ending: of the message, if there is none.
-
-    Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, CheckpointError: there is none, or the
-            folder cannot be read; on all ranks.
-    """
-    error: Exception | None = None
-    metadata: Metadata | None = None
-    told, row = "", np.empty(0, np.uint8)
-    if finder is not None:
-        try:
-            found = finder.next()
-            told = json.dumps([found.name, finder.skipped])
-            row, metadata = np.frombuffer(found.data, np.uint8), found.metadata
-        except Exception as caught:
-            error = caught
-    replies = agree(backend, "load", error, told, timeout=timeout, ending=ending)
-    data: Bytes = all_gather_v(row, backend, label="metadata", timeout=timeout)
-    name, skipped = json.loads(replies[0])
-    failed: Exception | None = None
-    try:
-        metadata = metadata or Metadata.from_bytes(data.tobytes())
-    except Exception as caught:
-        failed = caught
-    agree(backend, f"load of {name}", failed, timeout=timeout, ending=ending)
-    assert metadata is not None
-    return Shared(name, metadata, tuple(Skipped(*each) for each in skipped))

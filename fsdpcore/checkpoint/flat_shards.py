@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from fsdpcore.checkpoint.array_sources import Described
 from fsdpcore.checkpoint.plan_save import Rows, Written
 from fsdpcore.checkpoint.regions import Range
-from fsdpcore.checkpoint.selection import OPTIMIZER
+from fsdpcore.checkpoint.shard_specs import flat_cuts
+from fsdpcore.fsdp.layout import FlatLayout
+from fsdpcore.fsdp.state import OPTIMIZER_PREFIX
 
 _NONE = Rows(0, 0, 0)
 
@@ -23,10 +25,10 @@ def by_rank(arrays: Mapping[str, Described], ranks: int) -> list[list[Written]]:
     for name, array in arrays.items():
         units.setdefault((_unit(name), array.dtype.name), {})[name] = array
     files: list[list[Written]] = [[] for _ in range(ranks)]
-    for unit in units.values():
-        shard = -(-sum(array.size for array in unit.values()) // ranks)
-        for rank, piece in _cut(unit, shard):
-            files[rank].append(piece)
+    for (_, dtype), unit in units.items():
+        layout = FlatLayout.build({name: unit[name].shape for name in unit}, dtype, ranks)
+        for rank, name, region in flat_cuts(layout):
+            files[rank].append(Written(name, dtype, unit[name].shape, region, _NONE))
     return files
 
 
@@ -55,20 +57,6 @@ def by_size(arrays: Mapping[str, Described], nbytes: int) -> list[list[Written]]
 
 def _unit(name: str) -> str:
     kind, param = "", name
-    if name.startswith(OPTIMIZER):
-        kind, _, param = name.removeprefix(OPTIMIZER).partition("/")
+    if name.startswith(OPTIMIZER_PREFIX):
+        kind, _, param = name.removeprefix(OPTIMIZER_PREFIX).partition("/")
     return f"{kind}/{param.rpartition('.')[0]}"
-
-
-def _cut(unit: Mapping[str, Described], shard: int) -> Iterator[tuple[int, Written]]:
-    """Give what lies in each run of ``shard`` elements."""
-    offset = 0
-    for name, array in unit.items():
-        start = 0
-        while start < array.size:
-            rank, within = divmod(offset + start, shard)
-            stop = min(array.size, start + shard - within)
-            region = Range(start, stop)
-            yield rank, Written(name, array.dtype.name, array.shape, region, _NONE)
-            start = stop
-        offset += array.size

@@ -46,8 +46,9 @@ def _plain(value: Any) -> Any:
 def restore(generators: Generators, ranks: Sequence[Any], rank: int) -> list[str]:
     """Set generators to what they were when a checkpoint was saved.
 
-    With more ranks than there were, rank r goes on from the state of rank ``r % saved``, jumped
-    ahead ``r // saved`` times, so that no two ranks draw the same numbers.
+    A generator that was equal on all ranks is so again, on any number of ranks. Of others, with
+    more ranks than there were, rank r goes on from the state of rank ``r % saved``, jumped ahead
+    ``r // saved`` times, so that no two ranks draw the same numbers.
 
     Args:
         generators: whose states are set.
@@ -64,9 +65,9 @@ def restore(generators: Generators, ranks: Sequence[Any], rank: int) -> list[str
     theirs = ranks[rank % len(ranks)] if ranks else None
     saved = theirs.get("generators", {}) if isinstance(theirs, Mapping) else {}
     found = {name: each for name, each in generators.items() if name in saved}
-    jumps = rank // len(ranks) if ranks else 0
+    jumps = {name: 0 if _equal(name, ranks) else rank // len(ranks) for name in found}
     for name, generator in found.items():
-        _check_kind(name, generator, saved[name], jumps)
+        _check_kind(name, generator, saved[name], jumps[name])
     for name, generator in found.items():
         bits: Any = generator.bit_generator
         try:
@@ -75,9 +76,18 @@ def restore(generators: Generators, ranks: Sequence[Any], rank: int) -> list[str
             raise ArgumentError(
                 f"the saved state of generator {name!r} is none: {error}"
             ) from error
-        if jumps:
-            bits.state = bits.jumped(jumps).state
+        if jumps[name]:
+            bits.state = bits.jumped(jumps[name]).state
     return sorted(set(generators) - set(found))
+
+
+def _equal(name: str, ranks: Sequence[Any]) -> bool:
+    """Whether all ranks that saved had the same state."""
+    first, *others = (
+        each.get("generators", {}).get(name) if isinstance(each, Mapping) else None
+        for each in ranks
+    )
+    return all(other == first for other in others)
 
 
 def _check_kind(name: str, generator: np.random.Generator, state: Any, jumps: int) -> None:

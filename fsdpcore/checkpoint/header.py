@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fsdpcore.checkpoint.dtypes import BITS
 from fsdpcore.checkpoint.strict_json import check_text, decode, encode, short
-from fsdpcore.errors import ArgumentError, CorruptCheckpointError
+from fsdpcore.errors import ArgumentError, CorruptCheckpointError, FsdpcoreError
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the format for N."""
@@ -26,7 +26,7 @@ METADATA_KEY = "__metadata__"
 """What no tensor can be called."""
 
 _LENGTH = struct.Struct("<Q")
-_MAX_DIMENSIONS = 64  # as many as NumPy has
+_MAX_DIMENSIONS = 65  # as many as NumPy has, and one of the two parts of complex numbers
 _MAX_BYTES = 2**63 - 1
 
 
@@ -87,17 +87,9 @@ def build_header(entries: Sequence[Entry], extra: Mapping[str, str], align: int 
         check_text(name, "the name of a tensor")
         if name in told or name == METADATA_KEY:
             raise ArgumentError(f"the name {short(name)} is reserved, or there twice")
-        if code not in BITS or nbytes_of(code, shape) != nbytes:
-            raise ArgumentError(
-                f"{short(name)} has code {short(code)} and "
-                f"shape {short(shape)}, which are not {nbytes} bytes"
-            )
-        told[name] = {
-            "dtype": code,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + nbytes],
-        }
-        offset += nbytes
+        begin, offset = offset, offset + nbytes
+        _check_tensor(name, code, shape, (begin, offset), ArgumentError)
+        told[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, offset]}
     header = encode(told).encode()
     header += b" " * (-(_LENGTH.size + len(header)) % align)
     if len(header) > MAX_HEADER_BYTES:
@@ -108,7 +100,7 @@ def build_header(entries: Sequence[Entry], extra: Mapping[str, str], align: int 
     return _LENGTH.pack(len(header)) + header
 
 
-def nbytes_of(code: str, shape: Sequence[int]) -> int | None:
+def tensor_bytes(code: str, shape: Sequence[int]) -> int | None:
     """Return the bytes of a tensor; None if they are no whole number, or too many to address."""
     # With extents of 0 left out, as no library can make an array whose other extents overflow.
     bits = math.prod(extent for extent in shape if extent) * BITS[code]
@@ -209,21 +201,28 @@ def _placed(name: str, told: Any, data_start: int) -> Placed:
         raise CorruptCheckpointError(
             f"the header has no dtype, shape and two data_offsets for {short(name)}"
         ) from None
+    _check_tensor(name, code, shape, (begin, end), CorruptCheckpointError)
+    return Placed(name, code, tuple(shape), end - begin, data_start + begin)
+
+
+def _check_tensor(
+    name: str, code: Any, shape: Any, offsets: tuple[Any, Any], error: type[FsdpcoreError]
+) -> None:
+    """Raise ``error`` unless dtype, shape and data_offsets of a tensor are such, and fit."""
     if type(code) is not str or code not in BITS:
-        raise CorruptCheckpointError(f"{short(name)} has the unknown dtype {short(code)}")
-    if type(shape) is not list or len(shape) > _MAX_DIMENSIONS or not _counts(shape):
-        raise CorruptCheckpointError(f"{short(name)} has the shape {short(shape)}, which is none")
-    if not _counts((begin, end)):
-        raise CorruptCheckpointError(
+        raise error(f"{short(name)} has the unknown dtype {short(code)}")
+    if type(shape) not in (list, tuple) or len(shape) > _MAX_DIMENSIONS or not _counts(shape):
+        raise error(f"{short(name)} has the shape {short(shape)}, which is none")
+    begin, end = offsets
+    if not _counts(offsets):
+        raise error(
             f"{short(name)} has the data_offsets {short(begin)}, {short(end)}, which are none"
         )
-    nbytes = nbytes_of(code, shape)
-    if nbytes is None or end - begin != nbytes:
-        raise CorruptCheckpointError(
+    if tensor_bytes(code, shape) != end - begin:
+        raise error(
             f"{short(name)} has dtype {code} and shape {short(shape)}, which do not fit its "
             f"data_offsets {begin}, {end}"
         )
-    return Placed(name, code, tuple(shape), nbytes, data_start + begin)
 
 
 def _counts(values: Sequence[object]) -> bool:

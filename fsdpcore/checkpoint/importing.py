@@ -9,8 +9,8 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from fsdpcore.checkpoint.array_sources import Progress
-from fsdpcore.checkpoint.committing import Saved
 from fsdpcore.checkpoint.flat_shards import by_rank, by_size
+from fsdpcore.checkpoint.protocol import Saved
 from fsdpcore.checkpoint.safetensors_source import SafetensorsSource
 from fsdpcore.checkpoint.selection import Renaming, Selection
 from fsdpcore.checkpoint.step_writing import About, StepWriting

@@ -3,33 +3,43 @@
 The order is what makes it safe. Before a rank touches anything of its own it takes back its part of
 an older attempt, so that nobody can commit that any more. It leaves its new part when its file is
 durable. So the parts of one attempt are all there only when all of its files are. Who finds them
-commits, alone: writers hold the folder, a commit claims it. Where the storage knows no locks, the
-first to make ``metadata.json`` does it; then attempts must not overlap, ranks of one attempt may.
+commits, alone: writers hold the folder, as readers do, and a commit claims it, for which it waits.
+Where the storage knows no locks, the first to make ``metadata.json`` does it; then attempts must
+not overlap, ranks of one attempt may.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from datetime import datetime, timezone
+from contextlib import suppress
 
 from xxhash import xxh3_64_intdigest
 
 from fsdpcore.buffers import Array
-from fsdpcore.checkpoint.committing import file_name
 from fsdpcore.checkpoint.describe import rows_of
 from fsdpcore.checkpoint.file_layout import FileLayout, lay_out
 from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
-from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata, StoredFile, make_metadata
+from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
+from fsdpcore.checkpoint.protocol import (
+    RankFile,
+    commit,
+    described,
+    file_name,
+    held_directory,
+    now,
+)
 from fsdpcore.checkpoint.rank_part import MAX_PART_BYTES, RankPart, part_name
-from fsdpcore.checkpoint.regions import Region
 from fsdpcore.checkpoint.shard_specs import ShardMetadata
 from fsdpcore.checkpoint.storage import Storage
-from fsdpcore.checkpoint.writing import write_file
+from fsdpcore.checkpoint.writing import FileSums, table_sum, write_file
 from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError
 
-_TRIES = 20  # for a folder that others remove, taking it for a leftover
+PATIENCE = 60.0
+"""Seconds that a commit waits for those who read the folder."""
+
+_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks at it, which grow
 _OWN = re.compile(r"rank_[0-9]+\.(part|safetensors)")
 
 
@@ -41,15 +51,23 @@ class Joining:
         directory: of the checkpoint.
         metadata: of the save.
         rank: which this is.
+        patience: seconds that ``commit`` waits for others who hold the folder.
     """
 
     def __init__(
-        self, storage: Storage, directory: str, metadata: ShardMetadata, rank: int
+        self,
+        storage: Storage,
+        directory: str,
+        metadata: ShardMetadata,
+        rank: int,
+        *,
+        patience: float = PATIENCE,
     ) -> None:
         self._storage = storage
         self._directory = directory
         self._metadata = metadata
         self._rank = rank
+        self._patience = patience
         self._where = f"{storage.path}/{directory}"
 
     def write(self, sources: Sequence[Array]) -> None:
@@ -59,12 +77,18 @@ class Joining:
             sources: the elements of every region of this rank's specs, one after the other.
 
         Raises:
-            ArgumentError: a checkpoint was committed here, or the ``save_id`` was used before.
+            ArgumentError: a checkpoint was committed here, or the ``save_id`` was used before, for
+                something else.
             CheckpointError: another process writes as the same rank.
             OSError: it could not be written.
         """
-        with ExitStack() as held:
-            self._hold(held)
+        self._storage.prepare()
+        with held_directory(self._storage, self._make):
+            self._storage.sync()
+            if MARKER_NAME in self._storage.names(self._directory):
+                self._check_torn()
+            if self._written(sources):
+                return  # an attempt that came as far as the commit is taken up there
             self._clear()
             try:
                 self._write(sources)
@@ -75,53 +99,69 @@ class Joining:
                 ) from error
 
     def commit(self) -> bool:
-        """Commit if all ranks have left their parts; blocks.
+        """Commit if all ranks have left their parts; blocks, also while others read the folder.
 
         Returns:
             Whether it did; False if parts are missing, or another rank does it or did it.
 
         Raises:
             ArgumentError: a rank was given other metadata.
-            OSError: it could not be committed; nobody will.
+            CheckpointError: others held the folder all the time, or changed its files.
+            OSError: it could not be committed.
         """
-        if self._parts() is None:
-            return False
-        with self._storage.claim(self._directory) as claimed:
+        deadline = time.monotonic() + self._patience
+        pause = _PAUSE
+        while self._parts() is not None and not self._marked():
             # What held it a moment ago were other ranks of this attempt, the last of which finds
-            # all parts, too; or another attempt, which this one must not get in the way of.
-            return claimed and self._commit()
+            # all parts, too; somebody who looks whether there is a checkpoint; or another attempt,
+            # which takes a part back first.
+            with self._storage.claim(self._directory) as claimed:
+                if claimed:
+                    return self._commit()
+            if time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"{self._where} is whole, but others held it for {self._patience:g} s, to read "
+                    "or write there, so that it could not be committed; call again on any rank, "
+                    "with the same state and metadata, to commit it"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return False
 
     # Writing.
 
-    def _hold(self, held: ExitStack) -> None:
-        """Make the folder, and hold it against those that commit or clear leftovers."""
-        self._storage.prepare()
-        for left in reversed(range(_TRIES)):
-            with suppress(FileExistsError):
-                self._storage.make_directory(self._directory)
-            try:
-                held.enter_context(self._storage.hold(self._directory))
-                break
-            except FileNotFoundError:
-                if not left:
-                    raise
-        self._storage.sync()
+    def _make(self) -> str:
+        with suppress(FileExistsError):
+            self._storage.make_directory(self._directory)
+        return self._directory
+
+    def _written(self, sources: Sequence[Array]) -> bool:
+        """Return whether this rank has written the same before, in this attempt.
+
+        Raises:
+            ArgumentError: it has written other values, or with other metadata.
+        """
+        part, metadata = self._part(self._rank), self._metadata
+        if part is None or part.save_id != metadata.save_id:
+            return False
+        layout = self._layout(self._rank)
+        same = (part.world_size, part.digest) == (metadata.world_size, metadata.digest)
+        if same and layout is not None:
+            same = part.table == table_sum(_arrays(sources, layout))
+        if not same:
+            raise ArgumentError(
+                f"rank {self._rank} has saved to {self._where} with the save_id "
+                f"{part.save_id!r} before, and not the same; every attempt needs another one, the "
+                "same on all ranks"
+            )
+        # Where a commit was killed all is done anew: that is what clears the folder.
+        begun = {MARKER_NAME, METADATA_NAME}.intersection(self._storage.names(self._directory))
+        return not (begun and self._storage.locks)
 
     def _clear(self) -> None:
         """Remove what this rank has left of an older attempt, its part first."""
         names = self._storage.names(self._directory)
-        if MARKER_NAME in names:
-            self._check_torn()
-        mine = part_name(self._rank)
-        if mine in names:
-            part = self._part(self._rank)
-            if part is not None and part.save_id == self._metadata.save_id:
-                raise ArgumentError(
-                    f"rank {self._rank} has saved to {self._where} with the save_id "
-                    f"{part.save_id!r} before; every attempt needs another one, the same on all "
-                    "ranks"
-                )
-        for name in (mine, MARKER_NAME, METADATA_NAME, file_name(self._rank)):
+        for name in (part_name(self._rank), MARKER_NAME, METADATA_NAME, file_name(self._rank)):
             if name in names:
                 with suppress(FileNotFoundError):  # other ranks remove the same
                     self._storage.remove(self._at(name))
@@ -153,7 +193,7 @@ class Joining:
         layout = self._layout(rank)
         table = 0
         if layout is not None:
-            arrays = [rows_of(sources[piece.rows.piece], piece.rows) for piece in layout.pieces]
+            arrays = _arrays(sources, layout)
             table = write_file(self._storage, self._at(file_name(rank)), layout, arrays).table
             self._storage.sync(self._directory)
         part = RankPart(
@@ -161,7 +201,7 @@ class Joining:
             metadata.world_size,
             metadata.save_id,
             metadata.digest,
-            datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            now(),
             table,
         )
         self._storage.put(self._at(part_name(rank)), part.to_bytes())
@@ -171,27 +211,24 @@ class Joining:
 
     def _commit(self) -> bool:
         parts = self._parts()  # once more, now that nobody else writes
-        if parts is None or MARKER_NAME in self._storage.names(self._directory):
+        if parts is None or self._marked():
             return False
         metadata = self._described(parts)
-        data = metadata.to_bytes()
-        marker = Marker.of(metadata.step, metadata.save_id, data).to_bytes()
         try:
-            self._storage.put(self._at(METADATA_NAME), data)
-            # The marker must not survive a crash that the others do not.
-            self._storage.sync(self._directory)
-            self._storage.sync()
-            self._storage.put(self._at(MARKER_NAME), marker)
+            commit(self._storage, self._directory, metadata)
         except FileExistsError:
             return False  # another rank of this attempt is at it, or died at it
-        try:
-            self._storage.sync(self._directory)
-        except OSError:
-            with suppress(OSError):
-                self._storage.remove(self._at(MARKER_NAME))
+        except (OSError, CheckpointError):
+            if self._storage.locks:  # else it may be another rank's
+                for name in (MARKER_NAME, METADATA_NAME):
+                    with suppress(OSError):
+                        self._storage.remove(self._at(name))
             raise
         self._tidy(metadata)
         return True
+
+    def _marked(self) -> bool:
+        return MARKER_NAME in self._storage.names(self._directory)
 
     def _parts(self) -> list[RankPart] | None:
         """Return the parts of all ranks of this attempt; None if any is missing.
@@ -233,26 +270,20 @@ class Joining:
             CheckpointError: a file is not the one that its rank has left a part for.
         """
         save = self._metadata
-        files: list[StoredFile] = []
-        pieces: list[tuple[str, Region, int, int]] = []
+        files = []
         for part in parts:
             layout = self._layout(part.rank)
-            if layout is None:
-                continue
-            for piece, offset in zip(layout.pieces, layout.offsets, strict=True):
-                pieces.append((piece.name, piece.region, len(files), offset))
-            name = file_name(part.rank)
-            self._check_file(name, layout)
-            sums = (xxh3_64_intdigest(layout.header), part.table)
-            files.append(StoredFile(name, layout.size, layout.data_start, layout.table, *sums))
-        return make_metadata(
+            if layout is not None:
+                self._check_file(file_name(part.rank), layout)
+                sums = FileSums(xxh3_64_intdigest(layout.header), part.table)
+                files.append(RankFile(part.rank, layout.places, sums))
+        return described(
+            files,
             save_id=save.save_id,
             step=save.step,
             world_size=save.world_size,
-            created=max(part.created for part in parts),
-            files=files,
             arrays=save.plan.arrays,
-            pieces=pieces,
+            created=max(part.created for part in parts),
             extra=save.extra,
         )
 
@@ -260,8 +291,8 @@ class Joining:
         """Look whether a file is there and of this attempt, as its header says."""
         try:
             with self._storage.reader(self._at(name)) as reader:
-                header = bytearray(layout.data_start)
-                same = reader.size == layout.size
+                header = bytearray(len(layout.header))
+                same = reader.size == layout.places.size
                 if same:
                     reader.read_into(0, memoryview(header))
         except FileNotFoundError:
@@ -287,3 +318,8 @@ class Joining:
 
     def _at(self, name: str) -> str:
         return f"{self._directory}/{name}"
+
+
+def _arrays(sources: Sequence[Array], layout: FileLayout) -> list[Array]:
+    """Return the elements of each piece of a file, in its order."""
+    return [rows_of(sources[each.rows.piece], each.rows) for each in layout.places.pieces]

@@ -40,13 +40,14 @@ def load(
     the names of all arrays take.
 
     Args:
-        path: where ``save`` put it.
+        path: where ``save`` put it; or the folder of one step.
         target: an engine; or a mapping from names to writable arrays, ``ShardedArray`` or
             ``BoxShard``, which are filled in place. Ranks may have different names, and parts of
             arrays that overlap or leave something out.
         backend: all ranks that call.
         step: which one, else it is an error; by default the newest that is valid. If the arrays of
-            that turn out to be damaged, the next older one is loaded.
+            that turn out to be damaged, the next older one is loaded; but none is passed over that
+            the system cannot read at the moment.
         strict: names that are missing or unexpected, and elements that are not stored, are an
             error; else they are returned.
         optimizer: False leaves optimizer state, number of steps and loss scale as they are.
@@ -64,7 +65,8 @@ def load(
         StateError: inside of a step of the engine.
         CheckpointNotFoundError: there is no checkpoint, or not that one.
         CorruptCheckpointError: none is valid, or not that one. On all ranks, as is CheckpointError.
-        CheckpointError: it could not be read, or does not have what is wanted. Where arrays may be
+        CheckpointError: it could not be read, or one that may be newer; or it does not have what is
+            wanted, or not all that was read of a newer one which is damaged. Where arrays may be
             half overwritten the message says so, and ``engine.torn`` is set.
         CommunicationError: a rank is gone.
     """

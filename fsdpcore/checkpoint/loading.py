@@ -15,14 +15,15 @@ from fsdpcore.backend import Backend
 from fsdpcore.checkpoint.agree import agree
 from fsdpcore.checkpoint.catalog import Catalog
 from fsdpcore.checkpoint.describe import Engine
-from fsdpcore.checkpoint.finding import Finder, Shared, find_together
+from fsdpcore.checkpoint.finding import Finder, Which, chosen_step
+from fsdpcore.checkpoint.finding_together import Shared, find_together
 from fsdpcore.checkpoint.generators import Generators, restore, states_of
 from fsdpcore.checkpoint.plan_load import LoadPlan, plan_load
 from fsdpcore.checkpoint.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.shards import Shard, State, checked_state
 from fsdpcore.checkpoint.shared_reads import read_all
-from fsdpcore.checkpoint.steps import Skipped
-from fsdpcore.checkpoint.storage import Storage, StoragePath, open_storage
+from fsdpcore.checkpoint.steps import Skipped, StepName
+from fsdpcore.checkpoint.storage import Storage, StoragePath
 from fsdpcore.checkpoint.targets import OPTIMIZER, Matched, checked_patterns, chosen, listed, match
 from fsdpcore.collectives import all_reduce
 from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError
@@ -120,17 +121,19 @@ class Loading:
         self._backend = backend
         self._request = request
         self._timeout = timeout
+        self._which: Which = None
         self._patterns: list[str] | None = None
         self._state: dict[str, Shard] = {}
         self._ties: Mapping[str, str] = {}
         self._engine: Engine | None = None
         self._was_torn = False
-        self._touched = False
+        self._left: set[str] | None = None
+        self._read_last = ""
         self._threads = 1
 
     @property
     def _ending(self) -> str:
-        return _TORN if self._touched else _UNTOUCHED
+        return _TORN if self._read_last else _UNTOUCHED
 
     def run(self, path: StoragePath, target: Engine | State) -> Loaded:
         """Load; a collective, which blocks. The errors are those of ``load``."""
@@ -138,7 +141,7 @@ class Loading:
             storage = self._begin(path, target, stack)
             finder = None
             if self._backend.rank == 0:
-                finder = stack.enter_context(Finder(storage, self._request.step))
+                finder = stack.enter_context(Finder(storage, self._which))
             found, fit, loaded = self._newest(storage, finder)
             error: Exception | None = None
             try:
@@ -157,9 +160,7 @@ class Loading:
         request, error, told = self._request, None, ""
         storage: Storage | None = None
         try:
-            storage = open_storage(path)
-            if request.step is not None:
-                as_int(request.step, "step", minimum=0)
+            storage, self._which = chosen_step(path, request.step)
             if request.generators is not None:
                 states_of(request.generators)  # for the types
             self._threads = usual_threads(self._backend)
@@ -207,7 +208,9 @@ class Loading:
     def _told(self) -> str:
         request = self._request
         flags = [bool(each) for each in (request.strict, request.optimizer, request.cast)]
-        options = [request.step, *flags, self._patterns, self._engine is not None]
+        which = self._which
+        step = which.name if isinstance(which, StepName) else which
+        options = [step, *flags, self._patterns, self._engine is not None]
         names = list(self._state)
         fits = [each for each in self._patterns or () if chosen(names, [each])]
         return json.dumps([options, fits])
@@ -219,7 +222,7 @@ class Loading:
             found = find_together(finder, self._backend, timeout=self._timeout, ending=self._ending)
             fit, gaps = self._fitted(found)
             files = FileSet(storage, found.name, fit.catalog, self._threads)
-            problem = self._read(files, fit, found)
+            problem = self._read(files, fit, gaps, found)
             if problem is None:
                 return found, fit, self._loaded(found, fit, gaps, files)
             if finder is not None:
@@ -247,15 +250,15 @@ class Loading:
         )
         gaps = _Gaps(missing, self._unexpected(fit), uncovered)
         if self._request.strict:
-            self._check_fit(what, gaps)
+            self._check_fit(what, gaps, found)
+        self._check_mixed(what, gaps)
+        if self._moves_on(found):
+            self._check_info(what, found)
         return fit, gaps
 
     def _fit(self, found: Shared) -> _Fit:
-        request = self._request
-        if self._moves_on(found):
-            Progress.of(found.metadata.info)
         catalog = Catalog(found.metadata)
-        matched = match(catalog, self._state, self._ties, cast=request.cast)
+        matched = match(catalog, self._state, self._ties, cast=self._request.cast)
         plan = plan_load(catalog, matched.wanted)
         uncovered = tuple(dict.fromkeys(matched.names[position] for position in plan.uncovered))
         return _Fit(catalog, plan, matched, uncovered, self._restored(found))
@@ -291,12 +294,14 @@ class Loading:
             names = [name for name in names if not name.startswith(OPTIMIZER)]
         return tuple(chosen(names, self._patterns))
 
-    def _check_fit(self, what: str, gaps: _Gaps) -> None:
+    def _check_fit(self, what: str, gaps: _Gaps, found: Shared) -> None:
         """Raise unless nothing is missing, unexpected, uncovered; the same on all ranks."""
         missing, unexpected, uncovered = gaps
         hint = "strict=False loads what fits"
         if any(name.startswith(OPTIMIZER) for name in (*missing, *unexpected)):
             hint += ", and optimizer=False leaves the optimizer alone"
+        if self._engine is not None and not found.metadata.info:
+            hint += "; it was not saved from an engine"
         parts = []
         if missing:
             parts.append(f"missing in the checkpoint are {listed(missing)}")
@@ -310,19 +315,44 @@ class Loading:
                 f"{self._ending}"
             )
 
+    def _check_mixed(self, what: str, gaps: _Gaps) -> None:
+        """Raise if arrays would keep what was read before of a checkpoint that is damaged."""
+        if self._left is None:
+            return
+        mixed = [name for name in (*gaps.missing, *gaps.uncovered) if name not in self._left]
+        if mixed:
+            raise CheckpointError(
+                f"{what}, after {self._read_last} turned out to be damaged: it does not have all "
+                f"of {listed(mixed)}, of which the other has been read. {_TORN}"
+            )
+
+    def _check_info(self, what: str, found: Shared) -> None:
+        """Raise unless an engine can go on from there; the same on all ranks."""
+        if not found.metadata.info:
+            raise ArgumentError(
+                f"{what}: it was not saved from an engine, so that it has no number of steps; "
+                f"optimizer=False loads its parameters. {self._ending}"
+            )
+        try:
+            Progress.of(found.metadata.info)
+        except ArgumentError as error:
+            raise ArgumentError(f"{what}: {error}. {self._ending}") from error
+
     # Reading.
 
-    def _read(self, files: FileSet, fit: _Fit, found: Shared) -> str | None:
+    def _read(self, files: FileSet, fit: _Fit, gaps: _Gaps, found: Shared) -> str | None:
         """Read; return why this is no valid checkpoint where another one may be loaded."""
         if self._engine is not None:
             self._engine.torn = True
-        self._touched = True
+        self._read_last = found.name
+        missing = set(gaps.missing)
+        self._left = missing if self._left is None else self._left & missing
         with files:
             error = read_all(files, fit.catalog, fit.plan, self._backend, timeout=self._timeout)
         try:
             agree(self._backend, f"load of {found.name}", error, timeout=self._timeout)
         except CheckpointError as agreed:
-            if self._request.step is None and isinstance(agreed, CorruptCheckpointError):
+            if self._which is None and isinstance(agreed, CorruptCheckpointError):
                 return str(agreed)
             raise type(agreed)(f"{agreed}. {_TORN}") from agreed
         return None

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpcore.buffers import Array, Bytes
+from fsdpcore.buffers import Bytes
 from fsdpcore.checkpoint.catalog import Catalog, Ints
-from fsdpcore.checkpoint.plan_load import Scatter
+from fsdpcore.checkpoint.plan_load import LoadPlan, Scatter
 from fsdpcore.checkpoint.reading import FileSet, Span
+from fsdpcore.checkpoint.rounding import put
 from fsdpcore.checkpoint.strided import Strided
 
 SCRATCH_BYTES = 2 << 20
@@ -65,6 +66,13 @@ def counts_by_block(catalog: Catalog, piece: int, cut: Strided) -> tuple[int, In
     first, last = cut.start // block, -(-cut.stop // block)
     bounds = np.arange(first, last + 1) * block
     return int(catalog.first_block[piece]) + first, cut.counts(bounds)
+
+
+def read_alone(files: FileSet, catalog: Catalog, plan: LoadPlan) -> None:
+    """Read what a plan needs, without the help of others; blocks. Raises as ``FileSet.read``."""
+    split = split_rows(catalog, plan.rows)
+    read_rows(files, plan.targets, split.whole)
+    read_parts(files, catalog, plan.targets, split.parts, plan.scatters)
 
 
 def read_rows(files: FileSet, targets: Sequence[memoryview], whole: Ints) -> None:
@@ -151,12 +159,3 @@ def deliver(catalog: Catalog, scatter: Scatter, data: Bytes, start: int, stop: i
     dtype = catalog.dtype_of(scatter.piece)
     for clip in scatter.cut.clips(start, stop):
         put(scatter.target[clip.where], scatter.cut.view(clip, data, start, dtype))
-
-
-def put(target: Array, values: Array) -> None:
-    """Copy values, rounded where the target has another dtype."""
-    if target.dtype == values.dtype:
-        target[...] = values
-    else:
-        with np.errstate(over="ignore"):
-            target[...] = values

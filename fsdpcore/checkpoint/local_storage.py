@@ -124,12 +124,12 @@ class LocalStorage(Storage):
 
     @contextmanager
     def claim(self, directory: str) -> Iterator[bool]:
-        with self._opened(basename(directory)) as fd:
+        with self._opened(basename(directory)) as fd, self._unlocking(fd):
             yield self._locked(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @contextmanager
     def hold(self, directory: str) -> Iterator[None]:
-        with self._opened(basename(directory)) as fd:
+        with self._opened(basename(directory)) as fd, self._unlocking(fd):
             self._locked(fd, fcntl.LOCK_SH)
             # Whoever had claimed it may have removed it: then this descriptor leads nowhere.
             with self._opened(directory) as again:
@@ -149,6 +149,21 @@ class LocalStorage(Storage):
             if error.errno not in _CANNOT_LOCK:
                 raise
         return True
+
+    @contextmanager
+    def _unlocking(self, fd: int) -> Iterator[None]:
+        """Unlock an open directory at the exit.
+
+        Closing it is not enough: a process that was forked meanwhile has the same lock, and keeps
+        it for as long as it lives. Nor may that process unlock it.
+        """
+        process = os.getpid()
+        try:
+            yield
+        finally:
+            if os.getpid() == process:
+                with suppress(OSError):
+                    self._files.flock(fd, fcntl.LOCK_UN)
 
     @contextmanager
     def _opened(self, directory: str = "") -> Iterator[int]:

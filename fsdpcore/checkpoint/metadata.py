@@ -67,6 +67,9 @@ VERSION = 1
 MAX_RANKS = 2**31
 """More no job has."""
 
+MAX_STEP = 2**62 - 1
+"""Of a checkpoint."""
+
 _VALUES = (
     "save_id",
     "step",
@@ -133,8 +136,11 @@ class Metadata:
         made = cls(**values, files=tuple(files), tensors={})
         _check_values(made, CorruptCheckpointError)
         building = Building(made.files, made.block_bytes, CorruptCheckpointError)
-        for name, row in _expect(dict, told["tensors"], "tensors").items():
-            _parse_tensor(name, row, building)
+        rows = _expect(dict, told["tensors"], "tensors")
+        # Dropped one by one: as long as no more objects come than go, the collector of garbage
+        # has no reason to look at all of them again and again, which took half of the time.
+        for name in list(rows):
+            _parse_tensor(name, rows.pop(name), building)
         made.tensors.update(building.tensors())
         return made
 
@@ -204,7 +210,7 @@ def make_metadata(
 def _check_values(made: Metadata, error: type[FsdpcoreError]) -> None:
     """Raise ``error`` unless all values are such that ``to_bytes`` keeps them as they are."""
     for key, low, high in (
-        ("step", 0, MAX_BYTES),
+        ("step", 0, MAX_STEP),
         ("world_size", 1, MAX_RANKS),
         ("block_bytes", 1, MAX_BLOCK_BYTES),
     ):

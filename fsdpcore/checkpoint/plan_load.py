@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpcore.buffers import Array, byte_view
-from fsdpcore.checkpoint.catalog import Catalog, Ints, as_range
-from fsdpcore.checkpoint.regions import Box, Range, Region, boxes_of, intersect
-from fsdpcore.checkpoint.reshard import copies
+from fsdpcore.checkpoint.catalog import Catalog, Ints
+from fsdpcore.checkpoint.copies import copies, placed
+from fsdpcore.checkpoint.regions import Box, Region, as_range, boxes_of, intersect
 from fsdpcore.checkpoint.shards import Part
 from fsdpcore.checkpoint.strided import Strided
 
@@ -143,7 +143,7 @@ def _pairs(
         return
     # Its axes can not be merged: box by box, as they are.
     assert isinstance(part.region, Box)
-    origin, strides = _origin(stored, shape)
+    origin, strides = placed(stored, shape)
     for box in boxes_of(stored, shape):
         common = intersect(box, part.region)
         if common is None:
@@ -154,19 +154,6 @@ def _pairs(
             for low, high, begin in zip(common.start, common.stop, part.region.start, strict=True)
         )
         yield Strided(itemsize, src, common.shape, strides), array[index]
-
-
-def _origin(stored: Region, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return where index 0 would be in a piece, negated, and the strides of the axes in it."""
-    extents = stored.shape if isinstance(stored, Box) else shape
-    strides, step = [], 1
-    for extent in reversed(extents):
-        strides.append(step)
-        step *= max(extent, 1)
-    strides.reverse()
-    if isinstance(stored, Range):
-        return stored.start, tuple(strides)
-    return sum(i * stride for i, stride in zip(stored.start, strides, strict=True)), tuple(strides)
 
 
 def _dense(scatter: Scatter) -> bool:

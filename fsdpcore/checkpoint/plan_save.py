@@ -6,12 +6,20 @@ Pure: no arrays, no communication. Every rank describes what it holds; rank 0 pl
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fsdpcore.checkpoint.dtypes import dtype_of
-from fsdpcore.checkpoint.regions import Box, Range, Region, first_overlap, missing_elements
+from fsdpcore.checkpoint.dtypes import named_dtype
+from fsdpcore.checkpoint.regions import (
+    Box,
+    Range,
+    Region,
+    first_overlap,
+    missing_elements,
+    whole,
+)
 from fsdpcore.errors import ArgumentError
 
 SPLIT_BYTES = 1 << 20
@@ -70,6 +78,16 @@ class SavePlan:
 
     arrays: Mapping[str, tuple[str, tuple[int, ...]]]
     written: tuple[tuple[Written, ...], ...]
+
+
+def held_of(region: Region, shape: tuple[int, ...]) -> Held:
+    """Return how a rank holds a region, which is not empty, of an array of ``shape``."""
+    if isinstance(region, Range):
+        return Held(region, region.size, 1)
+    size = region.size
+    rows = region.shape[0] if shape else 1
+    # All of an array is the same piece however it lies in memory.
+    return Held(whole(shape) if size == math.prod(shape) else region, rows, size // rows)
 
 
 def encode(held: Iterable[HeldArray]) -> str:
@@ -155,6 +173,8 @@ def plan(held: Sequence[Sequence[HeldArray]]) -> SavePlan:
     for rank, mine in enumerate(held):
         number = 0
         for name, dtype, shape, pieces in mine:
+            # Not of a file: another rank may know more dtypes.
+            itemsize = named_dtype(dtype, ArgumentError).itemsize
             known = arrays.setdefault(name, (dtype, shape))
             if known != (dtype, shape):
                 raise ArgumentError(
@@ -165,7 +185,7 @@ def plan(held: Sequence[Sequence[HeldArray]]) -> SavePlan:
             for piece in pieces:
                 copies = found.get(piece.region)
                 if copies is None:
-                    copies = found[piece.region] = _Copies(piece.region, dtype_of(dtype).itemsize)
+                    copies = found[piece.region] = _Copies(piece.region, itemsize)
                 copies.holders.append((rank, number, piece))
                 number += 1
     for name, found in regions.items():
@@ -207,7 +227,7 @@ def _shared_out(
     load = [0] * ranks
     together: list[tuple[int, str, _Copies]] = []
     for name, found in regions.items():
-        itemsize = dtype_of(arrays[name][0]).itemsize
+        itemsize = named_dtype(arrays[name][0]).itemsize
         for copies in found.values():
             cuts = copies.cuts()
             if cuts is None:

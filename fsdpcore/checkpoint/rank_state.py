@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fsdpcore.buffers import Array
-from fsdpcore.checkpoint.catalog import as_range
-from fsdpcore.checkpoint.regions import Box, Range, Region
+from fsdpcore.checkpoint.regions import Box, Range, Region, as_range
 from fsdpcore.checkpoint.shard_specs import ShardMetadata, TensorShardSpec
 from fsdpcore.checkpoint.shards import BoxShard, Shard, dtype_of, parts_of
 from fsdpcore.errors import ArgumentError

@@ -9,12 +9,12 @@ from numpy.typing import DTypeLike
 
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.catalog import Catalog
-from fsdpcore.checkpoint.finding import Finder
+from fsdpcore.checkpoint.finding import Finder, chosen_step
+from fsdpcore.checkpoint.local_reads import read_alone
 from fsdpcore.checkpoint.plan_load import Wanted, plan_load
 from fsdpcore.checkpoint.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.shards import parts_of
-from fsdpcore.checkpoint.shared_reads import read_alone
-from fsdpcore.checkpoint.storage import Storage, StoragePath, open_storage
+from fsdpcore.checkpoint.storage import Storage, StoragePath
 from fsdpcore.checkpoint.targets import checked_patterns, chosen, listed
 from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError, in_words
 from fsdpcore.fsdp.checks import as_dtype, as_int, rounds_into
@@ -33,7 +33,7 @@ def read(
     For one process; ``load`` is for several ranks, and for arrays that are there already.
 
     Args:
-        path: where ``save`` put it.
+        path: where ``save`` put it; or the folder of one step.
         names: patterns (of the shell) of the arrays to read; by default all.
         step: which checkpoint; by default the newest that is valid, its arrays included.
         dtype: floating arrays are rounded to it; the others keep theirs.
@@ -43,18 +43,17 @@ def read(
         New arrays by name, in the order of the checkpoint.
 
     Raises:
-        ArgumentError: a pattern fits no name.
+        ArgumentError: a pattern fits no name; or ``step`` is none, or contradicts the path.
         CheckpointNotFoundError: there is no checkpoint, or not that one.
         CorruptCheckpointError: none is valid, or not that one.
-        CheckpointError: it could not be read, or does not have all elements of an array.
+        CheckpointError: it could not be read, or one that may be newer; or it does not have all
+            elements of an array.
     """
-    storage = open_storage(path)
-    if step is not None:
-        as_int(step, "step", minimum=0)
+    storage, which = chosen_step(path, step)
     patterns = checked_patterns(names)
     wanted = None if dtype is None else as_dtype(dtype, "the result of read()")
     count = usual_threads() if threads is None else as_int(threads, "threads", minimum=1)
-    with Finder(storage, step) as finder:
+    with Finder(storage, which) as finder:
         while True:
             try:
                 name, _, metadata = finder.next()
@@ -64,7 +63,7 @@ def read(
                 catalog = Catalog(metadata)
                 return _read(storage, name, catalog, patterns, wanted, count)
             except CorruptCheckpointError as error:
-                if step is not None:
+                if which is not None:
                     raise
                 finder.skip(name, str(error))
 

@@ -212,14 +212,17 @@ def _overlap(a: Range, b: Range) -> Range:
     return Range(start, stop) if start < stop else Range(0, 0)
 
 
-def _around(box: Box, shape: Sequence[int]) -> Range:
-    """Return the smallest range that has all elements of ``box``."""
-    if box.size == 0:
+def as_range(region: Region, shape: Sequence[int]) -> Range | None:
+    """Return the run of elements that a region is; None for a box that is not a run."""
+    if isinstance(region, Range):
+        return region
+    size = region.size
+    if size == 0:
         return Range(0, 0)
     first = last = 0
-    for extent, start, stop in zip(shape, box.start, box.stop, strict=True):
+    for extent, start, stop in zip(shape, region.start, region.stop, strict=True):
         first, last = first * extent + start, last * extent + stop - 1
-    return Range(first, last + 1)
+    return Range(first, last + 1) if last + 1 - first == size else None
 
 
 def first_overlap(regions: Sequence[Region], shape: Sequence[int]) -> tuple[int, int] | None:
@@ -231,8 +234,8 @@ def first_overlap(regions: Sequence[Region], shape: Sequence[int]) -> tuple[int,
     """
     runs = []
     for owner, region in enumerate(regions):
-        run = region if isinstance(region, Range) else _around(region, shape)
-        if run.size != region.size:
+        run = as_range(region, shape)
+        if run is None:
             break  # a box with gaps between its elements
         if run.size:
             runs.append((run.start, run.stop, owner))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fsdpcore.checkpoint.steps import (
-    Found,
+    Removal,
     StepName,
-    candidates,
     committed,
     directories,
-    remove_step,
+    read_step,
+    removable,
+    remove_steps,
 )
 from fsdpcore.checkpoint.storage import Storage
-from fsdpcore.errors import ArgumentError
+from fsdpcore.errors import ArgumentError, CheckpointError
 from fsdpcore.fsdp.checks import as_int
 
 
@@ -77,9 +79,7 @@ class Retention:
         return kept
 
 
-def prune(
-    storage: Storage, retention: Retention, protect: Collection[StepName] = ()
-) -> list[StepName]:
+def prune(storage: Storage, retention: Retention, protect: Collection[StepName] = ()) -> Removal:
     """Remove the committed checkpoints that need not be kept, the oldest first; blocks.
 
     It can be stopped anywhere: each checkpoint is there or not, and what is left of one is removed
@@ -90,25 +90,31 @@ def prune(
     Args:
         storage: where.
         retention: what to keep.
-        protect: what to keep besides.
-
-    Returns:
-        Those that were removed.
+        protect: what to keep besides; known to be valid, such as what was just committed.
 
     Raises:
-        OSError: one could not be read or removed; those before it are gone.
+        OSError: the folder could not be read; nothing was removed.
     """
     known = committed(storage)
     kept = retention.keeps((name.step, marker.metrics) for name, marker in known.items())
-    removable = [name for name in known if name.step not in kept and name not in protect]
+    unkept = [name for name in known if name.step not in kept and name not in protect]
     newest = {name.step: name for name in reversed(known)}
     superseded = [
         name
         for name in directories(storage)
         if name.step in newest and name < newest[name.step] and name not in protect
     ]
-    if not removable and not superseded:
-        return []
-    sound = next((each.name for each in candidates(storage) if isinstance(each, Found)), None)
-    doomed = sorted(name for name in (*removable, *superseded) if name != sound)
-    return [name for name in doomed if remove_step(storage, name)]
+    doomed = {*unkept, *removable(storage, superseded)}
+    if doomed:
+        doomed.discard(_newest_valid(storage, protect))
+    return remove_steps(storage, sorted(doomed))
+
+
+def _newest_valid(storage: Storage, valid: Collection[StepName]) -> StepName | None:
+    for name in directories(storage):
+        if name in valid:
+            return name
+        with suppress(CheckpointError, OSError):
+            read_step(storage, name)
+            return name
+    return None

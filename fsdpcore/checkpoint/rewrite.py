@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.checkpoint.array_sources import Progress, opened_step
-from fsdpcore.checkpoint.committing import Saved
 from fsdpcore.checkpoint.flat_shards import by_rank
 from fsdpcore.checkpoint.generators import states_of
+from fsdpcore.checkpoint.protocol import Saved
 from fsdpcore.checkpoint.selection import Selection
 from fsdpcore.checkpoint.step_writing import About, StepWriting
 from fsdpcore.checkpoint.storage import StoragePath, open_storage

@@ -13,6 +13,8 @@ from types import TracebackType
 from fsdpcore.checkpoint.files import ReadableBuffer
 from fsdpcore.errors import ArgumentError
 
+_State = tuple[int, int, int, int]
+
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -20,7 +22,7 @@ class PartialFile:
     """A file under another name until ``place``; a context manager that removes it unless placed.
 
     What a killed process leaves has the same name, and is written anew. While one process writes
-    it, no other can.
+    it, no other can; what another one does to it between ``finish`` and ``place`` is noticed.
 
     Args:
         path: of the file that it becomes.
@@ -34,6 +36,7 @@ class PartialFile:
         self.path = path
         self._partial = path.with_name(f".{path.name}.partial")
         self._placed = False
+        self._finished: _State | None = None
         self._fd = self._opened()
 
     def _opened(self) -> int:
@@ -61,14 +64,30 @@ class PartialFile:
         while view.nbytes:
             view = view[os.write(self._fd, view) :]
 
-    def sync(self) -> None:
-        """Make durable what was written; blocks. Raises OSError."""
-        os.fsync(self._fd)
+    def finish(self) -> None:
+        """Make durable what was written, and close the file; blocks. Raises OSError."""
+        if self._finished is None:
+            os.fsync(self._fd)
+            self._finished = _state(os.fstat(self._fd))
+            os.close(self._fd)
+
+    def check(self) -> None:
+        """Raise ArgumentError if another process has changed the file since ``finish``."""
+        if not self._is_ours():
+            raise ArgumentError(f"another process is writing {self.path}, or has written it")
 
     def place(self) -> None:
-        """Give the file its name, in place of what has that."""
+        """Give the file its name, in place of what has that; call ``finish`` before."""
         os.replace(self._partial, self.path)
         self._placed = True
+
+    def _is_ours(self) -> bool:
+        if self._finished is None:
+            return True  # as it is locked
+        try:
+            return _state(os.lstat(self._partial)) == self._finished
+        except FileNotFoundError:
+            return False
 
     def __enter__(self) -> PartialFile:
         return self
@@ -79,10 +98,15 @@ class PartialFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._placed:
-            with suppress(OSError):
+        with suppress(OSError):
+            if not self._placed and self._is_ours():
                 os.unlink(self._partial)
-        os.close(self._fd)
+        if self._finished is None:
+            os.close(self._fd)
+
+
+def _state(found: os.stat_result) -> _State:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def sync_directory(path: Path) -> None:
@@ -98,15 +122,21 @@ def sync_directory(path: Path) -> None:
 
 
 def place_all(files: Sequence[PartialFile], stale: Sequence[Path]) -> None:
-    """Put files in place that are one model; blocks. Raises OSError.
+    """Put files in place that are one model; blocks.
 
     Args:
         files: the index, if there is one, is the last: it comes when the others are there.
         stale: what is removed before, the old index first.
+
+    Raises:
+        ArgumentError: another process has written one of them meanwhile.
+        OSError: the system refuses.
     """
     parent = files[0].path.parent
     for each in files:
-        each.sync()
+        each.finish()
+    for each in files:
+        each.check()
     for path in stale:
         with suppress(FileNotFoundError):
             os.unlink(path)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from fsdpcore.buffers import byte_view
 from fsdpcore.checkpoint.array_sources import ArraySource, Described, Filled
+from fsdpcore.checkpoint.building import MAX_DIMENSIONS
 from fsdpcore.checkpoint.dtypes import CODES
 from fsdpcore.checkpoint.header import Header, read_header
 from fsdpcore.checkpoint.strict_json import decode, short
@@ -63,6 +64,11 @@ class SafetensorsSource(ArraySource):
                 raise ArgumentError(
                     f"{file}: {short(name)} has the dtype {code}, of less than a byte, which NumPy "
                     "does not have"
+                )
+            if len(shape) > MAX_DIMENSIONS:
+                raise ArgumentError(
+                    f"{file}: {short(name)} has {len(shape)} axes, more than the {MAX_DIMENSIONS} "
+                    "of NumPy"
                 )
             self._found[name] = Described(CODES[code], shape)
             self._places[name] = _Place(file, offset)

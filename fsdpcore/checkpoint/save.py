@@ -10,7 +10,7 @@ from fsdpcore.checkpoint.committing import Saved
 from fsdpcore.checkpoint.describe import Engine
 from fsdpcore.checkpoint.generators import Generators
 from fsdpcore.checkpoint.retention import Retention
-from fsdpcore.checkpoint.saver import TIMEOUT, Saver
+from fsdpcore.checkpoint.saver import TIMEOUT, Saver, check_backend, refuse
 from fsdpcore.checkpoint.shards import State
 from fsdpcore.checkpoint.storage import StoragePath
 
@@ -37,12 +37,15 @@ def save(
         path: a folder that all ranks see, or a URL of fsspec. It may hold other steps; saving a
             step again replaces it once that is done.
         state: an engine; or a mapping from names to NumPy arrays (of which each rank has all),
-            ``ShardedArray`` (flat ranges) and ``BoxShard`` (boxes). Only read.
+            ``ShardedArray`` (flat ranges) and ``BoxShard`` (boxes). Only read. What several ranks
+            have must be equal there, which is not checked: one of them writes it.
         backend: all ranks that call.
         step: by default the engine's number of updates.
         extra: anything that JSON can hold, equal on all ranks: the position in the data, options.
-        generators: random generators by name, whose states are saved for each rank.
-        metrics: numbers by name, equal on all ranks, for ``Retention(best=...)``.
+        generators: random generators by name, whose states are saved for each rank. ``load``
+            gives those that were equal on all ranks to every rank; of others each rank its own.
+        metrics: numbers by name, equal on all ranks, for ``Retention(best=...)``. One that is NaN
+            or infinite is not kept, so that the checkpoint is not among the best.
         retention: which steps to keep; without it, all.
         timeout: seconds to wait for the slowest rank's disk.
 
@@ -53,6 +56,11 @@ def save(
         CheckpointError: a rank could not write. On all ranks. Earlier checkpoints are intact.
         CommunicationError: a rank is gone.
     """
-    saver = Saver(path, backend, retention=retention, timeout=timeout)
+    check_backend(backend)
+    try:
+        saver = Saver(path, backend, retention=retention, timeout=timeout)
+    except Exception as error:
+        refuse(backend, error)
+        raise
     prepared = saver.prepare(state, step=step, extra=extra, generators=generators, metrics=metrics)
     return saver.write(prepared, backend)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from fsdpcore.backend import Backend
 from fsdpcore.checkpoint.agree import agree
@@ -28,9 +31,8 @@ from fsdpcore.checkpoint.steps import check_step
 from fsdpcore.checkpoint.storage import StoragePath, open_storage
 from fsdpcore.checkpoint.strict_json import check_json
 from fsdpcore.checkpoint.talk import deal_text, gather_text
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.checks import as_finite
-from fsdpcore.fsdp.consent import check_equal
+from fsdpcore.errors import ArgumentError, MismatchError, in_words
+from fsdpcore.fsdp.checks import as_positive
 
 TIMEOUT = 1800.0
 """Seconds that ranks wait for one another's disks."""
@@ -55,16 +57,13 @@ class Saver:
         retention: Retention | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        if not isinstance(backend, Backend):
-            raise ArgumentError(
-                f"the backend comes behind path and state, got {type(backend).__name__} for it"
-            )
+        check_backend(backend)
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentError(f"retention must be a Retention, got {retention!r}")
         self._storage = open_storage(path)
         self._backend = backend
         self._retention = retention
-        self._timeout = timeout
+        self._timeout = as_positive(timeout, "timeout")
         self._arrays: tuple[HeldArray, ...] | None = None  # for which there is a plan
         self._pieces: tuple[Written, ...] = ()
         self._plan: SavePlan | None = None
@@ -88,22 +87,19 @@ class Saver:
             number = _step_of(step, holding)
             numbers = _checked_metrics(metrics)
             check_json(extra, "extra")
-            mine = {"generators": states_of(generators)} if generators else {}
+            if generators:
+                mine = {"generators": states_of(generators)}
+                check_json(mine, "the states of generators")
         except Exception as error:
             failed = error
-        # What is equal on all ranks, and what is as it was at the last save on this one.
-        common = _digest(json.dumps([number, extra, numbers] if failed is None else []))
+        common = (
+            [number, numbers, _digest(json.dumps(extra, sort_keys=True))] if failed is None else []
+        )
         told = json.dumps([common, holding.arrays == self._arrays])
-        replies = agree(
-            self._backend, "save", failed, told, timeout=self._timeout, ending=_UNWRITTEN
-        )
+        # No disk is involved yet: the ranks wait for one another as in any collective.
+        replies = refuse(self._backend, failed, told)
         everyone = [json.loads(reply) for reply in replies]
-        check_equal(
-            self._backend,
-            [theirs for theirs, _ in everyone],
-            "save: the ranks give different steps, metrics or extra; what differs between ranks "
-            f"belongs into arrays. {_UNWRITTEN}",
-        )
+        _check_equal([theirs for theirs, _ in everyone])
         if not all(known for _, known in everyone):
             self._arrays = None
             self._agree(encode(holding.arrays))
@@ -123,15 +119,16 @@ class Saver:
 
     def _agree(self, described: str) -> None:
         """Have rank 0 decide who writes what."""
-        texts = gather_text(described, self._backend, timeout=self._timeout)
+        texts = gather_text(described, self._backend, timeout=self._backend.timeout)
         deals: list[str] | None = None
         if texts is not None:
             try:
                 self._plan = plan([decode(text) for text in texts])
                 deals = [json.dumps(["", encode_written(each)]) for each in self._plan.written]
-            except ArgumentError as error:
-                deals = [json.dumps([str(error), ""])] * len(texts)
-        problem, pieces = json.loads(deal_text(deals, self._backend, timeout=self._timeout))
+            except Exception as error:
+                wrong = isinstance(error, ArgumentError)
+                deals = [json.dumps([str(error) if wrong else in_words(error), ""])] * len(texts)
+        problem, pieces = json.loads(deal_text(deals, self._backend, timeout=self._backend.timeout))
         if problem:
             raise ArgumentError(f"save: {problem}. {_UNWRITTEN}")
         self._pieces = decode_written(pieces)
@@ -139,6 +136,19 @@ class Saver:
     def write(self, prepared: Prepared, backend: Backend) -> Saved:
         """Write what was prepared, and commit it; a collective of ``backend``'s ranks, blocks."""
         return Commit(self._storage, backend, prepared, self._retention, self._timeout).run()
+
+
+def check_backend(backend: object) -> None:
+    """Raise ArgumentError if this is none."""
+    if not isinstance(backend, Backend):
+        raise ArgumentError(
+            f"the backend comes behind path and state, got {type(backend).__name__} for it"
+        )
+
+
+def refuse(backend: Backend, error: Exception | None, told: str = "") -> list[str]:
+    """Begin a save together, or have all ranks raise what one of them found; a collective."""
+    return agree(backend, "save", error, told, timeout=backend.timeout, ending=_UNWRITTEN)
 
 
 def _step_of(step: int | None, holding: Holding) -> int:
@@ -155,7 +165,36 @@ def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     if not isinstance(metrics, Mapping) or any(not isinstance(name, str) for name in metrics):
         raise ArgumentError(f"metrics must map names to numbers, got {metrics!r}")
     check_json(list(metrics), "names of metrics")
-    return {name: as_finite(value, f"metric {name!r}") for name, value in metrics.items()}
+    numbers = {name: _number(value, f"metric {name!r}") for name, value in metrics.items()}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:  # as collectives return it
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentError(f"{what} must be a number, got {value!r}")
+    return float(value)
+
+
+def _check_equal(told: Sequence[Sequence[Any]]) -> None:
+    """Raise MismatchError, which says how, unless all ranks told the same."""
+    for rank, (step, metrics, extra) in enumerate(told):
+        first_step, first_metrics, first_extra = told[0]
+        where = f"on rank 0 and rank {rank}"
+        if step != first_step:
+            raise MismatchError(f"save: step is {first_step} and {step} {where}. {_UNWRITTEN}")
+        for name in {**first_metrics, **metrics}:
+            if first_metrics.get(name) != metrics.get(name):
+                raise MismatchError(
+                    f"save: the metric {name!r} is {first_metrics.get(name)} and "
+                    f"{metrics.get(name)} {where}; average it over the ranks first. {_UNWRITTEN}"
+                )
+        if extra != first_extra:
+            raise MismatchError(
+                f"save: extra differs {where}; what ranks have of their own belongs into arrays. "
+                f"{_UNWRITTEN}"
+            )
 
 
 def _digest(text: str) -> str:

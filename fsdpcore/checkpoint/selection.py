@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.array_sources import ArraySource, Described
+from fsdpcore.checkpoint.patterns import refuse_idle
 from fsdpcore.checkpoint.strict_json import check_text, short
 from fsdpcore.checkpoint.targets import checked_patterns, chosen
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_dtype, rounds_into
-
-OPTIMIZER = "optimizer/"
-"""What the names of arrays begin with that an optimizer keeps."""
+from fsdpcore.fsdp.state import OPTIMIZER_PREFIX
 
 Renaming = Mapping[str, str] | Callable[[str], str]
 
@@ -63,11 +60,11 @@ class Selection:
                 name, or nothing is left.
         """
         dtype = None if self.dtype is None else as_dtype(self.dtype, "what is written")
-        known = [name for name in source.arrays if self.optimizer or not name.startswith(OPTIMIZER)]
+        known = list(source.arrays)
+        if not self.optimizer:
+            known = [name for name in known if not name.startswith(OPTIMIZER_PREFIX)]
         patterns = checked_patterns(self.names)
-        for pattern in patterns or ():
-            if not chosen(known, [pattern]):
-                raise ArgumentError(f"{source.what} has no array whose name fits {pattern!r}")
+        refuse_idle(patterns, known, source.what)
         old = chosen(known, patterns)
         taken: dict[str, Taken] = {}
         for name, new in zip(old, self._renamed(old, source.what), strict=True):
@@ -104,11 +101,3 @@ class Selection:
                 raise ArgumentError(f"nothing would be left of the name {short(name)}")
             found.append(new)
         return found
-
-
-def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array with another dtype; itself if it has that dtype. Overflow gives inf."""
-    if array.dtype == dtype:
-        return array
-    with np.errstate(all="ignore"):
-        return array.astype(dtype)

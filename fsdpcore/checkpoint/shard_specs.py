@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,14 +15,13 @@ from numpy.typing import DTypeLike
 from fsdpcore.checkpoint.building import check_shape
 from fsdpcore.checkpoint.dtypes import stored_as
 from fsdpcore.checkpoint.marker import check_save_id
-from fsdpcore.checkpoint.plan_save import Held, HeldArray, SavePlan, encode, plan
-from fsdpcore.checkpoint.regions import Range, Region, check_region, whole
+from fsdpcore.checkpoint.metadata import MAX_STEP
+from fsdpcore.checkpoint.plan_save import HeldArray, SavePlan, encode, held_of, plan
+from fsdpcore.checkpoint.regions import Range, Region, check_region
 from fsdpcore.checkpoint.strict_json import check_json, check_text
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_dtype, as_int, as_shape
 from fsdpcore.fsdp.layout import FlatLayout, ParamRange
-
-_MAX_STEP = 2**62 - 1
 
 
 def compute_shard_sizes(total: int, world_size: int) -> list[int]:
@@ -137,7 +135,7 @@ class ShardMetadata:
 
     def __post_init__(self) -> None:
         step = as_int(self.step, "step", minimum=0)
-        if step > _MAX_STEP:
+        if step > MAX_STEP:
             raise ArgumentError(f"step must be below 2**62, got {step}")
         object.__setattr__(self, "step", step)
         world_size = as_int(self.world_size, "world_size", minimum=1)
@@ -192,16 +190,8 @@ def _checked_shards(shards: object, world_size: int) -> tuple[tuple[TensorShardS
 
 
 def _held_array(spec: TensorShardSpec) -> HeldArray:
-    held = tuple(_held(region, spec.shape) for region in spec.regions)
+    held = tuple(held_of(region, spec.shape) for region in spec.regions)
     return HeldArray(spec.name, spec.dtype.name, spec.shape, held)
-
-
-def _held(region: Region, shape: tuple[int, ...]) -> Held:
-    if isinstance(region, Range):
-        return Held(region, region.size, 1)
-    rows = region.shape[0] if shape else 1
-    full = region.size == math.prod(shape)  # the same piece as the range of all elements
-    return Held(whole(shape) if full else region, rows, region.size // rows)
 
 
 def flat_shard_metadata(
@@ -245,7 +235,8 @@ def flat_shard_metadata(
         buffers.setdefault(spec.dtype, {})[name] = spec.shape
     held: list[dict[str, Range]] = [{} for _ in range(world_size)]
     for dtype, of_buffer in buffers.items():
-        _cut(FlatLayout.build(of_buffer, dtype, world_size), held)
+        for rank, name, region in flat_cuts(FlatLayout.build(of_buffer, dtype, world_size)):
+            held[rank][name] = region
     shards = []
     for rank, mine in enumerate(held):
         # The first rank names all, which gives them their order, those without elements included.
@@ -254,15 +245,15 @@ def flat_shard_metadata(
     return ShardMetadata(step, world_size, save_id, tuple(shards), extra)
 
 
-def _cut(layout: FlatLayout, held: list[dict[str, Range]]) -> None:
-    """Add the regions of a flat buffer to those that each rank holds."""
+def flat_cuts(layout: FlatLayout) -> Iterator[tuple[int, str, Range]]:
+    """Give what each rank has of a flat buffer: rank, name and region, one array after another."""
     shard = layout.shard_size
     for param in layout.params:
         if param.size:
             for rank in range(param.offset // shard, (param.stop - 1) // shard + 1):
                 start = max(param.offset, rank * shard) - param.offset
                 stop = min(param.stop, (rank + 1) * shard) - param.offset
-                held[rank][param.name] = Range(start, stop)
+                yield rank, param.name, Range(start, stop)
 
 
 def _with_region(spec: TensorShardSpec, region: Range | None) -> TensorShardSpec:

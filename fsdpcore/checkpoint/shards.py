@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.regions import Box, Range, Region, check_region, whole
 from fsdpcore.checkpoint.strict_json import check_text
 from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.checks import as_int, as_shape
+from fsdpcore.fsdp.checks import as_shape
 from fsdpcore.fsdp.state import ShardedArray
 
 
@@ -36,7 +35,7 @@ class BoxShard:
 
     def __post_init__(self) -> None:
         shape = as_shape(self.shape, "a BoxShard")
-        start = tuple(as_int(index, "start of a BoxShard", minimum=0) for index in self.start)
+        start = as_shape(self.start, "the start of a BoxShard")
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "start", start)
         if (
@@ -116,6 +115,11 @@ def checked_state(state: object) -> dict[str, Shard]:
             raise ArgumentError(f"the name of an array is a non-empty string, got {name!r}")
         check_text(name, "the name of an array")
         if not isinstance(shard, (ShardedArray, BoxShard)):
+            if isinstance(shard, (np.ma.MaskedArray, np.matrix)):
+                raise ArgumentError(
+                    f"{name!r} is a {type(shard).__name__}, of which only the numbers would be "
+                    "stored; convert it to a plain array"
+                )
             if not isinstance(shard, (np.ndarray, np.generic)):
                 raise ArgumentError(
                     f"{name!r} is a {type(shard).__name__}; convert it to a NumPy array, or pass "
@@ -128,8 +132,3 @@ def checked_state(state: object) -> dict[str, Shard]:
 
 def _described(value: object) -> str:
     return f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-
-
-def nbytes_of(shard: Shard) -> int:
-    """Return the bytes of the whole array."""
-    return math.prod(shape_of(shard)) * dtype_of(shard).itemsize

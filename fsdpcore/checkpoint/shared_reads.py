@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array, Bytes
+from fsdpcore.buffers import Bytes
+from fsdpcore.checkpoint.agree import Attempts
 from fsdpcore.checkpoint.catalog import Catalog, Ints
 from fsdpcore.checkpoint.local_reads import (
-    put,
+    read_alone,
     read_parts,
     read_rows,
     split_rows,
 )
-from fsdpcore.checkpoint.plan_load import LoadPlan, Scatter
+from fsdpcore.checkpoint.packing import Giving, Mine, Taking
+from fsdpcore.checkpoint.plan_load import LoadPlan
 from fsdpcore.checkpoint.reading import FileSet, Span
 from fsdpcore.checkpoint.sharing import (
     ALIGN,
@@ -26,7 +27,6 @@ from fsdpcore.checkpoint.sharing import (
     Needs,
     Sharing,
     Window,
-    clip_rows,
     decode,
     encode,
     rounds,
@@ -35,19 +35,8 @@ from fsdpcore.checkpoint.sharing import (
 )
 from fsdpcore.collectives import all_gather_v, all_to_all_v
 
-_BITS: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("u2"),
-    4: np.dtype("u4"),
-    8: np.dtype("u8"),
-}
-
-
-def read_alone(files: FileSet, catalog: Catalog, plan: LoadPlan) -> None:
-    """Read what a plan needs, without the help of others; blocks. Raises as ``FileSet.read``."""
-    split = split_rows(catalog, plan.rows)
-    read_rows(files, plan.targets, split.whole)
-    read_parts(files, catalog, plan.targets, split.parts, plan.scatters)
+_NOTHING: Ints = np.empty(0, np.int64)
+_NO_NEEDS: Ints = np.zeros(2, np.int64)  # as ``encode`` writes it down
 
 
 def read_all(
@@ -69,42 +58,45 @@ def read_all(
         What went wrong with this rank's reads, for the ranks to agree on: it has taken part in all
         that the others do, who may have been given what is wrong.
     """
+    attempts = Attempts()
     if backend.world_size == 1:
-        return _tried(lambda: read_alone(files, catalog, plan))
-    wasteful = wasteful_pieces(catalog, plan)
+        attempts.do(lambda: read_alone(files, catalog, plan))
+        return attempts.error
+    wasteful = attempts.value(lambda: wasteful_pieces(catalog, plan), _NOTHING)
     told: Ints = all_gather_v(wasteful, backend, label="load, shared pieces", timeout=timeout)
     shared = np.unique(told)
-    theirs = np.isin(plan.rows[:, 0], shared)
-    taken = set(shared.tolist())
-    alone = LoadPlan(
-        plan.rows[~theirs],
-        plan.targets,
-        [each for each in plan.scatters if each.piece not in taken],
-        0,
-        [],
-    )
-    error = _tried(lambda: read_alone(files, catalog, alone))
-    if not len(shared):
-        return error
-    rows = plan.rows[theirs]
-    scatters = [each for each in plan.scatters if each.piece in taken]
-    reads = _SharedReads(files, catalog, plan.targets, backend, timeout)
-    for window in windows(catalog, shared):
-        first, last = np.searchsorted(
-            [each.piece for each in scatters], [window.pieces[0], window.pieces[-1] + 1]
-        )
-        problem = reads.run(window, clip_rows(catalog, rows, window), scatters[first:last])
-        error = error or problem
-    return error
+    mine = Mine(plan.rows[:0], [])
+
+    def alone() -> None:
+        theirs = np.isin(plan.rows[:, 0], shared)
+        taken = set(shared.tolist())
+        scatters = [each for each in plan.scatters if each.piece not in taken]
+        read_alone(files, catalog, LoadPlan(plan.rows[~theirs], plan.targets, scatters, 0, []))
+        scatters = [each for each in plan.scatters if each.piece in taken]
+        nonlocal mine
+        mine = Mine(plan.rows[theirs], scatters)
+
+    attempts.do(alone)
+    if len(shared):
+        reads = _SharedReads(files, catalog, plan.targets, backend, timeout, attempts)
+        for window in windows(catalog, shared):
+            reads.run(window, mine)
+    return attempts.error
 
 
-def _tried(action: Callable[[], None]) -> Exception | None:
-    """Do it, and return its error: the other ranks count on this one to go on."""
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None
+class _Round(NamedTuple):
+    """What a rank reads, sends and receives at a time.
+
+    Attributes:
+        extents: that are read, by any rank.
+        room: bytes that this one reads, with what is between them.
+        sends, receives: bytes to and from each rank.
+    """
+
+    extents: Sequence[Extent]
+    room: int
+    sends: list[int]
+    receives: list[int]
 
 
 class _SharedReads:
@@ -115,6 +107,7 @@ class _SharedReads:
         targets: of this rank's rows.
         backend: all ranks.
         timeout: seconds to wait for the slowest rank.
+        attempts: what failed on this rank so far; has what fails here.
     """
 
     def __init__(
@@ -124,29 +117,68 @@ class _SharedReads:
         targets: Sequence[memoryview],
         backend: Backend,
         timeout: float,
+        attempts: Attempts,
     ) -> None:
         self._files = files
         self._catalog = catalog
         self._targets = targets
         self._backend = backend
         self._timeout = timeout
+        self._attempts = attempts
         self._sharing = Sharing(catalog, backend.world_size)
         # What is read, sent and received in a round.
         self._buffers = [np.empty(0, np.uint8)] * 3
 
-    def run(self, window: Window, rows: Ints, scatters: Sequence[Scatter]) -> Exception | None:
-        """Read one window; a collective. Returns what went wrong on this rank."""
-        mine = Needs(rows[:, :3], [(each.piece, each.cut) for each in scatters])
+    def run(self, window: Window, mine: Mine) -> None:
+        """Read one window; a collective."""
+        attempts = self._attempts
+        mine = attempts.value(lambda: mine.within(self._catalog, window), Mine(mine.rows[:0], []))
         told: Ints = all_gather_v(
-            encode(mine), self._backend, label="load, shared parts", timeout=self._timeout
+            attempts.value(lambda: _encoded(mine), _NO_NEEDS),
+            self._backend,
+            label="load, shared parts",
+            timeout=self._timeout,
         )
+        # Where a rank does not even know what the others expect of it, or has no room for it,
+        # there can be no rounds: all leave them out.
+        nothing: tuple[list[Needs], list[_Round] | None] = ([], None)
+        needs, planned = attempts.value(lambda: self._planned(told, window), nothing)
+        able: Bytes = all_gather_v(
+            np.array([planned is not None], np.uint8),
+            self._backend,
+            label="load, shared rounds",
+            timeout=self._timeout,
+        )
+        if planned is None or not able.all():
+            return
+        extents = [each for batch in planned for each in batch.extents]
+        attempts.do(lambda: self._read_own(window, mine, self._blocks(extents)))
+        for batch in planned:
+            self._round(batch, needs, mine)
+
+    def _planned(self, told: Ints, window: Window) -> tuple[list[Needs], list[_Round] | None]:
+        """Return what each rank needs, and the rounds of this rank, for which there is room."""
         needs = decode(told)
         extents = self._sharing.extents(needs, window)
-        error = _tried(lambda: self._read_own(window, rows, scatters, self._blocks(extents)))
-        for batch in rounds(extents, self._backend.world_size):
-            problem = self._round(batch, needs, rows, scatters)
-            error = error or problem
-        return error
+        planned = [self._counted(batch) for batch in rounds(extents, self._backend.world_size)]
+        most = [(each.room, sum(each.sends), sum(each.receives)) for each in planned]
+        for number, sizes in enumerate(zip(*most, strict=True)):
+            nbytes = max(sizes)
+            if self._buffers[number].size < nbytes:
+                self._buffers[number] = np.empty(max(nbytes, ROUND_BYTES), np.uint8)
+        return needs, planned
+
+    def _counted(self, extents: Sequence[Extent]) -> _Round:
+        me, ranks = self._backend.rank, self._backend.world_size
+        room, sends, receives = 0, [0] * ranks, [0] * ranks
+        for each in extents:
+            if each.reader == me:
+                room += _aligned(each.stop - each.start)
+                for rank, nbytes in zip(each.ranks, each.nbytes, strict=True):
+                    sends[rank] += nbytes if rank != me else 0
+            elif me in each.ranks:
+                receives[each.reader] += each.nbytes[each.ranks.index(me)]
+        return _Round(extents, room, sends, receives)
 
     def _blocks(self, extents: Sequence[Extent]) -> Ints:
         """Return the numbers of all blocks that are shared, ascending."""
@@ -157,160 +189,81 @@ class _SharedReads:
         ]
         return np.concatenate([np.empty(0, np.int64), *runs])
 
-    def _read_own(
-        self, window: Window, rows: Ints, scatters: Sequence[Scatter], shared: Ints
-    ) -> None:
+    def _read_own(self, window: Window, mine: Mine, shared: Ints) -> None:
         """Read what this rank needs of all other blocks."""
-        split = split_rows(self._catalog, rows)
+        split = split_rows(self._catalog, mine.rows)
         read_rows(self._files, self._targets, _without(self._catalog, split.whole, shared))
         read_parts(
             self._files,
             self._catalog,
             self._targets,
             split.parts,
-            scatters,
+            mine.scatters,
             skip=shared,
             within=(window.start, window.stop),
         )
 
     # Rounds.
 
-    def _round(
-        self,
-        extents: Sequence[Extent],
-        needs: Sequence[Needs],
-        rows: Ints,
-        scatters: Sequence[Scatter],
-    ) -> Exception | None:
+    def _round(self, batch: _Round, needs: Sequence[Needs], mine: Mine) -> None:
         """Read this rank's share of some extents, pass it on, and take what others pass on."""
-        me, ranks = self._backend.rank, range(self._backend.world_size)
-        spans = self._spans([each for each in extents if each.reader == me])
-        error = _tried(lambda: self._files.read(span for _, span in spans))
-        taking = _Taking(self._catalog, self._targets, rows, scatters)
-        for _, span in spans:
-            data = np.frombuffer(span.buffer, np.uint8)
-            taking.take(span.piece, span.start, span.stop, data, None)
-        sends = [0] * len(ranks)
-        for each, _ in spans:
-            for rank, nbytes in zip(each.ranks, each.nbytes, strict=True):
-                sends[rank] += nbytes if rank != me else 0
-        outgoing = self._room(1, sum(sends))
-        at = 0
-        for rank in ranks:
-            if not sends[rank]:
-                continue
-            giving = _Giving(self._catalog, needs[rank])
-            for each, span in spans:
-                if rank in each.ranks:
-                    at = giving.give(span, outgoing, at)
-        receives = [0] * len(ranks)
-        for each in extents:
-            if each.reader != me and me in each.ranks:
-                receives[each.reader] += each.nbytes[each.ranks.index(me)]
-        incoming = self._room(2, sum(receives))
+        outgoing = self._buffers[1][: sum(batch.sends)]
+        incoming = self._buffers[2][: sum(batch.receives)]
+        self._attempts.do(lambda: self._give(batch, needs, mine, outgoing))
         all_to_all_v(
             outgoing,
             self._backend,
-            sends,
-            recv_counts=receives,
+            batch.sends,
+            recv_counts=batch.receives,
             out=incoming,
             timeout=self._timeout,
         )
+        self._attempts.do(lambda: self._take(batch, mine, incoming))
+
+    def _give(self, batch: _Round, needs: Sequence[Needs], mine: Mine, outgoing: Bytes) -> None:
+        """Read, take what this rank needs of it, and pack what the others do."""
+        me = self._backend.rank
+        spans = self._spans([each for each in batch.extents if each.reader == me])
+        self._files.read(span for _, span in spans)
+        taking = Taking(self._catalog, self._targets, mine)
+        for _, span in spans:
+            data = np.frombuffer(span.buffer, np.uint8)
+            taking.take(span.piece, span.start, span.stop, data, None)
         at = 0
-        for rank in ranks:
-            for each in extents:
+        for rank, nbytes in enumerate(batch.sends):
+            if not nbytes:
+                continue
+            giving = Giving(self._catalog, needs[rank])
+            for each, span in spans:
+                if rank in each.ranks:
+                    at = giving.give(span, outgoing, at)
+
+    def _take(self, batch: _Round, mine: Mine, incoming: Bytes) -> None:
+        """Take what the others have passed on."""
+        me = self._backend.rank
+        taking = Taking(self._catalog, self._targets, mine)
+        at = 0
+        for rank in range(self._backend.world_size):
+            for each in batch.extents:
                 if each.reader == rank != me and me in each.ranks:
                     at = taking.take(each.piece, each.start, each.stop, incoming, at)
-        return error
 
     def _spans(self, extents: Sequence[Extent]) -> list[tuple[Extent, Span]]:
         """Give each extent that this rank reads a place to be read to."""
-        sizes = [-(-(each.stop - each.start) // ALIGN) * ALIGN for each in extents]
-        room = self._room(0, sum(sizes)).data
-        found, at = [], 0
-        for each, size in zip(extents, sizes, strict=True):
+        room, found, at = self._buffers[0].data, [], 0
+        for each in extents:
             buffer = room[at : at + each.stop - each.start]
             found.append((each, Span(each.piece, each.start, each.stop, buffer)))
-            at += size
+            at += _aligned(each.stop - each.start)
         return found
 
-    def _room(self, number: int, nbytes: int) -> Bytes:
-        """Return the beginning of a buffer, which is as large as one was ever needed."""
-        if self._buffers[number].size < nbytes:
-            self._buffers[number] = np.empty(max(nbytes, ROUND_BYTES), np.uint8)
-        return self._buffers[number][:nbytes]
+
+def _encoded(mine: Mine) -> Ints:
+    return encode(Needs(mine.rows[:, :3], [(each.piece, each.cut) for each in mine.scatters]))
 
 
-class _Giving:
-    """Packs what another rank needs of blocks, in an order that both know."""
-
-    def __init__(self, catalog: Catalog, needs: Needs) -> None:
-        self._catalog = catalog
-        self._needs = needs
-        self._pieces = [piece for piece, _ in needs.cuts]
-
-    def give(self, span: Span, out: Bytes, at: int) -> int:
-        """Pack into ``out`` from ``at`` on; return where that ends."""
-        data = np.frombuffer(span.buffer, np.uint8)
-        for low, high in _overlapping(self._needs.rows, span.piece, span.start, span.stop):
-            out[at : at + high - low] = data[low - span.start : high - span.start]
-            at += high - low
-        first = bisect_left(self._pieces, span.piece)
-        last = bisect_right(self._pieces, span.piece)
-        for _, cut in self._needs.cuts[first:last]:
-            dtype = _BITS.get(cut.itemsize) or self._catalog.dtype_of(span.piece)
-            for clip in cut.clips(span.start, span.stop):
-                values = cut.view(clip, data, span.start, dtype)
-                room: Array = np.ndarray(clip.shape, dtype, out, at)
-                room[...] = values
-                at += values.nbytes
-        return at
-
-
-class _Taking:
-    """Puts what this rank needs of blocks where it belongs, from them or from what was packed."""
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        targets: Sequence[memoryview],
-        rows: Ints,
-        scatters: Sequence[Scatter],
-    ) -> None:
-        self._catalog = catalog
-        self._targets = targets
-        self._rows = rows
-        self._scatters = scatters
-        self._pieces = [each.piece for each in scatters]
-
-    def take(self, piece: int, start: int, stop: int, data: Bytes, at: int | None) -> int:
-        """Take what is needed of bytes ``[start, stop)`` of a piece.
-
-        Args:
-            piece, start, stop: see there.
-            data: the bytes themselves if ``at`` is None, else what ``_Giving`` packed.
-            at: where that begins in ``data``.
-
-        Returns:
-            Where it ends.
-        """
-        packed = at is not None
-        at = at or 0
-        for low, high, target, dst in _overlapping_rows(self._rows, piece, start, stop):
-            begin = at if packed else low - start
-            self._targets[target][dst : dst + high - low] = data[begin : begin + high - low].data
-            at += high - low
-        first, last = bisect_left(self._pieces, piece), bisect_right(self._pieces, piece)
-        for scatter in self._scatters[first:last]:
-            dtype = self._catalog.dtype_of(piece)
-            for clip in scatter.cut.clips(start, stop):
-                if packed:
-                    values: Array = np.ndarray(clip.shape, dtype, data, at)
-                else:
-                    values = scatter.cut.view(clip, data, start, dtype)
-                put(scatter.target[clip.where], values)
-                at += values.nbytes
-        return at
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 def _without(catalog: Catalog, whole: Ints, shared: Ints) -> Ints:
@@ -337,23 +290,3 @@ def _without(catalog: Catalog, whole: Ints, shared: Ints) -> Ints:
             found.append(np.array([[piece, at, stop, target, dst + at - start]]))
     rows = np.concatenate(found)
     return rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-
-
-def _overlapping_rows(
-    rows: Ints, piece: int, start: int, stop: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Give what rows have of bytes ``[start, stop)``: first and last byte, and where they go."""
-    first, last = np.searchsorted(rows[:, 0], [piece, piece + 1])
-    for _, low, high, target, dst in rows[first:last].tolist():
-        begin, end = max(low, start), min(high, stop)
-        if begin < end:
-            yield begin, end, target, dst + begin - low
-
-
-def _overlapping(rows: Ints, piece: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Give what rows have of bytes ``[start, stop)`` of a piece: first and last byte."""
-    first, last = np.searchsorted(rows[:, 0], [piece, piece + 1])
-    for _, low, high in rows[first:last].tolist():
-        begin, end = max(low, start), min(high, stop)
-        if begin < end:
-            yield begin, end

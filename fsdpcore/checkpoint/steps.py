@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
 from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
@@ -26,7 +25,7 @@ from fsdpcore.errors import (
 )
 from fsdpcore.fsdp.checks import as_int
 
-_MAX_STEP = (1 << 63) - 1
+_MAX_STEP = (1 << 62) - 1  # what the metadata can say
 _DIGITS = 8
 # What the system says of something that is no regular file, or is larger than it was.
 _NO_FILE = (errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
@@ -61,18 +60,28 @@ class StepName(NamedTuple):
         return found if found.name == name and found.step <= _MAX_STEP else None
 
 
+Kind = Literal["unfinished", "damaged", "unreachable"]
+
+
 class Skipped(NamedTuple):
     """A directory that is no checkpoint that could be read.
 
     Attributes:
         name: of the directory.
         reason: what is wrong with it.
-        committed: False if it is known that no save ever finished there, or that it was removed.
+        kind: "unfinished" if it is known that no save ever finished there, or that it was removed;
+            "damaged" if it is not what was saved; "unreachable" if the system could not read it,
+            so that it may be valid.
     """
 
     name: str
     reason: str
-    committed: bool = True
+    kind: Kind = "damaged"
+
+    @property
+    def committed(self) -> bool:
+        """False if it is known that there is no checkpoint."""
+        return self.kind != "unfinished"
 
 
 class Found(NamedTuple):
@@ -80,21 +89,6 @@ class Found(NamedTuple):
 
     name: StepName
     metadata: Metadata
-
-
-@dataclass(frozen=True)
-class Latest:
-    """The newest valid checkpoint.
-
-    Attributes:
-        step: of the training.
-        name: of its directory.
-        skipped: newer directories that are no valid checkpoints, the newest first.
-    """
-
-    step: int
-    name: str
-    skipped: tuple[Skipped, ...]
 
 
 def directories(storage: Storage) -> list[StepName]:
@@ -107,7 +101,7 @@ def check_step(step: object) -> int:
     """Return ``step`` as an int; raise ArgumentError if no checkpoint can have it."""
     number = as_int(step, "step", minimum=0)
     if number > _MAX_STEP:
-        raise ArgumentError(f"step must be below 2**63, got {number}")
+        raise ArgumentError(f"step must be below 2**62, got {number}")
     return number
 
 
@@ -177,74 +171,31 @@ def read_step(storage: Storage, name: StepName) -> Metadata:
     return metadata
 
 
-def candidates(storage: Storage, step: int | None = None) -> Iterator[Found | Skipped]:
+def candidates(storage: Storage, which: StepName | int | None = None) -> Iterator[Found | Skipped]:
     """Look at the directories, the newest first, as far as the caller goes; blocks.
 
     Args:
         storage: where.
-        step: look at this one only.
+        which: look at the saves of this step only, or at this save only.
 
     Yields:
         ``Found`` for a committed checkpoint, of which all but the contents of the files was
         checked; ``Skipped`` for what is none, or cannot be read.
     """
     for name in directories(storage):
-        if step is not None and name.step != step:
+        if which is not None and which not in (name, name.step):
             continue
         try:
             yield Found(name, read_step(storage, name))
         except CheckpointNotFoundError as error:
-            yield Skipped(name.name, str(error), committed=False)
+            yield Skipped(name.name, str(error), "unfinished")
         except CorruptCheckpointError as error:
-            with_marker = True
+            unfinished = False
             with suppress(OSError):
-                with_marker = not is_leftover(storage, name)
-            yield Skipped(name.name, str(error), with_marker)
+                unfinished = is_leftover(storage, name)
+            yield Skipped(name.name, str(error), "unfinished" if unfinished else "damaged")
         except OSError as error:
-            yield Skipped(name.name, in_words(error))
-
-
-def latest(path: StoragePath) -> Latest:
-    """Return the newest valid checkpoint, all but the contents of its files checked; blocks.
-
-    Raises:
-        CheckpointNotFoundError: there is none, and never was.
-        CheckpointError: there are some, but none is valid; CorruptCheckpointError if they are
-            damaged, and not just out of reach.
-        OSError: the folder could not be read.
-    """
-    storage = open_storage(path)
-    found, skipped = find(storage)
-    return Latest(found.name.step, found.name.name, skipped)
-
-
-def find(storage: Storage, step: int | None = None) -> tuple[Found, tuple[Skipped, ...]]:
-    """Return the newest checkpoint, or the newest one of a step, and what was skipped; blocks.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointError, CorruptCheckpointError, OSError: as ``latest``.
-    """
-    while True:
-        names = directories(storage)
-        skipped: list[Skipped] = []
-        for each in candidates(storage, step):
-            if isinstance(each, Found):
-                return each, tuple(skipped)
-            skipped.append(each)
-        # A save may have replaced by a new one what was about to be read: look again.
-        if directories(storage) == names:
-            _none_found(storage, step, skipped)
-
-
-def _none_found(storage: Storage, step: int | None, skipped: list[Skipped]) -> NoReturn:
-    what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    reasons = "".join(f"\n  {each.name}: {each.reason}" for each in skipped)
-    if not any(each.committed for each in skipped):
-        raise CheckpointNotFoundError(f"there is {what} in {storage.path}{reasons}")
-    raise CorruptCheckpointError(
-        f"there is {what} in {storage.path} that could be read; move these away to start "
-        f"afresh{reasons}"
-    )
+            yield Skipped(name.name, in_words(error), "unreachable")
 
 
 def committed(storage: Storage) -> dict[StepName, Marker]:
@@ -319,22 +270,61 @@ def remove_step(storage: Storage, name: StepName) -> bool:
     return True
 
 
-def remove_superseded(storage: Storage) -> list[StepName]:
+class Removal(NamedTuple):
+    """What became of directories that were to go.
+
+    Attributes:
+        removed: those that went.
+        failed: those that could not be removed, and why.
+        held: those that were left because somebody writes or reads them.
+    """
+
+    removed: list[StepName]
+    failed: list[Skipped]
+    held: list[StepName]
+
+    def notes(self) -> list[str]:
+        """Say in words what is left."""
+        failed = [f"{name} could not be removed: {reason}" for name, reason, _ in self.failed]
+        held = [f"{each.name} was not removed: somebody writes or reads it" for each in self.held]
+        return failed + held
+
+
+def remove_steps(storage: Storage, names: Iterable[StepName]) -> Removal:
+    """Remove one after the other, as ``remove_step``; one that cannot go stops nothing. Blocks."""
+    removal = Removal([], [], [])
+    for name in names:
+        try:
+            gone = remove_step(storage, name)
+        except OSError as error:
+            removal.failed.append(Skipped(name.name, in_words(error)))
+        else:
+            (removal.removed if gone else removal.held).append(name)
+    return removal
+
+
+def remove_superseded(storage: Storage) -> Removal:
     """Remove saves of steps that were saved again since, and committed; blocks.
 
-    Returns:
-        Those that were removed; one that somebody is reading is left.
-
     Raises:
-        OSError: something could not be removed.
+        OSError: the folder could not be read.
     """
-    removed = []
+    names: list[StepName] = []
     for _, group in groupby(directories(storage), key=lambda name: name.step):
         saves = list(group)  # the newest first
         while len(saves) > 1 and not _committed(storage, saves[0]):
             saves.pop(0)
-        removed += [name for name in saves[1:] if remove_step(storage, name)]
-    return removed
+        names += saves[1:]
+    return remove_steps(storage, removable(storage, names))
+
+
+def removable(storage: Storage, names: Iterable[StepName]) -> list[StepName]:
+    """Return those of ``names`` that surely nobody is saving to; blocks.
+
+    Where there are locks these are all, as a removal looks at them. Elsewhere a save that was
+    never committed may be under way.
+    """
+    return [name for name in names if storage.locks or not is_leftover(storage, name)]
 
 
 def _committed(storage: Storage, name: StepName) -> bool:
@@ -345,31 +335,25 @@ def _committed(storage: Storage, name: StepName) -> bool:
     return True
 
 
-def remove_leftovers(
-    storage: Storage, keep: Collection[StepName] = ()
-) -> tuple[list[StepName], list[Skipped]]:
+def remove_leftovers(storage: Storage, keep: Collection[StepName] = ()) -> Removal:
     """Remove directories of saves that were never committed and whose writers are gone; blocks.
 
     Args:
-        storage: where; without locks nobody knows which writers live, so name them.
-        keep: directories of saves that are under way.
-
-    Returns:
-        What was removed, and what could not be removed, with the reason.
+        storage: where. Without locks nobody knows which writers live: there, none may.
+        keep: directories of saves that are under way nevertheless.
 
     Raises:
         OSError: the folder could not be read.
     """
-    removed, failed = [], []
+    names, unread = [], []
     for name in directories(storage):
-        if name in keep:
-            continue
         try:
-            if is_leftover(storage, name) and remove_step(storage, name):
-                removed.append(name)
+            if name not in keep and is_leftover(storage, name):
+                names.append(name)
         except OSError as error:
-            failed.append(Skipped(name.name, in_words(error)))
-    return removed, failed
+            unread.append(Skipped(name.name, in_words(error)))
+    removal = remove_steps(storage, names)
+    return removal._replace(failed=unread + removal.failed)
 
 
 def _read(storage: Storage, name: StepName, file: str, limit: int) -> bytes:

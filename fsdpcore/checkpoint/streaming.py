@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from fsdpcore.buffers import byte_view
 from fsdpcore.checkpoint.array_sources import ArraySource, Progress, Want
-from fsdpcore.checkpoint.selection import Taken, rounded
+from fsdpcore.checkpoint.rounding import rounded
+from fsdpcore.checkpoint.selection import Taken
 
 _SMALL = 64 << 10
 _GATHERED = 1 << 20

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.buffers import Array, Bytes
+from fsdpcore.checkpoint.copies import span
 
 Ints = NDArray[np.int64]
 
@@ -50,7 +51,7 @@ class Strided(NamedTuple):
     @property
     def stop(self) -> int:
         """The byte behind the last element."""
-        return (self.src + _span(self.shape, self.strides)) * self.itemsize
+        return (self.src + span(self.shape, self.strides)) * self.itemsize
 
     def counts(self, bounds: Ints) -> Ints:
         """Return the bytes that are needed between each two of ``bounds``.
@@ -88,7 +89,7 @@ class Strided(NamedTuple):
     ) -> Iterator[Clip]:
         extent, stride = self.shape[axis], self.strides[axis]
         inner = self.shape[axis + 1 :]
-        width = _span(inner, self.strides[axis + 1 :])
+        width = span(inner, self.strides[axis + 1 :])
         # Rows [first, last) have elements within, rows [begin, end) lie within as a whole.
         begin = min(max(0, -((src - low) // stride)), extent)
         end = min(extent, (high - src - width) // stride + 1)
@@ -122,7 +123,3 @@ class Strided(NamedTuple):
             tuple(stride * self.itemsize for stride in strides),
         )
         return view
-
-
-def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from fsdpcore.checkpoint.array_sources import Progress, locate
+from fsdpcore.checkpoint.array_sources import Progress
+from fsdpcore.checkpoint.finding import locate
 from fsdpcore.checkpoint.marker import MARKER_NAME, Marker
 from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
 from fsdpcore.checkpoint.reading import usual_threads

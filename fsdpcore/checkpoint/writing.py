@@ -9,7 +9,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from fsdpcore.buffers import Array, byte_view
-from fsdpcore.checkpoint.file_layout import FileLayout, nbytes_of
+from fsdpcore.checkpoint.file_layout import FileLayout, FilePlaces
 from fsdpcore.checkpoint.metadata import BLOCK_BYTES
 from fsdpcore.checkpoint.storage import Storage
 from fsdpcore.checkpoint.stored import CHECKSUM_BYTES
@@ -31,6 +31,11 @@ class FileSums:
     header: int
     table: int
 
+    @classmethod
+    def of(cls, header: bytes, sums: bytearray) -> FileSums:
+        """Take those of a header, and of a table."""
+        return cls(xxh3_64_intdigest(header), xxh3_64_intdigest(sums))
+
 
 def write_file(
     storage: Storage, name: str, layout: FileLayout, arrays: Sequence[Array]
@@ -44,33 +49,43 @@ def write_file(
         arrays: for each piece of the layout its elements, in any memory order; only read.
 
     Raises:
-        OSError: it could not be written; what there is of it is left to whoever clears the folder.
+        OSError: it could not be written; nothing of it is left, or as much as cannot be removed.
     """
-    writer = storage.writer(name)
-    try:
-        sums = bytearray()
+    sums = bytearray()
+    with storage.writer(name) as writer:
         writer.write(layout.header)
-        for buffers in _batches(arrays, layout, sums):
+        for buffers in _batches(arrays, layout.places, sums):
             writer.write(*buffers)
         writer.write(sums)
-    except BaseException:
-        writer.discard()
-        raise
-    writer.close()
-    return FileSums(xxh3_64_intdigest(layout.header), xxh3_64_intdigest(sums))
+    return FileSums.of(layout.header, sums)
+
+
+def table_sum(arrays: Sequence[Array]) -> int:
+    """Return the checksum of the table that ``write_file`` would write for these arrays; blocks."""
+    sums = bytearray()
+    for array in arrays:
+        for chunk in chunks(array):
+            add_sums(chunk, sums)
+    return xxh3_64_intdigest(sums)
+
+
+def add_sums(data: memoryview, sums: bytearray) -> None:
+    """Append the checksums of bytes that begin with a block; ``sums`` become the file's table."""
+    for start in range(0, data.nbytes, BLOCK_BYTES):
+        block = data[start : start + BLOCK_BYTES]
+        sums += xxh3_64_intdigest(block).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _batches(
-    arrays: Sequence[Array], layout: FileLayout, sums: bytearray
+    arrays: Sequence[Array], places: FilePlaces, sums: bytearray
 ) -> Iterator[list[memoryview]]:
     """Give all pieces as lists of buffers of about a chunk; appends to ``sums`` their checksums."""
     waiting: list[memoryview] = []
     nbytes = 0
-    for piece, array in zip(layout.pieces, arrays, strict=True):
-        size = nbytes_of(piece)
+    for size, array in zip(places.sizes, arrays, strict=True):
         written = 0
         for chunk in chunks(array):
-            _add_sums(chunk, sums)
+            add_sums(chunk, sums)
             waiting.append(chunk)
             written += chunk.nbytes
             nbytes += chunk.nbytes
@@ -80,12 +95,6 @@ def _batches(
         assert written == size
     if waiting:
         yield waiting
-
-
-def _add_sums(chunk: memoryview, sums: bytearray) -> None:
-    for start in range(0, chunk.nbytes, BLOCK_BYTES):
-        block = chunk[start : start + BLOCK_BYTES]
-        sums += xxh3_64_intdigest(block).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def chunks(array: Array) -> Iterator[memoryview]:

@@ -14,7 +14,7 @@ from fsdpcore.checkpoint.cleaning import clean as clean_folder
 from fsdpcore.checkpoint.committing import Saved
 from fsdpcore.checkpoint.diff import Changed, Difference, Values
 from fsdpcore.checkpoint.diff import diff as compare
-from fsdpcore.checkpoint.dtypes import dtype_of
+from fsdpcore.checkpoint.dtypes import named_dtype
 from fsdpcore.checkpoint.export import export_safetensors
 from fsdpcore.checkpoint.importing import import_safetensors
 from fsdpcore.checkpoint.rewrite import rewrite
@@ -364,7 +364,7 @@ def _renaming(pairs: list[str] | None, file: Path | None) -> dict[str, str] | No
 
 
 def _dtype(name: str | None) -> Any:
-    return None if name is None else dtype_of(_SHORT.get(name, name), ArgumentError)
+    return None if name is None else named_dtype(_SHORT.get(name, name), ArgumentError)
 
 
 def _bytes(text: str) -> int:

@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fsdpcore.checkpoint.array_sources import locate, opened_step
+from fsdpcore.checkpoint.array_sources import opened_step
+from fsdpcore.checkpoint.finding import locate
 from fsdpcore.checkpoint.metadata import Metadata
+from fsdpcore.checkpoint.patterns import refuse_idle
 from fsdpcore.checkpoint.regions import missing_elements, whole
 from fsdpcore.checkpoint.steps import Found, StepName, candidates
 from fsdpcore.checkpoint.storage import Storage
@@ -96,6 +98,7 @@ def _steps_table(rows: list[dict[str, Any]]) -> None:
 def _show_step(
     name: StepName, metadata: Metadata, names: list[str] | None, *, as_json: bool
 ) -> None:
+    refuse_idle(names, metadata.tensors, name.name)
     shown = [metadata.tensors[each] for each in chosen(list(metadata.tensors), names)]
     if as_json:
         about = {"name": name.name, "step": name.step, "generation": name.generation}

@@ -21,12 +21,13 @@ from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int, as_shape
 FORMAT = 1
 """Version of ``EngineState``: names of arrays, and keys and meaning of ``info``."""
 
-_OPTIMIZER = "optimizer"
+OPTIMIZER_PREFIX = "optimizer/"
+"""What the names of arrays begin with that an optimizer keeps."""
 
 
 def optimizer_name(state: str, param: str) -> str:
     """Return the name of the array ``state`` that an optimizer keeps of ``param`` (unit.param)."""
-    return f"{_OPTIMIZER}/{state}/{param}"
+    return f"{OPTIMIZER_PREFIX}{state}/{param}"
 
 
 class ArrayPiece(NamedTuple):
@@ -65,7 +66,14 @@ class ShardedArray:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", as_shape(self.shape, "a ShardedArray"))
         object.__setattr__(self, "dtype", as_dtype(self.dtype, "a ShardedArray"))
-        object.__setattr__(self, "pieces", tuple(ArrayPiece(*piece) for piece in self.pieces))
+        try:
+            pieces = tuple(ArrayPiece(*piece) for piece in self.pieces)
+        except TypeError:
+            raise ArgumentError(
+                "the pieces of a ShardedArray are (start, stop, array), for instance "
+                f"fc.ArrayPiece(0, 3, array); got {self.pieces!r:.80}"
+            ) from None
+        object.__setattr__(self, "pieces", pieces)
         as_int(self.replicas, "replicas of a ShardedArray", minimum=1)
         as_int(self.replica, "replica of a ShardedArray", minimum=0)
         if self.replica >= self.replicas:
@@ -82,10 +90,11 @@ class ShardedArray:
                     f"a piece [{start}, {stop}) of an array of {self.size} elements, behind "
                     f"element {behind}; pieces ascend, do not overlap and are not empty"
                 )
-            if array.shape != (stop - start,) or array.dtype != self.dtype:
+            found = (getattr(array, "shape", None), getattr(array, "dtype", None))
+            if found != ((stop - start,), self.dtype):
                 raise ArgumentError(
                     f"the piece [{start}, {stop}) needs an array of shape ({stop - start},) and "
-                    f"dtype {self.dtype}, got {array.shape} and {array.dtype}"
+                    f"dtype {self.dtype}, got {found[0]} and {found[1]}"
                 )
             behind = stop
 

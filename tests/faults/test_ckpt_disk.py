@@ -13,6 +13,7 @@ import pytest
 from support.ckpt_disk import CHANGES, Disk, DiskFiles, Fault, PowerLoss, crashes
 from support.ckpt_steps import FILE, commit, described, whole, write
 
+from fsdpcore.checkpoint.finding import latest
 from fsdpcore.checkpoint.local_storage import LocalStorage
 from fsdpcore.checkpoint.retention import Retention, prune
 from fsdpcore.checkpoint.steps import (
@@ -20,7 +21,6 @@ from fsdpcore.checkpoint.steps import (
     committed,
     directories,
     is_leftover,
-    latest,
     new_step,
     read_step,
     remove_leftovers,
@@ -65,8 +65,8 @@ def mended(storage):
     """What the next save does first: nothing that is no checkpoint stays, and it may be saved."""
     before = valid(storage)
     storage.prepare()
-    _, failed = remove_leftovers(storage)
-    assert failed == []
+    removal = remove_leftovers(storage)
+    assert (removal.failed, removal.held) == ([], [])
     assert set(directories(storage)) == before
     made = new_step(storage, 99)
     storage.remove_directory(made.name)

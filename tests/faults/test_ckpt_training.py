@@ -115,12 +115,18 @@ def test_the_example_resumes(tmp_path):
     small = [*SMALL, "--out", tmp_path, "--checkpoint", folder, "--resume"]
     first = finished(python(GPT, *small, "--steps", 5))
     assert (first.code, first.err) == (0, "")
-    assert "nothing to resume from" in first.out
+    assert "training begins anew" in first.out
     assert fc.checkpoint.steps(folder) == [4, 5]
     then = finished(python(GPT, *small, "--steps", 7, "--ranks", 2, "--strategy", "no_shard"))
     assert (then.code, then.err) == (0, "")
     assert f"resumed after step 5 from {folder}" in then.out
     assert fc.checkpoint.steps(folder) == [6, 7]
+    done = finished(python(GPT, *small, "--steps", 7))
+    assert (done.code, done.err) == (0, "")
+    assert "nothing is left to do of 7 steps" in done.out
+    again = finished(python(GPT, *(each for each in small if each != "--resume")))
+    assert again.code == 2
+    assert "checkpoints up to step 7" in " ".join(again.err.replace("│", " ").split())
     wrong = finished(python(GPT, "--resume"))
     assert wrong.code == 2
     assert "--checkpoint" in wrong.err

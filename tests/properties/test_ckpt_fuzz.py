@@ -16,7 +16,7 @@ from support.cases import only_if_asked_for
 from support.ckpt_metadata import assert_sound, example
 from support.ckpt_mutations import mutated, mutated_json
 
-from fsdpcore.checkpoint.header import Entry, build_header, nbytes_of, parse_header
+from fsdpcore.checkpoint.header import Entry, build_header, parse_header, tensor_bytes
 from fsdpcore.checkpoint.marker import Marker
 from fsdpcore.checkpoint.metadata import Metadata
 from fsdpcore.errors import CorruptCheckpointError
@@ -74,7 +74,7 @@ def _check_header(data, size):
     at = header.data_start
     for entry in header.entries:
         assert entry.offset == at
-        assert entry.nbytes == nbytes_of(entry.code, entry.shape)
+        assert entry.nbytes == tensor_bytes(entry.code, entry.shape)
         at += entry.nbytes
     assert at == size
     entries = [entry[:4] for entry in header.entries]

@@ -280,6 +280,10 @@ class DiskFiles(Files):
         exclusive = bool(operation & fcntl.LOCK_EX)
 
         def act() -> None:
+            if operation & fcntl.LOCK_UN:
+                if node.locks.pop(fd, None) is not None:
+                    self.disk.lock.notify_all()
+                return
             while any(other != fd and (exclusive or alone) for other, alone in node.locks.items()):
                 if operation & fcntl.LOCK_NB:
                     raise _error(errno.EWOULDBLOCK, path)

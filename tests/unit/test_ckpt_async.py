@@ -94,6 +94,16 @@ def test_a_second_save_waits_or_is_refused_on_all_ranks(tmp_path):
         assert found(tmp_path, step) == step
 
 
+def test_ranks_that_want_different_things_while_one_is_busy(tmp_path):
+    def body(backend):
+        busy = "raise" if backend.rank else "wait"
+        with fc.checkpoint.AsyncCheckpointer(tmp_path, backend, busy=busy) as checkpointer:
+            checkpointer.save({"w": np.ones(2)}, step=1)
+
+    with pytest.raises(fc.RankFailedError, match="save unless busy"):
+        launch(body, 2)
+
+
 def test_an_error_is_told_by_the_future_on_all_ranks_and_the_next_save_works(caplog):
     disk = Disk()
     save(LocalStorage("/run", DiskFiles(disk)), 1, 5)
@@ -133,6 +143,35 @@ def test_an_error_that_nobody_waited_for_is_raised_at_the_end(caplog):
             checkpointer.save(state_of(backend.rank, 2, 6), step=3)
 
     launch(body, 2)
+
+
+def test_a_rank_without_memory_for_the_copy_is_told_of_on_all_ranks(tmp_path, monkeypatch, caplog):
+    from fsdpcore.checkpoint.staging import Staging
+
+    copy = Staging.copy
+
+    def without_memory(self, sources):
+        if sources and sources[0].base is full:
+            raise MemoryError("none left")
+        return copy(self, sources)
+
+    monkeypatch.setattr(Staging, "copy", without_memory)
+    full = np.arange(8.0)
+
+    def body(backend):
+        array = full if backend.rank == 1 else np.arange(8.0)
+        start = 4 * backend.rank
+        state = {"w": fc.checkpoint.BoxShard((8,), (start,), array[start:][:4])}
+        with fc.checkpoint.AsyncCheckpointer(tmp_path, backend) as checkpointer:
+            future = checkpointer.save(state, step=1)
+            with pytest.raises(fc.CheckpointError, match=r"MemoryError: none left \(on rank 1\)"):
+                future.wait()
+            other = {"w": np.arange(8.0)}
+            checkpointer.save(other, step=2)
+
+    launch(body, 2)
+    assert fc.checkpoint.steps(tmp_path) == [2]
+    assert [each.name for each in tmp_path.iterdir()] == ["step_00000002"]
 
 
 def test_bad_arguments_are_raised_at_once_and_harm_nothing(tmp_path):

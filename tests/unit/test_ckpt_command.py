@@ -106,6 +106,7 @@ def test_inspect_a_step(ckpt, run):
     assert "loss" in text
     (line,) = [line for line in text.splitlines() if line.split()[0] == "net.w"]
     assert line.split() == ["net.w", "float32", "(60,", "100)", "23.4", "KiB", "2"]
+    assert "fits 'opt.*'" in only_line(ckpt("inspect", run, "--names", "opt.*", code=2))
     step = told(ckpt("inspect", run, "--step", 7, "--names", "net.*", "--json"))
     assert [array["name"] for array in step["arrays"]] == ["net.w", "net.b"]
     assert step["arrays"][0] == {
@@ -223,6 +224,7 @@ def test_diff(ckpt, run, tmp_path):
     found = told(ckpt("diff", run / "step_00000007", run / "step_00000008", "--json", code=1))
     assert found["values"] == [{"name": "net.w", "elements": 1, "size": 6000, "max_abs": 0.25}]
     assert ckpt("diff", run, run, "--names", "net.*").exit_code == 0
+    assert "fits 'opt.*'" in only_line(ckpt("diff", run, run, "--names", "opt.*", code=2))
     assert "compare with what?" in only_line(ckpt("diff", run, code=2))
     only_line(ckpt("diff", run, tmp_path / "absent", code=2))
 

@@ -1,12 +1,11 @@
-"""Plans of copies in cases that can be read: what is merged, how parts are cut."""
+"""Plans of copies in cases that can be read: what is merged, and how."""
 
 from __future__ import annotations
 
 import pytest
 
+from fsdpcore.checkpoint.copies import Copy, copies
 from fsdpcore.checkpoint.regions import Box, Range, whole
-from fsdpcore.checkpoint.reshard import Copy, copies, split
-from fsdpcore.errors import ArgumentError
 
 
 def test_two_ranges_share_one_run():
@@ -28,13 +27,8 @@ def test_columns_of_a_matrix_are_one_copy_with_strides():
     (copy,) = copies(shape, whole(shape), columns)
     assert copy == Copy((6, 3), 4, (10, 1), 0, (3, 1))
     assert copy.size == 18
-    assert copy.src_stop == 57
-    assert copy.contiguous_dst
-    assert not copy.contiguous_src
     (back,) = copies(shape, columns, whole(shape))
     assert back == Copy((6, 3), 0, (3, 1), 4, (10, 1))
-    assert back.contiguous_src
-    assert not back.contiguous_dst
 
 
 def test_axes_are_merged_only_where_both_sides_allow_it():
@@ -75,41 +69,3 @@ def test_sizes_beyond_64_bits():
     far = 2**70
     (copy,) = copies((far, 4), whole((far, 4)), Box((far - 2, 1), (far, 3)))
     assert copy == Copy((2, 2), 4 * far - 7, (4, 1), 0, (2, 1))
-    assert copy.src_stop == 4 * far - 1
-    first = next(split(Copy((far,), 0, (1,), 0, (1,)), 10))
-    assert first == Copy((10,), 0, (1,), 0, (1,))
-
-
-def test_rows_are_kept_together_while_the_limit_allows_it():
-    copy = Copy((5, 3), 4, (10, 1), 0, (3, 1))
-    assert list(split(copy, 43)) == [copy]
-    assert list(split(copy, 42)) == [
-        Copy((4, 3), 4, (10, 1), 0, (3, 1)),
-        Copy((3,), 44, (1,), 12, (1,)),
-    ]
-    assert list(split(copy, 13)) == [
-        Copy((2, 3), 4, (10, 1), 0, (3, 1)),
-        Copy((2, 3), 24, (10, 1), 6, (3, 1)),
-        Copy((3,), 44, (1,), 12, (1,)),
-    ]
-    assert list(split(copy, 2))[:3] == [
-        Copy((2,), 4, (1,), 0, (1,)),
-        Copy((1,), 6, (1,), 2, (1,)),
-        Copy((2,), 14, (1,), 3, (1,)),
-    ]
-
-
-def test_single_elements_far_apart():
-    parts = list(split(Copy((3,), 0, (10,), 0, (1,)), 10))
-    assert [(part.size, part.src, part.dst) for part in parts] == [
-        (1, 0, 0),
-        (1, 10, 1),
-        (1, 20, 2),
-    ]
-    assert all(part.contiguous_src for part in parts)
-
-
-@pytest.mark.parametrize("limit", [0, -5])
-def test_a_limit_below_one_element_is_refused_at_once(limit):
-    with pytest.raises(ArgumentError, match="at least 1"):
-        split(Copy((3,), 0, (1,), 0, (1,)), limit)

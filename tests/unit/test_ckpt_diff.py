@@ -51,6 +51,18 @@ def test_names_shapes_and_dtypes(tmp_path):
     assert (other_way.only_one, other_way.only_other) == (("b",), ("a",))
 
 
+def test_patterns_that_fit_nothing_are_refused(tmp_path):
+    make_checkpoint(tmp_path, {"a": np.ones(2), "only[1]": np.ones(2)}, step=1)
+    make_checkpoint(tmp_path, {"a": np.ones(2)}, step=2)
+    for names in ("b*", ["a", "b*"], "A"):
+        with pytest.raises(ArgumentError, match=r"fits .* in .*_00000001 or .*_00000002"):
+            diff(tmp_path, tmp_path, step=1, names=names)
+    assert diff(tmp_path, tmp_path, step=1, names=["*", "a"]).only_one == ("only[1]",)
+    # It is enough if one of the two has it, and a name fits itself.
+    assert diff(tmp_path, tmp_path, step=1, names="only[1]").only_one == ("only[1]",)
+    assert diff(tmp_path, tmp_path, other_step=1, names="only*").only_other == ("only[1]",)
+
+
 def test_values(tmp_path):
     one = {"x": np.linspace(0, 1, 5_000_000, dtype=np.float32), "y": np.arange(5)}
     other = {name: array.copy() for name, array in one.items()}

@@ -251,8 +251,12 @@ def test_parts_of_two_attempts_never_come_together(tmp_path):
     assert not save_distributed(state_of(new, 2, values(2)), path, 2, 3, new)
     assert not save_distributed(state_of(new, 0, values(2)), path, 0, 3, new)
     assert not save_distributed(state_of(old, 2, values(1)), path, 2, 3, old)
-    with pytest.raises(ArgumentError, match=r"has saved to .* before"):
-        save_distributed(state_of(new, 0, values(2)), path, 0, 3, new)
+    with pytest.raises(ArgumentError, match=r"has saved to .* before, and not the same"):
+        save_distributed(state_of(new, 0, values(3)), path, 0, 3, new)
+    other = described("new", extra=1)
+    with pytest.raises(ArgumentError, match=r"has saved to .* before, and not the same"):
+        save_distributed(state_of(other, 0, values(2)), path, 0, 3, other)
+    assert not save_distributed(state_of(new, 0, values(2)), path, 0, 3, new)
     with pytest.raises(CheckpointNotFoundError, match="no save into"):
         load_distributed(path, 0, 1)
     assert save_all(path, later, values(3)) == [False, True]

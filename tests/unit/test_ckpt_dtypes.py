@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fsdpcore.checkpoint.dtypes import BITS, CODES, dtype_of, stored_as
+from fsdpcore.checkpoint.dtypes import BITS, CODES, named_dtype, stored_as
 from fsdpcore.errors import ArgumentError, CorruptCheckpointError
 
 OTHERS = {
@@ -25,7 +25,7 @@ OTHERS = {
 def test_a_dtype_of_safetensors_is_stored_as_itself(code):
     dtype = CODES[code]
     assert stored_as(dtype) == (code, ())
-    assert dtype_of(dtype.name) == dtype
+    assert named_dtype(dtype.name) == dtype
     assert BITS[code] == dtype.itemsize * 8
 
 
@@ -34,14 +34,14 @@ def test_another_dtype_is_stored_in_parts_of_the_same_size(name):
     dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
     code, more = stored_as(dtype)
     assert (code, more) == OTHERS[name]
-    assert dtype_of(name) == dtype
+    assert named_dtype(name) == dtype
     assert CODES[code].itemsize * (more or (1,))[0] == dtype.itemsize
 
 
 def test_the_byte_order_does_not_matter():
     assert stored_as(">f4") == stored_as("<f4") == ("F32", ())
     assert stored_as(">c16") == ("F64", (2,))
-    assert dtype_of("float32").isnative
+    assert named_dtype("float32").isnative
 
 
 @pytest.mark.parametrize("dtype", [object, "U3", "S2", "M8[s]", "V4", np.longdouble, [("a", "f4")]])
@@ -53,6 +53,6 @@ def test_what_cannot_be_stored_is_refused(dtype):
 @pytest.mark.parametrize("name", ["float33", "", "object", "<f4", "f4", "str32", None, 4, ["bool"]])
 def test_a_name_that_is_none_is_refused(name):
     with pytest.raises(CorruptCheckpointError, match=r"dtype .* is not known"):
-        dtype_of(name)
+        named_dtype(name)
     with pytest.raises(ArgumentError, match=r"dtype .* is not known"):
-        dtype_of(name, ArgumentError)
+        named_dtype(name, ArgumentError)

@@ -251,7 +251,7 @@ export_safetensors(sys.argv[1], sys.argv[2], max_shard_size=300_000)
 
 @pytest.mark.parametrize("calls", [0, 3, 4, 5, 6, 7])
 def test_a_kill_leaves_no_half_file(run, tmp_path, calls):
-    """Of three shards and their index, each is there as a whole or not at all."""
+    """Of two shards and their index, each is there as a whole or not at all."""
     target = tmp_path / "model"
     done = finished(python("-c", KILLED, run, target, calls))
     assert done.code == 9, done.err
@@ -272,6 +272,62 @@ def test_two_at_a_time_are_refused(run, tmp_path):
         export_safetensors(run, target)
     assert files_in(tmp_path) == []
     export_safetensors(run, target)
+    assert files_in(tmp_path) == ["x.safetensors"]
+
+
+def test_no_more_files_are_open_the_more_shards_there_are(tmp_path):
+    given = {f"a{number:02}": np.full(7, number) for number in range(60)}
+    make_checkpoint(tmp_path / "run", given)
+    counts = []
+
+    def count(done, total):
+        counts.append(len(os.listdir("/proc/self/fd")))
+
+    done = export_safetensors(
+        tmp_path / "run", tmp_path / "to", max_shard_size=1, progress=count, threads=1
+    )
+    assert len(done.files) == 61
+    assert max(counts) - min(counts) < 20
+    assert all_same(loaded(tmp_path / "to"), given)
+
+
+def test_two_exports_to_a_folder_are_refused(run, tmp_path):
+    """Whether or not they would write the same files at the same time."""
+
+    def again(done, total):
+        if not done:
+            return  # nothing is open
+        with pytest.raises(ArgumentError, match="another process is writing"):
+            export_safetensors(run, tmp_path, max_shard_size=500_000, overwrite=True)
+
+    export_safetensors(run, tmp_path, max_shard_size=1000, progress=again)
+    assert all_same(loaded(tmp_path), samples())
+    assert not [each for each in files_in(tmp_path) if each.startswith(".")]
+
+
+def test_a_full_file_that_another_process_writes_is_not_placed(run, tmp_path):
+    """Its lock ended when it was closed."""
+    target = tmp_path / "model"
+    others = []
+
+    def other(done, total):
+        full = target / ".model-00001-of-00002.safetensors.partial"
+        if done == total and full.exists():
+            full.write_bytes(b"of somebody else")
+            others.append(full)
+
+    with pytest.raises(ArgumentError, match="another process"):
+        export_safetensors(run, target, max_shard_size=300_000, progress=other)
+    assert files_in(target) == [others[0].name]
+    assert others[0].read_bytes() == b"of somebody else"
+
+
+def test_a_file_with_more_axes_than_numpy_has(tmp_path):
+    header = json.dumps({"a": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}})
+    data = len(header).to_bytes(8, "little") + header.encode() + b"x"
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(ArgumentError, match="has 65 axes"):
+        import_safetensors(tmp_path / "x.safetensors", tmp_path / "run")
     assert files_in(tmp_path) == ["x.safetensors"]
 
 

@@ -165,7 +165,7 @@ GOOD = ("U8", [4], [0, 4])
         (_file({"a": ("U8", [4.0], [0, 4])}), None, "has the shape"),
         (_file({"a": ("U8", [True, 4], [0, 4])}), None, "has the shape"),
         (_file({"a": ("U8", [2**64], [0, 4])}), None, "has the shape"),
-        (_file({"a": ("U8", [1] * 65, [0, 1])}), None, "has the shape"),
+        (_file({"a": ("U8", [1] * 66, [0, 1])}), None, "has the shape"),
         (_file({"a": ("U8", [2**32, 2**32], [0, 0])}), None, "do not fit"),
         (_file({"a": ("F64", [2**61], [0, 0])}), None, "do not fit"),
         (_file({"a": ("U8", [0, 2**62, 2**62], [0, 0])}), None, "do not fit"),
@@ -226,8 +226,8 @@ def test_nesting_is_refused_where_python_would_recurse_too_deep():
         ([("__metadata__", "U8", (1,), 1)], {"a": "b"}, "reserved"),
         ([("\ud800", "U8", (1,), 1)], {}, "surrogate"),
         ([(3, "U8", (1,), 1)], {}, "must be a string"),
-        ([("a", "U9", (1,), 1)], {}, "not 1 bytes"),
-        ([("a", "F32", (1,), 1)], {}, "not 1 bytes"),
+        ([("a", "U9", (1,), 1)], {}, "unknown dtype"),
+        ([("a", "F32", (1,), 1)], {}, "do not fit"),
         ([], {"a": 1}, "must be a string"),
         ([], {1: "a"}, "must be a string"),
         ([], {"a": "\udfff"}, "surrogate"),
@@ -236,6 +236,45 @@ def test_nesting_is_refused_where_python_would_recurse_too_deep():
 def test_what_a_header_cannot_say_is_refused(given_entries, extra, match):
     with pytest.raises(ArgumentError, match=match):
         build_header([Entry(*entry) for entry in given_entries], extra)
+
+
+HALF = 2**62
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fits"),
+    [
+        ([("U8", (1,) * 65, 1)], True),  # of 64 axes, and one of the parts of complex numbers
+        ([("U8", (1,) * 66, 1)], False),
+        ([("U8", (2.0,), 2)], False),
+        ([("U8", (True,), 1)], False),
+        ([("U8", (-1, -1), 1)], False),
+        ([("U8", (2**63, 0), 0)], False),
+        ([("U8", (2**63 - 1, 0), 0)], True),
+        ([("U8", (2**62, 4, 0), 0)], False),
+        ([("F4", (3,), 1)], False),
+        ([("F4", (4,), 2)], True),
+        ([("U8", (HALF,), HALF), ("U8", (HALF - 1,), HALF - 1)], True),
+        ([("U8", (HALF,), HALF), ("U8", (HALF,), HALF)], False),
+    ],
+)
+def test_what_is_written_can_be_read_and_the_rest_neither(tensors, fits):
+    entries, told, end = [], {}, 0
+    for number, (code, shape, nbytes) in enumerate(tensors):
+        entries.append(Entry(str(number), code, shape, nbytes))
+        told[str(number)] = (code, list(shape), [end, end + nbytes])
+        end += nbytes
+    data = _file(told)
+    if fits:
+        header = build_header(entries, {})
+        for each in (data, header):
+            found = parse_header(each, len(each) + end).entries
+            assert [entry[:4] for entry in found] == [tuple(entry) for entry in entries]
+    else:
+        with pytest.raises(ArgumentError):
+            build_header(entries, {})
+        with pytest.raises(CorruptCheckpointError):
+            parse_header(data, len(data) + end)
 
 
 def test_a_header_that_is_too_large_is_refused():

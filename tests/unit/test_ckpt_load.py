@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -397,6 +398,73 @@ def test_a_load_that_fails_before_it_begins_leaves_the_engine_whole(tmp_path: Pa
 
     assert "format" in same_error(2, ArgumentError, main)
     assert not any(engine.torn for engine in engines.values())
+
+
+def damaged_newest(root: Path, older: dict[str, Array], newer: dict[str, Array]) -> None:
+    """Steps 10 and 20; of "a" in 20 a bit is flipped, "b" can be read."""
+    make_checkpoint(root, older, step=10, info=INFO)
+    cuts = {name: [(at, ("range", 0, newer[name].size))] for at, name in enumerate(sorted(newer))}
+    folder = make_checkpoint(root, newer, cuts, step=20, info=INFO)
+    data = (folder / "rank_0.safetensors").read_bytes()
+    damage(folder / "rank_0.safetensors", data.index(newer["a"].tobytes()))
+
+
+@pytest.mark.parametrize("kind", ["missing", "uncovered"])
+def test_two_steps_are_never_mixed(tmp_path: Path, kind: str) -> None:
+    """The newest is damaged; the one before lacks what has been read of the newest."""
+    newer = {"a": np.full(4, 2.0), "b": np.full(4, 2.0)}
+    older = {"a": np.full(4, 1.0)}
+    damaged_newest(tmp_path, older, newer)
+    if kind == "uncovered":
+        shutil.rmtree(tmp_path / "step_00000010")
+        cuts = {"a": [(0, ("range", 0, 4))], "b": [(0, ("range", 0, 3))]}
+        make_checkpoint(tmp_path, {**older, "b": np.ones(4)}, cuts, step=10, info=INFO)
+    engines = {}
+
+    def main(backend: fc.Backend) -> None:
+        # Only rank 1 has an array that step 10 lacks.
+        mine = newer if backend.rank else older
+        engines[backend.rank] = engine = Engine(empty_like(mine))
+        load(tmp_path, engine, backend, strict=False, threads=1)
+
+    text = same_error(2, CheckpointError, main)
+    assert "half overwritten" in text
+    assert "'b'" in text
+    assert all(engine.torn and engine.loaded is None for engine in engines.values())
+
+
+def test_what_no_step_has_is_no_obstacle_to_an_older_one(tmp_path: Path) -> None:
+    damaged_newest(tmp_path, {"a": np.full(4, 1.0)}, {"a": np.full(4, 2.0)})
+
+    def main(backend: fc.Backend) -> None:
+        engine = Engine({"a": np.zeros(4), "new": np.full(3, 7.0)})
+        loaded = load(tmp_path, engine, backend, strict=False)
+        assert (loaded.step, loaded.missing) == (10, ("new",))
+        assert engine.state["a"].tolist() == [1.0] * 4
+        assert engine.state["new"].tolist() == [7.0] * 3
+        assert not engine.torn
+
+    on(2, main)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_an_engine_takes_parameters_that_no_engine_saved(tmp_path: Path, optimizer: str) -> None:
+    make_checkpoint(tmp_path, {"u.w": np.full(6, 5.0, np.float32)})
+
+    def main(backend: fc.Backend, **options: bool) -> None:
+        made = getattr(fc.optim, optimizer)(lr=1e-3)
+        unit = fc.Unit("u", {"w": np.ones(6, np.float32)})
+        engine = fc.FSDP([unit], backend, optimizer=made)
+        load(tmp_path, engine, backend, **options)
+        with engine.full_params() as params:
+            assert params["u.w"].tolist() == [5.0] * 6
+
+    text = same_error(2, ArgumentError, main)
+    assert "not saved from an engine" in text
+    assert "optimizer=False" in text
+    assert "load_full" not in text
+    assert ("missing" in text) == (optimizer == "AdamW")
+    on(2, lambda backend: main(backend, optimizer=False))
 
 
 def test_an_engine_that_cannot_keep_what_was_loaded(tmp_path: Path) -> None:

@@ -11,14 +11,13 @@ import threading
 import pytest
 from support.ckpt_steps import FILE, commit, whole, write
 
+from fsdpcore.checkpoint.finding import find, latest
 from fsdpcore.checkpoint.marker import MARKER_NAME
 from fsdpcore.checkpoint.object_storage import FsspecStorage
 from fsdpcore.checkpoint.retention import Retention, prune
 from fsdpcore.checkpoint.steps import (
     StepName,
     directories,
-    find,
-    latest,
     new_step,
     remove_leftovers,
     remove_step,
@@ -270,7 +269,10 @@ def test_checkpoints_come_and_go(storage: Storage):
     for step in (10, 20, 30, 40):
         commit(storage, StepName(step), {"loss": float(step)})
     assert (latest(storage).step, steps(storage)) == (40, [10, 20, 30, 40])
-    assert prune(storage, Retention(last=1, best=1, metric="loss")) == [TWENTY, StepName(30)]
+    assert prune(storage, Retention(last=1, best=1, metric="loss")).removed == [
+        TWENTY,
+        StepName(30),
+    ]
     assert directories(storage) == [StepName(40), TEN]
     assert remove_step(storage, StepName(40))
     found, skipped = find(storage)
@@ -295,7 +297,7 @@ def test_leftovers_are_removed(storage):
     for name in (TWENTY, StepName(30)):
         storage.make_directory(name.name)
         write(storage, name)
-    assert remove_leftovers(storage, keep=[StepName(30)]) == ([TWENTY], [])
+    assert remove_leftovers(storage, keep=[StepName(30)]) == ([TWENTY], [], [])
     assert directories(storage) == [StepName(30), TEN]
 
 

@@ -94,14 +94,14 @@ def steps_of(storage):
 
 def test_pruning_removes_what_no_rule_keeps(storage):
     removed = prune(storage, Retention(last=2, best=1, metric="loss", mode="max"))
-    assert removed == [StepName(20), StepName(30)]
+    assert removed == ([StepName(20), StepName(30)], [], [])
     assert steps_of(storage) == {10, 40, 50}
     assert all(whole(storage, name) for name in directories(storage))
-    assert prune(storage, Retention(last=2, best=1, metric="loss", mode="max")) == []
+    assert prune(storage, Retention(last=2, best=1, metric="loss", mode="max")) == ([], [], [])
 
 
 def test_what_is_protected_stays(storage):
-    assert prune(storage, Retention(last=1), protect=[StepName(20), StepName(99)]) == [
+    assert prune(storage, Retention(last=1), protect=[StepName(20), StepName(99)]).removed == [
         StepName(10),
         StepName(30),
         StepName(40),
@@ -110,16 +110,18 @@ def test_what_is_protected_stays(storage):
 
 def test_what_somebody_reads_stays_until_the_next_time(storage):
     with storage.hold(StepName(20).name):
-        prune(storage, Retention(last=1))
+        removal = prune(storage, Retention(last=1))
+        assert removal.held == [StepName(20)]
+        assert "step_00000020 was not removed" in removal.notes()[0]
         assert steps_of(storage) == {20, 50}
         assert whole(storage, StepName(20))
-    assert prune(storage, Retention(last=1)) == [StepName(20)]
+    assert prune(storage, Retention(last=1)) == ([StepName(20)], [], [])
 
 
 def test_older_generations_of_a_step_go(storage):
     commit(storage, StepName(50, 1))
     commit(storage, StepName(50, 2))
-    assert prune(storage, Retention(every=10)) == [StepName(50), StepName(50, 1)]
+    assert prune(storage, Retention(every=10)).removed == [StepName(50), StepName(50, 1)]
     assert steps_of(storage) == set(LOSSES)
 
 

@@ -191,7 +191,7 @@ def one(**arguments):
     [
         ({"step": None}, "needs step="),
         ({"step": -1}, "at least 0"),
-        ({"step": 2**63}, "2**63"),
+        ({"step": 2**63}, "2**62"),
         ({"step": True}, "step must be an integer"),
         ({"state": [1]}, "got list"),
         ({"state": fc.FSDP}, "got"),
@@ -204,9 +204,14 @@ def one(**arguments):
         ({"extra": {1: 2}}, "extra"),
         ({"extra": math.nan}, "extra"),
         ({"extra": (1, 2)}, "extra"),
-        ({"metrics": {"loss": math.nan}}, "finite"),
+        ({"metrics": {"loss": "low"}}, "metric 'loss'"),
+        ({"metrics": {"loss": np.ones(2)}}, "metric 'loss'"),
         ({"metrics": [1]}, "metrics must map"),
         ({"generators": {"g": np.random.RandomState(1)}}, "RandomState"),
+        ({"generators": {"\ud800": np.random.default_rng(1)}}, "surrogate"),
+        ({"step": 2**62}, "step"),
+        ({"state": {"w": np.ma.array([1.0], mask=[True])}}, "MaskedArray"),
+        ({"timeout": -1}, "timeout"),
         ({"path": ""}, "path"),
         ({"retention": 3}, "Retention"),
     ],
@@ -246,13 +251,103 @@ def test_ranks_that_disagree_about_an_array(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_that_give_different_extra(tmp_path):
+def test_what_one_rank_gives_wrong_all_ranks_are_told(tmp_path):
+    for wrong in ({"path": None}, {"timeout": 0}, {"retention": 3}):
+
+        def body(backend, wrong=wrong):
+            given = {"path": tmp_path, **(wrong if backend.rank == 1 else {})}
+            with pytest.raises(fc.ArgumentError, match=r"\(on rank 1\)"):
+                fc.checkpoint.save(given.pop("path"), {"w": np.ones(2)}, backend, step=1, **given)
+
+        launch(body, 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_equal_extra_in_another_order(tmp_path):
     def body(backend):
-        with pytest.raises(fc.MismatchError, match="Nothing was written"):
-            fc.checkpoint.save(tmp_path, {"w": np.ones(2)}, backend, step=1, extra=backend.rank)
+        extra = {"a": 1, "b": 2} if backend.rank else {"b": 2, "a": 1}
+        fc.checkpoint.save(tmp_path, {"w": np.ones(2)}, backend, step=1, extra=extra)
+
+    launch(body, 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fc.checkpoint.BoxShard((3,), None, np.ones(3)),
+        lambda: fc.checkpoint.BoxShard((3,), (-1,), np.ones(1)),
+        lambda: fc.checkpoint.BoxShard((3,), (0,), [1.0]),
+        lambda: fc.checkpoint.BoxShard((3,), (2,), np.ones(2)),
+        lambda: fc.ShardedArray((3,), np.float64, 5),
+        lambda: fc.ShardedArray((3,), np.float64, ((0, 3),)),
+        lambda: fc.ShardedArray((3,), np.float64, ((0, 3, [1.0, 2.0, 3.0]),)),
+    ],
+)
+def test_shards_that_make_no_sense(make):
+    with pytest.raises(fc.ArgumentError):
+        make()
+
+
+def test_a_dtype_that_rank_0_does_not_know(tmp_path, monkeypatch):
+    from fsdpcore.checkpoint import plan_save
+
+    def unknown(name, error):
+        raise error(f"the dtype {name!r} is not known")
+
+    monkeypatch.setattr(plan_save, "named_dtype", unknown)
+    assert "'float64' is not known" in refused(tmp_path, [{"w": np.ones(2)}] * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda rank: {"step": 1, "extra": rank}, "extra differs on rank 0 and rank 1"),
+        (lambda rank: {"step": rank}, "step is 0 and 1 on rank 0 and rank 1"),
+        (lambda rank: {"step": 1, "metrics": {"l": rank}}, "metric 'l' is 0.0 and 1.0 on rank 0"),
+    ],
+)
+def test_ranks_that_give_different_arguments(tmp_path, arguments, words):
+    def body(backend):
+        with pytest.raises(fc.MismatchError, match="Nothing was written") as caught:
+            fc.checkpoint.save(tmp_path, {"w": np.ones(2)}, backend, **arguments(backend.rank))
+        assert words in str(caught.value)
 
     launch(body, 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_metrics_are_what_collectives_return(tmp_path):
+    def body(backend):
+        loss = fc.all_reduce(np.float32(backend.rank), backend, op="mean")
+        metrics = {"loss": loss, "steps": 3, "gone": math.nan, "far": np.float64(math.inf)}
+        state = {"w": np.ones(2)}
+        fc.checkpoint.save(tmp_path, state, backend, step=1, metrics=metrics)
+        return fc.checkpoint.load(tmp_path, state, backend).metrics
+
+    assert launch(body, 2) == [{"loss": 0.5, "steps": 3.0}] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+def test_generators_on_other_numbers_of_ranks(tmp_path, ranks):
+    def made(rank):
+        return {"all": np.random.default_rng(0), "own": np.random.default_rng(10 + rank)}
+
+    def saving(backend):
+        generators = made(backend.rank)
+        fc.checkpoint.save(tmp_path, {"w": np.ones(2)}, backend, step=1, generators=generators)
+
+    def loading(backend):
+        generators = made(50)
+        fc.checkpoint.load(tmp_path, {"w": np.ones(2)}, backend, generators=generators)
+        return [generators[name].random() for name in ("all", "own")]
+
+    launch(saving, 2)
+    drawn = launch(loading, ranks)
+    expected = [made(rank)["own"].random() for rank in range(2)]
+    assert {shared for shared, _ in drawn} == {np.random.default_rng(0).random()}
+    own = [number for _, number in drawn]
+    assert own[:2] == expected[:ranks]
+    assert len(set(own)) == ranks
 
 
 def test_a_folder_that_not_all_ranks_see(tmp_path):

@@ -401,7 +401,8 @@ def test_whatever_fails_nothing_stays_open(kind):
             refused += 1
         assert files.hit
         assert files.open_files == []
-    assert refused >= (0 if kind == "short" else counting.counted - 2)
+    # Discarding and unlocking pass over errors: closing does the rest.
+    assert refused >= (0 if kind == "short" else counting.counted - 4)
 
 
 def test_no_descriptor_is_left_open(storage):

@@ -16,6 +16,7 @@ from support.ckpt_steps import write as write_leftover
 
 from fsdpcore.checkpoint.cleaning import clean
 from fsdpcore.checkpoint.local_storage import LocalStorage
+from fsdpcore.checkpoint.read import read
 from fsdpcore.checkpoint.steps import StepName
 from fsdpcore.checkpoint.verify import Problem, verify
 from fsdpcore.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
@@ -74,6 +75,17 @@ def test_what_save_writes_is_sound(tmp_path):
     saved(tmp_path, {**samples(), "__metadata__": np.ones(3), "fsdpcore.checksums": np.ones(3)})
     found = verify(tmp_path / STEP, threads=3)
     assert found.problems == ()
+
+
+@pytest.mark.parametrize("dtype", [np.complex128, np.float32])
+def test_as_many_axes_as_numpy_has(tmp_path, dtype):
+    """A complex number of two parts takes an axis more in the file."""
+    given = {"a": np.arange(6).astype(dtype).reshape(3, *(1,) * 62, 2)}
+    assert given["a"].ndim == 64
+    saved(tmp_path, given, ranks=1)
+    found = verify(tmp_path)
+    assert found.valid, found.problems
+    assert np.array_equal(read(tmp_path)["a"], given["a"])
 
 
 def test_every_part_is_covered(tmp_path):

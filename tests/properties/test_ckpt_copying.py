@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.ckpt_regions import boxes, elements, mask, partitions, plain, regions, shapes
 
 from fsdpcore.checkpoint import overlaps
+from fsdpcore.checkpoint.copies import Copy, copies
 from fsdpcore.checkpoint.regions import (
     Box,
     Range,
@@ -22,7 +23,6 @@ from fsdpcore.checkpoint.regions import (
     missing_elements,
     whole,
 )
-from fsdpcore.checkpoint.reshard import Copy, copies, split
 
 SETTINGS = settings(
     deadline=None,
@@ -66,23 +66,6 @@ def test_copies_move_the_common_elements_and_touch_nothing_else(case):
     assert all(1 not in copy.shape or copy.shape == (1,) for copy in plan)
 
 
-@SETTINGS
-@given(_pairs(), st.integers(1, 20))
-@example(((4, 5), Range(0, 20), Box((0, 1), (4, 3))), 1)
-@example(((2, 3, 4, 2), Box((0, 0, 0, 0), (2, 3, 4, 2)), Box((0, 1, 1, 1), (2, 3, 3, 2))), 7)
-def test_parts_of_copies_move_the_same_elements_within_the_limit(case, limit):
-    shape, stored, wanted = case
-    plan = copies(shape, stored, wanted)
-    parts = [part for copy in plan for part in split(copy, limit)]
-    check_plan(parts, shape, stored, wanted)
-    assert all(part.src_stop - part.src <= limit for part in parts)
-    begins = [part.src for part in parts]
-    assert begins == sorted(set(begins))
-    for copy in plan:
-        if copy.src_stop - copy.src <= limit:
-            assert list(split(copy, limit)) == [copy]
-
-
 def most_copies(shape: tuple[int, ...], stored: Region, wanted: Region) -> int:
     return 1 if type(stored) is type(wanted) else max(1, 2 * len(shape) - 1)
 
@@ -98,9 +81,6 @@ def check_plan(plan: list[Copy], shape: tuple[int, ...], stored: Region, wanted:
         assert read
         assert len(read) == len(write) == copy.size == math.prod(copy.shape)
         assert min(read) == copy.src
-        assert max(read) == copy.src_stop - 1
-        assert copy.contiguous_src == (read == list(range(read[0], read[0] + len(read))))
-        assert copy.contiguous_dst == (write == list(range(write[0], write[0] + len(write))))
         assert plain([copy.shape, copy.src, copy.src_strides, copy.dst, copy.dst_strides])
         target[write] = source[read]  # positions beyond the piece or the target would raise
         np.add.at(written, write, 1)
@@ -222,13 +202,11 @@ def test_an_array_goes_from_one_partition_to_another(data):
     shape = data.draw(shapes())
     array = np.arange(math.prod(shape)).reshape(shape)
     stored = data.draw(partitions(shape))
-    limit = data.draw(st.integers(1, 30))
     for wanted in data.draw(partitions(shape)):
         target = np.full(wanted.size, EMPTY)
         for piece in stored:
             source = array[mask(piece, shape)]
             for copy in copies(shape, piece, wanted):
-                for part in split(copy, limit):
-                    target[touched(part, of="dst")] = source[touched(part, of="src")]
+                target[touched(copy, of="dst")] = source[touched(copy, of="src")]
         assert (target == EMPTY).sum() == missing_elements(wanted, stored, shape)
         assert all(b in (EMPTY, a) for a, b in zip(elements(wanted, shape), target, strict=True))

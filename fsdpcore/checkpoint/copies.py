@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdpcore.checkpoint.regions import Range, Region, common_boxes
-from fsdpcore.errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +38,6 @@ class Copy:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
-    def src_stop(self) -> int:
-        """One past the last element of the source that is read."""
-        return self.src + _span(self.shape, self.src_strides)
-
-    @property
-    def contiguous_src(self) -> bool:
-        """Whether every element of the source from ``src`` to ``src_stop`` is read."""
-        return _span(self.shape, self.src_strides) == self.size
-
-    @property
-    def contiguous_dst(self) -> bool:
-        """Whether a gapless run of the target is written."""
-        return _span(self.shape, self.dst_strides) == self.size
-
 
 def copies(shape: Sequence[int], stored: Region, wanted: Region) -> list[Copy]:
     """Return what to copy from a flat piece that is ``stored`` to a flat target that is ``wanted``.
@@ -72,8 +56,8 @@ def copies(shape: Sequence[int], stored: Region, wanted: Region) -> list[Copy]:
     common = common_boxes(stored, wanted, shape)
     if not common:
         return []
-    src_origin, src_strides = _placed(stored, shape)
-    dst_origin, dst_strides = _placed(wanted, shape)
+    src_origin, src_strides = placed(stored, shape)
+    dst_origin, dst_strides = placed(wanted, shape)
     return [
         _merged(
             box.shape,
@@ -86,40 +70,7 @@ def copies(shape: Sequence[int], stored: Region, wanted: Region) -> list[Copy]:
     ]
 
 
-def split(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Yield parts of ``copy``, each spanning at most ``limit`` elements of the source.
-
-    The span of a part is ``src_stop - src``, gaps included. Together the parts copy the same
-    elements, each of them once, and they ascend in the source.
-
-    Raises:
-        ArgumentError: ``limit`` is below 1.
-    """
-    if limit < 1:
-        raise ArgumentError(f"the limit of a copy's parts must be at least 1, got {limit}")
-    return _parts(copy, limit)
-
-
-def _parts(copy: Copy, limit: int) -> Iterator[Copy]:
-    if _span(copy.shape, copy.src_strides) <= limit:
-        yield copy
-        return
-    rows, src_stride, dst_stride = copy.shape[0], copy.src_strides[0], copy.dst_strides[0]
-    inner, src_inner, dst_inner = copy.shape[1:], copy.src_strides[1:], copy.dst_strides[1:]
-    width = _span(inner, src_inner)
-    at_once = max(1, (limit - width) // src_stride + 1)
-    for row in range(0, rows, at_once):
-        count = min(at_once, rows - row)
-        src, dst = copy.src + row * src_stride, copy.dst + row * dst_stride
-        if count > 1 or not inner:
-            yield Copy(
-                (count, *inner), src, (src_stride, *src_inner), dst, (dst_stride, *dst_inner)
-            )
-        else:
-            yield from _parts(Copy(inner, src, src_inner, dst, dst_inner), limit)
-
-
-def _placed(region: Region, shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+def placed(region: Region, shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     """Return how far each axis steps in the flat piece, and where an index of zeros would be.
 
     The element with a global index is at ``dot(index, strides) - origin`` of the piece.
@@ -163,7 +114,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Return the elements from the first to one past the last."""
     return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
 
