@@ -6,7 +6,6 @@
 
 from fsdpcore.checkpoint.async_save import AsyncCheckpointer, CheckpointFuture
 from fsdpcore.checkpoint.cleaning import Cleaned, clean
-from fsdpcore.checkpoint.committing import Saved
 from fsdpcore.checkpoint.diff import Difference, diff
 from fsdpcore.checkpoint.distributed import (
     ShardMetadata,
@@ -21,6 +20,7 @@ from fsdpcore.checkpoint.export import Exported, export_safetensors
 from fsdpcore.checkpoint.finding import Latest, latest
 from fsdpcore.checkpoint.importing import import_safetensors
 from fsdpcore.checkpoint.load import Loaded, load
+from fsdpcore.checkpoint.protocol import Saved
 from fsdpcore.checkpoint.read import read
 from fsdpcore.checkpoint.regions import Box, Range
 from fsdpcore.checkpoint.retention import Retention

@@ -15,10 +15,22 @@ from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.agree import agree
 from fsdpcore.checkpoint.file_layout import FilePlaces, lay_out, places_of
 from fsdpcore.checkpoint.plan_save import SavePlan, Written
-from fsdpcore.checkpoint.protocol import RankFile, commit, described, file_name, new_held_step
-from fsdpcore.checkpoint.protocol import Saved as Saved
+from fsdpcore.checkpoint.protocol import (
+    RankFile,
+    Saved,
+    commit,
+    described,
+    file_name,
+    new_claimed_step,
+)
 from fsdpcore.checkpoint.retention import Retention, prune
-from fsdpcore.checkpoint.steps import StepName, remove_leftovers, remove_step, remove_superseded
+from fsdpcore.checkpoint.steps import (
+    StepName,
+    directories,
+    remove_claimed,
+    remove_leftovers,
+    remove_superseded,
+)
 from fsdpcore.checkpoint.storage import Storage
 from fsdpcore.checkpoint.talk import gather_text
 from fsdpcore.checkpoint.writing import FileSums, write_file
@@ -93,10 +105,9 @@ class Commit:
             try:
                 return self._write()
             except (ArgumentError, CheckpointError):
-                held.close()  # nobody removes what is held
                 if self._backend.rank == 0:
                     with contextlib.suppress(OSError):
-                        remove_step(self._storage, self._name)
+                        remove_claimed(self._storage, self._name)
                 raise
 
     def _open(self, held: ExitStack) -> None:
@@ -105,7 +116,8 @@ class Commit:
         if self._backend.rank == 0:
             try:
                 self._clear_leftovers()
-                self._name = held.enter_context(new_held_step(self._storage, self._prepared.step))
+                made = new_claimed_step(self._storage, self._prepared.step)
+                self._name = held.enter_context(made)
                 told = json.dumps([self._name.generation, secrets.token_hex(16)])
             except Exception as error:
                 failed = error
@@ -191,6 +203,12 @@ class Commit:
         storage = self._storage
         try:
             self._notes += remove_superseded(storage).notes()
+            newest = directories(storage)[0].step
+            if newest > self._name.step:
+                self._notes.append(
+                    f"the folder has later steps, up to {newest}: load takes those, and retention "
+                    "keeps them; remove them, or use another folder for another run"
+                )
             if self._retention is not None:
                 self._notes += prune(storage, self._retention, protect=(self._name,)).notes()
         except Exception as error:

@@ -62,8 +62,7 @@ def restore(generators: Generators, ranks: Sequence[Any], rank: int) -> list[str
         ArgumentError: a generator is of another kind than the one saved, or cannot jump.
     """
     states_of(generators)  # for the types
-    theirs = ranks[rank % len(ranks)] if ranks else None
-    saved = theirs.get("generators", {}) if isinstance(theirs, Mapping) else {}
+    saved = _saved(ranks[rank % len(ranks)]) if ranks else {}
     found = {name: each for name, each in generators.items() if name in saved}
     jumps = {name: 0 if _equal(name, ranks) else rank // len(ranks) for name in found}
     for name, generator in found.items():
@@ -83,11 +82,14 @@ def restore(generators: Generators, ranks: Sequence[Any], rank: int) -> list[str
 
 def _equal(name: str, ranks: Sequence[Any]) -> bool:
     """Whether all ranks that saved had the same state."""
-    first, *others = (
-        each.get("generators", {}).get(name) if isinstance(each, Mapping) else None
-        for each in ranks
-    )
+    first, *others = (_saved(each).get(name) for each in ranks)
     return all(other == first for other in others)
+
+
+def _saved(rank: Any) -> Mapping[str, Any]:
+    """Return what the metadata has of a rank's generators; nothing if that is no mapping."""
+    states = rank.get("generators") if isinstance(rank, Mapping) else None
+    return states if isinstance(states, Mapping) else {}
 
 
 def _check_kind(name: str, generator: np.random.Generator, state: Any, jumps: int) -> None:

@@ -43,7 +43,7 @@ def load(
         path: where ``save`` put it; or the folder of one step.
         target: an engine; or a mapping from names to writable arrays, ``ShardedArray`` or
             ``BoxShard``, which are filled in place. Ranks may have different names, and parts of
-            arrays that overlap or leave something out.
+            arrays that overlap or leave something out; but no two of a rank share memory.
         backend: all ranks that call.
         step: which one, else it is an error; by default the newest that is valid. If the arrays of
             that turn out to be damaged, the next older one is loaded; but none is passed over that

@@ -18,13 +18,22 @@ from fsdpcore.checkpoint.describe import Engine
 from fsdpcore.checkpoint.finding import Finder, Which, chosen_step
 from fsdpcore.checkpoint.finding_together import Shared, find_together
 from fsdpcore.checkpoint.generators import Generators, restore, states_of
+from fsdpcore.checkpoint.memory_overlaps import check_disjoint
 from fsdpcore.checkpoint.plan_load import LoadPlan, plan_load
 from fsdpcore.checkpoint.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.shards import Shard, State, checked_state
 from fsdpcore.checkpoint.shared_reads import read_all
 from fsdpcore.checkpoint.steps import Skipped, StepName
 from fsdpcore.checkpoint.storage import Storage, StoragePath
-from fsdpcore.checkpoint.targets import OPTIMIZER, Matched, checked_patterns, chosen, listed, match
+from fsdpcore.checkpoint.targets import (
+    OPTIMIZER,
+    Matched,
+    checked_patterns,
+    chosen,
+    is_tied,
+    listed,
+    match,
+)
 from fsdpcore.collectives import all_reduce
 from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError
 from fsdpcore.fsdp.checks import as_int
@@ -204,6 +213,9 @@ class Loading:
         arrays = checked_state(state)
         self._ties = getattr(state, "info", {}).get("ties") or {}
         self._state = {name: arrays[name] for name in chosen(list(arrays), self._patterns)}
+        check_disjoint(
+            {name: each for name, each in self._state.items() if not is_tied(name, self._ties)}
+        )
 
     def _told(self) -> str:
         request = self._request

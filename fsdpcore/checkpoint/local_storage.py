@@ -125,19 +125,28 @@ class LocalStorage(Storage):
     @contextmanager
     def claim(self, directory: str) -> Iterator[bool]:
         with self._opened(basename(directory)) as fd, self._unlocking(fd):
-            yield self._locked(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            claimed = self._locked(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._check_there(fd, directory)
+            yield claimed
 
     @contextmanager
     def hold(self, directory: str) -> Iterator[None]:
         with self._opened(basename(directory)) as fd, self._unlocking(fd):
             self._locked(fd, fcntl.LOCK_SH)
-            # Whoever had claimed it may have removed it: then this descriptor leads nowhere.
-            with self._opened(directory) as again:
-                if not os.path.samestat(self._files.fstat(fd), self._files.fstat(again)):
-                    raise FileNotFoundError(
-                        errno.ENOENT, "was removed by another process", self._full(directory)
-                    )
+            self._check_there(fd, directory)
             yield
+
+    def _check_there(self, fd: int, directory: str) -> None:
+        """Raise FileNotFoundError if another process has removed an open directory.
+
+        Whoever had claimed it may have: then the descriptor leads nowhere, and the name, if there
+        is one, is another's.
+        """
+        with self._opened(directory) as again:
+            if not os.path.samestat(self._files.fstat(fd), self._files.fstat(again)):
+                raise FileNotFoundError(
+                    errno.ENOENT, "was removed by another process", self._full(directory)
+                )
 
     def _locked(self, fd: int, operation: int) -> bool:
         """Lock an open directory; False if others have it. A lock that cannot be is had."""

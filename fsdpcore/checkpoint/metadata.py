@@ -138,7 +138,7 @@ class Metadata:
         building = Building(made.files, made.block_bytes, CorruptCheckpointError)
         rows = _expect(dict, told["tensors"], "tensors")
         # Dropped one by one: as long as no more objects come than go, the collector of garbage
-        # has no reason to look at all of them again and again, which took half of the time.
+        # has no reason to look at all of them again and again.
         for name in list(rows):
             _parse_tensor(name, rows.pop(name), building)
         made.tensors.update(building.tensors())

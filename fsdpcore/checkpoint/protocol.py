@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -57,30 +58,34 @@ def file_name(rank: int) -> str:
 
 
 @contextmanager
-def new_held_step(storage: Storage, step: int) -> Iterator[StepName]:
-    """Make the folder for a save of ``step``, and hold it until the exit; blocks.
+def new_claimed_step(storage: Storage, step: int) -> Iterator[StepName]:
+    """Make the folder for a save of ``step``, and claim it until the exit; blocks.
+
+    Between its making and the claim it looks like a leftover, which another job may clear; the same
+    name may then be a folder of that job's. Whoever has claimed it while it is empty owns it.
 
     Raises:
         ArgumentError: ``step`` is no step.
-        OSError: the folder could not be made or held.
+        OSError: the folder could not be made or claimed.
     """
     storage.prepare()
-    made: list[StepName] = []
-
-    def make() -> str:
-        made.append(new_step(storage, step))
-        return made[-1].name
-
-    with held_directory(storage, make):
-        yield made[-1]
+    for _ in range(_TRIES):
+        name = new_step(storage, step)
+        with suppress(FileNotFoundError), ExitStack() as stack:
+            if stack.enter_context(storage.claim(name.name)) and not storage.names(name.name):
+                claim = stack.pop_all()
+                break
+    else:
+        raise FileExistsError(errno.EEXIST, "other jobs take every new folder", storage.path)
+    with claim:
+        yield name
 
 
 @contextmanager
 def held_directory(storage: Storage, make: Callable[[], str]) -> Iterator[None]:
     """Hold a folder until the exit, against those that commit or clear leftovers; blocks.
 
-    Between its making and its holding it looks like a leftover: if it was cleared then, it is made
-    again.
+    If it was cleared as a leftover before it was held, it is made again.
 
     Args:
         storage: where.

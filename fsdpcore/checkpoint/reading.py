@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain, islice
 from types import TracebackType
 from typing import NamedTuple
 
@@ -31,14 +32,15 @@ _STREAM_BYTES = 1 << 20
 _NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EINVAL)
 
 
-_MOST_THREADS = 4
+_USUAL_THREADS = 4
+_MOST_THREADS = 64  # beyond that they only wait for one another
 
 
 def usual_threads(backend: Backend | None = None) -> int:
     """Return how many threads read on a rank where nobody says: its share of the host's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = 1 if backend is None else backend.hosts.count(backend.hosts[backend.rank])
-    return max(1, min(_MOST_THREADS, (cores or 1) // ranks))
+    return max(1, min(_USUAL_THREADS, (cores or 1) // ranks))
 
 
 class Span(NamedTuple):
@@ -68,7 +70,7 @@ class FileSet:
         storage: where.
         directory: of the checkpoint.
         catalog: of its pieces.
-        threads: how many read at a time.
+        threads: how many read at a time, if there is enough to read; 64 at most.
 
     Attributes:
         bytes_read: of pieces, so far.
@@ -81,7 +83,7 @@ class FileSet:
         self._storage = storage
         self._directory = directory
         self._catalog = catalog
-        self._threads = threads
+        self._threads = min(threads, _MOST_THREADS)
         self._run = max(1, RUN_BYTES // catalog.block) * catalog.block
         self._files: list[int] = catalog.file.tolist()
         self._offsets: list[int] = catalog.offset.tolist()
@@ -119,7 +121,9 @@ class FileSet:
             CheckpointError: the system could not read. In both cases other spans may be read.
         """
         batches = self._batches(spans)
-        if self._threads == 1:
+        first = list(islice(batches, self._threads))
+        count, batches = len(first), chain(first, batches)
+        if count < 2:
             for file, offset, batch in batches:
                 self._read_batch(file, offset, batch)
             return
@@ -137,8 +141,8 @@ class FileSet:
                     failed.set()
                     raise
 
-        with ThreadPoolExecutor(self._threads, "fsdpcore-load") as pool:
-            for each in [pool.submit(work) for _ in range(self._threads)]:
+        with ThreadPoolExecutor(count, "fsdpcore-load") as pool:
+            for each in [pool.submit(work) for _ in range(count)]:
                 each.result()
 
     def _batches(

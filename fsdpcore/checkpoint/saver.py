@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpcore.backend import Backend
 from fsdpcore.checkpoint.agree import agree
-from fsdpcore.checkpoint.committing import Commit, Prepared, Saved
+from fsdpcore.checkpoint.committing import Commit, Prepared
 from fsdpcore.checkpoint.describe import Holding, holding_of, rows_of
 from fsdpcore.checkpoint.generators import Generators, states_of
 from fsdpcore.checkpoint.plan_save import (
@@ -26,6 +26,7 @@ from fsdpcore.checkpoint.plan_save import (
     encode_written,
     plan,
 )
+from fsdpcore.checkpoint.protocol import Saved
 from fsdpcore.checkpoint.retention import Retention
 from fsdpcore.checkpoint.steps import check_step
 from fsdpcore.checkpoint.storage import StoragePath, open_storage

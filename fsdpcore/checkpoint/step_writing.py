@@ -17,11 +17,11 @@ from fsdpcore.checkpoint.protocol import (
     commit,
     described,
     file_name,
-    new_held_step,
+    new_claimed_step,
 )
 from fsdpcore.checkpoint.regions import Range
 from fsdpcore.checkpoint.selection import Taken
-from fsdpcore.checkpoint.steps import StepName, committed, remove_step, remove_superseded
+from fsdpcore.checkpoint.steps import StepName, committed, remove_claimed, remove_superseded
 from fsdpcore.checkpoint.storage import Storage
 from fsdpcore.checkpoint.streaming import Counting, Gathering, streamed
 from fsdpcore.checkpoint.writing import FileSums, add_sums
@@ -76,18 +76,18 @@ class StepWriting:
             CheckpointError: it could not be read, or the step could not be written.
         """
         self._source.check(each.source for each in self._taken.values())
-        storage, name = self._storage, None
+        storage = self._storage
         try:
             self._check_free()
-            with new_held_step(storage, self._step) as name:
-                saved = self._write(name, files, about, progress)
-        except BaseException as error:
-            if name is not None:
-                with contextlib.suppress(OSError):
-                    remove_step(storage, name)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{storage.path}: {in_words(error)}") from error
-            raise
+            with new_claimed_step(storage, self._step) as name:
+                try:
+                    saved = self._write(name, files, about, progress)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        remove_claimed(storage, name)
+                    raise
+        except OSError as error:
+            raise CheckpointError(f"{storage.path}: {in_words(error)}") from error
         try:
             notes = remove_superseded(storage).notes()
         except OSError as error:

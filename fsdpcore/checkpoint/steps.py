@@ -242,8 +242,13 @@ def is_leftover(storage: Storage, name: StepName) -> bool:
     return is_torn(data)
 
 
-def remove_step(storage: Storage, name: StepName) -> bool:
+def remove_step(storage: Storage, name: StepName, *, leftover: bool = False) -> bool:
     """Remove a checkpoint, or what there is of one; at no moment is it half there. Blocks.
+
+    Args:
+        storage: where.
+        name: which one.
+        leftover: it goes only if it was not committed until now.
 
     Returns:
         False if somebody holds it, to write or to read: it is left as it is.
@@ -251,23 +256,29 @@ def remove_step(storage: Storage, name: StepName) -> bool:
     Raises:
         OSError: something could not be removed. What is left is no checkpoint if the marker went.
     """
+    # Another process may have removed it meanwhile.
+    with suppress(FileNotFoundError), storage.claim(name.name) as claimed:
+        if not claimed:
+            return False
+        # Whoever held it may have committed it since it was looked at.
+        if not leftover or is_leftover(storage, name):
+            remove_claimed(storage, name)
+    return True
+
+
+def remove_claimed(storage: Storage, name: StepName) -> None:
+    """Remove a step, or what there is of one, that this process has claimed; as ``remove_step``."""
+    with suppress(FileNotFoundError):
+        storage.remove(f"{name.name}/{MARKER_NAME}")
+    # From here on it is no checkpoint, even if the power fails: now the rest can go.
+    storage.sync(name.name)
     try:
-        with storage.claim(name.name) as claimed:
-            if not claimed:
-                return False
-            with suppress(FileNotFoundError):
-                storage.remove(f"{name.name}/{MARKER_NAME}")
-            # From here on it is no checkpoint, even if the power fails: now the rest can go.
-            storage.sync(name.name)
-            storage.remove_directory(name.name)
-    except FileNotFoundError:
-        pass  # another process has removed it meanwhile
+        storage.remove_directory(name.name)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
         # A file that is open elsewhere stays on some network file systems, or a writer that was
         # taken for dead has made another one: it is a leftover for the next save to remove.
-    return True
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 class Removal(NamedTuple):
@@ -290,12 +301,12 @@ class Removal(NamedTuple):
         return failed + held
 
 
-def remove_steps(storage: Storage, names: Iterable[StepName]) -> Removal:
+def remove_steps(storage: Storage, names: Iterable[StepName], *, leftover: bool = False) -> Removal:
     """Remove one after the other, as ``remove_step``; one that cannot go stops nothing. Blocks."""
     removal = Removal([], [], [])
     for name in names:
         try:
-            gone = remove_step(storage, name)
+            gone = remove_step(storage, name, leftover=leftover)
         except OSError as error:
             removal.failed.append(Skipped(name.name, in_words(error)))
         else:
@@ -352,7 +363,7 @@ def remove_leftovers(storage: Storage, keep: Collection[StepName] = ()) -> Remov
                 names.append(name)
         except OSError as error:
             unread.append(Skipped(name.name, in_words(error)))
-    removal = remove_steps(storage, names)
+    removal = remove_steps(storage, names, leftover=True)
     return removal._replace(failed=unread + removal.failed)
 
 

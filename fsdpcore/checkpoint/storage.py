@@ -169,7 +169,11 @@ class Storage(ABC):
 
     @abstractmethod
     def claim(self, directory: str) -> AbstractContextManager[bool]:
-        """Enter with True if nobody holds a directory, and let nobody hold it until the exit."""
+        """Enter with True if nobody holds a directory, and let nobody hold it until the exit.
+
+        Raises:
+            FileNotFoundError: it is not there, or was removed at this moment.
+        """
 
     @abstractmethod
     def hold(self, directory: str) -> AbstractContextManager[None]:

@@ -117,16 +117,26 @@ class _Aliases:
 
     def find(self, name: str) -> int | None:
         """Return the number of the tensor that ``name`` was saved as, under another name."""
-        prefix, param = "", name
-        if name.startswith(OPTIMIZER):
-            state, _, param = name.removeprefix(OPTIMIZER).partition("/")
-            prefix = f"{OPTIMIZER}{state}/"
+        prefix, param = _split(name)
         own = [param, *self._tied.get(param, ())]
         for other in [*own, *(self._stored.get(each) for each in own)]:
             number = self._number.get(f"{prefix}{other}")
             if number is not None:
                 return number
         return None
+
+
+def is_tied(name: str, ties: Mapping[str, str]) -> bool:
+    """Whether the array is that of another name: of a tied parameter, or of its optimizer."""
+    return _split(name)[1] in ties
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return what stands before the name of a parameter, and that."""
+    if not name.startswith(OPTIMIZER):
+        return "", name
+    state, _, param = name.removeprefix(OPTIMIZER).partition("/")
+    return f"{OPTIMIZER}{state}/", param
 
 
 def chosen(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:

@@ -11,12 +11,12 @@ import typer
 
 from fsdpcore.checkpoint.array_sources import Described
 from fsdpcore.checkpoint.cleaning import clean as clean_folder
-from fsdpcore.checkpoint.committing import Saved
 from fsdpcore.checkpoint.diff import Changed, Difference, Values
 from fsdpcore.checkpoint.diff import diff as compare
 from fsdpcore.checkpoint.dtypes import named_dtype
 from fsdpcore.checkpoint.export import export_safetensors
 from fsdpcore.checkpoint.importing import import_safetensors
+from fsdpcore.checkpoint.protocol import Saved
 from fsdpcore.checkpoint.rewrite import rewrite
 from fsdpcore.checkpoint.strict_json import short
 from fsdpcore.checkpoint.verify import Verified

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from support.ckpt_metadata import assert_sound, described, example, json_values, metadata
 
-from fsdpcore.checkpoint.metadata import Metadata, StoredFile, make_metadata
+from fsdpcore.checkpoint.metadata import MAX_STEP, Metadata, StoredFile, make_metadata
 from fsdpcore.checkpoint.regions import Box, Range
+from fsdpcore.checkpoint.shard_specs import ShardMetadata
+from fsdpcore.checkpoint.steps import StepName, check_step
 from fsdpcore.checkpoint.strict_json import check_json, decode, encode
 from fsdpcore.errors import ArgumentError, CorruptCheckpointError
 
@@ -54,6 +56,22 @@ def test_pieces_are_numbered_in_the_order_of_the_file_not_in_that_given():
         pieces=[("x", Range(2, 4), 0, 72), ("x", Range(0, 2), 0, 64)],
     )
     assert [piece.block for piece in made.tensors["x"].pieces] == [1, 0]
+
+
+def test_all_agree_on_the_largest_step():
+    """Else a save would begin that cannot end."""
+    makers = [
+        check_step,
+        lambda step: described({}, {}, step=step).step,
+        lambda step: ShardMetadata(step, 1, "s", ((),)).step,
+    ]
+    for made in makers:
+        assert made(MAX_STEP) == MAX_STEP
+        with pytest.raises(ArgumentError, match="step"):
+            made(MAX_STEP + 1)
+    name = StepName(MAX_STEP, 1)
+    assert StepName.parse(name.name) == name
+    assert StepName.parse(StepName(MAX_STEP + 1).name) is None
 
 
 def test_the_content_is_what_the_docstring_says():

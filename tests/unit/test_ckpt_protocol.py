@@ -30,7 +30,7 @@ from fsdpcore.checkpoint.local_storage import LocalStorage
 from fsdpcore.checkpoint.marker import MARKER_NAME
 from fsdpcore.checkpoint.metadata import METADATA_NAME
 from fsdpcore.checkpoint.plan_save import Rows, Written
-from fsdpcore.checkpoint.protocol import new_held_step
+from fsdpcore.checkpoint.protocol import new_claimed_step
 from fsdpcore.checkpoint.regions import Box, Range
 from fsdpcore.checkpoint.steps import StepName, directories, remove_leftovers
 from fsdpcore.errors import ArgumentError, CheckpointError
@@ -155,7 +155,7 @@ def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path):
     assert [each.name for each in save(Cleared(str(tmp_path), 3), 10, 1)] == [TEN.name] * 2
     assert found(tmp_path) == 1
     storage = Cleared(str(tmp_path), 3)
-    with new_held_step(storage, 20) as name:
+    with new_claimed_step(storage, 20) as name:
         assert name == TWENTY
         assert storage.held(name.name)
     assert not storage.held(name.name)
@@ -169,7 +169,7 @@ def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path):
 
 def test_a_folder_that_goes_again_and_again_is_an_error(tmp_path):
     storage = Cleared(str(tmp_path), 1000)
-    with pytest.raises(FileNotFoundError), new_held_step(storage, 20):
+    with pytest.raises(FileExistsError), new_claimed_step(storage, 20):
         pass
 
 

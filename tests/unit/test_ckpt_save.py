@@ -375,3 +375,35 @@ def test_memory_and_object_stores(tmp_path):
     assert fc.checkpoint.latest(url).step == 4
     assert found(url) == 3
     assert found(url, 3) == 2
+
+
+def test_going_back_is_noted(tmp_path):
+    rule = fc.checkpoint.Retention(last=2)
+    for step in (10, 20):
+        assert save(tmp_path, step, step, retention=rule)[0].notes == ()
+    notes = save(tmp_path, 15, 15, retention=rule)[0].notes
+    assert len(notes) == 1
+    assert "later steps, up to 20" in notes[0]
+
+
+def test_ten_thousand_arrays(tmp_path):
+    def state(rank, sign):
+        arrays = {f"layer{number}.w": np.full(3, sign * number) for number in range(5000)}
+        for number in range(5000):
+            flat = np.full(2, sign * number, np.int32)
+            piece = fc.ArrayPiece(2 * rank, 2 * rank + 2, flat)
+            arrays[f"layer{number}.s"] = fc.ShardedArray((2, 2), flat.dtype, (piece,))
+        return arrays
+
+    def body(backend):
+        fc.checkpoint.save(tmp_path, state(backend.rank, 1), backend, step=1)
+        target = state(backend.rank, -1)
+        loaded = fc.checkpoint.load(tmp_path, target, backend)
+        for number in range(5000):
+            assert (target[f"layer{number}.w"] == number).all()
+            assert (target[f"layer{number}.s"].pieces[0].array == number).all()
+        return loaded.bytes_read, loaded.bytes_needed
+
+    results = launch(body, 2)
+    read, needed = (sum(each) for each in zip(*results, strict=True))
+    assert read <= 1.02 * needed
