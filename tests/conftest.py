@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+import hypothesis
 import pytest
 from threadpoolctl import threadpool_limits
 
@@ -31,6 +32,11 @@ _interrupts = pytest.StashKey[Any]()
 _bytecode = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 _IMPORTED = "fsdpcore.cli, fsdpcore.transports.zmq_tcp, fsdpcore.transports.mpi"
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+
+
+# No test is timed: an example may take as long as the machine does.
+hypothesis.settings.register_profile("fsdpcore", deadline=None)
+hypothesis.settings.load_profile("fsdpcore")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -41,7 +41,7 @@ def clean(path: StoragePath, *, force: bool = False) -> Cleaned:
     if not (storage.locks or force):
         raise ArgumentError(
             f"{storage.path} has no locks, so that a save that is under way looks like one that "
-            "was killed; if nobody is saving there, say so (force)"
+            "was killed; if nobody is saving there, say force=True (--force)"
         )
     try:
         found = remove_leftovers(storage)

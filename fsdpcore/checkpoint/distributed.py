@@ -24,7 +24,7 @@ from fsdpcore.checkpoint.joining import Joining
 from fsdpcore.checkpoint.local_reads import read_alone
 from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
 from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
-from fsdpcore.checkpoint.plan_load import Wanted, plan_load
+from fsdpcore.checkpoint.plan_load import Wanted, is_covered, plan_load
 from fsdpcore.checkpoint.rank_state import empty_shard, sources_of
 from fsdpcore.checkpoint.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.shard_specs import (
@@ -251,12 +251,15 @@ def _load(
         for name, (dtype, shape) in found.arrays.items():
             state[name] = empty_shard(TensorShardSpec(name, dtype, shape))
         for spec in found.shards[rank]:
+            # Before there is memory for it: a shape may say more than there is.
+            tensor = saved.tensors[spec.name]
+            if not all(is_covered(tensor, region) for region in spec.regions):
+                raise CheckpointError(
+                    f"{directory}: not all elements were saved of {spec.name!r:.80}"
+                )
             shard = state[spec.name] = empty_shard(spec)
             wanted += [Wanted(catalog.number[spec.name], part) for part in parts_of(shard)]
         plan = plan_load(catalog, wanted)
-        if plan.uncovered:
-            name = catalog.tensors[wanted[plan.uncovered[0]].tensor].name
-            raise CheckpointError(f"{directory}: not all elements were saved of {name!r:.80}")
         with FileSet(storage, directory, catalog, count) as files:
             read_alone(files, catalog, plan)
     return state, found

@@ -179,7 +179,9 @@ def _stale(goal: Path, *, folder: bool, overwrite: bool) -> list[Path]:
         there = [goal / each for each in names if _OURS.fullmatch(each)]
         stale = sorted(there, key=lambda each: each.suffix != ".json")
     if there and not overwrite:
-        raise ArgumentError(f"{there[0]} is there already, and is replaced only on request")
+        raise ArgumentError(
+            f"{there[0]} is there already; overwrite=True (--overwrite) replaces it"
+        )
     return stale
 
 

@@ -30,6 +30,7 @@ from fsdpcore.errors import (
 from fsdpcore.fsdp.checks import as_int
 
 _TRIES = 5  # for directories that come and go while they are looked at
+_SHOWN = 8  # directories in a message
 _SLASHES = re.compile(r"/+$")
 
 Which = StepName | int | None
@@ -159,7 +160,9 @@ def _none_found(storage: Storage, which: Which, skipped: Sequence[Skipped]) -> C
     where, what = storage.path, "no checkpoint"
     if which is not None:
         what = f"no {which.name}" if isinstance(which, StepName) else f"{what} of step {which}"
-    reasons = "".join(f"\n  {each.name}: {each.reason}" for each in skipped)
+    more = len(skipped) - _SHOWN
+    reasons = "".join(f"\n  {each.name}: {each.reason}" for each in skipped[:_SHOWN])
+    reasons += f"\n  and {more} more" if more > 0 else ""
     unreachable = [each.name for each in skipped if each.kind == "unreachable"]
     damaged = [each.name for each in skipped if each.kind == "damaged"]
     if unreachable and which is None:
@@ -171,7 +174,10 @@ def _none_found(storage: Storage, which: Which, skipped: Sequence[Skipped]) -> C
         return CheckpointError(f"there is {what} in {where} that could be read{reasons}")
     if not damaged:
         return CheckpointNotFoundError(f"there is {what} in {where}{reasons}")
-    advice = "" if which is not None else f"; to start afresh, move away {', '.join(damaged)}"
+    away = ", ".join(damaged[:_SHOWN])
+    if len(damaged) > _SHOWN:
+        away += f" and {len(damaged) - _SHOWN} more"
+    advice = "" if which is not None else f"; to start afresh, move away {away}"
     return CorruptCheckpointError(f"there is {what} in {where} that is valid{advice}{reasons}")
 
 

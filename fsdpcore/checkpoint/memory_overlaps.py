@@ -119,6 +119,7 @@ def _overlaps_itself(array: Array) -> bool:
 
 def _share(one: Array, other: Array) -> bool:
     try:
-        return bool(np.shares_memory(one, other, max_work=_MAX_WORK))
+        # What NumPy declares knows the two special values only.
+        return bool(np.shares_memory(one, other, max_work=_MAX_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return False

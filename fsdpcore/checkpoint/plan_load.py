@@ -11,8 +11,16 @@ import numpy as np
 from fsdpcore.buffers import Array, byte_view
 from fsdpcore.checkpoint.catalog import Catalog, Ints
 from fsdpcore.checkpoint.copies import copies, placed
-from fsdpcore.checkpoint.regions import Box, Region, as_range, boxes_of, intersect
+from fsdpcore.checkpoint.regions import (
+    Box,
+    Region,
+    as_range,
+    boxes_of,
+    intersect,
+    missing_elements,
+)
 from fsdpcore.checkpoint.shards import Part
+from fsdpcore.checkpoint.stored import StoredTensor
 from fsdpcore.checkpoint.strided import Strided
 
 
@@ -56,6 +64,14 @@ class LoadPlan:
     scatters: list[Scatter]
     needed: int
     uncovered: list[int]
+
+
+def is_covered(tensor: StoredTensor, region: Region | None = None) -> bool:
+    """Whether all elements of a region are stored, or all there are."""
+    if sum(piece.nbytes for piece in tensor.pieces) == tensor.nbytes:  # they do not overlap
+        return True
+    stored = [piece.region for piece in tensor.pieces]
+    return region is not None and not missing_elements(region, stored, tensor.shape)
 
 
 def plan_load(catalog: Catalog, wanted: Sequence[Wanted]) -> LoadPlan:

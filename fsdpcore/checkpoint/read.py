@@ -11,7 +11,7 @@ from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.catalog import Catalog
 from fsdpcore.checkpoint.finding import Finder, chosen_step
 from fsdpcore.checkpoint.local_reads import read_alone
-from fsdpcore.checkpoint.plan_load import Wanted, plan_load
+from fsdpcore.checkpoint.plan_load import Wanted, is_covered, plan_load
 from fsdpcore.checkpoint.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.shards import parts_of
 from fsdpcore.checkpoint.storage import Storage, StoragePath
@@ -22,7 +22,7 @@ from fsdpcore.fsdp.checks import as_dtype, as_int, rounds_into
 
 def read(
     path: StoragePath,
-    names: str | Iterable[str] = "*",
+    names: str | Iterable[str] | None = None,
     *,
     step: int | None = None,
     dtype: DTypeLike | None = None,
@@ -36,14 +36,15 @@ def read(
         path: where ``save`` put it; or the folder of one step.
         names: patterns (of the shell) of the arrays to read; by default all.
         step: which checkpoint; by default the newest that is valid, its arrays included.
-        dtype: floating arrays are rounded to it; the others keep theirs.
-        threads: that read; by default as many as there are cores, at most 4.
+        dtype: floating arrays are rounded to it, a real floating one; the others keep theirs.
+        threads: that read, at most 64; by default as many as there are cores, at most 4.
 
     Returns:
         New arrays by name, in the order of the checkpoint.
 
     Raises:
-        ArgumentError: a pattern fits no name; or ``step`` is none, or contradicts the path.
+        ArgumentError: a pattern fits no name; ``step`` is none, or contradicts the path; or
+            ``dtype`` is not floating.
         CheckpointNotFoundError: there is no checkpoint, or not that one.
         CorruptCheckpointError: none is valid, or not that one.
         CheckpointError: it could not be read, or one that may be newer; or it does not have all
@@ -52,6 +53,11 @@ def read(
     storage, which = chosen_step(path, step)
     patterns = checked_patterns(names)
     wanted = None if dtype is None else as_dtype(dtype, "the result of read()")
+    if wanted is not None and not rounds_into(np.dtype(np.float32), wanted):
+        raise ArgumentError(
+            f"dtype is what read() rounds floating arrays to, such as float32, not {wanted}; "
+            "convert what it returns with astype()"
+        )
     count = usual_threads() if threads is None else as_int(threads, "threads", minimum=1)
     with Finder(storage, which) as finder:
         while True:
@@ -80,20 +86,20 @@ def _read(
     for pattern in patterns or ():
         if pattern != "*" and not chosen(every, [pattern]):
             raise ArgumentError(f"{directory} has no array whose name fits {pattern!r}")
+    names = chosen(every, patterns)
     found: dict[str, Array] = {}
     wanted: list[Wanted] = []
-    for name in chosen(every, patterns):
+    # Before there is memory for them: a shape may say more than there is, a stored byte can not.
+    lacking = [name for name in names if not is_covered(catalog.metadata.tensors[name])]
+    if lacking:
+        raise CheckpointError(f"{directory}: not all elements were saved of {listed(lacking)}")
+    for name in names:
         number = catalog.number[name]
         tensor = catalog.tensors[number]
         rounds = dtype is not None and rounds_into(tensor.dtype, dtype)
-        if not tensor.pieces and tensor.nbytes:
-            raise CheckpointError(f"{directory}: nothing was saved of {name!r}")
         found[name] = np.empty(tensor.shape, dtype if rounds else tensor.dtype)
         wanted += [Wanted(number, part) for part in parts_of(found[name])]
     plan = plan_load(catalog, wanted)
-    if plan.uncovered:
-        lacking = [every[wanted[position].tensor] for position in plan.uncovered]
-        raise CheckpointError(f"{directory}: not all elements were saved of {listed(lacking)}")
     with FileSet(storage, directory, catalog, threads) as files:
         read_alone(files, catalog, plan)
     return found

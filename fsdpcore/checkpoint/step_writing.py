@@ -98,8 +98,8 @@ class StepWriting:
         there = any(name.step == self._step for name in committed(self._storage))
         if there and not self._overwrite:
             raise ArgumentError(
-                f"{self._storage.path} has a step {self._step} already, which is replaced only "
-                "on request (overwrite)"
+                f"{self._storage.path} has a step {self._step} already; "
+                "overwrite=True (--overwrite) replaces it"
             )
 
     def _write(

@@ -185,15 +185,18 @@ def candidates(storage: Storage, which: StepName | int | None = None) -> Iterato
     for name in directories(storage):
         if which is not None and which not in (name, name.step):
             continue
+        # The marker first: one that is cut off now may be whole a moment later.
+        if _unfinished(storage, name):
+            reason = f"it has no {MARKER_NAME}, or one that is cut off"
+            yield Skipped(name.name, f"{name.name} was not finished: {reason}", "unfinished")
+            continue
         try:
             yield Found(name, read_step(storage, name))
         except CheckpointNotFoundError as error:
             yield Skipped(name.name, str(error), "unfinished")
-        except CorruptCheckpointError as error:
-            unfinished = False
-            with suppress(OSError):
-                unfinished = is_leftover(storage, name)
-            yield Skipped(name.name, str(error), "unfinished" if unfinished else "damaged")
+        except CorruptCheckpointError as error:  # or it was removed meanwhile
+            kind: Kind = "unfinished" if _unfinished(storage, name) else "damaged"
+            yield Skipped(name.name, str(error), kind)
         except OSError as error:
             yield Skipped(name.name, in_words(error), "unreachable")
 
@@ -240,6 +243,13 @@ def is_leftover(storage: Storage, name: StepName) -> bool:
     except FileNotFoundError:
         return True
     return is_torn(data)
+
+
+def _unfinished(storage: Storage, name: StepName) -> bool:
+    """Whether a directory surely is a leftover."""
+    with suppress(OSError):
+        return is_leftover(storage, name)
+    return False
 
 
 def remove_step(storage: Storage, name: StepName, *, leftover: bool = False) -> bool:

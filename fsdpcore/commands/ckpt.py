@@ -41,9 +41,12 @@ _SHORT = {
 }
 
 _Path = Annotated[str, typer.Argument(help="A folder of steps, or that of one.")]
-_Step = Annotated[int | None, typer.Option(help="Which step; by default the newest valid one.")]
+_Step = Annotated[
+    int | None, typer.Option(help="Which step; by default the newest that is complete.")
+]
 _Names = Annotated[
-    list[str] | None, typer.Option("--names", help="Pattern of names to take; repeatable.")
+    list[str] | None,
+    typer.Option("--names", help="Shell pattern of names, such as 'block0.*'; repeatable."),
 ]
 _Dtype = Annotated[
     str | None, typer.Option(help="Round floating arrays to bf16, fp16, fp32, fp64, fp8 or a name.")
@@ -57,7 +60,9 @@ _Renames = Annotated[
 _Strip = Annotated[str, typer.Option("--strip-prefix", help="Take this away from names.")]
 _Add = Annotated[str, typer.Option("--add-prefix", help="Put this in front of names.")]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-_Threads = Annotated[int | None, typer.Option(help="That read; by default as many as cores.")]
+_Threads = Annotated[
+    int | None, typer.Option(help="Threads that read; by default one per core, at most 4.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app.command("inspect")(inspect)
@@ -67,7 +72,7 @@ app.command("inspect")(inspect)
 def verify(
     path: _Path,
     step: Annotated[
-        int | None, typer.Option(help="Which step; by default the newest one, valid or not.")
+        int | None, typer.Option(help="Which step; by default the newest, damaged or not.")
     ] = None,
     threads: _Threads = None,
     json: _Json = False,
@@ -206,7 +211,7 @@ def import_(
         str, typer.Argument(help="A safetensors file, an index, or a folder with them.")
     ],
     path: Annotated[str, typer.Argument(help="A folder of steps.")],
-    step: Annotated[int, typer.Option(help="Of the checkpoint.")] = 0,
+    step: Annotated[int, typer.Option(help="Step to give the checkpoint.")] = 0,
     ranks: Annotated[
         int | None, typer.Option("-n", "--ranks", help="Write files as that many ranks would.")
     ] = None,
@@ -246,10 +251,12 @@ def import_(
 
 @app.command("diff")
 def diff(
-    one: Annotated[str, typer.Argument(help="A folder of steps, that of one, or a .safetensors.")],
-    other: Annotated[str | None, typer.Argument(help="The same; by default as the first.")] = None,
-    step: Annotated[int | None, typer.Option(help="Of the first.")] = None,
-    other_step: Annotated[int | None, typer.Option(help="Of the second.")] = None,
+    one: Annotated[
+        str, typer.Argument(help="A folder of steps, that of one, a .safetensors, or an index.")
+    ],
+    other: Annotated[str | None, typer.Argument(help="Likewise; by default the same.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the first.")] = None,
+    other_step: Annotated[int | None, typer.Option(help="Step of the second.")] = None,
     names: _Names = None,
     threads: _Threads = None,
     json: _Json = False,

@@ -27,7 +27,8 @@ def inspect(
     path: Annotated[str, typer.Argument(help="A folder of steps, or that of one.")],
     step: Annotated[int | None, typer.Option(help="Show what is in this step.")] = None,
     names: Annotated[
-        list[str] | None, typer.Option("--names", help="Pattern of names to show; repeatable.")
+        list[str] | None,
+        typer.Option("--names", help="Shell pattern of names; repeatable."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -89,7 +90,7 @@ def _steps_table(rows: list[dict[str, Any]]) -> None:
                 str(row["ranks"]),
                 str(row["tensors"]),
                 size(row["nbytes"]),
-                "valid",
+                "complete",
             ]
         table.add_row(str(row["step"]), str(row["generation"]), *map(Text, told))
     _print(table)

@@ -124,7 +124,7 @@ def parse_memory(text: str) -> int:
         number = 0.0
     least = 1 if match is not None and match[2] else 1e6  # "80" is not 80 bytes
     if match is None or not least <= number < 1e18:
-        raise ArgumentError(f"{text!r} is no size of a memory; write it like 80GB or 24GiB")
+        raise ArgumentError(f"{text!r} is no size; write it like 500MB, 80GB or 24GiB")
     return int(number * {**_FACTORS, **_BINARY}[match[2].upper()])
 
 

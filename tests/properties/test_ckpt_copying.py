@@ -188,6 +188,7 @@ def test_missing_elements(case):
     assert plain(missing)
 
 
+@SETTINGS
 @given(shapes())
 def test_the_whole(shape):
     assert mask(whole(shape), shape).all()

@@ -90,7 +90,7 @@ def test_inspect_a_folder(ckpt, run):
     assert [line.split()[0] for line in lines] == ["step", "9", "8", "7"]
     assert "not valid: step_00000009 was not finished: it has no COMMIT" in lines[1]
     assert "not valid: step_00000008/rank_0.safetensors is missing" in lines[2]
-    assert "valid" in lines[3]
+    assert "complete" in lines[3]
     assert "46.9 KiB" in lines[3]
     rows = told(ckpt("inspect", run, "--json"))["steps"]
     assert [(row["step"], row["valid"]) for row in rows] == [(9, False), (8, False), (7, True)]

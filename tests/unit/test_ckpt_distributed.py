@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import ckpt_kills
 from support.ckpt_disk import Disk, DiskFiles, crashes
+from support.ckpt_make import commit, make_checkpoint
 
 from fsdpcore import checkpoint
 from fsdpcore.checkpoint import BoxShard, distributed
@@ -405,3 +406,30 @@ def test_processes_killed_at_any_call_never_leave_a_mix(tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["killed"] >= 15
+
+
+@pytest.mark.parametrize("pieces", [True, False])
+def test_a_shape_that_says_more_than_there_is_takes_no_memory(tmp_path, pieces):
+    folder = make_checkpoint(tmp_path, {"w": np.arange(5.0)})
+    told = json.loads((folder / "metadata.json").read_bytes())
+    if pieces:
+        told["tensors"]["w"][1] = [1 << 40]
+    else:
+        told["tensors"]["huge"] = ["float32", [1 << 20, 1 << 20], []]
+    commit(folder, told)
+    name = "w" if pieces else "huge"
+    for action in (lambda: load_distributed(folder, 0, 2), lambda: reshard(folder, 1, 2, 1)):
+        with pytest.raises(CheckpointError, match=f"not all elements were saved of '{name}'"):
+            action()
+
+
+def test_what_is_stored_of_an_array_can_be_loaded_though_the_rest_is_not(tmp_path):
+    stored = np.arange(5.0)
+    folder = make_checkpoint(tmp_path, {"w": stored})
+    told = json.loads((folder / "metadata.json").read_bytes())
+    told["tensors"]["w"][1] = [10]
+    commit(folder, told)
+    state, _ = load_distributed(folder, 0, 2)
+    assert np.array_equal(state["w"].pieces[0].array, stored)
+    with pytest.raises(CheckpointError, match="not all elements were saved of 'w'"):
+        load_distributed(folder, 1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +223,69 @@ def test_a_step_may_be_an_integer_of_numpy(tmp_path: Path) -> None:
     assert read(tmp_path, step=np.int64(10))["w"].tolist() == [1.0] * 4
     assert loaded(tmp_path, 1 << 63)[0] is ArgumentError
     assert loaded(tmp_path, True)[0] is ArgumentError
+
+
+# What is being written, or was left.
+
+
+class Committing(LocalStorage):
+    """Shows a commit marker as it is at the first read: cut off. It is whole at the next one."""
+
+    def __init__(self, path: str, at: int) -> None:
+        super().__init__(path)
+        self.at = at
+        self.reads = 0
+
+    def read(self, name: str, limit: int) -> bytes:
+        data = super().read(name, limit)
+        if not name.endswith("COMMIT"):
+            return data
+        self.reads += 1
+        return data[: self.at] if self.reads == 1 else data
+
+
+@pytest.mark.parametrize("at", [0, 1, 30, 100, 200, -70, -2, -1])
+def test_a_marker_that_is_being_written_is_not_damaged(tmp_path: Path, at: int) -> None:
+    make(tmp_path, TEN)
+    (found,) = candidates(Committing(str(tmp_path), at))
+    assert getattr(found, "kind", "unfinished") == "unfinished"
+    make(tmp_path, StepName(5))
+    assert latest(Committing(str(tmp_path), at)).name in (StepName(5).name, TEN.name)
+    # It would be another error if it were damaged.
+    with Finder(Committing(str(tmp_path), at), 10) as finder, suppress(CheckpointNotFoundError):
+        assert finder.next().name == TEN.name
+
+
+class Counted(LocalStorage):
+    """Counts how often the folder itself is listed."""
+
+    listed = 0
+
+    def names(self, directory: str = "") -> list[str]:
+        self.listed += not directory
+        return super().names(directory)
+
+
+def test_many_unfinished_steps_are_listed_once_and_said_in_short(tmp_path: Path) -> None:
+    for step in range(300):
+        (tmp_path / StepName(step).name).mkdir()
+    storage = Counted(str(tmp_path))
+    assert len(list(candidates(storage))) == 300
+    assert storage.listed == 1
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        latest(storage)
+    assert storage.listed <= 4
+    text = str(caught.value)
+    assert text.endswith(
+        "step_00000292 was not finished: it has no COMMIT, or one that is cut off\n  and 292 more"
+    )
+    assert text.count("was not finished") == 8
+
+
+def test_of_many_damaged_steps_eight_are_named(tmp_path: Path) -> None:
+    make(tmp_path, *map(StepName, range(1, 11)))
+    for folder in tmp_path.iterdir():
+        (folder / "metadata.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match="step_00000003 and 2 more\n") as caught:
+        latest(tmp_path)
+    assert "step_00000002" not in str(caught.value)

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdpcore.checkpoint.dtypes import BITS, CODES
 from fsdpcore.checkpoint.header import Entry, build_header, parse_header, read_header
 from fsdpcore.errors import ArgumentError, CorruptCheckpointError
 
+# A busy machine is no failure.
+SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # What the library calls the dtypes that it writes from memory.
 LIBRARY = {code: dtype.name for code, dtype in CODES.items()}
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -41,6 +43,7 @@ def entries(draw):
 texts = st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)
 
 
+@SETTINGS
 @given(entries(), texts, st.sampled_from([1, 8, 64]))
 def test_a_header_comes_back(given_entries, extra, align):
     data = build_header(given_entries, extra, align)
@@ -56,6 +59,7 @@ def test_a_header_comes_back(given_entries, extra, align):
         at += entry.nbytes
 
 
+@SETTINGS
 @given(entries(), texts)
 def test_the_library_reads_what_we_write(given_entries, extra):
     rng = np.random.default_rng(3)

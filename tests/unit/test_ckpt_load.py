@@ -592,3 +592,87 @@ def test_read_refuses_what_is_not_all_there(tmp_path: Path) -> None:
     for name in ("w", "v"):
         with pytest.raises(CheckpointError, match=f"'{name}'"):
             read(tmp_path, name)
+
+
+# What shares memory.
+
+
+def _aliased() -> dict[str, tuple[dict[str, Any], str]]:
+    one = np.zeros((4, 6), np.float32)
+    stuck = np.lib.stride_tricks.as_strided(one, (4, 6), (24, 0))
+    windows = np.lib.stride_tricks.as_strided(one, (4, 6), (4, 4))
+    flat = one.reshape(-1)
+    pieces = (fc.ArrayPiece(0, 2, flat[0:2]), fc.ArrayPiece(2, 4, flat[1:3]))
+    wide = np.zeros((8, 12), np.float32)
+    return {
+        "the same": ({"x": one, "y": one}, "'x' and 'y' share memory"),
+        "a part": ({"x": wide[:4, :6], "y": wide[3:7, 5:11]}, "'x' and 'y' share memory"),
+        "a transpose": ({"x": wide[:4, :6], "y": wide[:6, :4].T}, "'x' and 'y' share memory"),
+        "pieces": (
+            {"x": fc.ShardedArray((4, 6), np.dtype("f4"), pieces)},
+            "pieces of 'x' share memory",
+        ),
+        "stride 0": ({"x": stuck}, "elements of 'x' share memory"),
+        "windows": ({"x": windows}, "elements of 'x' share memory"),
+    }
+
+
+@pytest.mark.parametrize("which", list(_aliased()))
+def test_targets_that_share_memory_are_refused_before_anything_is_read(
+    tmp_path: Path, which: str
+) -> None:
+    folder = make_checkpoint(tmp_path, {n: array_of(3, (4, 6), np.float32) for n in "xy"})
+    damage(folder / "metadata.json", 5)  # nobody gets as far as that
+
+    def main(backend: fc.Backend) -> None:
+        target, _ = _aliased()[which]
+        if backend.rank == 0:
+            target = {name: np.zeros((4, 6), np.float32) for name in "xy"}
+        load(tmp_path, target, backend, strict=False)
+
+    text = same_error(2, ArgumentError, main)
+    assert _aliased()[which][1] in text
+    assert "Nothing was changed" in text
+    assert "on rank 1" in text
+
+
+def test_columns_tiles_and_reversed_rows_of_one_matrix_may_be_targets(tmp_path: Path) -> None:
+    given = {f"c{n}": array_of(n, (3, 2), np.float32) for n in range(200)}
+    make_checkpoint(tmp_path, given)
+    matrix = np.zeros((6, 220), np.float32)
+    target = {f"c{n}": matrix[::2, 2 * n : 2 * n + 2] for n in range(100)}
+    target |= {f"c{n}": matrix[5::-2, 2 * n - 200 : 2 * n - 198] for n in range(100, 190)}
+    # In other strides than those: all are compared one by one.
+    target |= {f"c{n}": matrix[1:4, 2 * n - 180 : 2 * n - 178] for n in range(190, 200)}
+    on(1, lambda backend: load(tmp_path, target, backend))
+    for name, array in given.items():
+        assert np.array_equal(target[name], array), name
+
+
+def test_tied_parameters_may_share_an_array(tmp_path: Path) -> None:
+    value = array_of(0, (5,), np.float32)
+    names = ["a", "b", "optimizer/exp_avg/a", "optimizer/exp_avg/b"]
+    make_checkpoint(tmp_path, dict.fromkeys(names, value), info=INFO)
+
+    def main(backend: fc.Backend) -> None:
+        own, moment = np.zeros((2, 5), np.float32)
+        engine = Engine(dict(zip(names, (own, own, moment, moment), strict=True)), {"b": "a"})
+        load(tmp_path, engine, backend)
+        assert np.array_equal(own, value)
+        assert np.array_equal(moment, value)
+
+    on(2, main)
+
+
+@pytest.mark.parametrize("rank", [{"generators": 5}, {"generators": None}, 5, [1]])
+def test_generators_that_are_no_mapping_were_not_saved(tmp_path: Path, rank: Any) -> None:
+    make_checkpoint(tmp_path, arrays(), ranks=[rank])
+    mine = {"data": np.random.default_rng(1)}
+    before = states_of(mine)
+
+    def main(backend: fc.Backend) -> None:
+        load(tmp_path, empty_like(arrays()), backend, generators=mine)
+
+    assert "no state was saved of the generators 'data'" in same_error(1, ArgumentError, main)
+    on(1, lambda b: load(tmp_path, empty_like(arrays()), b, generators=mine, strict=False))
+    assert states_of(mine) == before

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from support.ckpt_metadata import assert_sound, described, example, json_values, metadata
 
 from fsdpcore.checkpoint.metadata import MAX_STEP, Metadata, StoredFile, make_metadata
@@ -16,7 +16,11 @@ from fsdpcore.checkpoint.steps import StepName, check_step
 from fsdpcore.checkpoint.strict_json import check_json, decode, encode
 from fsdpcore.errors import ArgumentError, CorruptCheckpointError
 
+# A busy machine is no failure.
+SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
+
+@SETTINGS
 @given(metadata())
 def test_metadata_comes_back(made):
     assert_sound(made)
@@ -28,6 +32,7 @@ def test_metadata_comes_back(made):
     json.loads(data, parse_constant=pytest.fail)
 
 
+@SETTINGS
 @given(json_values)
 def test_values_come_back_type_for_type(value):
     check_json(value, "a value")

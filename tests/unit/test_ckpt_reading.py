@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 import tracemalloc
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.arrays import array_of
-from support.ckpt_make import make_checkpoint
+from support.ckpt_make import commit, make_checkpoint
 
 import fsdpcore as fc
-from fsdpcore.checkpoint import BoxShard, read
+from fsdpcore.checkpoint import BoxShard, read, reading
 from fsdpcore.checkpoint.catalog import Catalog
 from fsdpcore.checkpoint.files import Files, WritableBuffer
 from fsdpcore.checkpoint.load import Loaded, load
@@ -26,7 +27,7 @@ from fsdpcore.checkpoint.local_storage import LocalStorage
 from fsdpcore.checkpoint.metadata import Metadata
 from fsdpcore.checkpoint.reading import FileSet
 from fsdpcore.checkpoint.strided import Strided
-from fsdpcore.errors import CheckpointError, CorruptCheckpointError
+from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError
 
 Array = NDArray[Any]
 MIB = 1 << 20
@@ -303,3 +304,58 @@ def test_clips_have_every_element_of_a_run_once(
     inside = (places * cut.itemsize >= start) & (places * cut.itemsize < stop)
     assert np.array_equal(found, inside)
     assert order == sorted(order)
+
+
+def test_there_are_no_more_threads_than_there_is_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    class Pool(reading.ThreadPoolExecutor):
+        def __init__(self, workers: int, prefix: str) -> None:
+            counts.append(workers)
+            super().__init__(workers, prefix)
+
+    monkeypatch.setattr(reading, "ThreadPoolExecutor", Pool)
+    for bytes_there, expected in ((100, []), (3 * MIB, [3]), (80 * MIB, [64])):
+        folder = tmp_path / str(bytes_there)
+        array = np.arange(bytes_there, dtype=np.uint32).astype(np.uint8)
+        make_checkpoint(folder, {"w": array})
+        counts.clear()
+        assert np.array_equal(read(folder, threads=10**6)["w"], array)
+        assert counts == expected
+
+
+def test_an_array_may_be_called_like_a_pattern(tmp_path: Path) -> None:
+    given_arrays = {name: array_of(n, (5,)) for n, name in enumerate(("*", "w", "b?", "bx"))}
+    make_checkpoint(tmp_path, given_arrays)
+    assert list(read(tmp_path)) == list(given_arrays)
+    assert list(read(tmp_path, None)) == list(given_arrays)
+    assert list(read(tmp_path, "*")) == ["*"]
+    assert list(read(tmp_path, ["b?", "w"])) == ["w", "b?"]
+    assert list(read(tmp_path, "b*")) == ["b?", "bx"]
+
+
+def test_arrays_are_rounded_to_floating_dtypes_only(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, {"w": np.full(3, 1.5), "n": np.arange(3)})
+    for dtype in ("i4", "i8", "?", "c8"):
+        with pytest.raises(ArgumentError, match="rounds floating arrays to, such as float32"):
+            read(tmp_path, dtype=dtype)
+    found = read(tmp_path, dtype="f2")
+    assert (found["w"].dtype, found["n"].dtype) == (np.float16, np.int64)
+    assert found["w"].tolist() == [1.5] * 3
+
+
+@pytest.mark.parametrize("pieces", ["some", "none"])
+def test_a_shape_that_says_more_than_there_is_takes_no_memory(tmp_path: Path, pieces: str) -> None:
+    folder = make_checkpoint(tmp_path, {"w": array_of(0, (5,)), "b": array_of(1, (5,))})
+    told = json.loads((folder / "metadata.json").read_bytes())
+    told["tensors"]["w"][1] = [1 << 40]
+    if pieces == "none":
+        told["tensors"]["huge"] = ["float32", [1 << 40, 2], []]
+        told["tensors"]["w"][1] = [5]
+    commit(folder, told)
+    name = "huge" if pieces == "none" else "w"
+    with pytest.raises(CheckpointError, match=f"not all elements were saved of '{name}'"):
+        read(tmp_path)
+    assert list(read(tmp_path, "b")) == ["b"]
