@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,12 @@ def _no_launcher(monkeypatch, tmp_path):
 
 def children():
     """Processes that this one has started and not let go of, zombies included."""
-    threads = Path("/proc/self/task").glob("*/children")
-    return {child for thread in threads for child in thread.read_text().split()}
+    found: set[str] = set()
+    for thread in Path("/proc/self/task").glob("*/children"):
+        # A thread that has just ended has left its children to another one.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found.update(thread.read_text().split())
+    return found
 
 
 def left():
