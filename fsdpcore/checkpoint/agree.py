@@ -21,6 +21,9 @@ from fsdpcore.errors import (
     in_words,
 )
 
+TIMEOUT = 1800.0
+"""Seconds that ranks wait for one another's disks."""
+
 # The first of these that any rank has is what all raise: a corrupt file counts for more than
 # trouble on the way to it, since load can go on with an older step.
 _KINDS: tuple[type[FsdpcoreError], ...] = (

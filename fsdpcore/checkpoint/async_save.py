@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from fsdpcore.backend import Backend
-from fsdpcore.checkpoint.agree import agree
+from fsdpcore.checkpoint.agree import TIMEOUT, agree
 from fsdpcore.checkpoint.committing import Prepared
 from fsdpcore.checkpoint.describe import Engine
 from fsdpcore.checkpoint.generators import Generators
 from fsdpcore.checkpoint.protocol import Saved
 from fsdpcore.checkpoint.retention import Retention
-from fsdpcore.checkpoint.saver import TIMEOUT, Saver
+from fsdpcore.checkpoint.saver import Saver
 from fsdpcore.checkpoint.shards import State
 from fsdpcore.checkpoint.staging import Staging
 from fsdpcore.checkpoint.storage import StoragePath

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdpcore.backend import Backend
+from fsdpcore.checkpoint.agree import TIMEOUT
 from fsdpcore.checkpoint.describe import Engine
 from fsdpcore.checkpoint.generators import Generators
 from fsdpcore.checkpoint.loading import Loaded as Loaded
@@ -13,9 +14,6 @@ from fsdpcore.checkpoint.shards import State
 from fsdpcore.checkpoint.storage import StoragePath
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_positive
-
-TIMEOUT = 1800.0
-"""Seconds that ranks wait for one another's disks."""
 
 
 def load(

@@ -26,7 +26,6 @@ from fsdpcore.checkpoint.shared_reads import read_all
 from fsdpcore.checkpoint.steps import Skipped, StepName
 from fsdpcore.checkpoint.storage import Storage, StoragePath
 from fsdpcore.checkpoint.targets import (
-    OPTIMIZER,
     Matched,
     checked_patterns,
     chosen,
@@ -37,7 +36,7 @@ from fsdpcore.checkpoint.targets import (
 from fsdpcore.collectives import all_reduce
 from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError
 from fsdpcore.fsdp.checks import as_int
-from fsdpcore.fsdp.state import Progress
+from fsdpcore.fsdp.state import OPTIMIZER_PREFIX, Progress
 
 _UNTOUCHED = "Nothing was changed on any rank"
 _TORN = (
@@ -303,14 +302,14 @@ class Loading:
         tensors = fit.catalog.tensors
         names = [tensors[index].name for index in np.flatnonzero(used == 0).tolist()]
         if not self._request.optimizer:
-            names = [name for name in names if not name.startswith(OPTIMIZER)]
+            names = [name for name in names if not name.startswith(OPTIMIZER_PREFIX)]
         return tuple(chosen(names, self._patterns))
 
     def _check_fit(self, what: str, gaps: _Gaps, found: Shared) -> None:
         """Raise unless nothing is missing, unexpected, uncovered; the same on all ranks."""
         missing, unexpected, uncovered = gaps
         hint = "strict=False loads what fits"
-        if any(name.startswith(OPTIMIZER) for name in (*missing, *unexpected)):
+        if any(name.startswith(OPTIMIZER_PREFIX) for name in (*missing, *unexpected)):
             hint += ", and optimizer=False leaves the optimizer alone"
         if self._engine is not None and not found.metadata.info:
             hint += "; it was not saved from an engine"

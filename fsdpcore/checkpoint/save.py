@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdpcore.backend import Backend
+from fsdpcore.checkpoint.agree import TIMEOUT
 from fsdpcore.checkpoint.describe import Engine
 from fsdpcore.checkpoint.generators import Generators
 from fsdpcore.checkpoint.protocol import Saved
 from fsdpcore.checkpoint.retention import Retention
-from fsdpcore.checkpoint.saver import TIMEOUT, Saver, check_backend, refuse
+from fsdpcore.checkpoint.saver import Saver, check_backend, refuse
 from fsdpcore.checkpoint.shards import State
 from fsdpcore.checkpoint.storage import StoragePath
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.backend import Backend
-from fsdpcore.checkpoint.agree import agree
+from fsdpcore.checkpoint.agree import TIMEOUT, agree
 from fsdpcore.checkpoint.committing import Commit, Prepared
 from fsdpcore.checkpoint.describe import Holding, holding_of, rows_of
 from fsdpcore.checkpoint.generators import Generators, states_of
@@ -34,9 +34,6 @@ from fsdpcore.checkpoint.strict_json import check_json
 from fsdpcore.checkpoint.talk import deal_text, gather_text
 from fsdpcore.errors import ArgumentError, MismatchError, in_words
 from fsdpcore.fsdp.checks import as_positive
-
-TIMEOUT = 1800.0
-"""Seconds that ranks wait for one another's disks."""
 
 _UNWRITTEN = "Nothing was written"
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple, NoReturn
 
 from fsdpcore.checkpoint.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
-from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata
+from fsdpcore.checkpoint.metadata import MAX_STEP, METADATA_NAME, Metadata
 from fsdpcore.checkpoint.storage import Storage, StoragePath, open_storage
 from fsdpcore.errors import (
     ArgumentError,
@@ -25,7 +25,6 @@ from fsdpcore.errors import (
 )
 from fsdpcore.fsdp.checks import as_int
 
-_MAX_STEP = (1 << 62) - 1  # what the metadata can say
 _DIGITS = 8
 # What the system says of something that is no regular file, or is larger than it was.
 _NO_FILE = (errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
@@ -57,7 +56,7 @@ class StepName(NamedTuple):
             return None
         found = cls(int(match[1]), int(match[2] or 0))
         # One name for each: digits without need would make two directories the same step.
-        return found if found.name == name and found.step <= _MAX_STEP else None
+        return found if found.name == name and found.step <= MAX_STEP else None
 
 
 Kind = Literal["unfinished", "damaged", "unreachable"]
@@ -100,7 +99,7 @@ def directories(storage: Storage) -> list[StepName]:
 def check_step(step: object) -> int:
     """Return ``step`` as an int; raise ArgumentError if no checkpoint can have it."""
     number = as_int(step, "step", minimum=0)
-    if number > _MAX_STEP:
+    if number > MAX_STEP:
         raise ArgumentError(f"step must be below 2**62, got {number}")
     return number
 

@@ -15,8 +15,8 @@ from fsdpcore.checkpoint.plan_load import Wanted
 from fsdpcore.checkpoint.shards import Shard, dtype_of, parts_of, shape_of
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import rounds_into
+from fsdpcore.fsdp.state import OPTIMIZER_PREFIX
 
-OPTIMIZER = "optimizer/"
 _SHOWN = 8  # names in a message
 
 
@@ -133,10 +133,10 @@ def is_tied(name: str, ties: Mapping[str, str]) -> bool:
 
 def _split(name: str) -> tuple[str, str]:
     """Return what stands before the name of a parameter, and that."""
-    if not name.startswith(OPTIMIZER):
+    if not name.startswith(OPTIMIZER_PREFIX):
         return "", name
-    state, _, param = name.removeprefix(OPTIMIZER).partition("/")
-    return f"{OPTIMIZER}{state}/", param
+    state, _, param = name.removeprefix(OPTIMIZER_PREFIX).partition("/")
+    return f"{OPTIMIZER_PREFIX}{state}/", param
 
 
 def chosen(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
