@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -23,12 +23,12 @@ from fsdpcore.buffers import (
     Array,
     Bytes,
     byte_view,
-    check_out,
     check_shape,
     dtype_code,
     input_array,
     pack_signature,
 )
+from fsdpcore.device import HOST, Device
 from fsdpcore.errors import (
     ArgumentError,
     ClosedError,
@@ -115,6 +115,28 @@ class Backend(ABC):
     # What collectives keep with a group: see collectives/call.py.
     link: Link | None = None
 
+    # Which arrays they move: NumPy's. Those of ``device`` are moved by ``on_device``.
+    moves: Device = HOST
+
+    @property
+    def device(self) -> Device:
+        """Where arrays are best: the host, or this rank's GPU."""
+        return self.root.device
+
+    @functools.cached_property
+    def on_device(self) -> Backend:
+        """The same ranks as a group that moves arrays of ``device``; collectives find it."""
+        from fsdpcore.collectives.on_device import DeviceGroup
+
+        made = DeviceGroup(self)
+        self.root.recorder.add_group(made)
+        return made
+
+    def mover(self, array: object) -> Backend:
+        """Return the group whose collectives move such an array; for others, this one."""
+        device = self.root.device
+        return self.on_device if not device.on_host and device.owns(array) else self
+
     @functools.cached_property
     def calls(self) -> dict[Any, Call]:
         """The kinds of collective calls that this group has seen."""
@@ -123,7 +145,9 @@ class Backend(ABC):
     @functools.cached_property
     def own_algorithms(self) -> Mapping[str, Mapping[str, Algorithm]]:
         """What the transport offers for this group's collectives beyond the general algorithms."""
-        return self.root.algorithms(self)
+        if self.moves.on_host:
+            return self.root.algorithms(self)
+        return self.root.device_algorithms(self)
 
     # What differs between a whole job and a group of it.
 
@@ -205,7 +229,7 @@ class Backend(ABC):
         return self._irecv(out, src, tag)
 
     def _isend(self, array: ArrayLike, dst: int, tag: int) -> MessageWork:
-        source = input_array(array)
+        source = input_array(self._on_host(array))
         self._check_peer(dst, "send to")
         envelope = Envelope(
             self.channel, check_tag(tag), pack_signature(source.dtype, source.shape)
@@ -214,16 +238,19 @@ class Backend(ABC):
         return self._post(self.post_send, byte_view(source), dst, envelope, message, None)
 
     def _irecv(self, out: Array, src: int, tag: int) -> MessageWork:
-        check_out(out, np.shape(out), getattr(out, "dtype", np.dtype(object)))
+        device = self.device if self.device.owns(out) else HOST
+        shape = tuple(getattr(out, "shape", ()))
+        device.check_out(out, shape, getattr(out, "dtype", np.dtype(object)))
         dtype_code(out.dtype)
         self._check_peer(src, "receive from")
-        staging = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        direct = device.on_host and out.flags.c_contiguous
+        staging = out if direct else np.empty(out.shape, out.dtype)
         envelope = Envelope(self.channel, check_tag(tag), pack_signature(out.dtype, out.shape))
         message = Message("recv", out.dtype, out.shape, out.nbytes, self.ranks[src], tag)
 
         def deliver() -> Array:
             if staging is not out:
-                np.copyto(out, staging)
+                device.write(out, staging)
             return out
 
         return self._post(self.post_recv, byte_view(staging), src, envelope, message, deliver)
@@ -251,6 +278,14 @@ class Backend(ABC):
 
     def _check_open(self) -> None:
         self.root.check_usable()
+
+    def _on_host(self, array: ArrayLike) -> ArrayLike:
+        """Return the values of an array of the device as one of the host, others as they are.
+
+        Messages have tags and may be received in any order, which a GPU's way of sending has not.
+        """
+        owned = not self.device.on_host and self.device.owns(array)
+        return self.device.to_host(cast(Array, array)) if owned else array
 
     def _limit(self, timeout: float | None) -> float:
         return Deadline(self.timeout if timeout is None else timeout).seconds
@@ -349,10 +384,12 @@ class Backend(ABC):
             mine[:] = 1, check_int64(color, "split(): color (None for no group)"), 0
         mine[2] = check_int64(key, "split(): key")
         every = all_gather(mine, self, timeout=timeout, label="split").reshape(-1, 3).tolist()
-        if color is None:
-            return None
-        alike = [rank for rank, (member, c, _) in enumerate(every) if member and c == mine[1]]
-        return self.sub(sorted(alike, key=lambda rank: (every[rank][2], rank)))
+        made = None
+        if color is not None:
+            alike = [rank for rank, (member, c, _) in enumerate(every) if member and c == mine[1]]
+            made = self.sub(sorted(alike, key=lambda rank: (every[rank][2], rank)))
+        self.root.was_split(self, made)
+        return made
 
     def turn(self) -> int:
         """Take the next sequence number for a blocking collective; 0 if others are queued.
@@ -418,6 +455,8 @@ class Backend(ABC):
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         """Return an uninitialised array in the memory that this transport moves fastest.
 
+        On a GPU that is any array of ``device``. On the host:
+
         Where ranks of one host share memory, that is memory which the others read in place:
         collectives whose input and ``out`` are such arrays, or views of them, copy less. It is used
         again when the last array on it has gone,
@@ -430,6 +469,8 @@ class Backend(ABC):
         dtype_code(dtype)
         sizes = check_shape(shape, np.dtype(dtype), "empty()")
         root = self.root
+        if not self.device.on_host:
+            return self.device.empty(sizes, dtype)
         # Once a call has failed, others may still write to arrays that they were lent.
         if root.memory is None or root.world_size == 1 or root.failure is not None:
             return np.empty(sizes, dtype)
@@ -507,6 +548,8 @@ class SubBackend(Backend):
     def close(self) -> None:
         """Let the group's asynchronous operations end. The job's backend stays open."""
         self.closed = True
+        if "on_device" in vars(self):
+            self.on_device.close()
         if self.executor is not None:
             self._root.end_executor(self.executor)
         # Another thread may be in a collective; if it does not end, the memory goes with the group.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from fsdpcore import deadlock
 from fsdpcore.backend import Backend, Capabilities
 from fsdpcore.buffers import Array, Bytes
+from fsdpcore.device import HOST, Device, Ticket
 from fsdpcore.errors import ClosedError, CommunicationError, MismatchError, PeerFailedError
 from fsdpcore.policy import Policy
 from fsdpcore.recorder import Recorder
@@ -29,6 +30,7 @@ from fsdpcore.work import OrderedExecutor, fresh
 if TYPE_CHECKING:
     from fsdpcore.collectives.algorithms import Algorithm
     from fsdpcore.collectives.area import Area
+    from fsdpcore.collectives.call import Call
     from fsdpcore.config import Config
     from fsdpcore.environment import Place
 
@@ -130,6 +132,7 @@ class Transport(Backend):
             way to.
         options: a frozen dataclass with the options of this transport's URLs and their defaults;
             fields of type int, float, bool and str can be given as text.
+        device: where this rank's arrays are best, and whose arrays it moves beside NumPy's.
         policy: how ``algorithm="auto"`` is decided; ``config.policy``, which ``threads`` and
             ``join`` pass on.
         warned: that ranks of a host cannot share memory has been logged.
@@ -141,6 +144,7 @@ class Transport(Backend):
     options: ClassVar[type[Any]]
     transport_capabilities: Capabilities
     memory: MemorySharing | None = None
+    device: Device = HOST
     warned: bool = False
 
     def __init__(
@@ -230,6 +234,39 @@ class Transport(Backend):
         than the link that they are given.
         """
         return {}
+
+    def device_algorithms(self, group: Backend) -> Mapping[str, Mapping[str, Algorithm]]:
+        """Do as ``algorithms`` for arrays of ``device``, which the general ones do not move.
+
+        Their functions enqueue what they do where the calling thread does, and do not wait for it.
+        The link is for arrays of the host. The first one of a collective that supports a call is
+        what ``auto`` takes.
+        """
+        return {}
+
+    def enqueued(
+        self,
+        group: Backend,
+        call: Call,
+        sequence: int,
+        limit: float,
+        ticket: Ticket | None,
+        held: object,
+    ) -> None:
+        """Take note of a collective that was enqueued.
+
+        Args:
+            group, call, sequence: which.
+            limit: seconds within which it must end.
+            ticket: of the background; None where it was enqueued with everything else.
+            held: with a ticket, what keeps its arrays, to be kept until it is done.
+        """
+
+    def was_split(self, group: Backend, made: Backend | None) -> None:
+        """Take note of a ``split``, which all ranks of ``group`` called, and what it made here."""
+
+    def group_closed(self, group: Backend) -> None:
+        """Free what there is of a group that moves arrays of ``device``; not of the whole job."""
 
     def departed(self, rank: int) -> bool:
         """Whether a rank has closed its backend; for those who wait by looking at memory."""

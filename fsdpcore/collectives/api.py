@@ -82,13 +82,13 @@ def all_reduce(
     Returns:
         Array of the input's shape and dtype, the same bits on every rank.
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     call = remembered(backend, _all_reduce, source.dtype, source.shape, op, algorithm, label)
     if call.lane is not None and timeout is None and not async_op:
         result = call.lane(source, out)
         if result is not None:
             return result
-    output, reduction = Output(out, call.out_shape, source.dtype), call.reduction
+    output, reduction = Output(out, call.out_shape, source.dtype, backend.moves), call.reduction
     assert reduction is not None
 
     def body(link: Link) -> Array:
@@ -143,7 +143,7 @@ def reduce_scatter(
     Returns:
         Array of shape ``(rows of this rank, *array.shape[1:])``.
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     call = remembered(
         backend,
         reduce_scatter_call,
@@ -170,7 +170,7 @@ def start_reduce_scatter(
         result = call.lane(source, out)
         if result is not None:
             return result
-    output = Output(out, call.out_shape, source.dtype)
+    output = Output(out, call.out_shape, source.dtype, backend.moves)
 
     def body(link: Link) -> Array:
         bounds, me = call.bounds, link.rank
@@ -227,13 +227,13 @@ def all_gather(
         Array of shape ``(world_size * array.shape[0], *array.shape[1:])``; 0-d arrays join to one
         of shape ``(world_size,)``.
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     call = remembered(backend, all_gather_call, source.dtype, source.shape, algorithm, label)
     if call.lane is not None and timeout is None and not async_op:
         result = call.lane(source, out)
         if result is not None:
             return result
-    output = Output(out, call.out_shape, source.dtype)
+    output = Output(out, call.out_shape, source.dtype, backend.moves)
 
     def body(link: Link) -> Array:
         bounds, me = call.bounds, link.rank
@@ -285,15 +285,13 @@ def all_to_all(
     Returns:
         Array of shape ``(world_size * rows of this rank's part, *array.shape[1:])``.
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     call = remembered(backend, _all_to_all, source.dtype, source.shape, algorithm)
-    output = Output(out, call.out_shape, source.dtype)
+    output = Output(out, call.out_shape, source.dtype, backend.moves)
     arriving = bounds_of([output.flat.size // backend.world_size] * backend.world_size)
 
     def body(link: Link) -> Array:
-        flat = source.reshape(-1)
-        if np.may_share_memory(flat, output.flat):
-            flat = flat.copy()
+        flat = output.beside(source.reshape(-1))
         call.choice.function(link, flat, call.bounds, output.flat, arriving)
         return output.deliver()
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array, dtype_code, input_array
-from fsdpcore.collectives import area, levels, shared
+from fsdpcore.buffers import Array, dtype_code
+from fsdpcore.collectives import area, levels, on_device, shared
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.lane import Lane, lane_for
 from fsdpcore.collectives.link import Link
@@ -54,6 +54,7 @@ class Call:
         choice: the algorithm, chosen when the first such call runs.
         lane: a shorter way for blocking calls with the default deadline, if there is one.
         chooses_late: there is no ``choice``: the body takes ``link.choose(size)``, or needs none.
+        agreed: the ranks have agreed on such a call, and need not do so again before the next.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Call:
         self.out_shape = out_shape
         self.choice = _UNCHOSEN
         self.lane: Lane | None = None
+        self.agreed = False
         self.chooses_late = size is None
         self._backend = weakref.ref(backend)
         if collective:
@@ -116,7 +118,12 @@ class Call:
         Whether a group has shared memory is known only once its first collective runs.
         """
         memory = backend.root.memory
-        open_yet = backend.link is None and memory is not None and memory.available
+        open_yet = (
+            backend.link is None
+            and backend.moves.on_host
+            and memory is not None
+            and memory.available
+        )
         if self.fingerprint.algorithm != shared.NAME or not open_yet:
             self.choose(self.size)
 
@@ -170,18 +177,22 @@ def call_for(
     )
 
 
-def operand(array: ArrayLike, backend: Backend) -> Array:
-    """Return the first argument of a collective as an array, C-contiguous; check the second.
+def operand(array: ArrayLike, backend: Backend) -> tuple[Array, Backend]:
+    """Check the first arguments of a collective.
 
     Whether arrays of its dtype travel is for ``call_for`` to check.
+
+    Returns:
+        The array, C-contiguous, and the group that moves such arrays.
 
     Raises:
         ArgumentError: one of them is not what it should be.
     """
     if type(array) is np.ndarray and array.flags.c_contiguous and hasattr(backend, "calls"):
-        return array
+        return array, backend
     check_backend(backend)
-    return input_array(array)
+    backend = backend.mover(array)
+    return backend.moves.operand(array), backend
 
 
 def remembered(backend: Backend, make: Callable[..., Call], *key: Any) -> Call:
@@ -234,6 +245,8 @@ def run(
         CommunicationError: also breaks the backend, since ranks may now be at different places.
     """
     limit = backend.root.default_timeout if timeout is None else Deadline(timeout).seconds
+    if not backend.moves.on_host:
+        return on_device.run(_perform, backend, call, body, limit, async_op=async_op)
     if not async_op:
         with backend.issue_lock:
             before = backend.issued
@@ -262,8 +275,10 @@ def _perform(
         choice = call.choice
         if choice is _UNCHOSEN:
             choice = _settle(backend, link, call)
-        if not choice.agrees:
+        if not (choice.agrees or call.agreed):
             link.rows = link.agree()
+            # Among GPUs the host does not wait for the others at every call: see ``on_device``.
+            call.agreed = not (backend.moves.on_host or call.ragged or call.chooses_late)
         result = body(link)
     except BaseException as error:
         link.broke(entry, error)
@@ -282,12 +297,15 @@ def _settle(backend: Backend, link: Link, call: Call) -> Choice:
         call.choice = call.choose(call.size)
         link.staged = call.choice.staged
         call.record.algorithm = call.choice.name
-        call.lane = lane_for(backend, call)
+        call.lane = lane_for(backend, call) if backend.moves.on_host else None
     return call.choice
 
 
 def _first(backend: Backend, link: Link) -> None:
     """Find out, in a group's first collective, whether its ranks share memory."""
+    if not backend.moves.on_host:
+        backend.link = link
+        return
     link.area = area.establish(link, backend)
     if link.area is not None:
         backend.root.areas.add(link.area)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.buffers import Array, check_out
+from fsdpcore.buffers import Array
+from fsdpcore.device import HOST, Device
 
 
 class Output:
@@ -17,16 +18,23 @@ class Output:
         flat: flat contiguous memory to communicate into; the result's own where that is contiguous.
     """
 
-    __slots__ = ("_given", "_result", "_staged", "flat")
+    __slots__ = ("_device", "_given", "_result", "_staged", "flat")
 
-    def __init__(self, out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        out: Array | None,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        device: Device = HOST,
+    ) -> None:
         self._given = out
+        self._device = device
         self._result = result = (
-            np.empty(shape, dtype) if out is None else check_out(out, shape, dtype)
+            device.empty(shape, dtype) if out is None else device.check_out(out, shape, dtype)
         )
         self._staged = not result.flags.c_contiguous
         if self._staged:
-            self.flat = np.empty(result.size, dtype)
+            self.flat = device.empty(result.size, dtype)
         else:
             self.flat = result if result.ndim == 1 else result.reshape(-1)
 
@@ -45,7 +53,11 @@ class Output:
         """Return ``source``, or a copy of it if it overlaps the result; see ``apart``."""
         if self._given is None:
             return source
-        return apart(source, self.flat, place, source[low:high])
+        return apart(source, self.flat, place, source[low:high], self._device)
+
+    def beside(self, source: Array) -> Array:
+        """Return flat ``source``, or a copy of it if it overlaps the result at all."""
+        return source.copy() if self._device.overlap(source, self.flat) else source
 
     def deliver(self) -> Array:
         """Return the result array, filled."""
@@ -54,15 +66,21 @@ class Output:
         return self._result
 
 
-def apart(source: Array, out: Array, place: Array, part: Array | None = None) -> Array:
+def apart(
+    source: Array,
+    out: Array,
+    place: Array,
+    part: Array | None = None,
+    device: Device = HOST,
+) -> Array:
     """Return flat ``source``, or a copy of it if it overlaps flat ``out``.
 
     An algorithm may write to ``out`` before it has read all of ``source``. The one overlap that
     all of them allow is ``part``, all of ``source`` or a piece of it, being exactly ``place``, a
     piece of ``out``: a rank's own chunk in place.
     """
-    if source is place or not np.may_share_memory(source, out):
+    if source is place or not device.overlap(source, out):
         return source
     part = source if part is None else part
-    in_place = part.ctypes.data == place.ctypes.data and part.nbytes == place.nbytes
+    in_place = device.address(part) == device.address(place) and part.nbytes == place.nbytes
     return source if in_place else source.copy()

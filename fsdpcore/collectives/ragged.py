@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fsdpcore.backend import Backend, check_rank
-from fsdpcore.buffers import Array, bounds_of, check_out, row_size
+from fsdpcore.buffers import Array, bounds_of, row_size
 from fsdpcore.collectives import direct, tree
 from fsdpcore.collectives.api import reduce_scatter_call, start_reduce_scatter
 from fsdpcore.collectives.call import Call, call_for, check_backend, operand, remembered, run
 from fsdpcore.collectives.link import Link
 from fsdpcore.collectives.output import Output
-from fsdpcore.collectives.rooted import scatter_chunks, tell_what_is_scattered
+from fsdpcore.collectives.rooted import mover_of_root, scatter_chunks, tell_what_is_scattered
+from fsdpcore.device import Device
 from fsdpcore.errors import ArgumentError, MismatchError
 from fsdpcore.reduce_ops import ReduceOp
 
@@ -45,14 +46,14 @@ def all_gather_v(
     Returns:
         Array of shape ``(rows of all ranks, *array.shape[1:])``.
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     call = remembered(
         backend, _gather_v, "all_gather", source.dtype, source.shape, -1, algorithm, label
     )
-    _check_rows_out(out, source)
+    _check_rows_out(out, source, backend.moves)
 
     def body(link: Link) -> Array:
-        output, bounds, place = _joined(link, source, out)
+        output, bounds, place = _joined(link, source, out, backend.moves)
         flat = output.separate(source.reshape(-1), 0, source.size, place)
         link.choose(output.flat.nbytes)(link, flat, output.flat, bounds)
         return output.deliver()
@@ -78,17 +79,17 @@ def gather_v(
         On the root an array as from ``all_gather_v``, None on the others (whose ``out`` is
         ignored).
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     root = check_rank(root, backend.world_size, "gather_v: root")
     call = remembered(backend, _gather_v, "gather", source.dtype, source.shape, root, algorithm, "")
     if backend.rank == call.root:
-        _check_rows_out(out, source)
+        _check_rows_out(out, source, backend.moves)
 
     def body(link: Link) -> Array | None:
         flat, target, output = source.reshape(-1), None, None
         bounds = bounds_of(link.rows, row_size(source.shape))
         if link.rank == call.root:
-            output, _, place = _joined(link, source, out)
+            output, _, place = _joined(link, source, out, backend.moves)
             flat, target = output.separate(flat, 0, flat.size, place), output.flat
         function = link.choose(bounds[-1] * source.dtype.itemsize)
         function(link, flat, target, bounds, call.root)
@@ -120,9 +121,11 @@ def _gather_v(
     )
 
 
-def _joined(link: Link, source: Array, out: Array | None) -> tuple[Output, list[int], Array]:
+def _joined(
+    link: Link, source: Array, out: Array | None, device: Device
+) -> tuple[Output, list[int], Array]:
     """The result of joining all ranks' rows, where they begin in it, and the place of this rank."""
-    output = Output(out, (sum(link.rows), *source.shape[1:]), source.dtype)
+    output = Output(out, (sum(link.rows), *source.shape[1:]), source.dtype, device)
     bounds = bounds_of(link.rows, row_size(source.shape))
     return output, bounds, output.flat[bounds[link.rank] : bounds[link.rank + 1]]
 
@@ -153,6 +156,7 @@ def scatter_v(
     """
     check_backend(backend)
     root = check_rank(root, backend.world_size, "scatter_v: root")
+    backend = mover_of_root(array, backend, root)
     call = remembered(backend, _scatter_v, root, algorithm)
     source, sizes = None, [0] * backend.world_size
     if backend.rank == call.root:
@@ -160,7 +164,7 @@ def scatter_v(
             raise ArgumentError(
                 f"scatter_v: rank {call.root} is the root and has to pass the array and the counts"
             )
-        source = operand(array, backend)
+        source, _ = operand(array, backend)
         _check_rows(source.shape, "scatter_v")
         sizes = _check_counts(counts, backend, source.shape[0], "scatter_v: counts")
 
@@ -168,7 +172,14 @@ def scatter_v(
         dtype, shape = tell_what_is_scattered(link, source, call.root)
         told = np.array(sizes, np.int64)
         tree.broadcast(link, told, call.root)
-        return scatter_chunks(link, call, source, told.tolist(), out, dtype, shape)
+        return scatter_chunks(
+            link,
+            call,
+            source,
+            told.tolist(),
+            Output(out, (told[link.rank], *shape[1:]), dtype, backend.moves),
+            shape,
+        )
 
     return run(backend, call, body, timeout=timeout, async_op=async_op)
 
@@ -200,7 +211,7 @@ def reduce_scatter_v(
     Returns:
         Array of shape ``(counts[rank], *array.shape[1:])``.
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     _check_rows(source.shape, "reduce_scatter_v")
     sizes = tuple(_check_counts(counts, backend, source.shape[0], "reduce_scatter_v: counts"))
     call = remembered(
@@ -240,7 +251,7 @@ def all_to_all_v(
     Returns:
         Array of shape ``(rows that arrived, *array.shape[1:])``.
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     call = remembered(backend, _all_to_all_v, source.dtype, source.shape, algorithm)
     sending = _check_counts(send_counts, backend, source.shape[0], "all_to_all_v: send_counts")
     expected = None
@@ -255,10 +266,8 @@ def all_to_all_v(
                 f"(recv_counts), but the ranks send {receiving}"
             )
         row = row_size(source.shape)
-        output = Output(out, (sum(receiving), *source.shape[1:]), source.dtype)
-        flat = source.reshape(-1)
-        if np.may_share_memory(flat, output.flat):
-            flat = flat.copy()
+        output = Output(out, (sum(receiving), *source.shape[1:]), source.dtype, backend.moves)
+        flat = output.beside(source.reshape(-1))
         send_bounds, bounds = bounds_of(sending, row), bounds_of(receiving, row)
         link.choose(_UNKNOWN)(link, flat, send_bounds, output.flat, bounds)
         return output.deliver()
@@ -287,10 +296,11 @@ def _check_rows(shape: tuple[int, ...], operation: str) -> None:
         raise ArgumentError(f"{operation} works on rows (axis 0), which a 0-d array does not have")
 
 
-def _check_rows_out(out: Array | None, source: Array) -> None:
+def _check_rows_out(out: Array | None, source: Array, device: Device) -> None:
     """Check all of ``out`` but the number of rows, which is not known yet."""
     if out is not None:
-        check_out(out, (np.shape(out)[:1] or (0,)) + source.shape[1:], source.dtype)
+        rows = tuple(getattr(out, "shape", ()))[:1] or (0,)
+        device.check_out(out, rows + source.shape[1:], source.dtype)
 
 
 def _check_counts(

@@ -44,14 +44,14 @@ def broadcast(
     Returns:
         Array of that shape. The input itself changes only where it is passed as ``out`` too.
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     root = check_rank(root, backend.world_size, "broadcast: root")
     call = remembered(backend, _broadcast, source.dtype, source.shape, root, algorithm)
     if call.lane is not None and timeout is None and not async_op:
         result = call.lane(source, out)
         if result is not None:
             return result
-    output = Output(out, source.shape, source.dtype)
+    output = Output(out, source.shape, source.dtype, backend.moves)
 
     def body(link: Link) -> Array:
         if link.rank == call.root:
@@ -98,10 +98,14 @@ def reduce(
     Returns:
         Array of the input's shape on the root, None on the others (whose ``out`` is ignored).
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     root = check_rank(root, backend.world_size, "reduce: root")
     call = remembered(backend, _reduce, source.dtype, source.shape, root, op, algorithm)
-    output = Output(out, source.shape, source.dtype) if backend.rank == call.root else None
+    output = (
+        Output(out, source.shape, source.dtype, backend.moves)
+        if backend.rank == call.root
+        else None
+    )
 
     def body(link: Link) -> Array | None:
         flat = source.reshape(-1)
@@ -149,7 +153,7 @@ def gather(
     Returns:
         On the root an array as from ``all_gather``, None on the others (whose ``out`` is ignored).
     """
-    source = operand(array, backend)
+    source, backend = operand(array, backend)
     root = check_rank(root, backend.world_size, "gather: root")
     call = remembered(
         backend,
@@ -161,7 +165,9 @@ def gather(
         "gather",
         root,
     )
-    output = Output(out, call.out_shape, source.dtype) if backend.rank == root else None
+    output = (
+        Output(out, call.out_shape, source.dtype, backend.moves) if backend.rank == root else None
+    )
 
     def body(link: Link) -> Array | None:
         flat, bounds = source.reshape(-1), call.bounds
@@ -193,24 +199,37 @@ def scatter(
     """
     check_backend(backend)
     root = check_rank(root, backend.world_size, "scatter: root")
+    backend = mover_of_root(array, backend, root)
     call = remembered(backend, _scatter, root, algorithm)
     source = None
     if backend.rank == call.root:
         if array is None:
             raise ArgumentError(f"scatter: rank {call.root} is the root and has to pass the array")
-        source = operand(array, backend)
+        source, _ = operand(array, backend)
         check_splittable(source.shape, "scatter")
 
     def body(link: Link) -> Array:
         dtype, shape = tell_what_is_scattered(link, source, call.root)
         counts = split_sizes(shape[0], link.size)
-        return scatter_chunks(link, call, source, counts, out, dtype, shape)
+        output = Output(out, (counts[link.rank], *shape[1:]), dtype, backend.moves)
+        return scatter_chunks(link, call, source, counts, output, shape)
 
     return run(backend, call, body, timeout=timeout, async_op=async_op)
 
 
 def _scatter(backend: Backend, root: int, algorithm: str) -> Call:
     return call_for(backend, "scatter", "scatter", size=None, root=root, algorithm=algorithm)
+
+
+def mover_of_root(array: ArrayLike | None, backend: Backend, root: int) -> Backend:
+    """Return the group that moves what the root scatters, which the root alone knows.
+
+    A broadcast, where there is more than one kind of arrays. Blocks.
+    """
+    if backend.root.device.on_host:
+        return backend
+    elsewhere = np.array([array is not None and not backend.mover(array).moves.on_host])
+    return backend.on_device if broadcast(elsewhere, backend, root=root)[0] else backend
 
 
 def tell_what_is_scattered(
@@ -230,18 +249,16 @@ def scatter_chunks(
     call: Call,
     source: Array | None,
     counts: Sequence[int],
-    out: Array | None,
-    dtype: np.dtype[Any],
+    output: Output,
     shape: Shape,
 ) -> Array:
     """Bring the root's rows to the ranks, ``counts[r]`` of them to rank r."""
-    root, me = call.root, link.rank
+    root = call.root
     bounds = bounds_of(counts, row_size(shape))
-    output = Output(out, (counts[me], *shape[1:]), dtype)
     flat = None
     if source is not None:
         flat = source.reshape(-1)
         flat = output.separate(flat, bounds[root], bounds[root + 1], output.flat)
-    function = link.choose(bounds[-1] * dtype.itemsize)
+    function = link.choose(bounds[-1] * output.flat.itemsize)
     function(link, flat, output.flat, bounds, root)
     return output.deliver()

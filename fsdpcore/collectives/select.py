@@ -17,6 +17,9 @@ may name any algorithm; otherwise ``ring``, which is not canonical, has to be as
 
 The choice depends on values only that are equal on all ranks: the call, the bytes, the group, the
 transport, and the job's ``Policy``, whose digest the ranks compare.
+
+Arrays of a GPU are moved by the transport's own algorithms alone. Of these the first one is taken
+that can be used, after the overrides.
 """
 
 from __future__ import annotations
@@ -76,13 +79,15 @@ def choose(
     """
     # Once: the group's thread may find more of them at any time, with the first collective.
     own = backend.own_algorithms.get(collective, {})
-    known = {**ALGORITHMS[collective], **own}
+    known = _known(collective, backend, own)
     lender = None
     if algorithm == "auto":
         usable = _usable(known, backend, dtype, op)
         algorithm = _overridden(collective, nbytes, backend, usable) or ""
         if not algorithm:
             allowed = _allowed(usable, own)
+            if not backend.moves.on_host:
+                return _choice(collective, next(iter(allowed)), known)
             algorithm = _measured(collective, nbytes, backend, allowed) or _cheapest(
                 allowed, nbytes, backend
             )
@@ -115,8 +120,13 @@ def candidates(
 ) -> dict[str, Algorithm]:
     """Return what ``auto`` may choose from, without an override."""
     own = backend.own_algorithms.get(collective, {})
-    known = {**ALGORITHMS[collective], **own}
+    known = _known(collective, backend, own)
     return _allowed(_usable(known, backend, dtype, op), own)
+
+
+def _known(collective: str, backend: Backend, own: Mapping[str, Algorithm]) -> Algorithms:
+    """All algorithms of a collective: the general ones move arrays of the host only."""
+    return {**(ALGORITHMS[collective] if backend.moves.on_host else {}), **own}
 
 
 def _allowed(usable: Algorithms, own: Mapping[str, Algorithm]) -> Algorithms:

@@ -1,0 +1,102 @@
+"""Collectives of a GPU's arrays: enqueued, not waited for.
+
+They go through the same checks as those of the host's arrays, with algorithms of the transport's
+own. A blocking one is *ordered by the stream*: it is enqueued where the caller enqueues, and what
+the caller enqueues next sees its result, while the host goes on. So the host does not wait for the
+other ranks either: they agree on a kind of call when it is seen first, and the transport compares
+later ones behind the caller's back. It watches the deadline, too; the next call raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fsdpcore.backend import Backend, SubBackend
+from fsdpcore.device import Device, Ticket
+from fsdpcore.errors import ClosedError, CommTimeoutError
+from fsdpcore.members import channel_of
+from fsdpcore.work import Deadline, Work, fresh
+
+if TYPE_CHECKING:
+    from fsdpcore.collectives.call import Body, Call
+
+
+class DeviceGroup(SubBackend):
+    """The ranks of a group as one that moves arrays of the device; see ``Backend.on_device``.
+
+    Its collectives have an order and numbers of their own.
+    """
+
+    def __init__(self, group: Backend) -> None:
+        everyone = tuple(range(group.world_size))
+        super().__init__(group, everyone, channel_of(group.channel, everyone, 0, "on device"))
+        self.group = group.group._replace(channel=self.channel)
+        self.moves: Device = group.root.device
+
+    def mover(self, array: object) -> Backend:
+        return self
+
+    def close(self) -> None:
+        super().close()
+        self.root.group_closed(self)
+
+
+class DeviceWork(Work):
+    """A collective in the background of a device."""
+
+    def __init__(self, backend: Backend, text: str, ticket: Ticket, value: Any) -> None:
+        self._root = backend.root
+        self._text = text
+        self._ticket = ticket
+        self._value = value
+
+    def done(self) -> bool:
+        return self._ticket.done() or self._root.failure is not None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Have what this thread enqueues from now on see the result, and return it.
+
+        The host waits only if a ``timeout`` is given.
+        """
+        if timeout is not None and not self._ticket.block(Deadline(timeout).seconds):
+            self._check()
+            raise CommTimeoutError(f"{self._text} is not finished after waiting {timeout} s")
+        self._check()
+        self._ticket.join()
+        return self._value
+
+    def _check(self) -> None:
+        failure = self._root.failure
+        if failure is not None and not isinstance(
+            failure, ClosedError
+        ):  # before that all has ended
+            raise fresh(failure)
+
+
+def run(
+    perform: Callable[[Backend, Call, Body, float, int, bool], Any],
+    backend: Backend,
+    call: Call,
+    body: Body,
+    limit: float,
+    *,
+    async_op: bool,
+) -> Any:
+    """Enqueue one collective by ``perform``; see ``call.run``."""
+    root, device = backend.root, backend.moves
+    with backend.issue_lock:
+        before = backend.issued
+        try:
+            sequence = backend.turn()
+            if not async_op:
+                value = perform(backend, call, body, limit, sequence, False)
+                root.enqueued(backend, call, sequence, limit, None, None)
+                return value
+            with device.background() as ticket:
+                value = perform(backend, call, body, limit, sequence, False)
+            root.enqueued(backend, call, sequence, limit, ticket, body)
+        except BaseException as error:
+            backend.left(before, call.operation, error)
+            raise
+    return DeviceWork(backend, f"{call.operation} #{sequence}", ticket, value)
