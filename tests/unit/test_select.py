@@ -15,6 +15,7 @@ from fsdpcore.collectives import select, star
 from fsdpcore.collectives.algorithms import ALGORITHMS, Algorithm, Terms
 from fsdpcore.collectives.overrides import parse
 from fsdpcore.collectives.select import candidates, choose
+from fsdpcore.device import HOST
 from fsdpcore.errors import ArgumentError
 from fsdpcore.policy import Costs, Measured, Policy, Ranges, Tuning
 
@@ -43,6 +44,7 @@ def _backend(
         rank=rank,
         capabilities=capabilities,
         own_algorithms=own or {},
+        moves=HOST,
         hosts=[member * hosts // world_size for member in range(world_size)],
         root=SimpleNamespace(policy=policy or Policy()),
     )
