@@ -15,6 +15,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fsdpcore import deadlock
@@ -261,6 +262,10 @@ class Transport(Backend):
             ticket: of the background; None where it was enqueued with everything else.
             held: with a ticket, what keeps its arrays, to be kept until it is done.
         """
+
+    def device_group(self) -> AbstractContextManager[None]:
+        """Have what algorithms that are not canonical enqueue in the block begin at its end."""
+        return contextlib.nullcontext()
 
     def was_split(self, group: Backend, made: Backend | None) -> None:
         """Take note of a ``split``, which all ranks of ``group`` called, and what it made here."""

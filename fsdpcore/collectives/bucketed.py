@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array, check_out, input_array
+from fsdpcore.buffers import Array, dtype_code
 from fsdpcore.collectives.api import all_reduce
-from fsdpcore.collectives.call import check_backend
+from fsdpcore.collectives.call import check_backend, operand
 from fsdpcore.collectives.select import choose
+from fsdpcore.device import Device
 from fsdpcore.errors import ArgumentError
 from fsdpcore.reduce_ops import ReduceOp, Reduction
 from fsdpcore.work import Deadline, Work
@@ -63,11 +64,13 @@ def all_reduce_many(
         The errors of ``all_reduce``; ``ArgumentError`` before anything was sent.
     """
     check_backend(backend)
-    sources = [input_array(array) for array in _listed(arrays, "arrays")]
-    for source in sources:
+    operands = [operand(array, backend) for array in _listed(arrays, "arrays")]
+    sources = [source for source, _ in operands]
+    for source, group in operands:
+        dtype_code(source.dtype)
         name = Reduction.of(op, source.dtype).name
-        choose("all_reduce", algorithm, source.nbytes, backend, source.dtype, name)
-    results = _outputs(sources, out)
+        choose("all_reduce", algorithm, source.nbytes, group, source.dtype, name)
+    results = _outputs([(source, group.moves) for source, group in operands], out)
     deadline = Deadline(backend.timeout if timeout is None else timeout)
     options: dict[str, Any] = {"op": op, "algorithm": algorithm, "async_op": True}
     flying: deque[tuple[_Bucket, Work]] = deque()
@@ -143,14 +146,15 @@ class _Bucket:
 def plan(sources: Sequence[Array], bucket_bytes: int) -> list[_Bucket]:
     """Divide arrays into buckets, in the order in which these are full."""
     done: list[_Bucket] = []
-    filling: dict[np.dtype[Any], _Bucket] = {}
+    filling: dict[tuple[type, np.dtype[Any]], _Bucket] = {}
     for index, source in enumerate(sources):
-        bucket = filling.get(source.dtype)
+        kind = (type(source), source.dtype)  # NumPy's arrays apart from those of a GPU
+        bucket = filling.get(kind)
         if bucket is not None and bucket.nbytes + source.nbytes > bucket_bytes:
-            done.append(filling.pop(source.dtype))
+            done.append(filling.pop(kind))
             bucket = None
         if bucket is None:
-            bucket = filling[source.dtype] = _Bucket([], len(sources))
+            bucket = filling[kind] = _Bucket([], len(sources))
         bucket.indices.append(index)
         bucket.nbytes += source.nbytes
     return [*done, *filling.values()]
@@ -165,17 +169,19 @@ def _listed(arrays: object, what: str) -> list[Any]:
     return list(arrays)
 
 
-def _outputs(sources: list[Array], out: Sequence[Array | None] | None) -> list[Array]:
+def _outputs(
+    sources: list[tuple[Array, Device]], out: Sequence[Array | None] | None
+) -> list[Array]:
     given = [None] * len(sources) if out is None else _listed(out, "out")
     if len(given) != len(sources):
         raise ArgumentError(
             f"all_reduce_many: out has {len(given)} arrays, but there are {len(sources)} to reduce"
         )
     return [
-        np.empty(source.shape, source.dtype)
+        device.empty(source.shape, source.dtype)
         if target is None
-        else check_out(target, source.shape, source.dtype)
-        for source, target in zip(sources, given, strict=True)
+        else device.check_out(target, source.shape, source.dtype)
+        for (source, device), target in zip(sources, given, strict=True)
     ]
 
 

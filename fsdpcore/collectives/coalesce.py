@@ -9,6 +9,9 @@ in an order that depends on nothing but the number of ranks.
 
 It pays where messages are dear, that is between hosts. Among ranks of one host that share memory, a
 small collective by itself costs no more than the bookkeeping of a batch does for it.
+
+Arrays of a GPU are not packed: their calls are given to the device as one group, which it launches
+together. Where a batch has arrays of both kinds, it is one collective of each.
 """
 
 from __future__ import annotations
@@ -22,14 +25,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fsdpcore.backend import Backend, check_rank
-from fsdpcore.buffers import Array, bounds_of, byte_view, input_array, row_size, split_sizes
+from fsdpcore.buffers import Array, bounds_of, byte_view, dtype_code, row_size, split_sizes
 from fsdpcore.collectives import direct
-from fsdpcore.collectives.call import Call, check_backend, run
+from fsdpcore.collectives.call import Call, check_backend, operand, run
+from fsdpcore.collectives.device_batch import DeviceItem, carry_out_on_device
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.link import Link
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.packs import CARRIERS, Item, Key, Pack
 from fsdpcore.collectives.select import choose
+from fsdpcore.device import Device
 from fsdpcore.errors import ArgumentError, MismatchError, StateError
 from fsdpcore.reduce_ops import ReduceOp, Reduction
 from fsdpcore.work import Deadline, Work, fresh
@@ -97,10 +102,10 @@ class Batch:
         self._async_op = async_op
         self._label = label
         self._packs: dict[Key, Pack] = {}
+        self._device_items: list[DeviceItem] = []
         self._calls: list[str] = []
         self._state = "new"
-        self._work: Work | None = None
-        self._results: list[Array | None] = []
+        self._parts: list[Any] = []  # results, or works that give them
         self._failure: BaseException | None = None
 
     # The block.
@@ -119,44 +124,50 @@ class Batch:
     ) -> None:
         self._state = "ended"
         packs, self._packs = list(self._packs.values()), {}
+        items, self._device_items = self._device_items, []
         if error is not None:
             text = f"its batch was left by an exception, nothing was sent: {error!r}"
             self._failure = StateError(text)
             return
         try:
-            done = self._run(packs)
+            self._run(packs, items)
         except BaseException as failure:
             self._failure = failure
             raise
-        if self._async_op:
-            self._work = done
-        else:
-            self._results = done
 
-    def _run(self, packs: list[Pack]) -> Any:
+    def _run(self, packs: list[Pack], items: list[DeviceItem]) -> None:
+        """Carry out what there is of each kind; a batch of nothing is one of the host."""
+        backend, found = self._backend, []
+        if packs or not items:
+            found.append(self._start(backend, lambda link: _carry_out(link, backend, packs)))
+        if items:
+            group = backend.on_device
+            found.append(self._start(group, lambda link: carry_out_on_device(link, group, items)))
+        self._parts = found
+
+    def _start(self, group: Backend, carry_out: Callable[[Link], dict[int, Array | None]]) -> Any:
         calls = [*self._calls, f"label {self._label!r}"]
         digest = hashlib.blake2b("\n".join(calls).encode(errors="backslashreplace"), digest_size=8)
         # Every rank learns every other's number of rows: here, the digest of its calls.
         rows = int.from_bytes(digest.digest(), "little")
         fingerprint = Fingerprint("coalesce", shape=(rows,), ragged=True)
-        backend, count = self._backend, len(self._calls)
 
-        def body(link: Link) -> list[Array | None]:
+        def body(link: Link) -> dict[int, Array | None]:
             if any(other != rows for other in link.rows):
                 raise _mismatch(link, calls)
-            return _carry_out(link, backend, packs, count)
+            return carry_out(link)
 
-        call = Call(backend, "", fingerprint)
-        return run(backend, call, body, timeout=self._timeout, async_op=self._async_op)
+        call = Call(group, "", fingerprint)
+        return run(group, call, body, timeout=self._timeout, async_op=self._async_op)
 
     def ended(self) -> bool:
         """Return whether the results are there, or will never be."""
         if self._state != "ended":
             return False
-        return self._work is None or self._work.done()
+        return not self._async_op or all(work.done() for work in self._parts)
 
-    def wait(self, timeout: float | None = None) -> list[Array | None]:
-        """Block until the batch has ended; return the results of its calls.
+    def wait(self, timeout: float | None = None) -> dict[int, Array | None]:
+        """Block until the batch has ended; return the results of its calls by their numbers.
 
         Raises:
             StateError: the block has not ended, or was left by an exception.
@@ -166,10 +177,10 @@ class Batch:
             raise StateError("the batch has not been sent; its results are there after the block")
         if self._failure is not None:
             raise fresh(self._failure)
-        if self._work is not None:
-            results: list[Array | None] = self._work.wait(timeout)
-            return results
-        return self._results
+        results: dict[int, Array | None] = {}
+        for part in self._parts:
+            results.update(part.wait(timeout) if self._async_op else part)
+        return results
 
     # The calls.
 
@@ -177,9 +188,9 @@ class Batch:
         self, array: ArrayLike, *, op: ReduceOp | str = "sum", out: Array | None = None
     ) -> Work:
         """Combine the arrays of all ranks elementwise; every rank gets the result."""
-        source, reduction = self._reducible(array, op)
-        output = Output(out, source.shape, source.dtype)
-        return self._add("all_reduce", source, output, reduction=reduction)
+        source, device, reduction = self._reducible(array, op)
+        output = Output(out, source.shape, source.dtype, device)
+        return self._add("all_reduce", source, device, output, reduction=reduction)
 
     def reduce(
         self,
@@ -190,64 +201,74 @@ class Batch:
         out: Array | None = None,
     ) -> Work:
         """Combine the arrays of all ranks elementwise; the root gets the result."""
-        source, reduction = self._reducible(array, op)
+        source, device, reduction = self._reducible(array, op)
         root = check_rank(root, self._backend.world_size, "reduce: root")
         mine = self._backend.rank == root
-        output = Output(out, source.shape, source.dtype) if mine else None
-        return self._add("reduce", source, output, root=root, reduction=reduction)
+        output = Output(out, source.shape, source.dtype, device) if mine else None
+        return self._add("reduce", source, device, output, root=root, reduction=reduction)
 
     def reduce_scatter(
         self, array: ArrayLike, *, op: ReduceOp | str = "sum", out: Array | None = None
     ) -> Work:
         """Combine the arrays of all ranks elementwise; each rank gets its part of axis 0."""
-        source, reduction = self._reducible(array, op)
+        source, device, reduction = self._reducible(array, op)
         counts = self._pieces(source, "reduce_scatter")
-        output = Output(out, (counts[self._backend.rank], *source.shape[1:]), source.dtype)
-        return self._add("reduce_scatter", source, output, reduction=reduction, counts=counts)
+        rows = counts[self._backend.rank]
+        output = Output(out, (rows, *source.shape[1:]), source.dtype, device)
+        return self._add(
+            "reduce_scatter", source, device, output, reduction=reduction, counts=counts
+        )
 
     def broadcast(self, array: ArrayLike, *, root: int = 0, out: Array | None = None) -> Work:
         """Copy the root's array to all ranks; the others pass one of equal shape and dtype."""
-        source = input_array(array)
+        source, device = self._operand(array)
         root = check_rank(root, self._backend.world_size, "broadcast: root")
-        return self._add("broadcast", source, Output(out, source.shape, source.dtype), root=root)
+        output = Output(out, source.shape, source.dtype, device)
+        return self._add("broadcast", source, device, output, root=root)
 
     def all_gather(self, array: ArrayLike, *, out: Array | None = None) -> Work:
         """Join the arrays of all ranks, which have equal shapes, along axis 0."""
-        source = input_array(array)
-        return self._add("all_gather", source, self._joined(source, out))
+        source, device = self._operand(array)
+        return self._add("all_gather", source, device, self._joined(source, out, device))
 
     def gather(self, array: ArrayLike, *, root: int = 0, out: Array | None = None) -> Work:
         """Join the arrays of all ranks, which have equal shapes, along axis 0; the root gets it."""
-        source = input_array(array)
+        source, device = self._operand(array)
         root = check_rank(root, self._backend.world_size, "gather: root")
-        output = self._joined(source, out) if self._backend.rank == root else None
-        return self._add("gather", source, output, root=root)
+        output = self._joined(source, out, device) if self._backend.rank == root else None
+        return self._add("gather", source, device, output, root=root)
 
     def all_to_all(self, array: ArrayLike, *, out: Array | None = None) -> Work:
         """Send part r of axis 0 to each rank r; join what arrives, in rank order."""
-        source = input_array(array)
+        source, device = self._operand(array)
         counts = self._pieces(source, "all_to_all")
         rows = self._backend.world_size * counts[self._backend.rank]
-        output = Output(out, (rows, *source.shape[1:]), source.dtype)
-        return self._add("all_to_all", source, output, counts=counts)
+        output = Output(out, (rows, *source.shape[1:]), source.dtype, device)
+        return self._add("all_to_all", source, device, output, counts=counts)
 
-    def _reducible(self, array: ArrayLike, op: ReduceOp | str) -> tuple[Array, Reduction]:
-        source = input_array(array)
-        return source, Reduction.of(op, source.dtype)
+    def _operand(self, array: ArrayLike) -> tuple[Array, Device]:
+        source, group = operand(array, self._backend)
+        dtype_code(source.dtype)
+        return source, group.moves
+
+    def _reducible(self, array: ArrayLike, op: ReduceOp | str) -> tuple[Array, Device, Reduction]:
+        source, device = self._operand(array)
+        return source, device, Reduction.of(op, source.dtype)
 
     def _pieces(self, source: Array, operation: str) -> list[int]:
         if source.ndim == 0:
             raise ArgumentError(f"{operation} splits axis 0, which a 0-d array does not have")
         return split_sizes(source.shape[0], self._backend.world_size)
 
-    def _joined(self, source: Array, out: Array | None) -> Output:
+    def _joined(self, source: Array, out: Array | None, device: Device) -> Output:
         rows, rest = (source.shape[0], source.shape[1:]) if source.ndim else (1, ())
-        return Output(out, (self._backend.world_size * rows, *rest), source.dtype)
+        return Output(out, (self._backend.world_size * rows, *rest), source.dtype, device)
 
     def _add(
         self,
         collective: str,
         source: Array,
+        device: Device,
         output: Output | None,
         *,
         root: int = -1,
@@ -257,19 +278,26 @@ class Batch:
         if self._state != "open":
             raise StateError("a batch takes calls inside its with block only")
         name = reduction.name if reduction is not None else ""
-        self._calls.append(str(Fingerprint(collective, source.dtype, source.shape, name, root)))
+        where = "" if device.on_host else " on the device"
+        words = str(Fingerprint(collective, source.dtype, source.shape, name, root))
+        self._calls.append(words + where)
+        number = len(self._calls) - 1
+        if not device.on_host:
+            bounds = bounds_of(counts, row_size(source.shape)) if counts is not None else []
+            item = Item(number, source.reshape(-1), output, bounds)
+            self._device_items.append(DeviceItem(collective, item, root, reduction))
+            return BatchedWork(self, number)
         scale = 1 if reduction is not None else source.dtype.itemsize
         flat = source.reshape(-1) if reduction is not None else byte_view(source)
         bounds = bounds_of(counts, row_size(source.shape) * scale) if counts is not None else []
         key = Key(collective, flat.dtype, name, root)
         pack = self._packs.setdefault(key, Pack(key, reduction))
-        number = len(self._calls) - 1
         pack.items.append(Item(number, flat, output, bounds))
         return BatchedWork(self, number)
 
 
-def _carry_out(link: Link, backend: Backend, packs: list[Pack], count: int) -> list[Array | None]:
-    """Run the packs' collectives; return the results in the order of the calls."""
+def _carry_out(link: Link, backend: Backend, packs: list[Pack]) -> dict[int, Array | None]:
+    """Run the packs' collectives; return the results by the numbers of the calls."""
     loaded: list[tuple[Callable[[Any], None], Any]] = []
     for pack in packs:  # all of them first: a result may be written to another call's input
         carrier = CARRIERS[pack.key.collective](link, pack)
@@ -280,11 +308,11 @@ def _carry_out(link: Link, backend: Backend, packs: list[Pack], count: int) -> l
         loaded.append((carrier.move, (choice.staged or choice).function))
     for move, function in loaded:
         move(function)
-    results: list[Array | None] = [None] * count
-    for pack in packs:
-        for item in pack.items:
-            results[item.number] = item.output.deliver() if item.output is not None else None
-    return results
+    return {
+        item.number: None if item.output is None else item.output.deliver()
+        for pack in packs
+        for item in pack.items
+    }
 
 
 def _mismatch(link: Link, calls: list[str]) -> MismatchError:
