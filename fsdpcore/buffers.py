@@ -67,6 +67,11 @@ def input_array(value: ArrayLike, what: str = "array") -> Array:
     """
     if type(value) is np.ndarray and value.dtype in _CODES and value.flags.c_contiguous:
         return value
+    if hasattr(value, "__cuda_array_interface__"):
+        raise ArgumentError(
+            f"{what} is on a GPU, and this transport moves arrays of the host only: copy it there "
+            "(CuPy: array.get()), or use a transport for GPUs, with CuPy's arrays"
+        )
     try:
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
@@ -86,7 +91,8 @@ def check_out(out: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
         if out.flags.writeable:  # a shortcut past what follows
             return out
     if not isinstance(out, np.ndarray):
-        raise ArgumentError(f"out must be a NumPy array to write into, got {type(out).__name__}")
+        kind = f"{type(out).__module__}.{type(out).__qualname__}"
+        raise ArgumentError(f"out must be a NumPy array to write into, as the input is; got {kind}")
     if isinstance(out, (np.matrix, np.ma.MaskedArray)):  # they reshape in ways of their own
         raise ArgumentError(f"out must be a plain array, got {type(out).__name__}")
     if out.shape != shape or out.dtype != dtype:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -136,3 +138,20 @@ def test_bounds() -> None:
 
 def test_row_size() -> None:
     assert [row_size(shape) for shape in [(5,), (5, 3), (5, 3, 0), ()]] == [1, 3, 0, 1]
+
+
+class _OnGpu:
+    """What CuPy's arrays have; those of PyTorch and JAX, too."""
+
+    shape, dtype = (3,), np.dtype(np.float32)
+    __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
+
+    def __array__(self) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+
+def test_an_array_of_a_gpu_is_refused_with_a_way_out() -> None:
+    with pytest.raises(ArgumentError, match=r"on a GPU.*array\.get\(\)"):
+        input_array(_OnGpu())
+    with pytest.raises(ArgumentError, match="as the input is; got .*_OnGpu"):
+        check_out(_OnGpu(), (3,), np.dtype(np.float32))
