@@ -332,7 +332,7 @@ def _read_only() -> NDArray[Any]:
         ),
         ({"grad": np.ones((2, 2), np.float32)}, r"grad must be 1-D .* got shape \(2, 2\)"),
         ({"grad": np.ones(8, np.float32)[::2]}, "grad must be 1-D and contiguous"),
-        ({"grad": [1.0] * 4}, "grad must be a NumPy array, got list"),
+        ({"grad": [1.0] * 4}, "grad must be a NumPy or CuPy array, got list"),
         ({"param": np.ones(4, np.float16)}, "param must be float32 or float64, got float16"),
         ({"param": np.ones(4, ">f4")}, "param must be float32 or float64, got >f4"),
         ({"param": _read_only()}, "param is read-only"),

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.fsdp.optim.base import Optimizer, decayed
+from fsdpcore.fsdp.optim.formulas import ADAGRAD, Update
 from fsdpcore.fsdp.optim.schedules import Schedule
 
 
@@ -66,5 +67,12 @@ class Adagrad(Optimizer):
         np.sqrt(total, out=work)
         np.add(work, self.eps, out=work)
         np.divide(direction, work, out=work)
-        np.multiply(work, lr / (1.0 + (step - 1) * self.lr_decay), out=work)
+        np.multiply(work, self._rate(step, lr), out=work)
         np.subtract(param, work, out=param)
+
+    def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
+        """See ``Optimizer.gpu_update``."""
+        return ADAGRAD, (self._rate(step, lr), self.weight_decay, self.eps)
+
+    def _rate(self, step: int, lr: float) -> float:
+        return lr / (1.0 + (step - 1) * self.lr_decay)

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.errors import ConfigError
+from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.optim import kernels
 from fsdpcore.fsdp.optim.base import Optimizer, decayed, ema
+from fsdpcore.fsdp.optim.formulas import ADAM, Update
 from fsdpcore.fsdp.optim.schedules import Schedule
 
 
@@ -66,18 +68,11 @@ class _TwoMoments(Optimizer):
     ) -> None:
         """Update one block; see ``Optimizer.update_block``."""
         mean, square, work = state["exp_avg"], state["exp_avg_sq"], scratch[1]
-        beta1, beta2 = self.betas
-        # The bias corrections are moved into the step size and eps, which saves two passes:
-        # lr * (m / c1) / (sqrt(v) / c2 + eps) = (lr * c2 / c1) * m / (sqrt(v) + eps * c2).
-        correction1 = 1.0 - beta1**step
-        correction2 = math.sqrt(1.0 - beta2**step)
-        size, eps = lr * correction2 / correction1, self.eps * correction2
-        coupled = 0.0 if self.decoupled else self.weight_decay
-        keep = 1.0 - lr * self.weight_decay if self.decoupled else 1.0
-        if kernels.available() if self.fused == "auto" else self.fused:
-            scalars = (coupled, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, size, keep)
-            kernels.adam()(param, grad, mean, square, *map(param.dtype.type, scalars))
+        numbers = self._numbers(step, lr)
+        if on_host(param) and (kernels.available() if self.fused == "auto" else self.fused):
+            kernels.adam()(param, grad, mean, square, *map(param.dtype.type, numbers))
             return
+        coupled, beta1, _, beta2, _, eps, size, keep = numbers
         direction = decayed(grad, param, coupled, scratch)
         ema(mean, beta1, direction, work)
         np.multiply(direction, direction, out=work)
@@ -89,6 +84,22 @@ class _TwoMoments(Optimizer):
         if keep != 1.0:
             np.multiply(param, keep, out=param)
         np.subtract(param, work, out=param)
+
+    def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
+        """See ``Optimizer.gpu_update``."""
+        return ADAM, self._numbers(step, lr)
+
+    def _numbers(self, step: int, lr: float) -> tuple[float, ...]:
+        """Return what kernels take: the scalars of ``ADAM``."""
+        beta1, beta2 = self.betas
+        # The bias corrections are moved into the step size and eps, which saves two passes:
+        # lr * (m / c1) / (sqrt(v) / c2 + eps) = (lr * c2 / c1) * m / (sqrt(v) + eps * c2).
+        correction1 = 1.0 - beta1**step
+        correction2 = math.sqrt(1.0 - beta2**step)
+        size, eps = lr * correction2 / correction1, self.eps * correction2
+        coupled = 0.0 if self.decoupled else self.weight_decay
+        keep = 1.0 - lr * self.weight_decay if self.decoupled else 1.0
+        return coupled, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, size, keep
 
 
 @dataclass(frozen=True)
@@ -127,11 +138,12 @@ class AdamW(_TwoMoments):
     was written; the result is kept in a cache on disk, so that later processes wait for the import
     only, 0.2 s. The kernel holds no GIL. It rounds as NumPy does, operation by operation, but
     nothing promises that of a compiler: all ranks should do the same, so compare
-    ``repr(optimizer.resolved())``, which names what was chosen.
+    ``repr(optimizer.resolved())``, which names what was chosen. ``fused`` is about the host: on a
+    GPU one kernel does all of it in any case, without numba.
 
     Raises ConfigError unless all numbers are finite, ``lr`` and ``weight_decay`` not negative,
     ``eps`` above 0 and both betas in [0, 1), and MissingDependencyError if ``fused`` is True
-    without numba.
+    without numba: at once, or at the first update on the host where CuPy is installed.
     """
 
     decoupled: ClassVar[bool] = True

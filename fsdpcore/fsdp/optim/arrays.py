@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.array_module import address, array_module, on_host, place
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _UPDATED = (np.dtype(np.float32), np.dtype(np.float64))
@@ -45,7 +46,8 @@ def check_arrays(
     """Check the arrays of one update.
 
     Args:
-        param, grad, out: flat, of one size; ``grad`` and ``out`` may have a narrower dtype.
+        param, grad, out: flat, of one size; ``grad`` and ``out`` may have a narrower dtype. All
+            arrays are NumPy's, or CuPy's on one GPU.
         state: flat, of the parameter's dtype.
         sizes: elements of those state arrays that are not as large as the parameter.
 
@@ -68,15 +70,17 @@ def check_arrays(
         _check_like("out", out, param, param.size, narrower=True)
         written["out"] = out
     for name, array in written.items():
-        if not array.flags.writeable:
+        if on_host(array) and not array.flags.writeable:  # CuPy's always are
             raise ArgumentError(f"{name} is read-only, but update writes it in place")
-    _check_no_overlap({**written, "grad": grad})
+    arrays = {**written, "grad": grad}
+    _check_places(arrays)
+    _check_no_overlap(arrays)
 
 
 def check_flat(name: str, array: NDArray[Any]) -> None:
     """Raise ArgumentError unless ``array`` is a contiguous 1-D array."""
-    if not isinstance(array, np.ndarray):
-        raise ArgumentError(f"{name} must be a NumPy array, got {type(array).__name__}")
+    if array_module(array) is None:
+        raise ArgumentError(f"{name} must be a NumPy or CuPy array, got {type(array).__name__}")
     if array.ndim != 1 or not array.flags.c_contiguous:
         raise ArgumentError(
             f"{name} must be 1-D and contiguous, got shape {array.shape} with strides "
@@ -116,10 +120,28 @@ def _check_like(
         )
 
 
+def _check_places(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Raise ArgumentError unless all arrays are where the first is."""
+    first, expected = next((name, place(array)) for name, array in arrays.items())
+    for name, array in arrays.items():
+        if place(array) != expected:
+            raise ArgumentError(
+                f"{name} is on {place(array)}, but {first} on {expected}; move it there"
+            )
+
+
 def _check_no_overlap(arrays: Mapping[str, NDArray[Any]]) -> None:
     """Raise ArgumentError if two arrays share memory; exact, because all are contiguous."""
     names = list(arrays)
     for i, first in enumerate(names):
         for second in names[i + 1 :]:
-            if np.may_share_memory(arrays[first], arrays[second]):
+            if _overlap(arrays[first], arrays[second]):
                 raise ArgumentError(f"{first} and {second} share memory; each needs its own")
+
+
+def _overlap(first: NDArray[Any], second: NDArray[Any]) -> bool:
+    """Whether contiguous arrays of one place share memory."""
+    if on_host(first):
+        return np.may_share_memory(first, second)
+    start, other = address(first), address(second)
+    return start < other + second.nbytes and other < start + first.nbytes and bool(first.size)

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.fsdp.array_module import array_module, on_host
 from fsdpcore.fsdp.checks import as_finite, as_int
+from fsdpcore.fsdp.gpu_pass import run_pass
 from fsdpcore.fsdp.optim.arrays import (
     check_arrays,
     check_dtype,
@@ -20,11 +22,15 @@ from fsdpcore.fsdp.optim.arrays import (
     round_into,
     scaled_into,
 )
+from fsdpcore.fsdp.optim.formulas import Update, formula
 from fsdpcore.fsdp.optim.pieces import PieceSpec, Reduce, ShardPiece
 from fsdpcore.fsdp.optim.schedules import Schedule
 
 BLOCK_ELEMENTS = 128 * 1024
 """Elements updated at a time, small enough that a block of every array stays in the cache."""
+
+GPU_BLOCK_ELEMENTS = 16 * 2**20
+"""The same on a GPU, for ``update_block``: many, as each operation is a launch of its own."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,10 @@ class Optimizer(ABC):
     is the learning rate, a number or a ``Schedule``, where ``update`` gets none. One that cannot
     be elementwise derives from ``WholeParameterOptimizer``. Hyper-parameters out of range raise
     ConfigError. Ranks compare the ``repr`` of ``resolved()``.
+
+    Arrays are NumPy's, or CuPy's on a GPU. There ``update_block`` works by CuPy's functions, which
+    NumPy's call; with ``gpu_update`` an optimizer has all of it done in one kernel. The result is
+    that of the host but for the last bits.
     """
 
     elementwise: ClassVar[bool] = True
@@ -79,6 +89,14 @@ class Optimizer(ABC):
         may be written only as the ``out`` of the last operation that reads ``grad``, while
         ``scratch[1]`` is free. Use elementwise operations with ``out=`` and Python float scalars.
         """
+
+    def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]] | None:
+        """Return the same step in C, and its numbers, or None to have ``update_block`` called.
+
+        It counts only where it was written for the ``update_block`` in use: what overrides that
+        one alone has its own called on a GPU, too.
+        """
+        return None
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of this step, which counts from 1."""
@@ -152,20 +170,35 @@ class Optimizer(ABC):
         float16, bfloat16 and float32 are no wider than ``param``. What is too large for it becomes
         inf. No two arrays share memory.
 
+        All of them are on the host, or on the GPU that is the current device. There the work is
+        enqueued on the current stream, as one kernel that reads and writes every element once
+        (for the optimizers that have a ``gpu_update``), and the host does not wait for it.
+
         ``step`` counts from 1. ``lr`` replaces the configured learning rate for this step. The
         gradient counts as ``grad * grad_scale``, which is how clipping and the loss scale are
-        applied without another pass. Allocates at most two blocks of ``BLOCK_ELEMENTS``. Raises
-        ArgumentError, with nothing written, if an argument is wrong.
+        applied without another pass. Allocates at most two blocks of ``BLOCK_ELEMENTS``, on a GPU
+        of ``GPU_BLOCK_ELEMENTS`` or, with that kernel, nothing. Raises ArgumentError, with nothing
+        written, if an argument is wrong.
         """
         step = as_int(step, "step (which counts from 1)", minimum=1)
         rate = self.learning_rate(step) if lr is None else as_finite(lr, "lr", minimum=0.0)
         grad_scale = as_finite(grad_scale, "grad_scale")
         check_names(type(self).__name__, state, self.state_names)
         check_arrays(param, grad, state, out)
+        if not on_host(param) and _has_gpu_update(type(self)):
+            fused = self.gpu_update(step=step, lr=rate)
+            if fused is not None:
+                arrays = {"param": param, "grad": grad, **state}
+                if out is not None:
+                    arrays["out"] = out
+                kernel = formula(fused[0], rounded=out is not None)
+                run_pass(kernel, arrays, (grad_scale, *fused[1]), param.dtype)
+                return
         scaled = grad_scale != 1.0 or grad.dtype != param.dtype
-        scratch = np.empty((2, min(param.size, BLOCK_ELEMENTS)), param.dtype)
-        for start in range(0, param.size, BLOCK_ELEMENTS):
-            block = slice(start, min(start + BLOCK_ELEMENTS, param.size))
+        most = BLOCK_ELEMENTS if on_host(param) else GPU_BLOCK_ELEMENTS
+        scratch = array_module(param).empty((2, min(param.size, most)), param.dtype)
+        for start in range(0, param.size, most):
+            block = slice(start, min(start + most, param.size))
             size = block.stop - start
             values, gradient = param[block], grad[block]
             first, second = scratch[0, :size], scratch[1, :size]
@@ -261,11 +294,21 @@ def check_piece(piece: ShardPiece) -> None:
             f"the piece of {piece.name!r} is [{piece.start}, {piece.stop}), but a parameter of "
             f"shape {piece.shape} has {total} elements"
         )
-    if not isinstance(piece.param, np.ndarray) or piece.param.size != piece.size:
+    if array_module(piece.param) is None or piece.param.size != piece.size:
         raise ArgumentError(
             f"the piece of {piece.name!r} needs the {piece.size} elements of "
             f"[{piece.start}, {piece.stop}) as param, got {np.shape(piece.param)}"
         )
+
+
+def _has_gpu_update(kind: type[Optimizer]) -> bool:
+    """Whether ``gpu_update`` is of the class that gave ``update_block``, or of one below it."""
+    for each in kind.__mro__:
+        if "gpu_update" in vars(each):
+            return True
+        if "update_block" in vars(each):
+            return False
+    return False
 
 
 def ema(average: NDArray[Any], beta: float, values: NDArray[Any], work: NDArray[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,17 +23,26 @@ def available() -> bool:
 
 
 def require(optimizer: str) -> None:
-    """Raise MissingDependencyError unless numba is installed."""
-    if not available():
-        raise MissingDependencyError(
-            f"fused=True of {optimizer} needs numba; get it with: pip install 'fsdpcore[numba]', "
-            "or leave fused out"
-        )
+    """Raise MissingDependencyError unless numba is installed, or CuPy, which does without."""
+    if not available() and "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
+        raise _missing(optimizer)
+
+
+def _missing(optimizer: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"fused=True of {optimizer} needs numba on the host; get it with: pip install "
+        "'fsdpcore[numba]', or leave fused out"
+    )
 
 
 @functools.cache
 def adam() -> Kernel:
-    """Return the kernel of Adam and AdamW; its arguments are those of ``_adam``."""
+    """Return the kernel of Adam and AdamW; its arguments are those of ``_adam``.
+
+    Raises MissingDependencyError without numba.
+    """
+    if not available():
+        raise _missing("Adam and AdamW")
     return _compiled(_adam)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.fsdp.optim.base import Optimizer, ema
+from fsdpcore.fsdp.optim.formulas import LION, Update
 from fsdpcore.fsdp.optim.schedules import Schedule
 
 
@@ -63,3 +64,9 @@ class Lion(Optimizer):
             np.multiply(param, 1.0 - lr * self.weight_decay, out=param)
         np.subtract(param, work, out=param)
         ema(mean, beta2, grad, work)
+
+    def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
+        """See ``Optimizer.gpu_update``."""
+        beta1, beta2 = self.betas
+        keep = 1.0 - lr * self.weight_decay
+        return LION, (lr, keep, beta1 / (1.0 - beta1), beta2, 1.0 - beta2)

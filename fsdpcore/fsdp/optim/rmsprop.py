@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.fsdp.optim.base import Optimizer, decayed, ema
+from fsdpcore.fsdp.optim.formulas import Update, rmsprop
 from fsdpcore.fsdp.optim.schedules import Schedule
 
 
@@ -92,3 +93,9 @@ class RMSprop(Optimizer):
         else:
             np.multiply(work, lr, out=work)
         np.subtract(param, work, out=param)
+
+    def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
+        """See ``Optimizer.gpu_update``."""
+        numbers = (lr, self.weight_decay, self.alpha, 1.0 - self.alpha, self.eps)
+        update = rmsprop(centered=self.centered, momentum=self.momentum != 0.0)
+        return update, numbers if self.momentum == 0.0 else (*numbers, self.momentum)

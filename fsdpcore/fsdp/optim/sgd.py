@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.errors import ConfigError
+from fsdpcore.fsdp.optim import formulas
 from fsdpcore.fsdp.optim.base import Optimizer, decayed
 
 
@@ -69,3 +70,10 @@ class SGD(Optimizer):
                 direction = buffer
         np.multiply(direction, lr, out=work)
         np.subtract(param, work, out=param)
+
+    def gpu_update(self, *, step: int, lr: float) -> tuple[formulas.Update, tuple[float, ...]]:
+        """See ``Optimizer.gpu_update``."""
+        if self.momentum == 0.0:
+            return formulas.SGD, (lr, self.weight_decay)
+        update = formulas.SGD_NESTEROV if self.nesterov else formulas.SGD_MOMENTUM
+        return update, (lr, self.weight_decay, self.momentum)
