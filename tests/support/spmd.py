@@ -15,7 +15,7 @@ from support.spmd_mpi import MpiRanks
 from support.spmd_pool import ProcessRanks
 from support.spmd_threads import ThreadRanks
 
-__all__ = ["TRANSPORTS", "RanksFailed", "meet", "run", "run_on", "shut_down"]
+__all__ = ["TRANSPORTS", "RanksFailed", "meet", "run", "run_on", "run_with", "shut_down"]
 
 
 class Ranks(Protocol):
@@ -85,7 +85,7 @@ def run(
     Raises:
         RanksFailed: a rank raised, or had not ended at the deadline.
     """
-    return _results(TRANSPORTS[transport].ranks, body, world_size, args, timeout, options)
+    return run_with(TRANSPORTS[transport].ranks, body, world_size, args, timeout, options)
 
 
 def run_on(
@@ -99,10 +99,10 @@ def run_on(
 ) -> list[Any]:
     """Do as ``run`` on a class derived from ``SimBackend``."""
     ranks = ThreadRanks("sim", backend_class)
-    return _results(ranks, body, world_size, args, timeout, options)
+    return run_with(ranks, body, world_size, args, timeout, options)
 
 
-def _results(
+def run_with(
     ranks: Ranks,
     body: Body,
     world_size: int,
@@ -110,6 +110,7 @@ def _results(
     timeout: float,
     options: dict[str, Any],
 ) -> list[Any]:
+    """Do as ``run``, on ranks that are had in a way of their own."""
     settings = dict(options)
     settings["timeout"] = settings.pop("op_timeout", 60.0)
     outcomes = ranks.run(Job(body, world_size, tuple(args), timeout, settings))

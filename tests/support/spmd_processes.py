@@ -88,15 +88,21 @@ class Worker:
 class Fleet:
     """Processes that wait for jobs.
 
-    Attributes:
+    Args:
+        transport: of the jobs.
         size: number of processes.
+        started_by: the transport that the processes themselves are ranks of; by default the same.
+
+    Attributes:
+        size: see there.
         broken: a process has died or is stuck; only ``close`` helps.
     """
 
-    def __init__(self, transport: str, size: int) -> None:
+    def __init__(self, transport: str, size: int, started_by: str = "") -> None:
         self.size = size
         self.broken = False
         self._transport = transport
+        self._started_by = started_by or transport
         self._directory = tempfile.TemporaryDirectory()
         self._workers: list[Worker] = []
         self._error: BaseException | None = None
@@ -112,7 +118,7 @@ class Fleet:
     def _launch(self) -> None:
         args = (self._listener.address, self._key, self._directory.name)
         try:
-            fc.launch(serve, world_size=self.size, transport=self._transport, args=args)
+            fc.launch(serve, world_size=self.size, transport=self._started_by, args=args)
         except BaseException as error:  # shown where it matters: a fleet may be killed, too
             self._error = error
             self._arrivals.put(None)
@@ -218,7 +224,8 @@ class _Attendance:
 
 def serve(backend: fc.Backend, address: Any, key: bytes, stacks: str) -> None:
     """The program of a process of the fleet: run what it is sent until it is sent None."""
-    warnings.simplefilter("error")
+    if not sys.warnoptions:  # who starts the tests may want to see warnings only
+        warnings.simplefilter("error")
     with (
         Path(stacks, str(backend.rank)).open("w") as file,
         listen("127.0.0.1") as listener,

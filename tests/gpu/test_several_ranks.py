@@ -1,0 +1,99 @@
+"""The conformance suite among processes: with a GPU each, or one in common where NCCL lets them.
+
+Ranks that share a GPU take turns on it, so a collective takes milliseconds, and there is less of
+everything than in ``test_collectives``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.bodies import (
+    agreement,
+    asynchronous,
+    coalescing,
+    endings,
+    groups,
+    layouts,
+    movement,
+    reductions,
+    splitting,
+)
+from support.cases import bodies
+from support.gpu_ranks import Together
+
+EXACT = [
+    reductions.every_shape,
+    reductions.special_values,
+    reductions.all_reduce_in_two_steps,
+    movement.every_shape,
+    movement.every_dtype,
+    movement.ragged_gather,
+    movement.ragged_rooted,
+    movement.ragged_reduction,
+    movement.ragged_exchange,
+    layouts.every_layout,
+    layouts.own_chunk_in_place,
+    asynchronous.between_blocking_calls,
+    asynchronous.every_collective,
+    asynchronous.into_out,
+    coalescing.as_single_calls,
+    coalescing.into_out,
+    coalescing.lists,
+]
+GROUPS = [
+    groups.any_members_in_any_order,
+    groups.nested,
+    groups.between_calls_of_the_parent,
+    splitting.by_color,
+    splitting.without_color,
+    splitting.split_again,
+    splitting.two_steps_on_a_mesh,
+]
+NATIVE = [reductions.ring_to_rounding, movement.every_dtype, movement.ragged_exchange]
+
+
+@bodies(*EXACT, *GROUPS)
+def test_two_ranks(two_ranks: Together, body: Any) -> None:
+    two_ranks.run_moved(body, 2, deterministic=True)
+
+
+@bodies(*NATIVE)
+def test_two_ranks_natively(two_ranks: Together, body: Any) -> None:
+    two_ranks.run_moved(body, 2)
+
+
+def test_every_dtype_and_op(two_ranks: Together) -> None:
+    two_ranks.run_moved(reductions.every_dtype_and_op, 2, 3, 1, deterministic=True)
+
+
+@bodies(reductions.large_arrays, movement.large_arrays)
+def test_large(two_ranks: Together, body: Any) -> None:
+    two_ranks.run_moved(body, 2, 1_000_000, deterministic=True)
+
+
+@bodies(reductions.every_shape, movement.ragged_exchange, *GROUPS)
+def test_three_ranks(three_ranks: Together, body: Any) -> None:
+    three_ranks.run_moved(body, 3, deterministic=True)
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "op", "root", "operation"])
+def test_difference(two_ranks: Together, what: str) -> None:
+    two_ranks.run_moved(agreement.difference, 2, what)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "started"])
+def test_aborted(two_ranks: Together, call: str) -> None:
+    two_ranks.run_moved(endings.aborted, 2, call)
+
+
+@bodies(endings.skipped_collective, endings.started_and_skipped, endings.left_at_different_times)
+def test_endings(two_ranks: Together, body: Any) -> None:
+    two_ranks.run_moved(body, 2)
+
+
+@bodies(reductions.every_dtype_and_op, movement.every_dtype, *EXACT, *GROUPS)
+def test_a_gpu_for_each(own_gpus: Together, gpus: int, body: Any) -> None:
+    """On all GPUs that there are, up to eight."""
+    own_gpus.run_moved(body, min(gpus, 8), deterministic=True)

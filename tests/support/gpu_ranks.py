@@ -1,0 +1,96 @@
+"""Ranks of the transport ``nccl``: one in this process, or several that are processes.
+
+Bodies are as in ``support.spmd``: functions at the top of a module that the ranks can import.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support import spmd
+from support.on_device import body_on_device
+from support.spmd_job import Body, Job, Outcome, perform
+from support.spmd_pool import ProcessRanks
+
+import fsdpcore as fc
+from fsdpcore.config import resolve
+from fsdpcore.environment import Place
+
+TRANSPORT = "nccl"
+
+# Making NCCL's communicators takes seconds, more if it has to give up.
+_PROBE_SECONDS = 60.0
+_RENDEZVOUS_SECONDS = 30.0
+
+
+class OneRank:
+    """Runs jobs of one rank in this process."""
+
+    def run(self, job: Job) -> list[Outcome]:
+        assert job.world_size == 1
+        config = resolve({"transport": TRANSPORT, **job.options}, {})
+        place = Place(0, 1, 0, 1, "the test suite")
+        return [perform(job, config.transport_class.join(place, config), lambda: None)]
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+_ALONE = OneRank()
+# The processes themselves are ranks of zmq: a broken job costs no more than its own backend.
+_PROCESSES = ProcessRanks(TRANSPORT, started_by="zmq")
+
+
+def alone(body: Body, *args: Any, **options: Any) -> Any:
+    """Return ``body(backend, *args)`` of the only rank; see ``spmd.run`` for the options."""
+    timeout = options.pop("timeout", 120.0)
+    (result,) = spmd.run_with(_ALONE, body, 1, args, timeout, options)
+    return result
+
+
+def moved_alone(body: Body, *args: Any, **options: Any) -> Any:
+    """Do as ``alone``, with the body's arrays moved to the GPU."""
+    return alone(body_on_device, body, *args, **options)
+
+
+class Together:
+    """Ranks that are processes.
+
+    Attributes:
+        share_gpu: they have a GPU in common, rather than one each.
+    """
+
+    def __init__(self, *, share_gpu: bool) -> None:
+        self.share_gpu = share_gpu
+
+    def run(self, body: Body, world_size: int, *args: Any, **options: Any) -> list[Any]:
+        """Return the results of ``body(backend, *args)``; see ``spmd.run``."""
+        timeout = options.pop("timeout", 90.0)
+        options.setdefault("rendezvous_timeout", _RENDEZVOUS_SECONDS)
+        if self.share_gpu:
+            options["share_gpu"] = True
+        return spmd.run_with(_PROCESSES, body, world_size, args, timeout, options)
+
+    def run_moved(self, body: Body, world_size: int, *args: Any, **options: Any) -> list[Any]:
+        """Do as ``run``, with the body's arrays moved to the GPU."""
+        return self.run(body_on_device, world_size, body, *args, **options)
+
+    def refusal(self) -> str:
+        """Try two ranks; return why they cannot be had, or nothing if they can."""
+        try:
+            self.run(_one_sum, 2, timeout=_PROBE_SECONDS)
+        except spmd.RanksFailed as error:
+            lines = str(error).splitlines()
+            return next((line for line in lines if line.startswith("-----")), lines[0])
+        return ""
+
+
+def _one_sum(backend: fc.Backend) -> None:
+    device = backend.device
+    ones = device.from_host(device.to_host(device.zeros(3, "float32")) + 1)
+    assert device.to_host(fc.all_reduce(ones, backend)).tolist() == [backend.world_size] * 3
+
+
+def shut_down() -> None:
+    """End the processes that are kept between jobs."""
+    _PROCESSES.close()
