@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from fsdpcore.buffers import Array, check_out, input_array
+from fsdpcore.buffers import Array, Bytes, check_out, input_array
 
 
 class Ticket(ABC):
@@ -98,6 +98,21 @@ class Device(ABC):
 
         Both have the same shape. ``source`` may be changed at once.
         """
+
+    def fetch(self, target: NDArray[Any], source: Array) -> None:
+        """Enqueue a copy of an array of this device into a NumPy array of its shape and dtype.
+
+        ``target`` is C-contiguous, and is filled when this thread has waited for the device: with
+        a ``Ticket``, or ``synchronize``. Sooner, where copies into such memory cannot be enqueued.
+        """
+        np.copyto(target, self.to_host(source))
+
+    def page_locked(self, nbytes: int) -> Bytes:
+        """Return new memory of the host that is copied from, and into, as fast as it can be.
+
+        With any content, as a NumPy array; ordinary memory where there is none better.
+        """
+        return np.empty(nbytes, np.uint8)
 
     @abstractmethod
     def overlap(self, first: Array, second: Array) -> bool:

@@ -65,9 +65,10 @@ class AsyncCheckpointer:
     arrays at once. A thread of this rank writes the copy, and speaks with those of the other
     ranks in a group of their own: no collective of the training ever waits for it.
 
-    It holds memory for one copy. Use it in a ``with`` statement, or call ``close``: both wait for
-    the save under way, as does the end of the process (or of ``backend``, for up to its
-    ``timeout``).
+    It holds memory of the host for one copy; its thread has nothing to do with a GPU, from which
+    arrays are copied before ``save`` returns. Use it in a ``with`` statement, or call ``close``:
+    both wait for the save under way, as does the end of the process (or of ``backend``, for up to
+    its ``timeout``).
 
     Args:
         path: see ``save``.
@@ -95,7 +96,7 @@ class AsyncCheckpointer:
         self._saver = Saver(path, backend, retention=retention, timeout=timeout)
         self._backend = backend
         self._busy = busy
-        self._staging = Staging()
+        self._staging = Staging(backend.device)
         self._future: CheckpointFuture | None = None
         self._closed = False
         self._group = backend.sub(range(backend.world_size), name="checkpoint")

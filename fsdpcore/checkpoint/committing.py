@@ -13,6 +13,7 @@ from typing import Any
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.agree import agree
+from fsdpcore.checkpoint.fetching import fetched
 from fsdpcore.checkpoint.file_layout import FilePlaces, lay_out, places_of
 from fsdpcore.checkpoint.plan_save import SavePlan, Written
 from fsdpcore.checkpoint.protocol import (
@@ -44,7 +45,7 @@ class Prepared:
     Attributes:
         step: its number.
         pieces: what this rank writes.
-        sources: the elements of each; views of the state, or copies.
+        sources: the elements of each; views of the state, on its device, or copies in NumPy.
         plan: what all ranks write; on rank 0.
         info, extra, metrics: see ``Metadata``.
         mine: what of the metadata is this rank's own.
@@ -163,9 +164,10 @@ class Commit:
             directory = self._name.name
             layout = lay_out(prepared.pieces, self._save_id, rank)
             self._places, data_start = layout.places, layout.places.data_start
-            sources = [prepared.sources[index] for index in layout.places.order]
+            ordered = [prepared.sources[index] for index in layout.places.order]
+            arrays = fetched(ordered, self._backend.device)
             try:
-                sums = write_file(self._storage, f"{directory}/{file_name(rank)}", layout, sources)
+                sums = write_file(self._storage, f"{directory}/{file_name(rank)}", layout, arrays)
             except FileNotFoundError as error:
                 raise CheckpointError(
                     f"{in_words(error)}; rank 0 has made that folder, do all ranks see it?"

@@ -14,6 +14,7 @@ from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.dtypes import stored_as
 from fsdpcore.checkpoint.plan_save import HeldArray, Rows, held_of
 from fsdpcore.checkpoint.shards import checked_state, dtype_of, parts_of, shape_of
+from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.state import EngineState
 
@@ -48,11 +49,12 @@ class Holding:
     info: Mapping[str, Any]
 
 
-def holding_of(state: object) -> Holding:
+def holding_of(state: object, device: Device = HOST) -> Holding:
     """Return what this rank has of a state.
 
     Args:
         state: an engine, or a mapping from names to arrays, ``ShardedArray``, ``BoxShard``.
+        device: whose arrays may be in it, beside NumPy's.
 
     Raises:
         ArgumentError: it is neither.
@@ -61,7 +63,7 @@ def holding_of(state: object) -> Holding:
         state = state.state_dict()
     info = dict(state.info) if isinstance(state, EngineState) else {}
     arrays, sources = [], []
-    for name, shard in checked_state(state).items():
+    for name, shard in checked_state(state, device).items():
         held = []
         for part in parts_of(shard):
             held.append(held_of(part.region, shape_of(shard)))

@@ -194,7 +194,7 @@ class Joining:
         table = 0
         if layout is not None:
             arrays = _arrays(sources, layout)
-            table = write_file(self._storage, self._at(file_name(rank)), layout, arrays).table
+            table = write_file(self._storage, self._at(file_name(rank)), layout, [arrays]).table
             self._storage.sync(self._directory)
         part = RankPart(
             rank,

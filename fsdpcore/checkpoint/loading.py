@@ -13,13 +13,13 @@ import numpy as np
 
 from fsdpcore.backend import Backend
 from fsdpcore.checkpoint.agree import agree
+from fsdpcore.checkpoint.batches import Batch, planned
 from fsdpcore.checkpoint.catalog import Catalog
 from fsdpcore.checkpoint.describe import Engine
 from fsdpcore.checkpoint.finding import Finder, Which, chosen_step
 from fsdpcore.checkpoint.finding_together import Shared, find_together
 from fsdpcore.checkpoint.generators import Generators, restore, states_of
 from fsdpcore.checkpoint.memory_overlaps import check_disjoint
-from fsdpcore.checkpoint.plan_load import LoadPlan, plan_load
 from fsdpcore.checkpoint.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.shards import Shard, State, checked_state
 from fsdpcore.checkpoint.shared_reads import read_all
@@ -95,14 +95,14 @@ class _Fit:
 
     Attributes:
         catalog: of its pieces.
-        plan: what to read.
+        batches: what to read.
         matched: to which tensors the arrays belong.
         uncovered: names of arrays of which elements are not stored.
         generators: as they were saved.
     """
 
     catalog: Catalog
-    plan: LoadPlan
+    batches: list[Batch]
     matched: Matched
     uncovered: tuple[str, ...]
     generators: Mapping[str, np.random.Generator]
@@ -209,11 +209,13 @@ class Loading:
             raise ArgumentError(
                 f"{listed(scalars)} are scalars, which cannot be filled; give 0-d arrays"
             )
-        arrays = checked_state(state)
+        device = self._backend.device
+        arrays = checked_state(state, device)
         self._ties = getattr(state, "info", {}).get("ties") or {}
         self._state = {name: arrays[name] for name in chosen(list(arrays), self._patterns)}
         check_disjoint(
-            {name: each for name, each in self._state.items() if not is_tied(name, self._ties)}
+            {name: each for name, each in self._state.items() if not is_tied(name, self._ties)},
+            device,
         )
 
     def _told(self) -> str:
@@ -270,9 +272,9 @@ class Loading:
     def _fit(self, found: Shared) -> _Fit:
         catalog = Catalog(found.metadata)
         matched = match(catalog, self._state, self._ties, cast=self._request.cast)
-        plan = plan_load(catalog, matched.wanted)
-        uncovered = tuple(dict.fromkeys(matched.names[position] for position in plan.uncovered))
-        return _Fit(catalog, plan, matched, uncovered, self._restored(found))
+        batches, lacking = planned(catalog, matched.wanted, self._backend.device)
+        uncovered = tuple(dict.fromkeys(matched.names[position] for position in lacking))
+        return _Fit(catalog, batches, matched, uncovered, self._restored(found))
 
     def _restored(self, found: Shared) -> Mapping[str, np.random.Generator]:
         """Return generators as they were saved; those of the caller stay as they are."""
@@ -359,7 +361,7 @@ class Loading:
         missing = set(gaps.missing)
         self._left = missing if self._left is None else self._left & missing
         with files:
-            error = read_all(files, fit.catalog, fit.plan, self._backend, timeout=self._timeout)
+            error = read_all(files, fit.catalog, fit.batches, self._backend, timeout=self._timeout)
         try:
             agree(self._backend, f"load of {found.name}", error, timeout=self._timeout)
         except CheckpointError as agreed:
@@ -381,7 +383,7 @@ class Loading:
             gaps.uncovered,
             found.skipped,
             files.bytes_read,
-            fit.plan.needed,
+            sum(batch.plan.needed for batch in fit.batches),
             files.bytes_beside,
         )
 

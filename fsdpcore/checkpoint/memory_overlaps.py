@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from fsdpcore.buffers import Array
+from fsdpcore.checkpoint.fetching import on_host
 from fsdpcore.checkpoint.shards import Shard, parts_of
+from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
 
 # Of NumPy's exact search. Views that slices and transpositions make need far less; the strides of
@@ -18,7 +20,7 @@ _MAX_WORK = 10_000
 
 
 class _Extent(NamedTuple):
-    """Where a part lies, from ``low`` to ``high``, in bytes."""
+    """Where a part lies, from ``low`` to ``high``, in bytes; ``array`` is not to be read."""
 
     low: int
     high: int
@@ -26,11 +28,28 @@ class _Extent(NamedTuple):
     array: Array
 
 
-def check_disjoint(state: Mapping[str, Shard]) -> None:
+class _Place:
+    """Where an array of a device lies, as NumPy asks for it."""
+
+    def __init__(self, array: Array, device: Device) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
+            "data": (device.address(array), True),
+        }
+
+
+def check_disjoint(state: Mapping[str, Shard], device: Device = HOST) -> None:
     """Raise ArgumentError if two parts of a state share memory, or one has some twice.
 
     Takes O(n log n) time for n parts where each has memory of its own, or where they are rows,
     columns or tiles of a few matrices.
+
+    Args:
+        state: arrays by name.
+        device: of those that are not NumPy's. The host and its devices have no address in common.
     """
     extents = []
     for name, shard in state.items():
@@ -40,7 +59,8 @@ def check_disjoint(state: Mapping[str, Shard]) -> None:
                     f"elements of {name!r} share memory (its strides are {part.array.strides}), so "
                     "that it cannot be filled; give a copy"
                 )
-            extents.append(_Extent(*byte_bounds(part.array), name, part.array))
+            array = part.array if on_host(part.array) else np.asarray(_Place(part.array, device))
+            extents.append(_Extent(*byte_bounds(array), name, array))
     for cluster in _clusters(extents):
         for within in _clusters(_by_columns(cluster)):
             _check_pairs(within)

@@ -81,7 +81,7 @@ class Saver:
         numbers: dict[str, float] = {}
         mine: dict[str, Any] = {}
         try:
-            holding = holding_of(state)
+            holding = holding_of(state, self._backend.device)
             number = _step_of(step, holding)
             numbers = _checked_metrics(metrics)
             check_json(extra, "extra")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.regions import Box, Range, Region, check_region, whole
 from fsdpcore.checkpoint.strict_json import check_text
+from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_shape
 from fsdpcore.fsdp.state import ShardedArray
@@ -23,7 +24,8 @@ class BoxShard:
     Attributes:
         shape: of the whole array.
         start: index of the box's first element, along every axis.
-        array: the box; its shape says how far it goes. It may be empty, and need not be contiguous.
+        array: the box, in NumPy or on a GPU; its shape says how far it goes. It may be empty, and
+            need not be contiguous.
 
     Raises:
         ArgumentError: the box does not lie in the array.
@@ -38,10 +40,7 @@ class BoxShard:
         start = as_shape(self.start, "the start of a BoxShard")
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "start", start)
-        if (
-            not isinstance(self.array, np.ndarray)
-            or not len(shape) == len(start) == self.array.ndim
-        ):
+        if not _is_array(self.array) or not len(shape) == len(start) == self.array.ndim:
             raise ArgumentError(
                 f"a BoxShard of an array of shape {shape} needs {len(shape)} indices as start, and "
                 f"an array of {len(shape)} dimensions; got {start} and {_described(self.array)}"
@@ -98,8 +97,12 @@ def parts_of(shard: Shard) -> list[Part]:
     return [Part(Box((0,) * shard.ndim, shard.shape), shard)]
 
 
-def checked_state(state: object) -> dict[str, Shard]:
+def checked_state(state: object, device: Device = HOST) -> dict[str, Shard]:
     """Return a state by name after checking that it is one.
+
+    Args:
+        state: a mapping from names to what a rank has of each array.
+        device: whose arrays may be in it, beside NumPy's.
 
     Raises:
         ArgumentError: it is no mapping from names to arrays that can be stored.
@@ -114,21 +117,51 @@ def checked_state(state: object) -> dict[str, Shard]:
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"the name of an array is a non-empty string, got {name!r}")
         check_text(name, "the name of an array")
-        if not isinstance(shard, (ShardedArray, BoxShard)):
+        if isinstance(shard, ShardedArray):
+            for piece in shard.pieces:
+                _check_place(name, piece.array, device)
+        elif isinstance(shard, BoxShard):
+            _check_place(name, shard.array, device)
+        else:
             if isinstance(shard, (np.ma.MaskedArray, np.matrix)):
                 raise ArgumentError(
                     f"{name!r} is a {type(shard).__name__}, of which only the numbers would be "
                     "stored; convert it to a plain array"
                 )
-            if not isinstance(shard, (np.ndarray, np.generic)):
-                raise ArgumentError(
-                    f"{name!r} is a {type(shard).__name__}; convert it to a NumPy array, or pass "
-                    "plain values as extra="
-                )
-            shard = np.asarray(shard)
+            if isinstance(shard, np.generic):
+                shard = np.asarray(shard)
+            _check_place(name, shard, device)
         found[name] = shard
     return found
 
 
+def _check_place(name: str, array: object, device: Device) -> None:
+    """Raise ArgumentError unless something is an array that this rank can get at."""
+    if isinstance(array, np.ndarray) or device.owns(array):
+        return
+    kind = type(array)
+    if _is_array(array):
+        raise ArgumentError(
+            f"{name!r} is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but what is saved "
+            f"and loaded here is on the device {device}; convert it to NumPy, as cupy.asnumpy does"
+        )
+    raise ArgumentError(
+        f"{name!r} is a {kind.__name__}; convert it to a NumPy array, or pass plain values as "
+        "extra="
+    )
+
+
+def _is_array(value: object) -> TypeGuard[Array]:
+    """Whether it has what an array of NumPy has, wherever its elements are."""
+    if isinstance(value, np.ndarray):
+        return True
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return (
+        isinstance(dtype, np.dtype)
+        and isinstance(shape, tuple)
+        and not isinstance(value, (np.generic, ShardedArray, BoxShard))
+    )
+
+
 def _described(value: object) -> str:
-    return f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+    return f"shape {value.shape}" if _is_array(value) else type(value).__name__

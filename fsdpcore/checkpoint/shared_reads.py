@@ -10,6 +10,7 @@ import numpy as np
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Bytes
 from fsdpcore.checkpoint.agree import Attempts
+from fsdpcore.checkpoint.batches import Batch
 from fsdpcore.checkpoint.catalog import Catalog, Ints
 from fsdpcore.checkpoint.local_reads import (
     read_alone,
@@ -36,11 +37,12 @@ from fsdpcore.checkpoint.sharing import (
 from fsdpcore.collectives import all_gather_v, all_to_all_v
 
 _NOTHING: Ints = np.empty(0, np.int64)
+_NO_PLAN = LoadPlan(_NOTHING.reshape(0, 5), [], [], 0, [])
 _NO_NEEDS: Ints = np.zeros(2, np.int64)  # as ``encode`` writes it down
 
 
 def read_all(
-    files: FileSet, catalog: Catalog, plan: LoadPlan, backend: Backend, *, timeout: float
+    files: FileSet, catalog: Catalog, batches: Sequence[Batch], backend: Backend, *, timeout: float
 ) -> Exception | None:
     """Read what this rank needs, and what others do, who return the favour; a collective.
 
@@ -50,7 +52,7 @@ def read_all(
 
     Args:
         files, catalog: of the checkpoint; the same one on all ranks.
-        plan: what this rank needs.
+        batches: what this rank needs, in ascending order of their numbers.
         backend: all ranks.
         timeout: seconds to wait for the slowest rank.
 
@@ -59,15 +61,47 @@ def read_all(
         that the others do, who may have been given what is wrong.
     """
     attempts = Attempts()
-    if backend.world_size == 1:
-        attempts.do(lambda: read_alone(files, catalog, plan))
-        return attempts.error
-    wasteful = attempts.value(lambda: wasteful_pieces(catalog, plan), _NOTHING)
-    told: Ints = all_gather_v(wasteful, backend, label="load, shared pieces", timeout=timeout)
-    shared = np.unique(told)
+    shared = _NOTHING
+    pieces = len(catalog)
+    if backend.world_size > 1:
+        wasteful = attempts.value(lambda: _wasteful(catalog, batches), _NOTHING)
+        told: Ints = all_gather_v(wasteful, backend, label="load, shared pieces", timeout=timeout)
+        shared = np.unique(told)
+    found = {batch.number: batch for batch in batches}
+    for number in sorted({*found, *(shared // max(pieces, 1)).tolist()}):
+        batch = found.get(number) or Batch(number, _NO_PLAN, backend.device)
+        low, high = np.searchsorted(shared, [number * pieces, (number + 1) * pieces])
+        _read_batch(
+            files, catalog, batch, shared[low:high] - number * pieces, backend, timeout, attempts
+        )
+    return attempts.error
+
+
+def _wasteful(catalog: Catalog, batches: Sequence[Batch]) -> Ints:
+    """Return the pieces to be shared, numbered as if every batch had a catalog of its own."""
+    size = len(catalog)
+    found = [wasteful_pieces(catalog, batch.plan) + batch.number * size for batch in batches]
+    return np.concatenate([_NOTHING, *found])
+
+
+def _read_batch(
+    files: FileSet,
+    catalog: Catalog,
+    batch: Batch,
+    shared: Ints,
+    backend: Backend,
+    timeout: float,
+    attempts: Attempts,
+) -> None:
+    """Read one batch; a collective if there are any pieces to share."""
+    plan = batch.plan
     mine = Mine(plan.rows[:0], [])
 
     def alone() -> None:
+        batch.begin()
+        if not len(shared):
+            read_alone(files, catalog, plan)
+            return
         theirs = np.isin(plan.rows[:, 0], shared)
         taken = set(shared.tolist())
         scatters = [each for each in plan.scatters if each.piece not in taken]
@@ -81,7 +115,7 @@ def read_all(
         reads = _SharedReads(files, catalog, plan.targets, backend, timeout, attempts)
         for window in windows(catalog, shared):
             reads.run(window, mine)
-    return attempts.error
+    attempts.do(batch.end)
 
 
 class _Round(NamedTuple):

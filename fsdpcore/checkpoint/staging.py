@@ -7,14 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from fsdpcore.buffers import Array, Bytes
-
-_ALIGNMENT = 64
+from fsdpcore.checkpoint.fetching import aligned, fetch, on_host
+from fsdpcore.device import HOST, Device
 
 
 class Staging:
-    """One block of memory, used again by every save, and as large as the largest."""
+    """One block of the host's memory, used again by every save, and as large as the largest.
 
-    def __init__(self) -> None:
+    Args:
+        device: where arrays may be, beside the host.
+    """
+
+    def __init__(self, device: Device = HOST) -> None:
+        self._device = device
         self._memory: Bytes = np.empty(0, np.uint8)
 
     @property
@@ -23,18 +28,26 @@ class Staging:
         return self._memory.nbytes
 
     def copy(self, sources: Sequence[Array]) -> tuple[Array, ...]:
-        """Return copies in C order, which are overwritten by the next call."""
+        """Return copies in C order, in NumPy, which are overwritten by the next call; blocks.
+
+        What is on the device is copied after all that this thread has enqueued there.
+        """
         offsets, size = [], 0
         for source in sources:
             offsets.append(size)
-            size += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+            size += aligned(source.nbytes)
         if size > self._memory.nbytes:
             self._memory = np.empty(0, np.uint8)  # first free what there was
-            self._memory = np.empty(size, np.uint8)
+            self._memory = self._device.page_locked(size)
         copies = []
+        pairs = []
         for source, offset in zip(sources, offsets, strict=True):
             flat = self._memory[offset : offset + source.nbytes]
             copy = flat.view(source.dtype).reshape(source.shape)
-            np.copyto(copy, source)
+            if on_host(source):
+                np.copyto(copy, source)
+            else:
+                pairs.append((copy, source))
             copies.append(copy)
+        fetch(pairs, self._device)
         return tuple(copies)

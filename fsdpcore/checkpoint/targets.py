@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.checkpoint.catalog import Catalog
+from fsdpcore.checkpoint.fetching import on_host
 from fsdpcore.checkpoint.plan_load import Wanted
 from fsdpcore.checkpoint.shards import Shard, dtype_of, parts_of, shape_of
 from fsdpcore.errors import ArgumentError
@@ -67,7 +68,7 @@ def match(
         used[number] = 1
         problem = _misfit(catalog, number, shard, cast)
         for part in parts_of(shard):
-            if not part.array.flags.writeable:
+            if on_host(part.array) and not part.array.flags.writeable:
                 problem = problem or "is read-only; loading writes in place"
             wanted.append(Wanted(number, part))
             names.append(name)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from fsdpcore.buffers import Array, byte_view
-from fsdpcore.checkpoint.file_layout import FileLayout, FilePlaces
+from fsdpcore.checkpoint.file_layout import FileLayout
 from fsdpcore.checkpoint.metadata import BLOCK_BYTES
 from fsdpcore.checkpoint.storage import Storage
 from fsdpcore.checkpoint.stored import CHECKSUM_BYTES
@@ -38,7 +38,7 @@ class FileSums:
 
 
 def write_file(
-    storage: Storage, name: str, layout: FileLayout, arrays: Sequence[Array]
+    storage: Storage, name: str, layout: FileLayout, arrays: Iterable[Sequence[Array]]
 ) -> FileSums:
     """Write a new file and make it durable; blocks.
 
@@ -46,16 +46,23 @@ def write_file(
         storage: where.
         name: of the file, which must not exist.
         layout: what goes where.
-        arrays: for each piece of the layout its elements, in any memory order; only read.
+        arrays: the elements of each piece of the layout, one behind the other, in NumPy, in any
+            memory order; only read. They come in groups, each of which is asked for when those
+            before are written. A piece may come in parts, flat, whole blocks but for the last one.
 
     Raises:
         OSError: it could not be written; nothing of it is left, or as much as cannot be removed.
     """
     sums = bytearray()
+    places = layout.places
+    left = places.table - places.data_start
     with storage.writer(name) as writer:
         writer.write(layout.header)
-        for buffers in _batches(arrays, layout.places, sums):
-            writer.write(*buffers)
+        for group in arrays:
+            left -= sum(array.nbytes for array in group)
+            for buffers in _batches(group, sums):
+                writer.write(*buffers)
+        assert not left
         writer.write(sums)
     return FileSums.of(layout.header, sums)
 
@@ -76,23 +83,18 @@ def add_sums(data: memoryview, sums: bytearray) -> None:
         sums += xxh3_64_intdigest(block).to_bytes(CHECKSUM_BYTES, "little")
 
 
-def _batches(
-    arrays: Sequence[Array], places: FilePlaces, sums: bytearray
-) -> Iterator[list[memoryview]]:
-    """Give all pieces as lists of buffers of about a chunk; appends to ``sums`` their checksums."""
+def _batches(arrays: Sequence[Array], sums: bytearray) -> Iterator[list[memoryview]]:
+    """Give arrays as lists of buffers of about a chunk; appends to ``sums`` their checksums."""
     waiting: list[memoryview] = []
     nbytes = 0
-    for size, array in zip(places.sizes, arrays, strict=True):
-        written = 0
+    for array in arrays:
         for chunk in chunks(array):
             add_sums(chunk, sums)
             waiting.append(chunk)
-            written += chunk.nbytes
             nbytes += chunk.nbytes
             if nbytes >= _CHUNK_BYTES:
                 yield waiting
                 waiting, nbytes = [], 0
-        assert written == size
     if waiting:
         yield waiting
 
