@@ -153,5 +153,5 @@ class _OnGpu:
 def test_an_array_of_a_gpu_is_refused_with_a_way_out() -> None:
     with pytest.raises(ArgumentError, match=r"on a GPU.*array\.get\(\)"):
         input_array(_OnGpu())
-    with pytest.raises(ArgumentError, match="as the input is; got .*_OnGpu"):
+    with pytest.raises(ArgumentError, match=r"as the input is; got .*_OnGpu"):
         check_out(_OnGpu(), (3,), np.dtype(np.float32))
