@@ -175,7 +175,8 @@ Body = Callable[[Backend, Line], Any]
 def processes(body: Body, world_size: int, **options: Any) -> Iterator[list[RankProcess]]:
     """Run ``body(backend, line)``, from the top of a module, on ranks that are processes.
 
-    At the end none of them is left.
+    At the end none of them is left. Options are settings, such as another ``transport`` that is
+    built on this one, and options of the transport.
     """
     context = multiprocessing.get_context("spawn")
     token, ranks = secrets.token_hex(8), list[RankProcess]()
@@ -205,14 +206,16 @@ def _main(
     pipe: Connection,
     options: dict[str, Any],
 ) -> None:
-    warnings.simplefilter("error")
+    if not sys.warnoptions:  # who starts the tests may want to see warnings only
+        warnings.simplefilter("error")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if passed is not None:
         here = Place(**{**vars(here), "listener_fd": passed.fileno()})
     try:
+        settings = config(**options)
         with (
             passed or contextlib.nullcontext(),
-            ZmqBackend.join(here, config(**options)) as backend,
+            settings.transport_class.join(here, settings) as backend,
         ):
             result = body(backend, Line(pipe))
         outcome = Outcome(result)
