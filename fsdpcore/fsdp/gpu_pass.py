@@ -70,6 +70,18 @@ class Source:
     name: str
     preamble: str
 
+    def compiled(self, cupy: Any) -> Any:
+        """Return the kernel; CuPy compiles it for each device when it is first launched there."""
+        return cupy.ElementwiseKernel(
+            self.in_params,
+            self.out_params,
+            self.operation,
+            self.name,
+            preamble=self.preamble,
+            options=OPTIONS,
+            no_return=True,
+        )
+
 
 FOUR = f"""
 template <typename E> struct alignas({LANES} * sizeof(E)) Four {{ E of[{LANES}]; }};
@@ -200,14 +212,4 @@ def common_skew(arrays: Sequence[Array]) -> int:
 
 @functools.cache
 def _compiled(cupy: Any, formula: Formula, wide: np.dtype[Any]) -> Any:
-    """Return the kernel, which CuPy compiles for each device when it is first launched there."""
-    text = source(formula, wide)
-    return cupy.ElementwiseKernel(
-        text.in_params,
-        text.out_params,
-        text.operation,
-        text.name,
-        preamble=text.preamble,
-        options=OPTIONS,
-        no_return=True,
-    )
+    return source(formula, wide).compiled(cupy)

@@ -10,7 +10,9 @@ import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import NonFiniteGradientError
+from fsdpcore.fsdp import gpu_inplace
 from fsdpcore.fsdp.agreement import AGREED_BYTES, Wanted, agree
+from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.norm import NormPart, all_finite, joined, local_part
 from fsdpcore.fsdp.offload import GRADIENTS, UPDATED, in_turn
 
@@ -121,6 +123,9 @@ class _Shards:
 
 def _cut(shards: Iterable[Array], limit: float) -> None:
     for shard in shards:
+        if not on_host(shard):
+            gpu_inplace.cut(shard, limit)
+            continue
         with np.errstate(over="ignore"):  # nothing lies beyond inf
             bound = shard.dtype.type(limit)
         np.minimum(shard, bound, out=shard)
