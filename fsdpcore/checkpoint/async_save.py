@@ -10,8 +10,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, get_args
 
+from fsdpcore.agree import agree
 from fsdpcore.backend import Backend
-from fsdpcore.checkpoint.agree import TIMEOUT, agree
 from fsdpcore.checkpoint.committing import Prepared
 from fsdpcore.checkpoint.describe import Engine
 from fsdpcore.checkpoint.generators import Generators
@@ -21,6 +21,7 @@ from fsdpcore.checkpoint.saver import Saver
 from fsdpcore.checkpoint.shards import State
 from fsdpcore.checkpoint.staging import Staging
 from fsdpcore.checkpoint.storage import StoragePath
+from fsdpcore.checkpoint.talk import TIMEOUT
 from fsdpcore.errors import ArgumentError, StateError, in_words
 from fsdpcore.work import Work
 

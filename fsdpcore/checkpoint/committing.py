@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from fsdpcore.agree import agree
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
-from fsdpcore.checkpoint.agree import agree
 from fsdpcore.checkpoint.fetching import fetched
 from fsdpcore.checkpoint.file_layout import FilePlaces, lay_out, places_of
 from fsdpcore.checkpoint.plan_save import SavePlan, Written

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fsdpcore.agree import agree
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Bytes
-from fsdpcore.checkpoint.agree import agree
 from fsdpcore.checkpoint.finding import Finder
 from fsdpcore.checkpoint.metadata import Metadata
 from fsdpcore.checkpoint.steps import Skipped

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdpcore.backend import Backend
-from fsdpcore.checkpoint.agree import TIMEOUT
 from fsdpcore.checkpoint.describe import Engine
 from fsdpcore.checkpoint.generators import Generators
 from fsdpcore.checkpoint.loading import Loaded as Loaded
 from fsdpcore.checkpoint.loading import Loading, Request
 from fsdpcore.checkpoint.shards import State
 from fsdpcore.checkpoint.storage import StoragePath
+from fsdpcore.checkpoint.talk import TIMEOUT
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_positive
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpcore.agree import agree
 from fsdpcore.backend import Backend
-from fsdpcore.checkpoint.agree import agree
 from fsdpcore.checkpoint.batches import Batch, planned
 from fsdpcore.checkpoint.catalog import Catalog
 from fsdpcore.checkpoint.describe import Engine

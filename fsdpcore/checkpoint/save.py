@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdpcore.backend import Backend
-from fsdpcore.checkpoint.agree import TIMEOUT
 from fsdpcore.checkpoint.describe import Engine
 from fsdpcore.checkpoint.generators import Generators
 from fsdpcore.checkpoint.protocol import Saved
@@ -14,6 +13,7 @@ from fsdpcore.checkpoint.retention import Retention
 from fsdpcore.checkpoint.saver import Saver, check_backend, refuse
 from fsdpcore.checkpoint.shards import State
 from fsdpcore.checkpoint.storage import StoragePath
+from fsdpcore.checkpoint.talk import TIMEOUT
 
 
 def save(

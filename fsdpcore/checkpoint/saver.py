@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.agree import agree
 from fsdpcore.backend import Backend
-from fsdpcore.checkpoint.agree import TIMEOUT, agree
 from fsdpcore.checkpoint.committing import Commit, Prepared
 from fsdpcore.checkpoint.describe import Holding, holding_of, rows_of
 from fsdpcore.checkpoint.generators import Generators, states_of
@@ -31,7 +31,7 @@ from fsdpcore.checkpoint.retention import Retention
 from fsdpcore.checkpoint.steps import check_step
 from fsdpcore.checkpoint.storage import StoragePath, open_storage
 from fsdpcore.checkpoint.strict_json import check_json
-from fsdpcore.checkpoint.talk import deal_text, gather_text
+from fsdpcore.checkpoint.talk import TIMEOUT, deal_text, gather_text
 from fsdpcore.errors import ArgumentError, MismatchError, in_words
 from fsdpcore.fsdp.checks import as_positive
 

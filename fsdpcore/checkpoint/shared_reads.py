@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fsdpcore.agree import Attempts
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Bytes
-from fsdpcore.checkpoint.agree import Attempts
 from fsdpcore.checkpoint.batches import Batch
 from fsdpcore.checkpoint.catalog import Catalog, Ints
 from fsdpcore.checkpoint.local_reads import (

@@ -11,6 +11,9 @@ from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import gather_v, scatter_v
 
+TIMEOUT = 1800.0
+"""Seconds that ranks wait for one another's disks."""
+
 
 def gather_text(text: str, backend: Backend, *, timeout: float) -> list[str] | None:
     """Give rank 0 the texts of all ranks, in their order; the others get None. A collective."""

@@ -1,4 +1,8 @@
-"""All ranks go on, or all raise the same error: they tell each other what went wrong."""
+"""All ranks go on, or all raise the same error: they tell each other what went wrong.
+
+What a rank can only find out by itself, in its arguments or on its disk, the others learn here, so
+that none waits for a rank that has given up.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,6 @@ from fsdpcore.errors import (
     in_words,
 )
 
-TIMEOUT = 1800.0
-"""Seconds that ranks wait for one another's disks."""
-
 # The first of these that any rank has is what all raise: a corrupt file counts for more than
 # trouble on the way to it, since load can go on with an older step.
 _KINDS: tuple[type[FsdpcoreError], ...] = (
@@ -35,7 +36,6 @@ _KINDS: tuple[type[FsdpcoreError], ...] = (
 )
 _MOST = 2000  # characters of a text; all ranks hold those of all
 
-
 _T = TypeVar("_T")
 
 
@@ -45,7 +45,7 @@ def agree(
     error: Exception | None,
     told: str = "",
     *,
-    timeout: float,
+    timeout: float | None = None,
     ending: str = "",
 ) -> list[str]:
     """Tell all ranks whether anything is wrong on this one; a collective, which blocks.
@@ -55,7 +55,7 @@ def agree(
         what: is being done; the same on all of them.
         error: what this rank ran into; None for nothing.
         told: anything else that all should know.
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others; by default as for any collective.
         ending: a sentence that ends the message of an error.
 
     Returns:
@@ -95,12 +95,15 @@ def _common(
     texts = []
     for text, ranks in found.items():
         everywhere = len(ranks) == backend.world_size
-        plural = "s" * (len(ranks) > 1)
-        where = "" if everywhere else f" (on rank{plural} {', '.join(map(str, ranks))})"
-        texts.append(f"{text}{where}")
+        texts.append(text if everywhere else f"{text} (on {on_ranks(ranks)})")
     message = f"{what}: {'; '.join(texts)}"
     common: type[FsdpcoreError] = _KINDS[worst]
     return common(f"{message}. {ending}" if ending else message)
+
+
+def on_ranks(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks in words."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class Attempts:
