@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain NumPy, as layers with hand-written backward passes.
+"""A byte-level GPT in plain NumPy or CuPy, as layers with hand-written backward passes.
 
 A layer never owns its parameters. It computes with the arrays that it is handed by name, which
 is all that a sharding engine needs from a model::
@@ -9,7 +9,9 @@ is all that a sharding engine needs from a model::
 ``params`` maps names to arrays that may be read-only; ``grads[name]`` is a writable array of zeros
 in the parameter's shape, into which the layer writes. No layer changes ``x`` or ``dy``. ``saved``
 is private to the layer, holds no parameter and is good for one ``backward``. The floating-point
-type of every result is that of the parameters.
+type of every result is that of the parameters, which may be 16 bits (see gpt_ops.py); ``dy`` may
+have more. All arrays are of the module that the layers were built with, ``numpy`` or ``cupy``;
+only initial values are always NumPy's.
 
 The architecture is that of GPT-2 (Radford et al., 2019): pre-norm blocks, learned positions, GELU
 in its tanh form. So is the initialisation (normal; what ends in the residual stream scaled down by
@@ -27,8 +29,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from gpt_arrays import Array, column_sum, narrow, sum_by_index, wide
 from gpt_ops import (
-    Array,
     CausalAttention,
     Grads,
     Params,
@@ -97,22 +99,27 @@ class GPTConfig:
         return 4 * self.width if self.hidden is None else self.hidden
 
 
-def build(config: GPTConfig) -> list[tuple[str, Layer]]:
+def build(config: GPTConfig, xp: Any = np) -> list[tuple[str, Layer]]:
     """Return the model's layers in the order of the forward pass, each with its name.
+
+    They compute with arrays of the module ``xp``: ``engine.xp``, or ``numpy``, or ``cupy``.
 
     The names are ``embed``, ``block0``, ``block1``, ..., ``head``. The input of the first is an
     integer array (B, T) of byte values with T at most ``config.context``, the output of the last
     the logits (B, T, vocab).
     """
-    blocks: list[tuple[str, Layer]] = [(f"block{i}", Block(config)) for i in range(config.layers)]
-    return [("embed", Embedding(config)), *blocks, ("head", Head(config))]
+    blocks: list[tuple[str, Layer]] = [
+        (f"block{i}", Block(config, xp)) for i in range(config.layers)
+    ]
+    return [("embed", Embedding(config, xp)), *blocks, ("head", Head(config, xp))]
 
 
 class Embedding:
     """Byte plus learned position: (B, T) integers to (B, T, D)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, xp: Any = np) -> None:
         self._config = config
+        self._xp = xp
 
     def init(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return ``byte`` (vocab, D) and ``position`` (context, D)."""
@@ -139,24 +146,20 @@ class Embedding:
         """Write both gradients; that of the bytes, which are no variables, is zero."""
         x: Array = saved
         length = x.shape[1]
-        np.sum(dy, axis=0, out=grads["position"][:length])
-        # Rows of equal bytes are brought together and added up run by run, which takes an eighth
-        # of the time of np.add.at and has an order that depends on nothing but x.
+        column_sum(self._xp, dy, out=grads["position"][:length])
         flat = x.reshape(-1)
-        order = np.argsort(flat, kind="stable")
-        ordered = flat[order]
-        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-        rows = dy.reshape(len(flat), -1)[order]
-        grads["byte"][ordered[starts]] = np.add.reduceat(rows, starts, axis=0)
-        return np.zeros(x.shape, dy.dtype)
+        sum_by_index(self._xp, flat, dy.reshape(len(flat), -1), out=grads["byte"])
+        dx: Array = self._xp.zeros(x.shape, dy.dtype)
+        return dx
 
 
 class Block:
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``: (B, T, D) to (B, T, D)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, xp: Any = np) -> None:
         self._config = config
-        self._attention = CausalAttention(config.heads, config.context)
+        self._xp = xp
+        self._attention = CausalAttention(config.heads, config.context, xp)
 
     def init(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return the parameters; a matrix is (inputs, outputs).
@@ -177,19 +180,20 @@ class Block:
 
     def forward(self, params: Params, x: Array) -> tuple[Array, Any]:
         """Run the block on (B, T, D)."""
+        xp = self._xp
         batch, length, width = x.shape
         rows = x.reshape(-1, width)
 
-        normed1, norm1 = layer_norm(params, "norm1", rows)
-        qkv = linear(params, "qkv", normed1).reshape(batch, length, 3, -1)
+        normed1, norm1 = layer_norm(xp, params, "norm1", rows)
+        qkv = linear(xp, params, "qkv", normed1).reshape(batch, length, 3, -1)
         mixed, attention = self._attention.forward(qkv)
-        middle = linear(params, "proj", mixed)
+        middle = linear(xp, params, "proj", mixed)
         middle += rows
 
-        normed2, norm2 = layer_norm(params, "norm2", middle)
-        before = linear(params, "up", normed2)
-        active, gate = gelu(before)
-        y = linear(params, "down", active)
+        normed2, norm2 = layer_norm(xp, params, "norm2", middle)
+        before = linear(xp, params, "up", normed2)
+        active, gate = gelu(xp, before)
+        y = linear(xp, params, "down", active)
         y += middle
 
         saved = (normed1, norm1, mixed, attention, normed2, norm2, before, active, gate)
@@ -197,19 +201,20 @@ class Block:
 
     def backward(self, params: Params, saved: Any, dy: Array, grads: Grads) -> Array:
         """Go through the block backwards; the exact gradients."""
+        xp = self._xp
         normed1, norm1, mixed, attention, normed2, norm2, before, active, gate = saved
         drows = dy.reshape(-1, dy.shape[-1])
 
-        dactive = linear_backward(params, "down", active, drows, grads)
+        dactive = linear_backward(xp, params, "down", active, drows, grads)
         dbefore = gelu_backward(before, active, gate, dactive)
-        dnormed2 = linear_backward(params, "up", normed2, dbefore, grads)
-        dmiddle = layer_norm_backward(params, "norm2", norm2, dnormed2, grads)
+        dnormed2 = linear_backward(xp, params, "up", normed2, dbefore, grads)
+        dmiddle = layer_norm_backward(xp, params, "norm2", norm2, dnormed2, grads)
         dmiddle += drows
 
-        dmixed = linear_backward(params, "proj", mixed, dmiddle, grads)
+        dmixed = linear_backward(xp, params, "proj", mixed, dmiddle, grads)
         dqkv = self._attention.backward(attention, dmixed)
-        dnormed1 = linear_backward(params, "qkv", normed1, dqkv, grads)
-        dx = layer_norm_backward(params, "norm1", norm1, dnormed1, grads)
+        dnormed1 = linear_backward(xp, params, "qkv", normed1, dqkv, grads)
+        dx = layer_norm_backward(xp, params, "norm1", norm1, dnormed1, grads)
         dx += dmiddle
         return dx.reshape(dy.shape)
 
@@ -217,8 +222,9 @@ class Block:
 class Head:
     """The last layer norm and the projection to logits: (B, T, D) to (B, T, vocab)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, xp: Any = np) -> None:
         self._config = config
+        self._xp = xp
 
     def init(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return ``norm.gain``, ``norm.bias`` (D,), ``out.w`` (D, vocab) and ``out.b`` (vocab,)."""
@@ -227,16 +233,18 @@ class Head:
 
     def forward(self, params: Params, x: Array) -> tuple[Array, Any]:
         """Return the logits."""
-        normed, norm = layer_norm(params, "norm", x.reshape(-1, x.shape[-1]))
-        logits = linear(params, "out", normed)
+        xp = self._xp
+        normed, norm = layer_norm(xp, params, "norm", x.reshape(-1, x.shape[-1]))
+        logits = linear(xp, params, "out", normed)
         return logits.reshape(*x.shape[:-1], -1), (normed, norm)
 
     def backward(self, params: Params, saved: Any, dy: Array, grads: Grads) -> Array:
         """Go back from the gradient of the logits."""
+        xp = self._xp
         normed, norm = saved
-        dlogits = dy.reshape(-1, dy.shape[-1])
-        dnormed = linear_backward(params, "out", normed, dlogits, grads)
-        dx = layer_norm_backward(params, "norm", norm, dnormed, grads)
+        dlogits = narrow(dy.reshape(-1, dy.shape[-1]), normed.dtype)
+        dnormed = linear_backward(xp, params, "out", normed, dlogits, grads)
+        dx = layer_norm_backward(xp, params, "norm", norm, dnormed, grads)
         return dx.reshape(*dy.shape[:-1], -1)
 
 
@@ -260,20 +268,22 @@ def keep_freed_memory() -> bool:
     return all(mallopt(name, value) == 1 for name, value in settings)
 
 
-def cross_entropy(logits: Array, targets: Array) -> tuple[float, Array]:
+def cross_entropy(logits: Array, targets: Array, xp: Any = np) -> tuple[Any, Array]:
     """Return the mean loss in nats and its gradient in the logits.
 
-    ``logits`` is (..., vocab) of any floating-point type, ``targets`` (...) of integers. The
-    gradient is new, has the type of the logits and is that of the mean over all targets.
+    ``logits`` is (..., vocab) of any floating-point type, ``targets`` (...) of integers. The loss
+    is a scalar of ``xp`` in float64: on a GPU ``float(loss)`` waits for it. The gradient is new,
+    that of the mean over all targets, and has the type of the logits; but float32 for 16 bits,
+    where it is too small before it is multiplied by the scale of the loss.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
-    rows = np.arange(len(flat))
+    flat = wide(logits.reshape(-1, logits.shape[-1]))
+    rows = xp.arange(len(flat))
     wanted = targets.reshape(-1)
     shifted = flat - flat.max(axis=-1, keepdims=True)
     right = shifted[rows, wanted]
-    probability = np.exp(shifted, out=shifted)
+    probability = xp.exp(shifted, out=shifted)
     total = probability.sum(axis=-1, keepdims=True)
-    loss = float(np.mean(np.log(total[:, 0]) - right, dtype=np.float64))
+    loss = xp.mean(xp.log(total[:, 0]) - right, dtype=np.float64)
     probability /= total * len(flat)
     probability[rows, wanted] -= 1.0 / len(flat)
     return loss, probability.reshape(logits.shape)
@@ -289,9 +299,10 @@ def sample(
 ) -> bytes:
     """Return ``length`` bytes that continue ``prompt`` (which is not repeated in the result).
 
-    ``forward`` maps uint8 (1, T), T at most ``context``, to logits (1, T, 256). It is called
-    ``length`` times, so ranks that gather parameters in it must all sample, and generators with
-    the same seed keep them on the same bytes. Temperature 0 always takes the likeliest byte.
+    ``forward`` maps uint8 (1, T), T at most ``context``, to logits (1, T, 256), both of them NumPy
+    arrays wherever it computes. It is called ``length`` times, so ranks that gather parameters in
+    it must all sample, and generators with the same seed keep them on the same bytes. Temperature 0
+    always takes the likeliest byte.
 
     Raises:
         ArgumentError: the prompt is empty or the temperature negative.

@@ -3,10 +3,13 @@
     python examples/train_gpt.py                          # 4 ranks, threads of this process
     python examples/train_gpt.py --transport zmq          # 4 processes over TCP
     fsdpcore run -n 2 examples/train_gpt.py               # ranks started by a launcher
+    fsdpcore run --transport nccl -n 2 examples/train_gpt.py   # each on a GPU of its own, with CuPy
     python examples/train_gpt.py --checkpoint runs/ckpt   # --resume goes on, on any number of ranks
+    python examples/train_gpt.py --precision bf16         # mixed precision; made for GPUs
 
-Model and gradients are plain NumPy (gpt_model.py). What makes it distributed is in ``Trainer``:
-the engine takes over the layers' parameters, and each rank computes its rows of the global batch.
+Model and gradients are plain NumPy (gpt_model.py), or CuPy where the ranks have GPUs. What makes it
+distributed is in ``Trainer``: the engine takes over the layers' parameters, and each rank computes
+its rows of the global batch.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import ml_dtypes
 import numpy as np
 import typer
 from corpus import batch, load
@@ -31,6 +35,14 @@ from rich.table import Table
 import fsdpcore as fc
 
 console = Console(highlight=False)
+
+
+# Master parameters, their reduction over the ranks and the optimizer are in float32 in all of them.
+PRECISIONS = {
+    "fp32": fc.Precision(),
+    "bf16": fc.Precision(ml_dtypes.bfloat16, np.float32),
+    "fp16": fc.Precision(np.float16, np.float32, fc.LossScale(4096.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,7 @@ class Options:
     checkpoint: Path | None = None
     every: int = 100
     resume: bool = False
+    precision: str = "fp32"
     evaluate_every: int = 50
     evaluation_batches: int = 4
     sample_bytes: int = 300
@@ -65,28 +78,51 @@ class Trainer:
         self.backend = backend
         self.options = options
         self.train, self.validation = load()
-        self.stack = fc.LayerStack(build(options.model))
+        self.xp = backend.device.xp
+        self.stack = fc.LayerStack(build(options.model, self.xp))
         self.engine = fc.FSDP(
             self.stack.units(np.random.default_rng(options.seed)),
             backend,
             strategy=options.strategy,
+            precision=PRECISIONS[options.precision],
             optimizer=fc.optim.AdamW(learning_rate(options), betas=(0.9, 0.95), weight_decay=0.1),
             prefetch=options.prefetch,
             algorithm=options.algorithm,
         )
 
     def step(self, number: int) -> float:
-        """One step on the global batch; returns its loss in bits per byte, equal on all ranks."""
+        """One step on the global batch; returns its loss in bits per byte, equal on all ranks.
+
+        Where gradients do not fit float16, it is made again, with the loss scaled by less.
+        """
         x, y = self._rows(self.train, number, self.options.seed)
+        while True:
+            scale = self.engine.loss_scale
+            loss, skipped = self._update(x, y)
+            if not skipped:
+                return self._mean(loss * len(x))
+            if self.engine.loss_scale == scale:
+                raise fc.NonFiniteGradientError(
+                    f"gradients of step {number} are inf or nan with a loss scale of {scale:g}, "
+                    "the smallest; lower the learning rate, or use --precision bf16"
+                )
+
+    def _update(self, x: Any, y: Any) -> tuple[float, bool]:
+        """Forward, backward and update; the loss in nats, and whether the update was left out."""
         # Gradients are summed over the sequences of all ranks and divided by their number, so
         # that it does not matter how many ranks there are, or whether they get equally many.
-        with self.engine.step(divisor=self.options.batch) as step:
+        with self.engine.step(divisor=self.options.batch) as step, self._overflow():
             logits, saved = self.stack.forward(step, x)
-            loss, dlogits = cross_entropy(logits, y)
-            dlogits *= len(x)
+            loss, dlogits = cross_entropy(logits, y, self.xp)
+            dlogits *= len(x) * self.engine.loss_scale
             self.stack.backward(step, saved, dlogits)
             step.update(clip=1.0)
-        return self._mean(loss * len(x))
+        return float(loss), step.skipped  # waits for the GPU, and does so just here
+
+    def _overflow(self) -> np.errstate:
+        """NumPy need not warn of what the scaling of the loss is there for."""
+        scaled = self.engine.precision.scaling is not None
+        return np.errstate(over="ignore", invalid="ignore") if scaled else np.errstate()
 
     def evaluate(self) -> float:
         """The loss on the same few batches of unseen files each time, in bits per byte."""
@@ -95,7 +131,7 @@ class Trainer:
             x, y = self._rows(self.validation, number, seed=0)
             with self.engine.evaluation() as step:
                 logits, _ = self.stack.forward(step, x)
-            total += cross_entropy(logits, y)[0] * len(x)
+            total += float(cross_entropy(logits, y, self.xp)[0]) * len(x)
         return self._mean(total / self.options.evaluation_batches)
 
     def generate(self) -> str:
@@ -103,10 +139,11 @@ class Trainer:
         with self.engine.gathered():
             params = {unit.name: unit.params for unit in self.engine.units}
 
-            def forward(x: NDArray[Any]) -> NDArray[Any]:
+            def forward(window: NDArray[Any]) -> NDArray[Any]:
+                x = self.xp.asarray(window)
                 for name, layer in self.stack.layers:
                     x, _ = layer.forward(params[name], x)
-                return x
+                return self.backend.device.to_host(x)
 
             text = b""
             if self.backend.rank == 0:
@@ -115,10 +152,8 @@ class Trainer:
                 text = b"def " + sample(forward, b"def ", length, context, rng, 0.8)
         return text.decode("utf-8", "replace")
 
-    def _rows(
-        self, data: NDArray[Any], number: int, seed: int
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """This rank's rows of a global batch, which every rank draws alike."""
+    def _rows(self, data: NDArray[Any], number: int, seed: int) -> tuple[Any, Any]:
+        """This rank's rows of a global batch, which every rank draws alike, where it computes."""
         x, y = batch(
             data,
             step=number,
@@ -126,8 +161,9 @@ class Trainer:
             batch_size=self.options.batch,
             context=self.options.model.context,
         )
-        mine = np.array_split(np.arange(self.options.batch), self.backend.world_size)
-        return x[mine[self.backend.rank]], y[mine[self.backend.rank]]
+        rows = np.array_split(np.arange(self.options.batch), self.backend.world_size)
+        mine = rows[self.backend.rank]
+        return self.xp.asarray(x[mine]), self.xp.asarray(y[mine])
 
     def _mean(self, summed: float) -> float:
         """Bits per byte, from this rank's sum over its sequences of their losses in nats."""
@@ -284,7 +320,9 @@ def finish(options: Options, history: History, text: str) -> None:
 
 def cli(
     ranks: Annotated[int, typer.Option(min=1, help="Where no launcher decides.")] = 4,
-    transport: Annotated[str | None, typer.Option(help="sim, zmq, mpi, or a URL.")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="sim, zmq, mpi, nccl (GPUs), or a URL.")
+    ] = None,
     steps: Annotated[
         int, typer.Option(min=1, help="In all; the learning rate goes by it, too.")
     ] = 600,
@@ -298,6 +336,9 @@ def cli(
     seed: int = 1337,
     strategy: Annotated[str, typer.Option(help="What is sharded; see fc.Strategy.")] = "full_shard",
     shard_group_size: Annotated[int | None, typer.Option(help="Of hybrid_shard.")] = None,
+    precision: Annotated[
+        str, typer.Option(help="fp32, bf16, or fp16; 16 bits are for GPUs, on a CPU they are slow.")
+    ] = "fp32",
     prefetch: Annotated[int, typer.Option(min=0, help="Units gathered ahead.")] = 1,
     algorithm: Annotated[str, typer.Option(help="auto, or one such as direct.")] = "auto",
     out: Annotated[Path, typer.Option(help="Where the loss curve goes.")] = Path("runs/train_gpt"),
@@ -311,6 +352,10 @@ def cli(
     try:
         model = GPTConfig(context=context, width=width, heads=heads, layers=layers, hidden=hidden)
         sharded = fc.Strategy(strategy, shard_group_size=shard_group_size)
+        if precision not in PRECISIONS:
+            raise fc.ArgumentError(
+                f"--precision is {precision!r}; choose one of {', '.join(PRECISIONS)}"
+            )
         if resume and checkpoint is None:
             raise fc.ArgumentError("--resume needs --checkpoint, the folder to resume from")
         options = Options(
@@ -326,6 +371,7 @@ def cli(
             checkpoint=checkpoint,
             every=every,
             resume=resume,
+            precision=precision,
         )
         fc.launch(main, world_size=ranks, transport=transport, args=(options,))
     except (fc.ConfigError, fc.ArgumentError) as error:

@@ -124,7 +124,7 @@ class OurTraining(Job):
                 loss, dlogits = cross_entropy(logits, self._y)
             self._stack.backward(step, saved, dlogits)
             step.update(clip=self._case.clip)
-        return loss
+        return float(loss)
 
 
 class Alone(Job):
@@ -173,7 +173,7 @@ class Alone(Job):
             self._optimizer.update(
                 unit.mine, unit.my_grads, unit.state, step=self._steps, grad_scale=scale
             )
-        return loss
+        return float(loss)
 
 
 class _PlainUnit:
