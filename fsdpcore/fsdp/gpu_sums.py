@@ -106,7 +106,7 @@ class Slots:
 
     def total(self) -> Array:
         """Return the number, as an array of one element on the GPU; does not wait for it."""
-        slots = self._slots
+        slots: Array = self._slots
         fold = _fold_kernel(self._cupy, self._kind)
         while slots.size > 1:
             left = slots.size // _FOLD

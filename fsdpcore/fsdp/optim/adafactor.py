@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
 from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.fsdp.array_module import array_module, on_host
 from fsdpcore.fsdp.checks import as_finite, as_int
 from fsdpcore.fsdp.optim.arrays import check_arrays, check_names, round_into
 from fsdpcore.fsdp.optim.base import check_piece
 from fsdpcore.fsdp.optim.boxes import Matrices
 from fsdpcore.fsdp.optim.moments import (
-    BLOCK,
     Elementwise,
     Factored,
     Float64,
+    Scratch,
     SecondMoments,
-    blocks,
 )
 from fsdpcore.fsdp.optim.pieces import Reduce, ShardPiece
 from fsdpcore.fsdp.optim.schedules import InverseSqrt, Schedule
@@ -51,7 +53,8 @@ class Adafactor(WholeParameterOptimizer):
     is left out with ``clip_threshold=None``.
 
     All sums are over the whole parameter, so that the number of ranks matters to rounding only:
-    one or two sums over the ranks per call of ``update_pieces``, all parameters together. State:
+    one or two sums over the ranks per call of ``update_pieces``, all parameters together; as often
+    the host waits for a GPU, if the arrays are there. State:
     ``row_var`` and ``col_var`` on every rank, or ``variance`` sharded; ``exp_avg`` (m) sharded,
     with ``beta1``. Computes in float64, whatever the dtype. Raises ConfigError unless all numbers
     are finite and not negative, ``eps[0]`` is at least 1e-37, ``beta1`` below 1, and ``decay_rate``
@@ -113,16 +116,15 @@ class Adafactor(WholeParameterOptimizer):
         grad_scale = as_finite(grad_scale, "grad_scale")
         for piece in pieces:
             self._check(piece)
-        largest = min(BLOCK, max((piece.size for piece in pieces), default=0))
-        scratch = np.empty(largest), np.empty(largest)
+        scratch = Scratch.of(pieces)
         moments = [
             (Factored if _is_factored(piece.shape) else Elementwise)(piece, grad_scale, scratch)
             for piece in pieces
         ]
-        scales = self._settle(pieces, moments, 1.0 - step**-self.decay_rate, reduce, scratch[0])
+        scales = self._settle(pieces, moments, 1.0 - step**-self.decay_rate, reduce, scratch)
         divisors = self._divisors(pieces, moments, reduce)
         for piece, parts, scale, divisor in zip(pieces, moments, scales, divisors, strict=True):
-            self._apply(piece, parts, rate, rate * scale / divisor, scratch[1])
+            self._apply(piece, parts, rate, rate * scale / divisor, scratch.second)
 
     def _settle(
         self,
@@ -130,26 +132,27 @@ class Adafactor(WholeParameterOptimizer):
         moments: Sequence[SecondMoments],
         beta2: float,
         reduce: Reduce,
-        scratch: Float64,
+        scratch: Scratch,
     ) -> list[float]:
         """Update the second moments; return by what the rate of each parameter is multiplied."""
         counts = [parts.sums for parts in moments]
         own = len(pieces) if self.scale_parameter else 0
-        sums = np.zeros(sum(counts) + own)
-        ranges = np.split(sums, np.cumsum(counts))  # the last one has the squares of parameters
+        sums = _zeros(pieces, sum(counts) + own)
+        bounds = [0, *itertools.accumulate(counts)]
+        # The last one has the squares of parameters.
+        ranges = [sums[start:stop] for start, stop in itertools.pairwise([*bounds, sums.size])]
         for parts, place in zip(moments, ranges, strict=False):
             parts.measure(place)
         for i in range(own):
             ranges[-1][i] = _sum_of_squares(pieces[i], scratch)
-        if sums.size:
-            reduce(sums)
+        totals = _reduced(sums, reduce)[bounds[-1] :] if sums.size else sums
         for parts, place in zip(moments, ranges, strict=False):
             parts.settle(place, beta2, self.eps[0])
         if not self.scale_parameter:
             return [1.0] * len(pieces)
         return [
             max(self.eps[1], _rms(total, piece))
-            for total, piece in zip(ranges[-1].tolist(), pieces, strict=True)
+            for total, piece in zip(totals.tolist(), pieces, strict=True)
         ]
 
     def _divisors(
@@ -158,14 +161,14 @@ class Adafactor(WholeParameterOptimizer):
         """Return by what the directions of each parameter are divided to clip them."""
         if self.clip_threshold is None or not pieces:
             return [1.0] * len(pieces)
-        sums = np.zeros(len(pieces))
+        sums = _zeros(pieces, len(pieces))
         for i, parts in enumerate(moments):
             for _, direction in parts.directions():
-                sums[i] += np.dot(direction, direction)
-        reduce(sums)
+                sums[i] += _squared(direction)
+        totals = _reduced(sums, reduce)
         return [
             max(1.0, _rms(total, piece) / self.clip_threshold)
-            for total, piece in zip(sums.tolist(), pieces, strict=True)
+            for total, piece in zip(totals.tolist(), pieces, strict=True)
         ]
 
     def _apply(
@@ -188,7 +191,7 @@ class Adafactor(WholeParameterOptimizer):
                 np.copyto(mean, change, casting="same_kind")
             if keep != 1.0:
                 np.multiply(param, keep, out=param)
-            np.subtract(param, change, out=param, casting="same_kind")
+            np.subtract(param, change, out=param)
             if piece.out is not None:
                 round_into(piece.out[local], param)
 
@@ -214,10 +217,35 @@ def _rms(sum_of_squares: float, piece: ShardPiece) -> float:
     return math.sqrt(sum_of_squares / max(1, math.prod(piece.shape)))
 
 
-def _sum_of_squares(piece: ShardPiece, scratch: Float64) -> float:
+def _zeros(pieces: Sequence[ShardPiece], size: int) -> Float64:
+    """Return zeros where the pieces are."""
+    zeros: Float64 = (array_module(pieces[0].param) if pieces else np).zeros(size, np.float64)
+    return zeros
+
+
+def _reduced(sums: Any, reduce: Reduce) -> Float64:
+    """Have ``sums`` summed over the ranks, and return them on the host; waits for a GPU once."""
+    if on_host(sums):
+        reduce(sums)
+        return cast(Float64, sums)
+    totals: Float64 = sums.get()
+    reduce(totals)
+    sums.set(totals)
+    return totals
+
+
+def _sum_of_squares(piece: ShardPiece, scratch: Scratch) -> Any:
+    """Return a number, or an array of it where the piece is on a GPU."""
     total = 0.0
-    for local in blocks(piece.size):
-        values = scratch[: local.stop - local.start]
+    for local in scratch.blocks(piece.size):
+        values = scratch.first[: local.stop - local.start]
         np.copyto(values, piece.param[local])
-        total += float(np.dot(values, values))
+        total += _squared(values)
     return total
+
+
+def _squared(values: Float64) -> Any:
+    """Return the sum of squares of ``values``, which may be overwritten."""
+    if on_host(values):
+        return float(np.dot(values, values))
+    return np.multiply(values, values, out=values).sum()

@@ -1,31 +1,57 @@
 """Second moments of Adafactor, of one parameter's piece, during one update.
 
 They give the directions of the update, gradient over root of the second moment, block by block.
-All of it is computed in float64; state is stored in the parameter's dtype.
+All of it is computed in float64; state is stored in the parameter's dtype. Arrays are NumPy's, or
+CuPy's, whose functions NumPy's call; numbers then stay on the GPU.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdpcore.fsdp.array_module import array_module
 from fsdpcore.fsdp.optim.boxes import Box, Matrices, boxes
 from fsdpcore.fsdp.optim.pieces import ShardPiece
 
 BLOCK = 64 * 1024
 """Elements at a time; of float64, so that two blocks stay in the cache."""
 
+GPU_BLOCK = 4 * 2**20
+"""The same on a GPU, where each operation is a launch of its own."""
+
 Float64 = NDArray[np.float64]
+
+
+class Scratch(NamedTuple):
+    """Two arrays for a block of any of the pieces, which are where the pieces are."""
+
+    first: Float64
+    second: Float64
+
+    @classmethod
+    def of(cls, pieces: Sequence[ShardPiece]) -> Scratch:
+        """Allocate them."""
+        module: Any = array_module(pieces[0].param) if pieces else np
+        most = BLOCK if module is np else GPU_BLOCK
+        size = min(most, max((piece.size for piece in pieces), default=0))
+        return cls(module.empty(size, np.float64), module.empty(size, np.float64))
+
+    def blocks(self, size: int) -> Iterator[slice]:
+        """Cut ``[0, size)`` into ranges that fit."""
+        most = self.first.size
+        for start in range(0, size, max(1, most)):
+            yield slice(start, min(start + most, size))
 
 
 class SecondMoments(ABC):
     """Those of one parameter; ``measure``, then ``settle``, then ``directions`` any often."""
 
-    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: tuple[Float64, Float64]):
+    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: Scratch):
         self._piece = piece
         self._grad_scale = grad_scale
         self._scratch = scratch
@@ -49,7 +75,7 @@ class SecondMoments(ABC):
 
     def _gradient(self, local: slice) -> Float64:
         """Return a block of the scaled gradient in the first scratch array."""
-        values = self._scratch[0][: local.stop - local.start]
+        values = self._scratch.first[: local.stop - local.start]
         np.copyto(values, self._piece.grad[local])
         if self._grad_scale != 1.0:
             np.multiply(values, self._grad_scale, out=values)
@@ -68,20 +94,20 @@ class Elementwise(SecondMoments):
 
     def settle(self, sums: Float64, beta: float, eps: float) -> None:
         variance = self._piece.state["variance"]
-        for local in blocks(self._piece.size):
+        for local in self._scratch.blocks(self._piece.size):
             values = self._gradient(local)
             np.multiply(values, values, out=values)
             np.add(values, eps, out=values)
             np.multiply(values, 1.0 - beta, out=values)
             block = variance[local]
             np.multiply(block, beta, out=block)
-            np.add(block, values, out=block, casting="same_kind")
+            np.add(block, values, out=block)
 
     def directions(self) -> Iterator[tuple[slice, Float64]]:
         variance = self._piece.state["variance"]
-        for local in blocks(self._piece.size):
+        for local in self._scratch.blocks(self._piece.size):
             values = self._gradient(local)
-            root = self._scratch[1][: values.size]
+            root = self._scratch.second[: values.size]
             np.copyto(root, variance[local])
             np.sqrt(root, out=root)
             np.divide(values, root, out=values)
@@ -91,7 +117,7 @@ class Elementwise(SecondMoments):
 class Factored(SecondMoments):
     """Of a matrix, or a batch of them: means of rows and of columns."""
 
-    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: tuple[Float64, Float64]):
+    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: Scratch):
         super().__init__(piece, grad_scale, scratch)
         self._whole = Matrices.of(piece.shape)
         self._row_scale: Float64 | None = None
@@ -141,11 +167,5 @@ class Factored(SecondMoments):
 
     def _boxes(self) -> Iterator[tuple[Box, slice]]:
         start, stop = self._piece.start, self._piece.stop
-        for box in boxes(start, stop, self._whole, BLOCK):
+        for box in boxes(start, stop, self._whole, self._scratch.first.size):
             yield box, slice(box.start - start, box.stop - start)
-
-
-def blocks(size: int) -> Iterator[slice]:
-    """Cut ``[0, size)`` into ranges of up to ``BLOCK`` elements."""
-    for start in range(0, size, BLOCK):
-        yield slice(start, min(start + BLOCK, size))
