@@ -132,7 +132,11 @@ def read_marker(storage: Storage, name: StepName) -> Marker:
         CorruptCheckpointError: it was never committed, or the marker is damaged or another step's.
         OSError: it could not be read.
     """
-    marker = Marker.from_bytes(_read(storage, name, MARKER_NAME, MAX_MARKER_BYTES))
+    return _marker_of(name, _read(storage, name, MARKER_NAME, MAX_MARKER_BYTES))
+
+
+def _marker_of(name: StepName, data: bytes) -> Marker:
+    marker = Marker.from_bytes(data)
     if marker.step != name.step:
         raise CorruptCheckpointError(
             f"{name.name} has the commit marker of step {marker.step}; its files were mixed up"
@@ -212,8 +216,10 @@ def committed(storage: Storage) -> dict[StepName, Marker]:
     done: set[int] = set()
     for name in directories(storage):
         if name.step not in done:
-            with suppress(CheckpointError, OSError):
-                found[name] = read_marker(storage, name)
+            # Not read_marker: where there is none it lists the folder, to say what is missing.
+            with suppress(CheckpointError, OSError, EOFError):
+                data = storage.read(f"{name.name}/{MARKER_NAME}", MAX_MARKER_BYTES)
+                found[name] = _marker_of(name, data)
                 done.add(name.step)
     return found
 

@@ -246,6 +246,26 @@ def test_the_newest_generation_counts(storage, tmp_path):
     assert list(committed(storage)) == [StepName(10, 1)]
 
 
+class Listed(LocalStorage):
+    """Counts how often the folder of all steps is listed."""
+
+    times = 0
+
+    def names(self, directory=""):
+        self.times += not directory
+        return super().names(directory)
+
+
+def test_the_folder_is_listed_once_however_many_saves_were_not_finished(tmp_path):
+    storage = Listed(str(tmp_path))
+    for step in range(20, 30):
+        storage.make_directory(StepName(step).name)
+    commit(storage, TEN)
+    storage.times = 0
+    assert list(committed(storage)) == [TEN]
+    assert storage.times == 1
+
+
 def test_one_step_is_found(storage):
     for name in (TEN, StepName(10, 1), TWENTY):
         commit(storage, name)
