@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from support.fake_cuda import current, device, memory, nccl, runtime, streams
+from support.fake_cuda.compiler import CompileException
 from support.fake_cuda.errors import CUDARuntimeError, NcclError
 from support.fake_cuda.functions import scatter_add
 from support.fake_cuda.machine import Machine
@@ -120,6 +121,7 @@ def _modules(nccl_at: str) -> dict[str, Any]:
     add("cupy.cuda.memory", {n: getattr(memory, n) for n in _MEMORY})
     add("cupy.cuda.pinned_memory", {n: getattr(memory, n) for n in _PINNED})
     add("cupy.cuda.stream", {n: getattr(streams, n) for n in _STREAM})
+    add("cupy.cuda.compiler", {"CompileException": CompileException})
     add("cupyx", {f"{name}_pinned": _pinned(name) for name in ("empty", "zeros")})
     made["cupyx"].scatter_add = scatter_add
     if nccl_at == "missing":

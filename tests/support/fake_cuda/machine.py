@@ -21,6 +21,7 @@ from support.fake_cuda.queues import Queue
 if TYPE_CHECKING:
     from support.fake_cuda.nccl import NcclCommunicator
     from support.fake_cuda.nccl_match import Cliques
+    from support.fake_cuda.streams import Event
 
 _FIRST_HANDLE = 0x5EED0000
 
@@ -73,6 +74,7 @@ class Machine:
         self.misuses: list[str] = []
         self.leaks: list[str] = []
         self.communicators: list[weakref.ref[NcclCommunicator]] = []
+        self.events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
         self._handles = itertools.count(_FIRST_HANDLE, 64)
         self.faults = Faults(devices)
         self.place = Place(self)
@@ -166,8 +168,12 @@ class Machine:
 
     def raise_sticky(self, device: int) -> None:
         """Raise if work on the device has failed before."""
-        if device in self._sticky:
-            raise CUDARuntimeError(self._sticky[device]) from self.errors[0][1]
+        if self.sticky(device):
+            raise CUDARuntimeError(self.sticky(device))
+
+    def sticky(self, device: int) -> int:
+        """The status that work on the device has failed with, or 0."""
+        return self._sticky.get(device, 0)
 
     # Knobs.
 

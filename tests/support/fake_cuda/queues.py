@@ -73,11 +73,6 @@ class Queue:
         self._work.append((name, work))
         self.issued += 1
 
-    def reached(self, position: int) -> bool:
-        """Whether the device has come to a position; raises what the device did wrong."""
-        self._machine.raise_sticky(self.device)
-        return self.finished >= position
-
     def wait(self, position: int | None = None) -> None:
         """Block the host until the device has come to a position, or is through."""
         target = self.issued if position is None else position

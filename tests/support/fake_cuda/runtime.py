@@ -108,10 +108,38 @@ def streamSynchronize(stream: int) -> None:
 
 
 def streamQuery(stream: int) -> int:
-    """0, or 600 for work that is under way."""
+    """0, or 600 for work that is under way, or what has failed: it raises nothing."""
     from support.fake_cuda.streams import _BaseStream
 
-    return 0 if _BaseStream(stream, -1).done else 600
+    return _BaseStream(stream, -1)._query()
+
+
+def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
+    from support.fake_cuda.streams import _BaseStream
+
+    _BaseStream(stream, -1).wait_event(_event(event))
+
+
+def eventQuery(event: int) -> int:
+    """0, or 600 for not yet, or what has failed: it raises nothing."""
+    return _event(event)._query()
+
+
+def eventRecord(event: int, stream: int) -> None:
+    from support.fake_cuda.streams import _BaseStream
+
+    _event(event).record(_BaseStream(stream, -1))
+
+
+def eventSynchronize(event: int) -> None:
+    _event(event).synchronize()
+
+
+def _event(handle: int) -> Any:
+    found = current.machine().events.get(handle)
+    if found is None:
+        raise CUDARuntimeError(400)
+    return found
 
 
 FUNCTIONS = {
@@ -119,6 +147,7 @@ FUNCTIONS = {
     for function in (
         getDeviceCount, getDevice, setDevice, getDeviceProperties, driverGetVersion,
         runtimeGetVersion, deviceSynchronize, deviceGetPCIBusId, memGetInfo, memcpyAsync, memcpy,
-        memsetAsync, memset, streamSynchronize, streamQuery,
+        memsetAsync, memset, streamSynchronize, streamQuery, streamWaitEvent, eventQuery,
+        eventRecord, eventSynchronize,
     )
 }  # fmt: skip

@@ -18,21 +18,30 @@ class Event:
     ) -> None:
         if interprocess and not disable_timing:
             raise ValueError("Timing must be disabled for interprocess events")
-        self.ptr = current.machine().new_handle()
+        machine = current.machine()
+        self.ptr = machine.new_handle()
+        machine.events[self.ptr] = self
         self._recorded: tuple[Queue, int, Any] | None = None
         self._time: float | None = None
         self._timed = not disable_timing
 
     @property
     def done(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has come to it; on a device that has failed, no."""
+        return self._query() == 0
+
+    def _query(self) -> int:
+        """A status of CUDA: 0, 600 for not yet, or what work on the device has failed with."""
         if self._recorded is None:
-            return True
+            return 0
+        machine = current.machine()
         queue, position, clock = self._recorded
-        if not queue.reached(position):
-            return False
-        current.machine().order.host_saw(clock)
-        return True
+        if status := machine.sticky(queue.device):
+            return status
+        if queue.finished < position:
+            return 600
+        machine.order.host_saw(clock)
+        return 0
 
     def record(self, stream: _BaseStream | None = None) -> None:
         """Put it behind what a stream has so far; the current stream by default."""
@@ -106,14 +115,20 @@ class _BaseStream:
 
     @property
     def done(self) -> bool:
-        """Whether all work on it is done."""
+        """Whether all work on it is done; on a device that has failed, no."""
+        return self._query() == 0
+
+    def _query(self) -> int:
+        """A status of CUDA, as of an event."""
         machine = current.machine()
         queue = machine.queue(self)
         clock = machine.order.clock_of(queue)
-        if not queue.reached(queue.issued):
-            return False
+        if status := machine.sticky(queue.device):
+            return status
+        if queue.finished < queue.issued:
+            return 600
         machine.order.host_saw(clock)
-        return True
+        return 0
 
     @property
     def is_non_blocking(self) -> bool:
