@@ -15,10 +15,17 @@ from fsdpcore.fsdp.unit import Unit
 
 
 class Layer(Protocol):
-    """A function with parameters and its derivative. It owns no parameters."""
+    """A function with parameters and its derivative. It owns no parameters.
+
+    On a GPU all arrays but those of ``init`` are CuPy's: parameters and gradients come so from the
+    engine, and inputs are best made so, by ``engine.xp.asarray(batch)``.
+    """
 
     def init(self, rng: np.random.Generator) -> Mapping[str, Array | Spec]:
-        """Return the initial parameters by name, always in the same order."""
+        """Return the initial parameters by name, always in the same order.
+
+        NumPy arrays are fine on a GPU, too: the engine moves them.
+        """
 
     def forward(self, params: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
         """Return the output and what ``backward`` needs; must not keep ``params`` itself."""
