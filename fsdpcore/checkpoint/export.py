@@ -82,7 +82,7 @@ def export_safetensors(
         optimizer: with the arrays of the optimizer.
         rename: new names by old ones, or a function; see ``Selection``.
         strip_prefix, add_prefix: of names.
-        dtype: floating arrays are rounded to it.
+        dtype: floating arrays are rounded to it, a real floating one; the others keep theirs.
         max_shard_size: bytes of arrays in a file; a larger array has one for itself. If all fit
             into one, that is ``model.safetensors``, without an index.
         metadata: texts for the header; by default ``{"format": "pt"}``, which transformers needs.

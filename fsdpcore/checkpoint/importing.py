@@ -51,7 +51,7 @@ def import_safetensors(
         names: patterns (of the shell) of the arrays to take; by default all.
         rename: new names by old ones, or a function; see ``Selection``.
         strip_prefix, add_prefix: of names.
-        dtype: floating arrays are rounded to it.
+        dtype: floating arrays are rounded to it, a real floating one; the others keep theirs.
         extra: see ``save``.
         overwrite: replace the step if there is one.
         progress: called with the bytes that are written and those in all.

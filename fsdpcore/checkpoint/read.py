@@ -13,11 +13,12 @@ from fsdpcore.checkpoint.finding import Finder, chosen_step
 from fsdpcore.checkpoint.local_reads import read_alone
 from fsdpcore.checkpoint.plan_load import Wanted, is_covered, plan_load
 from fsdpcore.checkpoint.reading import FileSet, usual_threads
+from fsdpcore.checkpoint.rounding import rounding_dtype
 from fsdpcore.checkpoint.shards import parts_of
 from fsdpcore.checkpoint.storage import Storage, StoragePath
 from fsdpcore.checkpoint.targets import checked_patterns, chosen, listed
 from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError, in_words
-from fsdpcore.fsdp.checks import as_dtype, as_int, rounds_into
+from fsdpcore.fsdp.checks import as_int, rounds_into
 
 
 def read(
@@ -52,12 +53,7 @@ def read(
     """
     storage, which = chosen_step(path, step)
     patterns = checked_patterns(names)
-    wanted = None if dtype is None else as_dtype(dtype, "the result of read()")
-    if wanted is not None and not rounds_into(np.dtype(np.float32), wanted):
-        raise ArgumentError(
-            f"dtype is what read() rounds floating arrays to, such as float32, not {wanted}; "
-            "convert what it returns with astype()"
-        )
+    wanted = rounding_dtype(dtype, "the result of read()")
     count = usual_threads() if threads is None else as_int(threads, "threads", minimum=1)
     with Finder(storage, which) as finder:
         while True:

@@ -5,8 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.checks import as_dtype, rounds_into
+
+
+def rounding_dtype(dtype: DTypeLike | None, what: str) -> np.dtype[Any] | None:
+    """Return the dtype that floating arrays are to be rounded to; None for None.
+
+    Args:
+        dtype: see there.
+        what: becomes of that dtype; for messages.
+
+    Raises:
+        ArgumentError: it is no dtype, or not a floating one.
+    """
+    if dtype is None:
+        return None
+    found = as_dtype(dtype, what)
+    if not rounds_into(np.dtype(np.float32), found):
+        raise ArgumentError(
+            f"dtype is what floating arrays are rounded to, such as float32, not {found}; {what} "
+            "keeps the dtypes of other arrays"
+        )
+    return found
 
 
 def put(target: Array, values: Array) -> None:

@@ -10,10 +10,11 @@ from numpy.typing import DTypeLike
 
 from fsdpcore.checkpoint.array_sources import ArraySource, Described
 from fsdpcore.checkpoint.patterns import refuse_idle
+from fsdpcore.checkpoint.rounding import rounding_dtype
 from fsdpcore.checkpoint.strict_json import check_text, short
 from fsdpcore.checkpoint.targets import checked_patterns, chosen
 from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.checks import as_dtype, rounds_into
+from fsdpcore.fsdp.checks import rounds_into
 from fsdpcore.fsdp.state import OPTIMIZER_PREFIX
 
 Renaming = Mapping[str, str] | Callable[[str], str]
@@ -57,9 +58,9 @@ class Selection:
 
         Raises:
             ArgumentError: a pattern or the prefix fits no name, two arrays would have the same
-                name, or nothing is left.
+                name, nothing is left of one, or ``dtype`` is not floating.
         """
-        dtype = None if self.dtype is None else as_dtype(self.dtype, "what is written")
+        dtype = rounding_dtype(self.dtype, "what is written")
         known = list(source.arrays)
         if not self.optimizer:
             known = [name for name in known if not name.startswith(OPTIMIZER_PREFIX)]

@@ -157,6 +157,18 @@ def test_what_makes_no_sense_is_refused(run, tmp_path, options, words):
     assert files_in(tmp_path) == []
 
 
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+def test_a_dtype_that_nothing_is_rounded_to_is_refused(run, tmp_path, dtype):
+    file = tmp_path / "x.safetensors"
+    with pytest.raises(ArgumentError, match=f"such as float32, not {dtype}"):
+        export_safetensors(run, file, dtype=dtype)
+    assert not file.exists()
+    export_safetensors(run, file)
+    with pytest.raises(ArgumentError, match=f"such as float32, not {dtype}"):
+        import_safetensors(file, tmp_path / "other", dtype=dtype)
+    assert not (tmp_path / "other").exists()
+
+
 def test_dtypes_that_safetensors_lacks_are_refused(tmp_path):
     make_checkpoint(tmp_path / "run", {"a": np.ones(3, np.complex128), "b": np.ones(3)})
     with pytest.raises(ArgumentError, match="complex128, which safetensors does not have"):

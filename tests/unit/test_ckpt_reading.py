@@ -339,7 +339,7 @@ def test_an_array_may_be_called_like_a_pattern(tmp_path: Path) -> None:
 def test_arrays_are_rounded_to_floating_dtypes_only(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, {"w": np.full(3, 1.5), "n": np.arange(3)})
     for dtype in ("i4", "i8", "?", "c8"):
-        with pytest.raises(ArgumentError, match="rounds floating arrays to, such as float32"):
+        with pytest.raises(ArgumentError, match="floating arrays are rounded to, such as float32"):
             read(tmp_path, dtype=dtype)
     found = read(tmp_path, dtype="f2")
     assert (found["w"].dtype, found["n"].dtype) == (np.float16, np.int64)
