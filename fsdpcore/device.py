@@ -13,12 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from fsdpcore.buffers import Array, Bytes, check_out, input_array
+from fsdpcore.errors import ArgumentError
 
 
 class Ticket(ABC):
@@ -99,6 +100,40 @@ class Device(ABC):
         Both have the same shape. ``source`` may be changed at once.
         """
 
+    def given(self, value: ArrayLike, what: str) -> Array:
+        """Return what a caller passed as an array of the host or of this device, where it is.
+
+        Args:
+            value: an array, or what NumPy makes one of.
+            what: the words that messages use for it.
+
+        Raises:
+            ArgumentError: it is no array, or one of a GPU that is not this device.
+        """
+        elsewhere = not isinstance(value, np.ndarray)
+        if elsewhere and self.owns(value):
+            return cast(Array, value)
+        if elsewhere and hasattr(value, "__cuda_array_interface__"):
+            raise ArgumentError(
+                f"{what} is an array of a GPU, but this rank computes on {self.name}: copy it to "
+                "the host (CuPy: array.get()), or use a transport for GPUs, with CuPy's arrays"
+            )
+        try:
+            return np.asarray(value)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"{what} is no array: {error}") from error
+
+    def assign(self, target: Array, source: Array) -> None:
+        """Copy what ``given`` has returned into an array of this device, rounded to its dtype.
+
+        Both have the same shape; what is too large for the dtype becomes inf. ``source`` may be
+        changed at once, by what is enqueued after this where it is of this device.
+        """
+        if self.on_host or not self.owns(source):
+            self.write(target, source)
+        else:
+            target[...] = source
+
     def fetch(self, target: NDArray[Any], source: Array) -> None:
         """Enqueue a copy of an array of this device into a NumPy array of its shape and dtype.
 
@@ -177,8 +212,11 @@ class HostDevice(Device):
         return array
 
     def write(self, target: Array, source: NDArray[Any]) -> None:
+        if target.dtype == source.dtype:
+            target[...] = source
+            return
         with np.errstate(over="ignore"):  # what is too large becomes inf
-            np.copyto(target, source, casting="unsafe")
+            target[...] = source
 
     def overlap(self, first: Array, second: Array) -> bool:
         return np.may_share_memory(first, second)
