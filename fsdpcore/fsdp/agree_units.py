@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
 
 import numpy as np
 
 from fsdpcore.backend import Backend
+from fsdpcore.buffers import byte_view
 from fsdpcore.collectives import all_gather
+from fsdpcore.device import Device
 from fsdpcore.errors import ArgumentError, MismatchError, StateError
 from fsdpcore.fsdp.spec import Spec
-from fsdpcore.fsdp.special import Tied
+from fsdpcore.fsdp.special import Tied, elements_of
 from fsdpcore.fsdp.unit import Unit
+from fsdpcore.fsdp.views import host_values
 
 
-def check_units(units: tuple[Unit, ...]) -> None:
-    """Tie arrays that occur twice, and raise ArgumentError for units that do not fit together."""
+def check_units(units: tuple[Unit, ...], device: Device) -> None:
+    """Tie arrays that occur twice, and raise ArgumentError for units that do not fit together.
+
+    Their arrays may be NumPy's, or those of the device.
+    """
     if not units:
         raise ArgumentError("an engine needs at least one unit")
     names = set()
@@ -27,22 +34,25 @@ def check_units(units: tuple[Unit, ...]) -> None:
         names.add(unit.name)
         if unit.initial is None:
             raise StateError(f"unit {unit.name!r} belongs to an engine already; make a new one")
+        for name, value in (*unit.initial.items(), *unit.ignored.items()):
+            if not isinstance(value, Spec):
+                device.given(value, f"{unit.name}.{name}")
     _tie_same_arrays(units)
     _check_ties(units)
 
 
 def _tie_same_arrays(units: tuple[Unit, ...]) -> None:
-    seen: dict[tuple[int, int], tuple[Unit, str]] = {}
+    seen: dict[Hashable, tuple[Unit, str]] = {}
     for unit in units:
         for name, value in list((unit.initial or {}).items()):
-            if not isinstance(value, np.ndarray) or not value.size:
-                continue
             # The same elements, also by way of a view or a transpose.
-            owner, first = seen.setdefault((value.ctypes.data, value.size), (unit, name))
+            place = elements_of(value)
+            owner, first = (unit, name) if place is None else seen.setdefault(place, (unit, name))
             if (owner, first) == (unit, name):
                 continue
             other = (owner.initial or {})[first]
-            assert isinstance(other, np.ndarray)
+            assert not isinstance(other, Spec)
+            assert not isinstance(value, Spec)
             if (other.shape, other.strides, other.dtype) != (
                 value.shape,
                 value.strides,
@@ -79,7 +89,8 @@ def _check_ties(units: tuple[Unit, ...]) -> None:
 def check_same(units: tuple[Unit, ...], backend: Backend, options: str) -> None:
     """Compare all ranks' units and options: no model is glued together from different ones."""
     hashed = hashlib.blake2b(options.encode(), digest_size=16).digest()
-    digests = np.stack([np.frombuffer(hashed, np.uint8), *(_digest(unit) for unit in units)])
+    found = [_digest(unit, backend.device) for unit in units]
+    digests = np.stack([np.frombuffer(hashed, np.uint8), *found])
     everywhere = all_gather(digests, backend, label="initial values")
     everywhere = everywhere.reshape(backend.world_size, *digests.shape)
     names = ["the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"]
@@ -93,7 +104,7 @@ def check_same(units: tuple[Unit, ...], backend: Backend, options: str) -> None:
             )
 
 
-def _digest(unit: Unit) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def _digest(unit: Unit, device: Device) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     hasher = hashlib.blake2b(unit.name.encode(errors="backslashreplace"), digest_size=16)
     ignored = sorted((name, a.shape, a.dtype.name) for name, a in unit.ignored.items())
     hasher.update(repr((unit.ties, sorted(unit.frozen), ignored)).encode())
@@ -102,5 +113,5 @@ def _digest(unit: Unit) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         if isinstance(value, Spec):
             hasher.update(repr(value.init).encode())
         else:
-            hasher.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+            hasher.update(byte_view(np.ascontiguousarray(host_values(value, device))).data)
     return np.frombuffer(hasher.digest(), np.uint8)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.parts import Part
 from fsdpcore.fsdp.precision import Dtypes, Precision
@@ -52,7 +54,7 @@ class Declared:
         self.names = tuple(params)
         self.ties = {key: value for key, value in params.items() if isinstance(value, Tied)}
         own = {
-            key: value if isinstance(value, Spec) else np.asarray(value)
+            key: value if isinstance(value, Spec) else _array(value)
             for key, value in params.items()
             if not isinstance(value, Tied)
         }
@@ -99,9 +101,17 @@ class Declared:
         return [part.layout for part in parts]
 
 
+def _array(value: ArrayLike) -> Array:
+    """Return an array of NumPy, or of a GPU as it is: which one it should be, the engine knows."""
+    on_gpu = not isinstance(value, np.ndarray) and hasattr(value, "__cuda_array_interface__")
+    return cast(Array, value) if on_gpu else np.asarray(value)
+
+
 def _as_it_is(unit: str, name: str, value: Array | Spec) -> Array:
     if isinstance(value, Spec):
         raise ArgumentError(f"{unit}.{name} is ignored, and needs an array instead of a Spec")
+    if not on_host(value):
+        return value
     return read_only(np.ascontiguousarray(value).reshape(-1)).reshape(value.shape)
 
 

@@ -65,11 +65,14 @@ class FSDP:
         window: False keeps the parameters out of shared memory.
         offload: what is out of memory while it is not in use; see ``Offload``. Without ``window``.
         seed: of the initialisers of deferred parameters (``Spec``).
-        algorithm: of all collectives; "auto", or one that every one of them has.
+        algorithm: of all collectives; "auto", or one that every one of them has. On GPUs, one of
+            those that the transport has for their arrays.
 
     Attributes:
         units: in order; verbs can be called on them directly.
         backend, strategy, precision, prefetching, algorithm, offload: as given.
+        device: where the arrays are: the host, or this rank's GPU.
+        host_algorithm: of collectives that move arrays of the host.
         placement: what the strategy comes to with these ranks.
         ranks: this rank's groups.
         windowed: the parameters are in a window; the same on all ranks that share a copy.
@@ -114,9 +117,11 @@ class FSDP:
         self.prefetching = Prefetch.of(prefetch)
         self.algorithm = algorithm
         self.offload = offload
+        self.device = backend.device
+        self.host_algorithm = algorithm if self.device.on_host else "auto"
         self.steps = 0
-        _check_algorithm(algorithm)
-        check_units(self.units)
+        _check_algorithm(algorithm, backend)
+        check_units(self.units, self.device)
         optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
         self.optimizers = optimizers
         self.lent = self.torn = False
@@ -130,7 +135,7 @@ class FSDP:
             self.units,
             self.placement.keep,
             self.prefetching,
-            overlaps=self.prefetching.overlaps(backend.hosts),
+            overlaps=self.prefetching.overlaps(backend.hosts, on_host=self.device.on_host),
         )
         try:
             self._bind(optimizers, seed, window=window)
@@ -166,6 +171,11 @@ class FSDP:
                 f"this engine has no unit {name!r}; it has {', '.join(self._index)}"
             )
         return self.units[number]
+
+    @property
+    def xp(self) -> Any:
+        """The module that computes with the parameters: ``numpy``, or ``cupy`` on a GPU."""
+        return self.device.xp
 
     @property
     def loss_scale(self) -> float:
@@ -456,9 +466,12 @@ def _check_kinds(precision: object, offload: object, window: object) -> None:
         raise ArgumentError(f"window must be True or False, got {window!r}")
 
 
-def _check_algorithm(algorithm: str) -> None:
+def _check_algorithm(algorithm: str, backend: Backend) -> None:
+    has: Mapping[str, Mapping[str, Any]] = ALGORITHMS
+    if not backend.device.on_host:
+        has = backend.root.device_algorithms(backend)
     known = set.intersection(
-        *(set(ALGORITHMS[name]) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+        *(set(has[name]) for name in ("all_gather", "reduce_scatter", "all_reduce"))
     )
     if algorithm != "auto" and algorithm not in known:
         names = ", ".join(repr(name) for name in ["auto", *sorted(known)])

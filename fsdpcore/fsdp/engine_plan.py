@@ -26,7 +26,7 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
         optimizer_states=max((len(update.state) for update in updates), default=0),
         prefetch=ahead.units,
         prefetch_bytes=ahead.max_bytes,
-        overlap=ahead.overlaps(engine.backend.hosts),
+        overlap=ahead.overlaps(engine.backend.hosts, on_host=engine.device.on_host),
         microbatches=microbatches,
         sync=sync,
         windowed=engine.windowed,

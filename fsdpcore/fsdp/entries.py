@@ -50,6 +50,12 @@ class Entry:
         return bool(self.bounds)
 
     @property
+    def movable(self) -> Array:
+        """The data where collectives can read and write it: itself, or a copy of it on the GPU."""
+        away = any(kind in self.unit.shelf.away for kind in self.kinds)
+        return self.data.copy() if away else self.data
+
+    @property
     def counts(self) -> list[int]:
         """How many elements each shard has of it."""
         return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]

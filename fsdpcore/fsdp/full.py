@@ -5,19 +5,20 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsdpcore.buffers import Array
+from fsdpcore.buffers import Array, byte_view
 from fsdpcore.collectives import all_gather, barrier
+from fsdpcore.device import Device
 from fsdpcore.errors import ArgumentError, MismatchError, StateError
-from fsdpcore.fsdp.entries import Entry, by_unit, param_entries
+from fsdpcore.fsdp.entries import Entry, by_unit, ignored_of, param_entries
 from fsdpcore.fsdp.state_save import gathered
 from fsdpcore.fsdp.unit import ParamState, Unit
-from fsdpcore.fsdp.views import UnknownParameterError, read_only, round_into
+from fsdpcore.fsdp.views import UnknownParameterError, host_values, read_only
 from fsdpcore.registry import nearest
 
 if TYPE_CHECKING:
@@ -31,10 +32,19 @@ class FullParams(Mapping[str, Array]):
 
     With ``write=True`` they are written in place, as in ``params["u.w"][...] = 0``, or assigned:
     ``params["u.w"] = array`` copies an array of the same shape, rounded to the parameter's dtype.
+
+    Args:
+        arrays: on the device.
+        device: where they are.
+        writable: names of those that may be assigned to.
     """
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
+    def __init__(
+        self, arrays: Mapping[str, Array], device: Device, writable: Collection[str]
+    ) -> None:
         self._arrays: Mapping[str, Array] | None = arrays
+        self._device = device
+        self._writable = writable
 
     def __getitem__(self, name: str) -> Array:
         arrays = self._open()
@@ -46,8 +56,8 @@ class FullParams(Mapping[str, Array]):
             ) from None
 
     def __setitem__(self, name: str, value: Array) -> None:
-        target, value = self[name], np.asarray(value)
-        if not target.flags.writeable:
+        target, value = self[name], self._device.given(value, f"what is assigned to {name}")
+        if name not in self._writable:
             raise StateError(
                 f"{name} is read-only here; full_params(write=True) gives parameters to be "
                 "written, but for ignored ones, which are not the engine's"
@@ -58,7 +68,7 @@ class FullParams(Mapping[str, Array]):
                 f"to it {value.shape} and {value.dtype}"
             )
         if value is not target:
-            round_into(target, value)
+            self._device.assign(target, value)
 
     def __contains__(self, name: object) -> bool:
         return name in self._open()
@@ -103,7 +113,10 @@ def full_params(
     try:
         own = {chosen[name] for name in chosen}
         arrays.update(_own(engine, own, opened, write=write))
-        params = FullParams({name: arrays[owner] for name, owner in chosen.items()})
+        ignored = ignored_of(engine)
+        writable = {name for name, owner in chosen.items() if write and owner not in ignored}
+        found = {name: arrays[owner] for name, owner in chosen.items()}
+        params = FullParams(found, engine.device, writable)
         yield params
         if write:
             _check_same(engine, what, own, arrays)
@@ -175,7 +188,7 @@ def _check_same(engine: FSDP, what: str, own: set[str], arrays: Mapping[str, Arr
     names = [entry.name for entry in _entries(engine, own)]
     digests = np.zeros((len(names), _DIGEST), np.uint8)
     for row, name in zip(digests, names, strict=True):
-        data = arrays[name].reshape(-1).view(np.uint8).data
+        data = byte_view(host_values(arrays[name], engine.device)).data
         row[:] = np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST).digest(), np.uint8)
     backend = engine.backend
     joined: Array = all_gather(digests, backend, label=f"{what}: the end")

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import rounds_into
 from fsdpcore.fsdp.consent import check_equal, consent
-from fsdpcore.fsdp.views import round_into
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -19,15 +16,12 @@ if TYPE_CHECKING:
 
 
 def checked_shard(unit: Unit, flat: Array) -> Array:
-    """Return what ``flat`` has for a unit's shard, without padding.
+    """Return what ``flat`` has for a unit's shard, without padding, on the host or the device.
 
     Raises:
-        ArgumentError: another shape or a dtype that is not floating.
+        ArgumentError: another shape or a dtype that is not floating, or of another device.
     """
-    try:
-        array = np.asarray(flat)
-    except ValueError as error:
-        raise ArgumentError(f"the shard of unit {unit.name!r} is no array: {error}") from error
+    array = unit.device.given(flat, f"the shard of unit {unit.name!r}")
     sizes = (unit.valid_size, unit.shard.size)
     if array.ndim != 1 or array.size not in sizes:
         raise ArgumentError(
@@ -46,7 +40,7 @@ def update_shard(unit: Unit, flat: Array) -> None:
     """Replace this rank's shard of the trained parameters; see ``Unit.update_shards``."""
     values = checked_shard(unit, flat)
     with unit.writing() as shard:
-        round_into(shard[: values.size], values)
+        unit.device.assign(shard[: values.size], values)
 
 
 def update_shards(engine: FSDP, shards: Mapping[str, Array]) -> None:

@@ -18,7 +18,10 @@ import numpy as np
 
 from fsdpcore.buffers import Array, split_sizes
 from fsdpcore.collectives import all_reduce, reduce_scatter
+from fsdpcore.collectives.on_device import DeviceWork
 from fsdpcore.errors import CommunicationError, StateError
+from fsdpcore.fsdp import gpu_inplace
+from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.checks import as_positive
 from fsdpcore.fsdp.offload import GRADIENTS, Kind, Shelf
@@ -46,12 +49,16 @@ class _Reducing:
         work: None where it has ended.
         flat: the full gradients, which it reads and may overwrite.
         own: this rank's shard of the sum.
+        divisor: of the sum.
+        shard: what the shard will be, if that is all there is to do; None if ``own`` is to be
+            divided and added.
     """
 
     work: Work | None
     flat: Array
     own: Array
     divisor: float | None
+    shard: Array | None = None
 
 
 class UnitGradients:
@@ -123,7 +130,8 @@ class UnitGradients:
         """Return zeroed gradients to be written, and those of tied parameters, which lie apart."""
         self.check_closed()
         flat = self._pool.take(self._layout.padded_size, self._dtypes.grad)
-        self._open = Gradients(flat, self._places, tied, self._dtypes.param)
+        device = self._ranks.device
+        self._open = Gradients(flat, self._places, tied, self._dtypes.param, device)
         return self._open
 
     def check_closed(self) -> None:
@@ -182,20 +190,32 @@ class UnitGradients:
             _add_into(self._places.view(flat, name).reshape(-1), array)
             self._pool.give(array)
         self._from_ties.clear()
-        if self.shard is None:
+        if self.shard is None and Kind.GRADIENT not in self._shelf.away:
             own = self._own_buffer()
         else:  # a collective may write to this rank's part of what it reads
             start, stop = self._layout.shard_bounds(self._ranks.shards.rank)
             own = flat[start:stop]
         self._shelf.ahead(GRADIENTS)
         try:
-            started = self._start(flat, own, divisor, label, async_op)
+            self._reducing = self._begin(flat, own, divisor, label, async_op)
         except BaseException:
             self._pool.give(flat)
             raise
-        self._reducing = _Reducing(started if async_op else None, flat, own, divisor)
         if not async_op:
             self.wait()
+
+    def _begin(
+        self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
+    ) -> _Reducing:
+        if self._ranks.device.on_host:
+            started = self._start(flat, own, divisor, label, async_op)
+            return _Reducing(started if async_op else None, flat, own, divisor)
+        # On a GPU all of it goes on in the background, while the next backward pass computes.
+        with self._ranks.device.background() as ticket:
+            self._start(flat, own, divisor, label, async_op=False)
+            shard = self._conclude(own, divisor)
+        work = DeviceWork(self._ranks.whole, label, ticket, shard)
+        return _Reducing(work, flat, own, divisor, shard)
 
     def _start(
         self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
@@ -231,26 +251,37 @@ class UnitGradients:
         reducing, self._reducing = self._reducing, None
         if reducing is None:
             return
-        own, divisor, ranks = reducing.own, reducing.divisor, self._ranks
         try:
             if reducing.work is not None:
                 reducing.work.wait()
-            op, size = self._op(divisor), ranks.whole.world_size
-            if self._in_two:
-                label = f"unit {self._places.unit}, over replicas"
-                algorithm = self._algorithm
-                all_reduce(own, ranks.replicas, op=op, out=own, algorithm=algorithm, label=label)
-            left = (size if divisor is None else divisor) / (size if op == "mean" else 1)
-            if left != 1:
-                _divide(own, left)
-            if self.shard is None:
-                self.shard = own
-            else:
-                self._shelf.begin(GRADIENTS, write=True)
-                _add_into(self.shard, own)
-            self._shelf.end(GRADIENTS, written=True)
+            shard = reducing.shard
+            if shard is None:
+                shard = self._conclude(reducing.own, reducing.divisor)
+            self.shard = shard
         finally:
             self._pool.give(reducing.flat)
+
+    def _conclude(self, own: Array, divisor: float | None) -> Array:
+        """Have the other replicas' sums added, divide, and add to the shard, which is returned."""
+        op, ranks = self._op(divisor), self._ranks
+        size = ranks.whole.world_size
+        if self._in_two:
+            label = f"unit {self._places.unit}, over replicas"
+            algorithm = self._algorithm
+            all_reduce(own, ranks.replicas, op=op, out=own, algorithm=algorithm, label=label)
+        left = (size if divisor is None else divisor) / (size if op == "mean" else 1)
+        if left != 1:
+            _divide(own, left)
+        shard = self.shard
+        if shard is not None:
+            self._shelf.begin(GRADIENTS, write=True)
+            _add_into(shard, own)
+        else:
+            shard = self._own_buffer()
+            if own is not shard:  # it is not where a collective can write to
+                shard[:] = own
+        self._shelf.end(GRADIENTS, written=True)
+        return shard
 
     def _own_buffer(self) -> Array:
         if self._buffer is None:
@@ -325,12 +356,18 @@ def check_divisor(divisor: float | None) -> float | None:
 
 def _add_into(total: Array, values: Array) -> None:
     """Add in place; inf and nan are for the update to find."""
+    if not on_host(total):
+        gpu_inplace.add(total, values)
+        return
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(total, values, out=total)
 
 
 def _divide(array: Array, divisor: float) -> None:
     """Divide in place; in float32, and rounded once, where the dtype is narrower."""
+    if not on_host(array):
+        gpu_inplace.divide(array, divisor)
+        return
     if array.itemsize >= 4:
         with np.errstate(over="ignore"):
             np.divide(array, divisor, out=array)

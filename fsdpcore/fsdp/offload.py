@@ -1,8 +1,9 @@
 """``Offload``: what a rank holds all the time is out of memory while nobody uses it.
 
 ``Shelf`` is where the engine puts the arrays of one unit, and what it tells before and after it
-uses them. The shelf itself does nothing: arrays are in memory. A ``FileShelf`` has them in the
-rank's ``MappedFile``, from which they are read before they are used, and to which they go back::
+uses them. The shelf itself does nothing: arrays are in memory. A ``HostShelf`` has those of a GPU
+in the memory of the host. A ``FileShelf`` has them in the rank's ``MappedFile``, from which they
+are read before they are used, and to which they go back::
 
     forward, backward    ahead(next unit)  begin(parameters)  gather   ...  reshard  end
     reduction            begin(gradients)  add  end
@@ -18,7 +19,7 @@ from __future__ import annotations
 import enum
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,17 +69,20 @@ class Offload:
     is made. Parameters are not in a window of the host then. Gathered parameters, full gradients
     and what ``no_sync`` keeps stay in memory, for as long as the strategy says.
 
+    On a GPU: in memory of the host that the GPU reads and writes from where it is, so that nothing
+    has to be loaded. Gathered parameters and full gradients are in the GPU's own memory.
+
     Args:
         directory: where the files are, on a disk: not on a file system in memory, such as tmpfs,
             where nothing would be gained. An engine on the host needs one; there is no default,
-            since the system's directory for temporary files often is in memory.
+            since the system's directory for temporary files often is in memory. None on a GPU.
         what: "parameters": shards of parameters, and where all ranks keep all parameters, these;
             with mixed precision the master shards too. "all": also shards of gradients, and the
             optimizer's state.
-        ahead: so many units that come next are read ahead of their use; 0 for none.
-        evict: have pages written and freed as soon as they are not in use. With False they leave
-            the process, but stay in the system's cache until it needs the memory for something
-            else: faster while there is enough.
+        ahead: so many units that come next are read from files ahead of their use; 0 for none.
+        evict: have pages of files written and freed as soon as they are not in use. With False they
+            leave the process, but stay in the system's cache until it needs the memory for
+            something else: faster while there is enough.
 
     Raises:
         ConfigError: something of this makes no sense.
@@ -140,9 +144,11 @@ class Shelf:
 
     Attributes:
         depth: how many units are to be announced ahead of their use.
+        away: kinds whose arrays are in the memory of the host, while a GPU computes.
     """
 
     depth = 0
+    away: Collection[Kind] = ()
 
     def __init__(self, empty: Allocate) -> None:
         self._empty = empty
@@ -168,6 +174,18 @@ class Shelf:
 
     def discard(self, kinds: Sequence[Kind]) -> None:
         """Forget what arrays hold: nobody reads them before they are written anew."""
+
+
+class HostShelf(Shelf):
+    """Arrays of a GPU, of which some are in the memory of the host."""
+
+    def __init__(self, policy: Offload, empty: Allocate, pinned: Allocate) -> None:
+        super().__init__(empty)
+        self.away = frozenset(policy.kinds)
+        self._pinned = pinned
+
+    def allocate(self, kind: Kind) -> Allocate:
+        return self._pinned if kind in self.away else self._empty
 
 
 def in_turn(units: Iterable[Unit], *uses: Sequence[Kind]) -> Iterator[Unit]:

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.buffers import Array
+from fsdpcore.device import HOST, Device
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.offload import Kind, Shelf
 from fsdpcore.fsdp.ranks import Ranks
 from fsdpcore.fsdp.spec import Spec
-from fsdpcore.fsdp.storage import Storage, store
+from fsdpcore.fsdp.storage import Storage
+from fsdpcore.fsdp.storages import store
 from fsdpcore.fsdp.views import Places, read_only, round_into
 
-# Elements of an initialiser that has another dtype than the buffer are made so many at a time.
+# Elements that do not have the buffer's dtype, or go to a GPU, are made so many at a time.
 _BLOCK = 1 << 20
 
 
@@ -51,6 +53,7 @@ class Part:
         self.places = Places(unit, self.layout)
         self.storage: Storage
         self.master: Array
+        self._device: Device = HOST
         self.rank = 0
 
     def bind(
@@ -65,9 +68,17 @@ class Part:
         trained: bool,
     ) -> None:
         """Make the memory, and write this rank's shard of the initial values."""
-        self.rank = ranks.shards.rank
+        self.rank, self._device = ranks.shards.rank, ranks.device
         kind = Kind.TRAINED if trained else Kind.FROZEN
-        self.storage = store(self.places, ranks, algorithm, pool, shelf.allocate(kind), flat)
+        self.storage = store(
+            self.places,
+            ranks,
+            algorithm,
+            pool,
+            shelf.allocate(kind),
+            flat,
+            away=kind in shelf.away,
+        )
         if trained:
             shelf.mark(Kind.OWN, self.storage.own)
         if self._master_dtype == self.layout.dtype:
@@ -81,9 +92,10 @@ class Part:
             target = self.master[piece.shard_start : piece.shard_stop]
             if isinstance(value, Spec):
                 name = f"{self._unit}.{piece.name}"
-                _fill(target, value, piece.param_start, seed, name)
+                _fill(self._device, target, value, piece.param_start, seed, name)
             else:
-                round_into(target, value.reshape(-1)[piece.param_start : piece.param_stop])
+                flat = value.reshape(-1)
+                self._device.assign(target, flat[piece.param_start : piece.param_stop])
         self._params = {}
         self.publish()
 
@@ -119,22 +131,25 @@ class Part:
             round_into(self.storage.own, self.master)
 
     def load(self, values: Mapping[str, Array]) -> None:
-        """Write this rank's shard of those parameters that ``values`` has, in full shape."""
+        """Write this rank's shard of those parameters that ``values`` has, in full shape.
+
+        They are arrays of the host or of the device.
+        """
         for piece in self.layout.pieces(self.rank):
             if piece.name in values:
-                flat = np.asarray(values[piece.name]).reshape(-1)
+                flat = values[piece.name].reshape(-1)
                 target = self.master[piece.shard_start : piece.shard_stop]
-                round_into(target, flat[piece.param_start : piece.param_stop])
+                self._device.assign(target, flat[piece.param_start : piece.param_stop])
         self.publish()
 
 
-def _fill(target: Array, spec: Spec, start: int, seed: int, name: str) -> None:
-    """Initialise elements of a parameter, in its own dtype first."""
-    if spec.dtype == target.dtype:
+def _fill(device: Device, target: Array, spec: Spec, start: int, seed: int, name: str) -> None:
+    """Initialise elements of a parameter, on the host and in its own dtype first."""
+    if device.on_host and spec.dtype == target.dtype:
         spec.init.fill(target, start, seed=seed, name=name)
         return
     scratch = np.empty(min(_BLOCK, target.size), spec.dtype)
     for done in range(0, target.size, _BLOCK):
         block = target[done : done + _BLOCK]
         spec.init.fill(scratch[: block.size], start + done, seed=seed, name=name)
-        round_into(block, scratch[: block.size])
+        device.write(block, scratch[: block.size])

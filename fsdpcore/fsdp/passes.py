@@ -116,7 +116,7 @@ class Passes:
     def _count(self, unit: Unit) -> None:
         """Take note that a unit is about to be gathered, if it is not already."""
         if unit.state is ParamState.SHARDED:
-            self.stats.gathers += unit.fetched
+            self.stats.gathers += unit.stale
             self.stats.bytes_sent += unit.sends
 
     def release(self, unit: Unit) -> None:

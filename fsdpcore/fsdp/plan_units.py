@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.plan_sizes import UnitSize
+from fsdpcore.fsdp.special import elements_of
 from fsdpcore.fsdp.unit import Unit
 
-_Places = dict[tuple[int, int], tuple[Unit, str]]
+_Places = dict[Hashable, tuple[Unit, str]]
 
 
 def sizes_of(units: Iterable[UnitSize | Unit]) -> tuple[UnitSize, ...]:
@@ -76,10 +77,10 @@ def _parameters(unit: Unit) -> Iterator[tuple[str, int, np.dtype[Any] | None]]:
 
 def _twin(unit: Unit, name: str, seen: _Places) -> tuple[str, str] | None:
     """Find the parameter that an array is already, as an engine would."""
-    value = (unit.initial or {}).get(name)
-    if not isinstance(value, np.ndarray) or not value.size or unit.parts:
+    place = elements_of((unit.initial or {}).get(name))
+    if place is None or unit.parts:
         return None
-    owner, first = seen.setdefault((value.ctypes.data, value.size), (unit, name))
+    owner, first = seen.setdefault(place, (unit, name))
     return None if (owner, first) == (unit, name) else (owner.name, first)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdpcore.backend import Backend
+from fsdpcore.device import Device
 from fsdpcore.fsdp.strategy import Placement
 
 
@@ -61,6 +62,11 @@ class Ranks:
         """Return which of ``size`` elements, that all replicas hold, this one counts for all."""
         share = -(-size // self.replicas.world_size)
         return slice(share * self.replicas.rank, share * (self.replicas.rank + 1))
+
+    @property
+    def device(self) -> Device:
+        """Where the engine's arrays are."""
+        return self.whole.device
 
     @property
     def replica(self) -> int:

@@ -26,8 +26,9 @@ class Prefetch:
         max_bytes: no more than so many bytes are gathered ahead, but for a unit that is larger
             alone; None for no limit.
         reductions: 1 lets the gradients of a unit be reduced while the backward pass goes on with
-            the next; with 0 it waits for them. By default 1 where ranks are on several hosts: ranks
-            of one host do the copying themselves, and it takes no less time in the background.
+            the next; with 0 it waits for them. By default 1 where ranks are on several hosts, or on
+            GPUs: ranks of one host do the copying themselves, and it takes no less time in the
+            background.
 
     Raises:
         ArgumentError: a number that makes no sense.
@@ -54,10 +55,15 @@ class Prefetch:
         units = as_int(given, "prefetch (in units)", minimum=0)
         return cls(units, reductions=None if units else 0)
 
-    def overlaps(self, hosts: Sequence[int]) -> bool:
-        """Whether gradients are reduced in the background, for ranks on these hosts."""
+    def overlaps(self, hosts: Sequence[int], *, on_host: bool) -> bool:
+        """Whether gradients are reduced in the background.
+
+        Args:
+            hosts: of the ranks.
+            on_host: they compute there, not on GPUs.
+        """
         if self.reductions is None:
-            return len(set(hosts)) > 1
+            return len(hosts if not on_host else set(hosts)) > 1
         return self.reductions == 1 and len(hosts) > 1
 
 

@@ -1,4 +1,7 @@
-"""Where the arrays of an engine's units are: in memory, or in files that all ranks could make."""
+"""Where the arrays of an engine's units are: in memory, or in files that all ranks could make.
+
+On a GPU they are in its memory, or in that of the host.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from fsdpcore.backend import Backend
 from fsdpcore.collectives import all_gather
 from fsdpcore.errors import ConfigError
 from fsdpcore.fsdp.mapped_file import PAGE, MappedFile, check_system, in_memory, pages
-from fsdpcore.fsdp.offload import Files, FileShelf, Kind, Needs, Offload, Shelf
+from fsdpcore.fsdp.offload import Files, FileShelf, HostShelf, Kind, Needs, Offload, Shelf
 from fsdpcore.fsdp.plan_table import size
 from fsdpcore.fsdp.precision import Precision
 from fsdpcore.fsdp.ranks import Ranks
@@ -48,12 +51,20 @@ def open_shelves(
     """Make shelves for units that are laid out; a collective if there is a policy.
 
     Raises:
-        ConfigError: a rank cannot have its file; on all ranks, and no file is left.
+        ConfigError: a rank cannot have its file, or there are none on a GPU; on all ranks, and no
+            file is left.
         UnsupportedError: this is not Linux.
     """
-    empty = ranks.shards.empty
+    empty, device = ranks.shards.empty, ranks.device
     if policy is None:
         return Shelves([Shelf(empty) for _ in units])
+    if not device.on_host:
+        if policy.directory is not None:
+            raise ConfigError(
+                f"this engine computes on a GPU ({device}), where Offload keeps arrays in the "
+                "memory of the host, and has no files: leave out the directory, Offload()"
+            )
+        return Shelves([HostShelf(policy, empty, device.pinned) for _ in units])
     needs = [_offloaded(policy, needs_of(unit, ranks, optimizers, precision)) for unit in units]
     starts, total = [], 0
     for need in needs:

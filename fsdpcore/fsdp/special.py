@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.array_module import address, array_module, place
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,14 @@ class Tied:
 
     def __str__(self) -> str:
         return f"{self.unit}.{self.param}"
+
+
+def elements_of(value: object) -> Hashable:
+    """Return what arrays of the same elements have in common, also views; None for no elements."""
+    if array_module(value) is None:
+        return None
+    array: Any = value
+    return (place(array), address(array), array.size) if array.size else None
 
 
 def chosen(unit: str, names: Iterable[str], patterns: str | Iterable[str], what: str) -> set[str]:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpcore.buffers import Array
+from fsdpcore.buffers import Array, byte_view
 from fsdpcore.collectives import broadcast, scatter_v
+from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_int, rounds_into
 from fsdpcore.fsdp.consent import check_equal, consent
 from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import EngineState, LoadReport, Progress, ShardedArray
 from fsdpcore.fsdp.state_save import info_of, sharded
-from fsdpcore.fsdp.views import read_only, round_into
+from fsdpcore.fsdp.views import host_values, locked, read_only
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -99,6 +100,7 @@ class _Loading:
     def __init__(self, engine: FSDP, what: str, *, optimizer: bool, src: int | None) -> None:
         engine.check_idle(what)
         self._engine = engine
+        self._device = engine.device
         self._what = what
         self._optimizer = optimizer
         self._src = None if src is None else as_int(src, "src (the rank that has it)", minimum=0)
@@ -152,7 +154,7 @@ class _Loading:
             if tied is None:
                 continue
             other = arrays.setdefault(owner, tied)
-            if other is not tied and not _same(other, tied):
+            if other is not tied and not _same(other, tied, self._device):
                 self.problems.append(
                     f"{name} is tied to {owner}, but their arrays differ; give one of them"
                 )
@@ -178,9 +180,9 @@ class _Loading:
         """Say what is wrong with an array for an entry, or for an ignored array; "" for nothing."""
         if not isinstance(value, ShardedArray):
             try:
-                value = np.asarray(value)
-            except (TypeError, ValueError) as error:
-                return f"is no array: {error}"
+                value = self._device.given(value, "")
+            except ArgumentError as error:
+                return str(error).strip()
         if entry is None:
             return self._check_ignored(name, value)
         if isinstance(value, ShardedArray) and self._src is not None:
@@ -199,12 +201,15 @@ class _Loading:
                     "layout (another strategy, or number of ranks); a checkpoint loads into any, "
                     "and so does state_dict(full=True)"
                 )
-            if self.stale and any(np.may_share_memory(p.array, entry.data) for p in value.pieces):
+            if self.stale and any(self._shares(p.array, entry) for p in value.pieces):
                 return (
                     "is a view of what the engine has now, not of what it had; copy the arrays of "
                     "a state_dict that is to outlive an update, or take state_dict(full=True)"
                 )
         return ""
+
+    def _shares(self, array: Array, entry: Entry) -> bool:
+        return self._device.owns(array) and self._device.overlap(array, entry.data)
 
     def _check_ignored(self, name: str, value: ShardedArray | Array) -> str:
         unit, param = self._ignored[name]
@@ -269,16 +274,16 @@ class _Loading:
         """Write this rank's part of an array; a collective if one rank gives it."""
         if isinstance(value, ShardedArray):
             for piece in value.pieces:  # one, with what this rank holds
-                round_into(entry.data, piece.array)
+                self._device.assign(entry.data, piece.array)
             return
-        flat = None if value is None else np.asarray(value).reshape(-1)
+        flat = None if value is None else self._device.given(value, entry.name).reshape(-1)
         if self._src is None:
             assert flat is not None
-            round_into(entry.data, flat[entry.start : entry.stop])
+            self._device.assign(entry.data, flat[entry.start : entry.stop])
             return
-        if flat is not None and flat.dtype != entry.data.dtype:
-            rounded = np.empty(flat.size, entry.data.dtype)
-            round_into(rounded, flat)
+        if flat is not None and not (self._device.owns(flat) and flat.dtype == entry.data.dtype):
+            rounded = self._device.empty(flat.size, entry.data.dtype)
+            self._device.assign(rounded, flat)
             flat = rounded
         _deal(self._engine, entry, flat, self._src)
 
@@ -287,27 +292,33 @@ class _Loading:
     ) -> None:
         assert not isinstance(value, ShardedArray)
         now = ignored[param]
-        array = np.array(now if value is None else value, now.dtype)  # a copy
+        array = now.copy()
+        if value is not None:
+            given = self._device.given(value, param)
+            # What a GPU cannot have has stayed with NumPy.
+            (HOST if isinstance(now, np.ndarray) else self._device).assign(array, given)
         if self._src is not None:
             broadcast(array, self._engine.backend, root=self._src, out=array)
-        if not _same(array, now):  # else whoever shares the memory goes on doing so
+        if not _same(array, now, self._device):  # else whoever shares the memory goes on doing so
             ignored[param] = read_only(array.reshape(-1)).reshape(array.shape)
 
 
 def _deal(engine: FSDP, entry: Entry, flat: Array | None, src: int) -> None:
     """Give each rank its part of an array, of which ``src`` has all; nobody else holds more."""
-    ranks, shards = engine.ranks, engine.placement.shards
+    ranks, shards, data = engine.ranks, engine.placement.shards, entry.movable
     if not entry.split:
         if flat is not None:
-            entry.data[:] = flat
-        broadcast(entry.data, engine.backend, root=src, out=entry.data)
-        return
-    home = src // shards
-    if ranks.replica == home:
-        counts = None if flat is None else entry.counts
-        scatter_v(flat, ranks.shards, counts, root=src % shards, out=entry.data)
-    if ranks.replicas.world_size > 1:
-        broadcast(entry.data, ranks.replicas, root=home, out=entry.data)
+            data[:] = flat
+        broadcast(data, engine.backend, root=src, out=data)
+    else:
+        home = src // shards
+        if ranks.replica == home:
+            counts = None if flat is None else entry.counts
+            scatter_v(flat, ranks.shards, counts, root=src % shards, out=data)
+        if ranks.replicas.world_size > 1:
+            broadcast(data, ranks.replicas, root=home, out=data)
+    if data is not entry.data:
+        entry.data[:] = data
 
 
 def set_progress(engine: FSDP, progress: Progress) -> None:
@@ -337,25 +348,25 @@ def writing_state(engine: FSDP, *, optimizer: bool) -> Iterator[EngineState]:
             for array in arrays.values():
                 assert isinstance(array, ShardedArray)
                 for piece in array.pieces:
-                    piece.array.flags.writeable = False
+                    locked(piece.array)
             for name, (unit, param) in ignored_of(engine).items():
-                if not _same(ignored[name], unit.ignored[param]):
+                if not _same(ignored[name], unit.ignored[param], engine.device):
                     flat = ignored[name].reshape(-1)
                     unit.ignored[param] = read_only(flat).reshape(ignored[name].shape)
 
 
-def _same(one: ShardedArray | Array, other: ShardedArray | Array) -> bool:
+def _same(one: ShardedArray | Array, other: ShardedArray | Array, device: Device) -> bool:
     """Whether two arrays have the same bits."""
     if isinstance(one, ShardedArray) or isinstance(other, ShardedArray):
         return one is other
-    one, other = np.asarray(one), np.asarray(other)
+    one, other = device.given(one, "an array"), device.given(other, "an array")
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return bool(np.array_equal(_bits(one), _bits(other)))
+    return bool(np.array_equal(_bits(one, device), _bits(other, device)))
 
 
-def _bits(array: Array) -> Array:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def _bits(array: Array, device: Device) -> Array:
+    return byte_view(np.ascontiguousarray(host_values(array, device)))
 
 
 def _of_optimizer(name: str) -> bool:

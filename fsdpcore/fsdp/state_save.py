@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import all_gather_v, barrier, gather_v
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.fsdp.entries import Entry, by_unit, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import FORMAT, ArrayPiece, EngineState, ShardedArray
-from fsdpcore.fsdp.views import read_only
+from fsdpcore.fsdp.views import host_values, read_only
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -40,7 +38,7 @@ def sharded(engine: FSDP, entry: Entry, data: Array) -> ShardedArray:
 
 
 def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
-    """Gather one array after the other; a collective.
+    """Gather one array after the other, into NumPy's; a collective.
 
     A rank that gets the result holds nothing else than that. Of the others, those that share a copy
     with it may pass on what is sent, less than one array at a time.
@@ -66,10 +64,10 @@ def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
         for entry in group:
             array = _gathered(engine, entry, root)
             if array is not None:
-                arrays[entry.name] = array
+                arrays[entry.name] = host_values(array, engine.device)
     if root in (None, backend.rank):
         for name, (unit, param) in ignored_of(engine).items():
-            arrays[name] = unit.ignored[param].copy()
+            arrays[name] = host_values(unit.ignored[param].copy(), engine.device)
     return EngineState(arrays, info_of(engine))
 
 
@@ -87,12 +85,12 @@ def _gathered(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
     if not entry.split or shards.world_size == 1:
         return entry.data.copy().reshape(entry.shape) if mine else None
     if root is None:
-        flat: Array = all_gather_v(entry.data, shards, label=f"state, {entry.name}")
+        flat: Array = all_gather_v(entry.movable, shards, label=f"state, {entry.name}")
         return flat.reshape(entry.shape)
     if root // placement.shards != engine.ranks.replica:
         return None  # another replica gives it
-    out = np.empty(entry.bounds[-1], entry.data.dtype) if mine else None
-    gather_v(entry.data, shards, root=root % placement.shards, out=out)
+    out = engine.device.empty(entry.bounds[-1], entry.data.dtype) if mine else None
+    gather_v(entry.movable, shards, root=root % placement.shards, out=out)
     return None if out is None else out.reshape(entry.shape)
 
 

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdpcore.buffers import Array
+from fsdpcore.buffers import DTYPES, Array
+from fsdpcore.device import Device
 from fsdpcore.errors import ArgumentError, CommunicationError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.checks import rounds_into
@@ -37,7 +38,7 @@ from fsdpcore.fsdp.ranks import Ranks
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.special import Tied
 from fsdpcore.fsdp.updates import Optimizers, ShardUpdate
-from fsdpcore.fsdp.views import Gradients, Joined
+from fsdpcore.fsdp.views import Gradients, Joined, locked
 from fsdpcore.work import AllOf, Work
 
 T = TypeVar("T")
@@ -72,13 +73,15 @@ class Unit(Declared):
 
     Args:
         name: unique in the engine, equal on all ranks.
-        params: maps names to arrays (copied when the engine is made), to ``Spec`` for deferred
+        params: maps names to arrays of NumPy, or on a GPU of CuPy as well (copied when the engine
+            is made), to ``Spec`` for deferred
             initialisation, where each rank makes its own shard only, or to ``Tied`` for a parameter
             that is another one. The trained ones are all float32 or all float64. An array that
             occurs again in the engine is tied to where it occurs first.
         frozen: names, or patterns of the shell such as ``"*.bias"``, of parameters that are sharded
             like others, but have no gradients and no optimizer state; of any dtype.
-        ignored: the same of arrays that are left as they are, whole, on every rank.
+        ignored: the same of arrays that are left as they are, whole, on every rank. On a GPU they
+            are copied to it.
 
     Attributes:
         state: where the parameters are.
@@ -143,6 +146,19 @@ class Unit(Declared):
             )
         shelf.end(INITIAL, written=True)
         self._binding, self.initial = binding, None
+        if not self.device.on_host:
+            self._move_ignored(self.device)
+
+    def _move_ignored(self, device: Device) -> None:
+        """Have ignored arrays where the model computes, apart from those that a GPU cannot have."""
+        for name, array in self.ignored.items():
+            if isinstance(array, np.ndarray) and array.dtype in DTYPES:
+                self.ignored[name] = device.from_host(array)
+
+    @property
+    def device(self) -> Device:
+        """Where the arrays are."""
+        return self._bound(self._binding).ranks.device
 
     @property
     def trainable(self) -> bool:
@@ -231,7 +247,7 @@ class Unit(Declared):
             for part in self.parts:
                 if part.layout.params:
                     started = part.storage.gather(async_op=async_op)
-                    if async_op and started is not None:
+                    if started is not None:
                         self._gathers.append(started)
             self.state = ParamState.GATHERING if self._gathers else ParamState.UNSHARDED
         if self.state is ParamState.GATHERING and not async_op:
@@ -250,6 +266,11 @@ class Unit(Declared):
     def fetched(self) -> int:
         """How many flat buffers move in a gathering; if any, it pays to begin ahead of its use."""
         return sum(part.storage.fetched for part in self.parts if part.layout.params)
+
+    @property
+    def stale(self) -> int:
+        """How many of these come from other ranks."""
+        return sum(part.storage.stale for part in self.parts if part.layout.params)
 
     @property
     def sends(self) -> int:
@@ -333,7 +354,7 @@ class Unit(Declared):
             try:
                 yield writable
             finally:
-                writable.flags.writeable = False
+                locked(writable)
                 trained.publish()
 
     @contextlib.contextmanager
@@ -386,29 +407,36 @@ class Unit(Declared):
             for part in self.parts
             for param in part.layout.params
         }
+        arrays = {}
         for name, value in values.items():
             if name not in found:
                 raise ArgumentError(
                     f"unit {self.name!r} has no parameter {name!r} to load; it has "
                     f"{', '.join(found) or 'none'}"
                 )
-            (shape, dtype), array = found[name], np.asarray(value)
+            shape, dtype = found[name]
+            array = arrays[name] = self.device.given(value, f"{self.name}.{name} to load")
             if array.shape != shape or not rounds_into(array.dtype, dtype):
                 raise ArgumentError(
                     f"{self.name}.{name} has shape {shape} and dtype {dtype}, but the array to "
                     f"load {array.shape} and {array.dtype}"
                 )
         # What shows parameters of the unit itself changes while it is loaded.
-        shown = [part.storage.shown for part in self.parts]
-        values = {
-            name: np.array(value)
-            if any(flat is not None and np.may_share_memory(value, flat) for flat in shown)
-            else value
-            for name, value in values.items()
-        }
+        shown = [flat for part in self.parts if (flat := part.storage.shown) is not None]
+        for name, array in arrays.items():
+            if any(self._shared(array, flat) for flat in shown):
+                arrays[name] = array.copy()
         with self._claimed(*self.parts):
             for part in self.parts:
-                part.load(values)
+                part.load(arrays)
+
+    def _shared(self, given: Array, own: Array) -> bool:
+        """Whether what a caller has given may share memory with an array of the device."""
+        device = self.device
+        if not device.owns(given):
+            return False
+        # Of a GPU's arrays, only for contiguous ones can it be said.
+        return not (device.on_host or given.flags.c_contiguous) or device.overlap(given, own)
 
     @contextlib.contextmanager
     def _claimed(self, *parts: Part, kinds: Sequence[Kind] = WRITTEN) -> Iterator[None]:

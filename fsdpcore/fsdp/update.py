@@ -81,7 +81,7 @@ def _judge(engine: FSDP, wanted: Wanted, p: float | None) -> tuple[float | None,
             engine.passes.events,
             [unit.name for unit in engine.units],
             (*part, float(finite)),
-            algorithm=engine.algorithm,
+            algorithm=engine.host_algorithm,
         )
     norm = None
     if p is not None:

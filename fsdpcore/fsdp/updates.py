@@ -73,6 +73,7 @@ class ShardUpdate:
         self._algorithm = algorithm
         self._part = part
         self._shards = ranks.shards
+        self._device = ranks.device
         self.policies = found = optimizers.of_unit(unit)
         self.ranges = elementwise_ranges(part.layout.pieces(part.rank), found)
         self.specs = whole_parameter_specs(part.layout, part.rank, found)
@@ -99,7 +100,7 @@ class ShardUpdate:
         for named, name in arrays:
             values = named[name]
             named[name] = flat[start : start + values.size]
-            named[name][:] = values
+            self._device.assign(named[name], values)
             start += values.size
 
     @property

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.buffers import Array
+from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.layout import FlatLayout
 
 
@@ -128,6 +130,7 @@ class Gradients(MutableMapping[str, Array]):
         places: where the parameters lie in it.
         tied: the gradients of tied parameters, which lie apart, with any content.
         computed: dtype of the parameters, which assigned gradients may have, too.
+        device: where the buffers are; NumPy's arrays are moved there when they are assigned.
     """
 
     def __init__(
@@ -136,7 +139,9 @@ class Gradients(MutableMapping[str, Array]):
         places: Places,
         tied: Mapping[str, Array] | None = None,
         computed: np.dtype[Any] | None = None,
+        device: Device = HOST,
     ) -> None:
+        self._device = device
         self._flat: Array | None = flat
         self._places = places
         self._tied = tied or {}
@@ -161,9 +166,11 @@ class Gradients(MutableMapping[str, Array]):
         return view
 
     def __setitem__(self, name: str, value: Array) -> None:
-        view, value = self._views.get(name), np.asarray(value)
+        view = self._views.get(name)
         if view is None:
             view = self._view(name)
+        if value is not view:
+            value = self._device.given(value, f"the gradient of {self._places.unit}.{name}")
         if value.shape != view.shape or value.dtype not in (view.dtype, self._computed):
             also = f" (or {self._computed})" if self._computed not in (None, view.dtype) else ""
             raise ArgumentError(
@@ -172,7 +179,7 @@ class Gradients(MutableMapping[str, Array]):
                 "astype, or write into the array that grads[name] gives"
             )
         if value is not view:
-            round_into(view, value)
+            self._device.assign(view, value)
         self._views[name] = view
 
     def __delitem__(self, name: str) -> None:
@@ -234,8 +241,11 @@ def unknown(unit: str, name: object, known: Iterable[str]) -> UnknownParameterEr
 def read_only(flat: Array) -> Array:
     """Return a view through which nobody can write, not even by setting ``flags.writeable``.
 
-    But of Python objects, which are no bytes: there that is possible.
+    But of Python objects, which are no bytes: there that is possible. Arrays of a GPU have no such
+    views: what is returned of them could be written, and must not be.
     """
+    if not on_host(flat):
+        return flat.view()
     if flat.dtype.hasobject:
         view = flat.view()
         view.flags.writeable = False
@@ -244,6 +254,17 @@ def read_only(flat: Array) -> Array:
     # not every dtype can be exported as a buffer.
     shown: NDArray[Any] = np.asarray(flat.view(np.uint8).data.toreadonly())
     return shown.view(flat.dtype)
+
+
+def host_values(array: Array, device: Device) -> NDArray[Any]:
+    """Return the values of an array of the host or of a device as NumPy's; see ``to_host``."""
+    return array if on_host(array) else device.to_host(array)
+
+
+def locked(view: Array) -> None:
+    """Have nobody write through a view any more, as far as arrays of its kind can be locked."""
+    if on_host(view):
+        view.flags.writeable = False
 
 
 def round_into(target: Array, values: Array) -> None:

@@ -35,8 +35,9 @@ class Window:
 def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> Window | None:
     """Return a window for units with these ``layouts``, or None if there can be none.
 
-    There can be if all ranks are on one host and the transport has windows. A collective; all ranks
-    get the same answer. A rank that is alone needs no transport for it.
+    There can be if all ranks are on one host and the transport has windows; not on GPUs, each of
+    which has memory of its own. A collective; all ranks get the same answer. A rank that is alone
+    needs no transport for it.
     """
     if len(set(backend.hosts)) > 1:
         return None
@@ -45,7 +46,9 @@ def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> Window | Non
     if not bounds[-1]:
         return None
     if backend.world_size == 1:
-        memory: Array = np.zeros(bounds[-1], np.uint8)
+        memory: Array = backend.device.zeros(bounds[-1], np.uint8)
+    elif not backend.device.on_host:
+        return None
     else:
         try:
             memory = backend.shared_window((bounds[-1],), np.uint8)

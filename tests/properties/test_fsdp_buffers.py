@@ -104,7 +104,7 @@ def test_once_warm_a_step_allocates_scratch_only(windowed, monkeypatch):
         out[...] = array
 
     monkeypatch.setattr("fsdpcore.fsdp.gradients.reduce_scatter", of_one_rank)
-    monkeypatch.setattr("fsdpcore.fsdp.storage.all_gather", of_one_rank)
+    monkeypatch.setattr("fsdpcore.fsdp.storages.all_gather", of_one_rank)
     if not windowed:
         monkeypatch.setattr("fsdpcore.fsdp.engine.open_window", lambda layouts, backend: None)
 

@@ -21,7 +21,7 @@ from support.fsdp_steps import (
 )
 
 import fsdpcore as fc
-from fsdpcore.fsdp import gradients, storage
+from fsdpcore.fsdp import gradients, storages
 
 
 def engine_of(backend, **options):
@@ -59,7 +59,7 @@ class Gathers:
 
     def __enter__(self):
         self._patches = [
-            mock.patch.object(storage, "all_gather", self.counting(storage.all_gather)),
+            mock.patch.object(storages, "all_gather", self.counting(storages.all_gather)),
             mock.patch.object(gradients, "reduce_scatter", self.counting(gradients.reduce_scatter)),
         ]
         for patch in self._patches:
