@@ -183,11 +183,6 @@ class Storage(ABC):
             FileNotFoundError: it is not there, or was removed while this waited for a ``claim``.
         """
 
-    def held(self, directory: str) -> bool:
-        """Return whether somebody holds a directory; always False without ``locks``."""
-        with self.claim(directory) as claimed:
-            return not claimed
-
     def read(self, name: str, limit: int) -> bytes:
         """Return what a small file holds; OSError (EFBIG) if that is more than ``limit`` bytes."""
         with self.reader(name) as reader:

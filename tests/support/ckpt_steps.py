@@ -15,6 +15,12 @@ FILE = "rank_0.safetensors"
 _START, _NBYTES = 64, 100
 
 
+def held(storage: Storage, directory: str) -> bool:
+    """Whether somebody holds a directory; always False without locks."""
+    with storage.claim(directory) as claimed:
+        return not claimed
+
+
 def contents(step: int, save_id: str) -> bytes:
     """What the file of a step holds; nobody who reads a step looks at it."""
     return f"{step}/{save_id} ".encode().ljust(_START + _NBYTES + 8, b".")

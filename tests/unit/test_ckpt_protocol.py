@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ckpt_disk import Disk, DiskFiles, Fault
 from support.ckpt_saves import found, save, whole
+from support.ckpt_steps import held
 from support.fsdp_steps import cause_of, launch
 
 import fsdpcore as fc
@@ -157,8 +158,8 @@ def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path):
     storage = Cleared(str(tmp_path), 3)
     with new_claimed_step(storage, 20) as name:
         assert name == TWENTY
-        assert storage.held(name.name)
-    assert not storage.held(name.name)
+        assert held(storage, name.name)
+    assert not held(storage, name.name)
     metadata = fc.checkpoint.flat_shard_metadata({"w": (4,)}, "f4", 1, step=30, save_id="a")
     storage = Cleared(str(tmp_path), 3)
     shards = {"w": np.ones(4, "f4")}
@@ -312,6 +313,13 @@ storage = LocalStorage(sys.argv[1])
 storage.make_directory("d")
 ended, end = os.pipe()
 told = []
+
+
+def held(name):
+    with storage.claim(name) as claimed:
+        return not claimed
+
+
 for enter in (storage.hold, storage.claim):
     with enter("d"):
         child = os.fork()
@@ -319,13 +327,13 @@ for enter in (storage.hold, storage.claim):
             os.close(end)
             os.read(ended, 1)  # until its parent ends
             os._exit(0)
-    told.append(storage.held("d"))
+    told.append(held("d"))
 with storage.hold("d"):
     child = os.fork()
     if not child:
         sys.exit()
     os.waitpid(child, 0)
-    told.append(storage.held("d"))
+    told.append(held("d"))
 print(told)
 """
 
