@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdpcore.errors import StateError
+from fsdpcore.fsdp.estimate import moved
 from fsdpcore.fsdp.plan import Plan, Sync, make_plan
 from fsdpcore.fsdp.report import Measured, Report
+from fsdpcore.fsdp.storage import keeps_all
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -18,6 +20,7 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
     """Plan a step of the engine as it is; with the transport's own costs, no tuned ones."""
     updates = [unit.updater for unit in engine.units if unit.updater is not None]
     ahead = engine.prefetching
+    pinned = None if engine.device.on_host else engine.offload
     plan = make_plan(
         engine.units,
         engine.backend.world_size,
@@ -30,12 +33,15 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
         microbatches=microbatches,
         sync=sync,
         windowed=engine.windowed,
+        brought=pinned is not None and keeps_all(engine.placement),
         rank=engine.backend.rank,
         costs=engine.backend.capabilities,
     )
     # By the optimizers themselves: not all have as many arrays for each parameter.
     state = sum(update.nbytes for update in updates)
-    return replace(plan, persistent=replace(plan.persistent, optimizer=state))
+    held = replace(plan.persistent, optimizer=state)
+    away = 0 if pinned is None else moved(held, pinned.what).total
+    return replace(plan, persistent=held, pinned=away)
 
 
 def report_of(engine: FSDP) -> Report:

@@ -158,7 +158,7 @@ def memory_estimate(
         for which in (strategy, "no_shard")
     )
     layouts = lay_out(units, plan.placement.shards, precision)
-    host = _moved(plan.persistent, offload)
+    host = moved(plan.persistent, offload)
     live = plan.peak_live.parameters
     if offload != "none" and (plan.placement.keep is Keep.UPDATE or not plan.placement.gathers):
         sizes = [unit.gathered for unit in layouts]
@@ -182,8 +182,8 @@ def memory_estimate(
     )
 
 
-def _moved(held: Persistent, offload: Offload) -> Persistent:
-    """What of it is offloaded."""
+def moved(held: Persistent, offload: Offload) -> Persistent:
+    """Return what is offloaded of what a rank holds."""
     if offload == "all":
         return held
     return Persistent(held.parameters if offload == "parameters" else 0, 0, 0)

@@ -52,6 +52,7 @@ class Plan:
         peak_live: alive during the step only, at the moment when most is.
         compute_seconds: forward and backward passes of all units; None if not given.
         times: of the step, with the communication that nothing hides; None if not known.
+        pinned: how much of ``persistent`` is in the memory of the host, while a GPU computes.
     """
 
     strategy: Strategy
@@ -65,6 +66,7 @@ class Plan:
     peak_live: Live
     compute_seconds: float | None = None
     times: Times | None = None
+    pinned: int = 0
 
     @property
     def peak_live_bytes(self) -> int:
@@ -134,6 +136,7 @@ class Plan:
             "peak_live": dataclasses.asdict(self.peak_live),
             "peak_live_bytes": self.peak_live_bytes,
             "peak_bytes": self.peak_bytes,
+            "pinned": self.pinned,
             "bytes_sent": self.bytes_sent,
             "padding_bytes": self.padding_bytes,
             "gathers": self.gathers,
@@ -166,6 +169,7 @@ def make_plan(
     microbatches: int = 1,
     sync: Sync = "each",
     windowed: bool = False,
+    brought: bool = False,
     rank: int = 0,
     costs: Costs | Capabilities | None = None,
     compute_seconds: Sequence[float] | None = None,
@@ -185,6 +189,8 @@ def make_plan(
         sync: "each": gradients are reduced in each of them; "last": only in the last one, and
             added up until then.
         windowed: all ranks that share a copy are on one host, with the parameters in a window.
+        brought: a GPU computes, and gets all parameters from the memory of the host, where each
+            rank has them.
         rank: whose memory is told; the last ranks may have less of the optimizer's state.
         costs: of the transport, for ``seconds``.
         compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
@@ -213,6 +219,7 @@ def make_plan(
         microbatches=as_int(microbatches, "microbatches", minimum=1),
         deferred=sync == "last",
         windowed=windowed,
+        brought=brought,
     )
     walk = Walk(job)
     walk.run()

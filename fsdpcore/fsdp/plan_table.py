@@ -77,6 +77,8 @@ def memory(plan: Plan) -> str:
         ("full gradients, at the peak", plan.peak_live.gradients),
         ("peak", plan.peak_bytes),
     ]
+    if plan.pinned:
+        rows.append(("of which on the host", plan.pinned))
     return columns(("memory", "bytes"), [(name, size(nbytes)) for name, nbytes in rows])
 
 

@@ -103,6 +103,8 @@ class Job:
         microbatches: forward and backward passes before the update.
         deferred: gradients are reduced in the last of them only.
         windowed: the ranks of a host have the parameters in a window.
+        brought: each rank has all parameters in the memory of the host, from where they are copied
+            to a GPU to be used.
     """
 
     units: Sequence[UnitBytes]
@@ -112,6 +114,7 @@ class Job:
     microbatches: int
     deferred: bool
     windowed: bool
+    brought: bool = False
 
     @property
     def world_size(self) -> int:
@@ -139,8 +142,10 @@ class Walk:
         self._gradients = 0
         place = job.placement
         self._kept = job.windowed or place.keep is Keep.UPDATE
-        self._takes = not self._kept and place.gathers
-        self._present = [job.windowed or not place.gathers] * len(job.units)
+        self._takes = job.brought or (not self._kept and place.gathers)
+        here = job.windowed or not place.gathers
+        self._present = [here and not job.brought] * len(job.units)
+        self._fresh: set[int] = set()  # units that need not be gathered again before the update
         self._gathering: dict[int, list[int]] = {}  # operations that were not waited for
         self._fetched: dict[int, int] = {}  # bytes of units ahead of their use
         self._awaiting: set[int] = set()  # units whose backward pass is still to come
@@ -204,6 +209,10 @@ class Walk:
         if self._takes:
             self._live(parameters=this.gathered)
         ranks = place.regather if unit in self._parts else place.shards
+        if unit in self._fresh:
+            ranks = 1
+        if self._job.brought:
+            self._fresh.add(unit)
         # What is frozen and stays was gathered once and for all.
         layouts = (this.trained,) if self._kept else this.parts
         found = [(layout, layout.dtype.itemsize) for layout in layouts if layout.size and ranks > 1]
