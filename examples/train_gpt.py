@@ -104,7 +104,7 @@ class Trainer:
             if self.engine.loss_scale == scale:
                 raise fc.NonFiniteGradientError(
                     f"gradients of step {number} are inf or nan with a loss scale of {scale:g}, "
-                    "the smallest; lower the learning rate, or use --precision bf16"
+                    "which gets no smaller; lower the learning rate, or use --precision bf16"
                 )
 
     def _update(self, x: Any, y: Any) -> tuple[float, bool]:
@@ -117,7 +117,7 @@ class Trainer:
             dlogits *= len(x) * self.engine.loss_scale
             self.stack.backward(step, saved, dlogits)
             step.update(clip=1.0)
-        return float(loss), step.skipped  # waits for the GPU, and does so just here
+        return float(loss), step.skipped  # a GPU is waited for here, and for the norm
 
     def _overflow(self) -> np.errstate:
         """NumPy need not warn of what the scaling of the loss is there for."""
@@ -126,13 +126,13 @@ class Trainer:
 
     def evaluate(self) -> float:
         """The loss on the same few batches of unseen files each time, in bits per byte."""
-        total = 0.0
+        total: Any = 0.0
         for number in range(self.options.evaluation_batches):
             x, y = self._rows(self.validation, number, seed=0)
             with self.engine.evaluation() as step:
                 logits, _ = self.stack.forward(step, x)
-            total += float(cross_entropy(logits, y, self.xp)[0]) * len(x)
-        return self._mean(total / self.options.evaluation_batches)
+            total = total + cross_entropy(logits, y, self.xp)[0] * len(x)
+        return self._mean(float(total) / self.options.evaluation_batches)
 
     def generate(self) -> str:
         """Continue a prompt on rank 0, with all parameters gathered; the other ranks return ''."""
@@ -167,7 +167,8 @@ class Trainer:
 
     def _mean(self, summed: float) -> float:
         """Bits per byte, from this rank's sum over its sequences of their losses in nats."""
-        total = fc.all_reduce(np.float64(summed), self.backend, algorithm=self.options.algorithm)
+        algorithm = self.engine.host_algorithm
+        total = fc.all_reduce(np.float64(summed), self.backend, algorithm=algorithm)
         return float(total) / self.options.batch * BITS_PER_NAT
 
 
