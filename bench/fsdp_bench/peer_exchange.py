@@ -40,7 +40,9 @@ class Group:
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
         )
         self.rank, self.world_size = rank, world_size
-        self.mesh = device_mesh.init_device_mesh("cpu", (world_size,))
+        self.device = "cpu"
+        self.mesh = device_mesh.init_device_mesh(self.device, (world_size,))
+        self.policy: dict[str, Any] = {}  # further options of ``fully_shard``
         self.versions = {"torch": str(torch.__version__)}
 
     def close(self) -> None:
@@ -51,7 +53,7 @@ class Group:
 def shard(units: list[Any], root: Any, group: Group, setting: str) -> None:
     """Apply ``fully_shard`` to each unit and to the root, with one of ``cases.SETTINGS``."""
     for module in (*units, root):
-        fsdp.fully_shard(module, mesh=group.mesh, reshard_after_forward=True)
+        fsdp.fully_shard(module, mesh=group.mesh, reshard_after_forward=True, **group.policy)
     if "malloc" in setting:
         keep_freed_memory()
     if "prefetch" not in setting:

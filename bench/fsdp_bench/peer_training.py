@@ -76,7 +76,7 @@ class PeerTraining(Job):
         rng = np.random.default_rng(SEED)
         for unit, (_, layer) in zip(units, build(config), strict=True):
             unit.load_state_dict({_name(k): _tensor(k, v) for k, v in layer.init(rng).items()})
-        self._model = nn.Sequential(*units)
+        self._model = nn.Sequential(*units).to(group.device)
         shard(units, self._model, group, case.setting)
         # The fused kernel takes half of the time of the default, a loop over operations.
         self._optimizer = torch.optim.AdamW(
@@ -87,7 +87,9 @@ class PeerTraining(Job):
             fused=True,
         )
         x, y = case.rows(group.rank, group.world_size)
-        self._x, self._y = torch.from_numpy(x.copy()), torch.from_numpy(y.reshape(-1).copy())
+        self._x, self._y = (
+            torch.from_numpy(rows.copy()).to(group.device) for rows in (x, y.reshape(-1))
+        )
 
     def barrier(self) -> None:
         """Block until all ranks are here."""

@@ -1,0 +1,55 @@
+"""What a training step is measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from fsdp_bench.cases import OURS, PEER, WITHOUT, Training
+
+import fsdpcore as fc
+
+# Ours with parameters, gradients and optimizer state in pinned memory of the host; and what
+# computes the same without an engine.
+OFFLOAD, PLAIN = "offload", "compute only"
+CONTESTANTS = (OURS, WITHOUT, OFFLOAD, PLAIN, PEER)
+PRECISIONS: dict[str, fc.Precision] = {
+    "fp32": fc.Precision(),
+    "bf16": fc.Precision(ml_dtypes.bfloat16, np.float32),
+}
+
+
+@dataclass(frozen=True)
+class Step(Training):
+    """A step of the GPT on a GPU.
+
+    Attributes:
+        precision: a key of ``PRECISIONS``.
+        share_gpu: all ranks are on one GPU.
+    """
+
+    precision: str = "fp32"
+    share_gpu: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks in a step."""
+        return self.batch * self.context
+
+
+# The sizes of the example, in which a GPU has little to do, and larger ones.
+SMALL: dict[str, Any] = {}
+LARGE: dict[str, Any] = {"layers": 8, "width": 1024, "heads": 16, "context": 256, "batch": 32}
+
+
+def from_order(order: Mapping[str, Any]) -> Step:
+    """A case from what ``to_order`` made of it."""
+    return Step(**order)
+
+
+def to_order(case: Step) -> dict[str, Any]:
+    """As a rank gets it, in JSON."""
+    return asdict(case)
