@@ -1,0 +1,116 @@
+"""Kernels as one file of CUDA C++ that needs nothing but the toolkit, to see that they compile.
+
+It has around each kernel what ``cupy.ElementwiseKernel`` puts there: types by letters, arrays as
+objects with an index, a loop over ``i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.buffers import BFLOAT16
+from fsdpcore.fsdp import gpu_inplace, gpu_sums
+from fsdpcore.fsdp.gpu_pass import Formula, Source, source
+from fsdpcore.fsdp.optim import formulas
+
+HALVES = (np.dtype(np.float16), BFLOAT16)
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_CTYPES = {
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float32": "float",
+    "float64": "double",
+    "int32": "int",
+    "int64": "long long",
+}
+
+_HEAD = """
+#include <cuda_fp16.h>
+#include <cuda_bf16.h>
+
+template <typename H> struct Half {  // converts as CuPy's types do
+  H value;
+  __device__ Half() {}
+  __device__ Half(float v) : value(v) {}
+  explicit __device__ Half(double v) : value(v) {}
+  __device__ operator float() const { return float(value); }
+};
+typedef Half<__half> float16;
+typedef Half<__nv_bfloat16> bfloat16;
+
+template <typename T> struct Array {
+  T *data;
+  __device__ T &operator[](ptrdiff_t at) { return data[at]; }
+  __device__ const T &operator[](ptrdiff_t at) const { return data[at]; }
+};
+"""
+
+Dtypes = Mapping[str, "np.dtype[Any]"]
+
+
+def kernels() -> Iterator[tuple[Source, Dtypes]]:
+    """Every kernel there is, with the dtypes of its arrays, in kinds that matter."""
+    for update in formulas.ALL:
+        yield _updating(update, FLOAT32, FLOAT32, None)
+        yield _updating(update, FLOAT32, BFLOAT16, BFLOAT16)
+    for half in HALVES:
+        yield _updating(formulas.ADAM, FLOAT32, FLOAT32, half)
+        yield _updating(formulas.ADAM, FLOAT64, half, half)
+    yield _updating(formulas.ADAM, FLOAT64, FLOAT64, FLOAT32)
+    for dtype in (*HALVES, FLOAT32, FLOAT64):
+        for formula in (gpu_inplace.ADD, gpu_inplace.DIVIDE, gpu_inplace.CUT):
+            wide = FLOAT32 if dtype.itemsize < 4 else dtype
+            yield source(formula, wide), dict.fromkeys(formula.arrays, dtype)
+        yield _summing("square", dtype)
+    kinds: tuple[gpu_sums.Kind, ...] = ("absolute", "power", "largest")
+    for kind in kinds:
+        yield _summing(kind, FLOAT32)
+        yield gpu_sums.fold_source(kind), dict.fromkeys(("slots", "folded"), FLOAT64)
+
+
+def text() -> str:
+    """One file of all of them, as functions of numbered names."""
+    return _HEAD + "".join(
+        _kernel(number, made, dtypes) for number, (made, dtypes) in enumerate(kernels())
+    )
+
+
+def _updating(
+    update: formulas.Update, wide: np.dtype[Any], grad: np.dtype[Any], out: np.dtype[Any] | None
+) -> tuple[Source, Dtypes]:
+    formula: Formula = formulas.formula(update, rounded=out is not None)
+    dtypes = {"grad": grad} | dict.fromkeys(("param", *update.state), wide)
+    return source(formula, wide), dtypes if out is None else {**dtypes, "out": out}
+
+
+def _summing(kind: gpu_sums.Kind, dtype: np.dtype[Any]) -> tuple[Source, Dtypes]:
+    return gpu_sums.add_source(kind), {"values": dtype, "divisor": FLOAT64, "slots": FLOAT64}
+
+
+def _kernel(number: int, made: Source, dtypes: Dtypes) -> str:
+    types, params = {}, []
+    for const, given in (("const ", made.in_params), ("", made.out_params)):
+        for param in given.split(","):
+            *raw, kind, name = param.split()
+            if not raw:
+                params.append(f"const {_CTYPES[kind]} {name}")
+                continue
+            if len(kind) == 1:
+                types[kind] = _CTYPES[dtypes[name].name]
+            params.append(f"{const}Array<{_CTYPES[dtypes[name].name]}> {name}")
+    typedefs = "".join(f"typedef {ctype} {letter};\n" for letter, ctype in types.items())
+    return f"""
+namespace number_{number} {{
+{typedefs}{made.preamble}
+extern "C" __global__ void {made.name}_{number}({", ".join(params)}, ptrdiff_t _size) {{
+  #pragma unroll 1
+  for (ptrdiff_t i = (ptrdiff_t)blockIdx.x * blockDim.x + threadIdx.x; i < _size;
+       i += (ptrdiff_t)blockDim.x * gridDim.x) {{
+{made.operation};
+  }}
+}}
+}}
+"""
