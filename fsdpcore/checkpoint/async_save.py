@@ -115,7 +115,8 @@ class AsyncCheckpointer:
     ) -> CheckpointFuture:
         """Begin a save; a collective, which returns when the arrays are copied.
 
-        The arguments are those of ``checkpoint.save``; all of them are copied.
+        The arguments are those of ``checkpoint.save``; all of them are copied, so that whatever is
+        done to the arrays from then on, or enqueued on a GPU, does not change what is saved.
 
         Raises:
             ArgumentError, MismatchError: as ``checkpoint.save``.

@@ -32,7 +32,8 @@ def load(
 ) -> Loaded:
     """Load a checkpoint, however it was sharded when it was saved; a collective, which blocks.
 
-    Every rank reads the bytes that it needs, straight into its arrays, and checks them. What
+    Every rank reads the bytes that it needs, straight into its arrays, or by way of a window of
+    the host's memory to those on a GPU, and checks them. What
     several ranks need small parts of is read by one of them and passed on. All ranks first check
     that everything fits; then they read. Beyond the arrays a rank needs less than 64 MiB, and what
     the names of all arrays take.
@@ -40,8 +41,9 @@ def load(
     Args:
         path: where ``save`` put it; or the folder of one step.
         target: an engine; or a mapping from names to writable arrays, ``ShardedArray`` or
-            ``BoxShard``, which are filled in place. Ranks may have different names, and parts of
-            arrays that overlap or leave something out; but no two of a rank share memory.
+            ``BoxShard``, which are filled in place, in NumPy or on ``backend.device``. Ranks may
+            have different names, and parts of arrays that overlap or leave something out; but no
+            two of a rank share memory.
         backend: all ranks that call.
         step: which one, else it is an error; by default the newest that is valid. If the arrays of
             that turn out to be damaged, the next older one is loaded; but none is passed over that

@@ -37,9 +37,11 @@ def save(
     Args:
         path: a folder that all ranks see, or a URL of fsspec. It may hold other steps; saving a
             step again replaces it once that is done.
-        state: an engine; or a mapping from names to NumPy arrays (of which each rank has all),
-            ``ShardedArray`` (flat ranges) and ``BoxShard`` (boxes). Only read. What several ranks
-            have must be equal there, which is not checked: one of them writes it.
+        state: an engine; or a mapping from names to arrays (of which each rank has all),
+            ``ShardedArray`` (flat ranges) and ``BoxShard`` (boxes). The arrays are NumPy's, or
+            those of ``backend.device``, as they are after all that this thread has enqueued there.
+            Only read. What several ranks have must be equal there, which is not checked: one of
+            them writes it.
         backend: all ranks that call.
         step: by default the engine's number of updates.
         extra: anything that JSON can hold, equal on all ranks: the position in the data, options.
