@@ -121,8 +121,9 @@ def _examine_transport(point: EntryPoint) -> TransportReport:
     try:
         versions = registry.import_transport(point).versions()
     except MissingDependencyError as error:
-        problem = _innermost(error)
-        command = registry.install_command(point)
+        problem, command = _innermost(error), registry.install_command(point)
+        if error.install is not None:
+            problem, command = str(error), error.install
         return TransportReport(point.name, package, False, problem=problem, install=command)
     except Exception as error:  # a transport may fail in any way, and the others are still of use
         return TransportReport(point.name, package, False, problem=_innermost(error))

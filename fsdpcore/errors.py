@@ -39,7 +39,15 @@ class UnknownTransportError(ConfigError):
 
 
 class MissingDependencyError(ConfigError):
-    """A transport needs a package that is not installed; the message says which extra has it."""
+    """A transport needs what is not installed; the message says what to do.
+
+    ``install`` is the command that helps, empty where none does; None for that of the extra which
+    belongs to the transport.
+    """
+
+    def __init__(self, message: str, install: str | None = None) -> None:
+        super().__init__(message)
+        self.install = install
 
 
 class ArgumentError(FsdpcoreError, ValueError):

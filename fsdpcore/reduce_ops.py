@@ -147,6 +147,23 @@ class Reduction:
         ``out`` may be one of ``parts``. Works block by block, so that scratch stays small and
         partial results stay in cache.
         """
+        self._reduce(parts, out, np.empty, BLOCK)
+
+    def reduce_at_once(
+        self, parts: Sequence[Array], out: Array, empty: Callable[..., Array]
+    ) -> None:
+        """Do as ``reduce`` in whole arrays, of any library that NumPy's functions know.
+
+        Args:
+            parts: one array per rank.
+            out: the result; may be one of ``parts``.
+            empty: makes scratch of ``(shape, dtype)``, of that library.
+        """
+        self._reduce(parts, out, empty, max(out.size, 1))
+
+    def _reduce(
+        self, parts: Sequence[Array], out: Array, empty: Callable[..., Array], block: int
+    ) -> None:
         rounds = self.accumulator is not self.dtype
         if len(parts) == 2 and not rounds:  # nothing is read or written twice
             self.combine(parts[0], parts[1], out)
@@ -154,16 +171,16 @@ class Reduction:
                 self.store(out, out, 2)
             return
         rows = len(parts) if rounds else (len(parts) + 1) // 2
-        scratch = np.empty((rows, min(BLOCK, out.size)), self.accumulator)
-        for start in range(0, out.size, BLOCK):
-            target = out[start : start + BLOCK]
-            block = scratch[:, : target.size]
-            values = [part[start : start + BLOCK] for part in parts]
+        scratch = empty((rows, min(block, out.size)), self.accumulator)
+        for start in range(0, out.size, block):
+            target = out[start : start + block]
+            room = scratch[:, : target.size]
+            values = [part[start : start + block] for part in parts]
             if rounds:
-                for row, value in zip(block, values, strict=True):
+                for row, value in zip(room, values, strict=True):
                     _quiet.run(np.copyto, row, value)
-                values = list(block)
-            self._combine_tree(values, block, None if rounds else target)
+                values = list(room)
+            self._combine_tree(values, room, None if rounds else target)
             self.store(values[0], target, len(parts))
 
     def _combine_tree(self, values: list[Array], scratch: Array, last: Array | None) -> None:

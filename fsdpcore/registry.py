@@ -81,6 +81,8 @@ def import_transport(point: EntryPoint) -> type[Transport]:
         raise ConfigError(
             f"transport {point.name!r}: {point.value} cannot be imported: {error}"
         ) from error
+    except MissingDependencyError:  # by a transport that knows better what is missing
+        raise
     except Exception as error:  # a broken transport of whatever kind must not look like ours
         raise ConfigError(
             f"transport {point.name!r}: importing {point.value} failed: "

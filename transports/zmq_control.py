@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hmac
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import zmq
@@ -43,6 +43,10 @@ _MAX_TEXT = 64 * 1024
 _FRAMES_AT_ONCE = 8
 
 
+def _heard_by_nobody(rank: int, content: Mapping[str, Any]) -> None:
+    raise ProtocolError("a NOTE frame, which this transport does not send")
+
+
 class _Query:
     def __init__(self, ranks: set[int]) -> None:
         self.open = ranks
@@ -57,6 +61,7 @@ class Control:
         introduced: this rank says who it is, and may say more.
         leaving: it has said BYE.
         released: its sockets are not used any more.
+        heard: takes what a rank says by ``note``; must not wait.
 
     Called with the engine's lock held.
     """
@@ -66,6 +71,7 @@ class Control:
         self.introduced = False
         self.leaving = False
         self.released = False
+        self.heard: Callable[[int, Mapping[str, Any]], None] = _heard_by_nobody
         self._backend = backend
         self._engine = engine
         self._token = token
@@ -157,6 +163,8 @@ class Control:
             self._note_progress(peer)
         elif kind is Kind.SEEN:
             peer.has_seen = True
+        elif kind is Kind.NOTE:
+            self.heard(peer.rank, unpack_json(frame))
         else:
             raise ProtocolError(f"a second {kind.name} frame")
 
@@ -262,6 +270,10 @@ class Control:
             content["rank"] = error.rank
         for peer in self.peers.values():
             self.to(peer, Frame(Kind.FAIL, payload=pack_json(content)))
+
+    def note(self, rank: int, content: Mapping[str, Any]) -> None:
+        """Say something to a rank that the transport built on this one understands."""
+        self.to(self.peers[rank], Frame(Kind.NOTE, payload=pack_json(dict(content))))
 
     def to(self, peer: Peer, frame: Frame) -> None:
         """Send a frame to a peer that is still there."""

@@ -14,6 +14,7 @@ QUERY   what are you doing?
 STATUS  the answer: JSON
 SEEN    the answer to FAIL, and to BYE once all that the sender of that had to send has come
         on the data connection
+NOTE    JSON that a transport built on this one understands
 EAGER   a whole small message
 OFFER   a large message is ready to be sent: its size, signature, and first ``offset`` bytes
 GRANT   the receiver has room for it
@@ -68,11 +69,14 @@ class Kind(enum.IntEnum):
     PIECE = 14
     TAKEN = 15
     REFUSE = 16
+    NOTE = 17
 
 
 _KINDS = {int(kind): kind for kind in Kind}
-_CONTROL = frozenset({Kind.HELLO, Kind.FAIL, Kind.BYE, Kind.QUERY, Kind.STATUS, Kind.SEEN})
-_WITH_JSON = frozenset({Kind.HELLO, Kind.FAIL, Kind.STATUS})
+_CONTROL = frozenset(
+    {Kind.HELLO, Kind.FAIL, Kind.BYE, Kind.QUERY, Kind.STATUS, Kind.SEEN, Kind.NOTE}
+)
+_WITH_JSON = frozenset({Kind.HELLO, Kind.FAIL, Kind.STATUS, Kind.NOTE})
 _WITH_PAYLOAD = _WITH_JSON | {Kind.EAGER, Kind.DATA}
 _PLACE = struct.Struct("<QQ")
 _MAX_PLACED = _PLACE.size + MAX_SIGNATURE
@@ -190,12 +194,12 @@ def split_place(frame: Frame) -> tuple[Place, bytes]:
 
 
 def pack_json(content: dict[str, Any]) -> bytes:
-    """Encode the payload of a HELLO, FAIL or STATUS frame."""
+    """Encode the payload of a frame that carries JSON."""
     return json.dumps(content).encode()
 
 
 def unpack_json(frame: Frame) -> dict[str, Any]:
-    """Decode the payload of a HELLO, FAIL or STATUS frame.
+    """Decode the payload of a frame that carries JSON.
 
     Raises:
         ProtocolError: it is no JSON object.

@@ -1,0 +1,62 @@
+"""Ranks of the ``nccl`` transport on the stand-in for CuPy and NCCL: threads of the test's process.
+
+Each has a backend of its own. Import what binds to CuPy inside the ``with`` block of ``machine``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from support import fake_cuda
+from support.zmq_ranks import PATIENCE, Outcome, listener, place
+
+from fsdpcore.config import Config, resolve
+
+Body = Callable[[Any], Any]
+
+
+def config(**options: Any) -> Config:
+    """Settings for one rank; by default with deadlines longer than any test's patience."""
+    given = {"timeout": 2 * PATIENCE, "rendezvous_timeout": 2 * PATIENCE, **options}
+    return resolve({"transport": "nccl", **given}, {})
+
+
+def run_ranks(body: Body, world_size: int, **options: Any) -> list[Outcome]:
+    """Call ``body(backend)`` on every rank, each a thread of this process; close the backends.
+
+    Within ``fake_cuda.installed``. An option that is a list has a value for each rank.
+    """
+    outcomes: list[Outcome] = [Outcome(error="hangs")] * world_size
+    token = secrets.token_hex(8)
+
+    def run(rank: int) -> None:
+        given = {name: v[rank] if isinstance(v, list) else v for name, v in options.items()}
+        try:
+            from fsdpcore.transports.nccl import NcclBackend
+
+            here = place(rank, world_size, port, token, meeting if rank == 0 else None)
+            with NcclBackend.join(here, config(**given)) as backend:
+                outcomes[rank] = Outcome(body(backend))
+        except BaseException as error:
+            outcomes[rank] = Outcome.of(error)
+
+    with listener() as meeting:
+        port = meeting.getsockname()[1]
+        threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+    return outcomes
+
+
+def results(body: Body, world_size: int, **options: Any) -> list[Any]:
+    """The results of ``run_ranks``, none of whose ranks may fail; on a machine of its own."""
+    with fake_cuda.installed(world_size):
+        outcomes = run_ranks(body, world_size, **options)
+    failed = {rank: o for rank, o in enumerate(outcomes) if o.error}
+    assert not failed, "\n".join(f"rank {r}: {o.error}: {o.text}" for r, o in failed.items())
+    return [outcome.result for outcome in outcomes]
