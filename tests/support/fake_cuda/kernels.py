@@ -77,9 +77,11 @@ extern "C" void run(long long _outs, long long _ins, void* const* _args) {
 _RAW = string.Template(
     """
 $code
+template <size_t... I> struct _Indices {};
+template <size_t N> using _Below = _Indices<__integer_pack(N)...>;
 template <typename... P, size_t... I>
-static void _call(void (*kernel)(P...), void* const* args, std::index_sequence<I...>) {
-  kernel(*(typename std::remove_const<P>::type*)args[I]...);
+static void _call(void (*kernel)(P...), void* const* args, _Indices<I...>) {
+  kernel(*(P*)args[I]...);
 }
 template <typename... P>
 static int _sizes(void (*)(P...), long long* sizes) {
@@ -95,7 +97,7 @@ static void _all(void (*kernel)(P...), const unsigned* g, const unsigned* b, voi
     for (unsigned thread = b[0] * b[1] * b[2]; thread-- > 0;) {
       blockIdx = {block % g[0], block / g[0] % g[1], block / g[0] / g[1]};
       threadIdx = {thread % b[0], thread / b[0] % b[1], thread / b[0] / b[1]};
-      _call(kernel, args, std::make_index_sequence<sizeof...(P)>());
+      _call(kernel, args, _Below<sizeof...(P)>());
     }
 }
 extern "C" int sizes(long long* found) { return _sizes(&$name, found); }
