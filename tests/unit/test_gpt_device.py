@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import gpt_arrays
@@ -9,8 +11,12 @@ import gpt_model
 import ml_dtypes
 import numpy as np
 import pytest
+import train_gpt
 from numpy.typing import NDArray
-from support import fake_cuda
+from support import fake_cuda, nccl_ranks
+from support.gpu_training import gpt, options
+
+import fsdpcore as fc
 
 Array = NDArray[Any]
 Params = dict[str, Array]
@@ -124,3 +130,39 @@ def test_rows_of_one_index_are_added_up_on_a_gpu(dtype: Any) -> None:
         there = out.get()
     np.testing.assert_array_equal(here, expected)
     np.testing.assert_array_equal(there, expected)
+
+
+@pytest.mark.parametrize(
+    ("precision", "strategy", "tolerance"),
+    [("fp32", "full_shard", 1e-5), ("bf16", "shard_grad_op", 5e-3)],
+)
+def test_ranks_with_gpus_train_as_ranks_without(
+    precision: str, strategy: str, tolerance: float
+) -> None:
+    small = gpt_model.GPTConfig(context=8, width=12, heads=2, layers=1, hidden=30)
+    chosen = options(small, steps=3, batch=5, precision=precision, strategy=strategy)
+    expected = fc.launch(gpt, world_size=2, transport="sim", args=(chosen, 3), timeout=60)
+    losses = nccl_ranks.results(lambda backend: gpt(backend, chosen, 3), 2)
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(expected[0], rel=tolerance)
+
+
+def test_a_step_waits_for_the_gpu_twice_and_a_sample_is_that_of_the_host() -> None:
+    """For the norm, in whose company the finiteness of the gradients comes, and for the loss."""
+    small = gpt_model.GPTConfig(context=8, width=12, heads=2, layers=1, hidden=30)
+    chosen = dataclasses.replace(options(small, steps=3, batch=5), sample_bytes=4)
+
+    def body(backend: fc.Backend, waits: Callable[[], int] = lambda: 0) -> tuple[int, str]:
+        trainer = train_gpt.Trainer(backend, chosen)
+        trainer.step(0)
+        before = waits()
+        trainer.step(1)
+        return waits() - before, trainer.generate()
+
+    ((_, expected),) = fc.launch(body, world_size=1, transport="sim", timeout=60)
+    with fake_cuda.installed(1) as machine:
+        (outcome,) = nccl_ranks.run_ranks(
+            lambda backend: body(backend, lambda: len(machine.calls("get"))), 1
+        )
+    assert not outcome.error, outcome.text
+    assert outcome.result == (2, expected)
