@@ -23,6 +23,7 @@ from support import fake_cuda, kernel_text
 from support.device_updates import bits, fetched, placed, stepped, stepped_whole
 from support.optimizers import ADAMW, ELEMENTWISE, random_data
 
+from fsdpcore.bench.device_optimizer import COPY, measure
 from fsdpcore.buffers import BFLOAT16
 from fsdpcore.errors import ArgumentError, MissingDependencyError
 from fsdpcore.fsdp.gradients import _add_into, _divide
@@ -104,7 +105,7 @@ _KINDS = [  # param, grad, out
 
 
 def test_any_dtypes_sizes_and_beginnings_give_the_bits_of_the_host(cupy: Any) -> None:
-    @settings(max_examples=60)
+    @settings(max_examples=40)
     @given(
         kind=st.sampled_from(_KINDS),
         size=st.integers(0, 40),
@@ -367,3 +368,20 @@ def test_rounding_on_a_gpu(target: Any, source: Any, cupy: Any) -> None:
     round_into(result, placed(cupy, values))
     assert bits(fetched(result)) == bits(expected)
     assert re.fullmatch(r"b?float16|float32", str(result.dtype))
+
+
+# The bench
+
+
+def test_the_bench_has_a_row_for_each_contestant(machine: Any, cupy: Any) -> None:
+    rows = {row["name"]: row for row in measure(cupy, elements=1001, rounds=2, iterations=3)}
+    assert rows[COPY]["share_of_copy"] == 1.0
+    assert rows[COPY]["bytes"] == 8 * 1001
+    assert rows["adamw float32"]["bytes"] == 28 * 1001
+    assert [row["name"] for row in rows.values() if row.get("target")] == [
+        "adamw float32",
+        "adamw float32, bfloat16 in and out",
+    ]
+    assert all(len(row["samples"]) == 2 for row in rows.values())
+    # Beside two rounds of three, those that come first.
+    assert len(machine.calls("memcpyAsync")) == 9
