@@ -6,6 +6,7 @@ Its argument is JSON: ``part``, ``ranks``, ``transport``, ``share_gpu``, ``secon
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -68,8 +69,18 @@ def training(options: Options) -> None:
     measure(cases, options["ranks"], options["transport"], plan, partial(tell, options))
 
 
+def optimizer(options: Options) -> None:
+    """AdamW's kernel beside a copy, on the first GPU."""
+    from fsdpcore.bench.device_optimizer import ELEMENTS, measure
+
+    elements = 1_000_000 if options["quick"] else ELEMENTS
+    for row in measure(importlib.import_module("cupy"), elements=elements):
+        tell(options, row)
+
+
 PROGRAMS: dict[str, Callable[[Options], None]] = {
     "collectives": collectives,
+    "optimizer": optimizer,
     "training": training,
 }
 

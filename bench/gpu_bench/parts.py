@@ -123,7 +123,7 @@ def _finish(command: list[str], part: Part, output: Any) -> str:
     except subprocess.TimeoutExpired:
         return f"not done after {part.seconds:.0f} s"
     finally:
-        # Its ranks are in its session, and what was left of them would disturb the next part.
+        # Ranks that it started end with it; what was left would disturb the next part.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

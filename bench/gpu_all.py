@@ -1,0 +1,233 @@
+"""Everything that needs a GPU, on a bare machine, in one go: probes, tests, measurements.
+
+    python3 bench/gpu_all.py --out FOLDER [--seconds 520] [--steps probes,tests,bench] [--quick]
+
+Wants Python 3.11 with CuPy and its NCCL, NumPy, pytest and what fsdpcore depends on; what is
+missing of that may lie as wheels in ``.whl`` of the checkout (see gpu_wheels.txt). Nothing is
+fetched, and nothing is written to the checkout: the package is laid out in a temporary folder as a
+wheel would install it. Each step has a limit of time, and whatever it leaves behind is ended.
+
+The folder gets a few files, each complete up to the moment at which anything ends: ``summary.txt``,
+``log.txt``, ``probes.json``, and those of ``bench/gpu.py``. The exit code is 0 if every step could
+be run, whatever it found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+_MARK = "GPU_ALL_STEP"  # a name that starts like ours would be taken for a setting
+# Those of one rank first, then those that NCCL may refuse or that may hang.
+TESTS = (
+    ("test_collectives", "test_streams"),
+    ("test_optimizers", "test_engine", "test_gpt", "test_checkpoints"),
+    ("test_failures", "test_several_ranks"),
+)
+_LEFT_BEHIND = ("__pycache__", ".git", "*.egg-info", "results")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        name: for the log.
+        command: what Python runs.
+        share: of the seconds that there are for all steps.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    share: float
+
+
+class Log:
+    """The files that say what was done."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.file = folder / "log.txt"
+        self.file.write_text("", encoding="utf-8")
+        (folder / "summary.txt").write_text("", encoding="utf-8")
+
+    def say(self, text: str) -> None:
+        """Add lines to the summary, and show them."""
+        print(text, flush=True)
+        for file in (self.folder / "summary.txt", self.file):
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(text + "\n")
+
+    def tail(self, position: int, count: int) -> str:
+        """The last lines of what was added to the log since it was so long."""
+        with self.file.open(encoding="utf-8", errors="replace") as file:
+            file.seek(position)
+            return "\n".join(file.read().splitlines()[-count:])
+
+
+def lay_out(folder: Path) -> None:
+    """Put the package where Python finds it, with its entry points, and all that is run."""
+    ignore = shutil.ignore_patterns(*_LEFT_BEHIND)
+    for name in ("fsdpcore", "tests", "bench", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    shutil.copytree(ROOT / "transports", folder / "fsdpcore" / "transports", ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = folder / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def install(wheels: Path, target: Path, log: Log) -> None:
+    """Install the wheels that were carried along, if there are any."""
+    found = sorted(map(str, wheels.glob("*.whl")))
+    if not found:
+        log.say(f"no wheels in {wheels.name}: what is installed has to do")
+        return
+    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "-q"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), *found]
+    done = subprocess.run(  # noqa: S603 (it is our own)
+        command, capture_output=True, text=True, check=False
+    )
+    log.say(f"{len(found)} wheels installed: code {done.returncode} {done.stderr.strip()[-800:]}")
+
+
+def environment(folder: Path, site: Path) -> dict[str, str]:
+    """The variables of all steps."""
+    # First of all where this project is, so that Python's own order of folders changes nothing.
+    paths = [folder, site, folder / "tests", folder / "bench", folder / "examples"]
+    before = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *([before] if before else [])]),
+        "PYTHONUNBUFFERED": "1",
+        # Of other versions of libraries than ours: told, not fatal.
+        "PYTHONWARNINGS": "default",
+        "CUPY_CACHE_DIR": str(folder / "cupy_cache"),
+        "COLUMNS": "160",
+    }
+
+
+def steps(wanted: Sequence[str], out: Path, seconds: float, *, quick: bool) -> Iterator[Step]:
+    """All steps that are wanted, in order."""
+    if "probes" in wanted:
+        share = 0.18
+        limit = str(share * seconds * 0.9)
+        yield Step("probes", ("-m", "gpu_bench.probes", str(out / "probes.json"), limit), share)
+    if "tests" in wanted:
+        options = ["-m", "pytest", "-v", "-ra", "--tb=short", "--durations=12", "--color=no"]
+        options += ["-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+        options += ["-o", "faulthandler_timeout=50"]
+        if importlib.util.find_spec("pytest_timeout") is not None:
+            options += ["--timeout=75"]
+        for number, names in enumerate(TESTS, 1):
+            files = [f"tests/gpu/{name}.py" for name in names]
+            present = [file for file in files if (ROOT / file).exists()]
+            if present:
+                yield Step(f"tests {number}", (*options, *present), 0.14)
+    if "bench" in wanted:
+        share = 0.38
+        command = ["bench/gpu.py", "--out", str(out), "--seconds", str(share * seconds * 0.9)]
+        yield Step("bench", (*command, *(["--quick"] if quick else [])), share)
+
+
+def perform(step: Step, seconds: float, environ: dict[str, str], cwd: Path, log: Log) -> bool:
+    """Run one step; return whether it could be run."""
+    mark = uuid.uuid4().hex
+    log.say(f"=== {step.name}: at most {seconds:.0f} s")
+    position, started = log.file.stat().st_size, time.monotonic()
+    with log.file.open("a", encoding="utf-8") as output:
+        process = subprocess.Popen(  # noqa: S603 (it is our own)
+            [sys.executable, *step.command],
+            cwd=cwd,
+            env={**environ, _MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            _interrupt(process)
+        finally:
+            _end(mark)
+            process.wait()
+    took = time.monotonic() - started
+    ending = "was ended, its time was over" if code is None else f"code {code}"
+    log.say(f"{log.tail(position, 45)}\n=== {step.name}: {ending}, {took:.1f} s")
+    # pytest's 1 is that tests failed, 5 that there were none.
+    return code in (0, 1, 5)
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Let pytest say what it has found so far."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(8)
+
+
+def _end(mark: str) -> None:
+    """End all processes that a step has started, wherever they are now."""
+    wanted = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+
+def main() -> int:
+    """Do all of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--seconds", type=float, default=520.0, help="for everything")
+    parser.add_argument("--steps", default="probes,tests,bench", help="which, comma-separated")
+    parser.add_argument("--quick", action="store_true", help="just see whether it can be run")
+    given = parser.parse_args()
+    end = time.monotonic() + given.seconds
+    log = Log(given.out.resolve())
+    log.say(f"python {sys.version.split()[0]} {sys.executable}")
+    with tempfile.TemporaryDirectory(prefix="fsdpcore-gpu-") as name:
+        folder = Path(name) / "checkout"
+        folder.mkdir()
+        lay_out(folder)
+        site = Path(name) / "site"
+        install(ROOT / ".whl", site, log)
+        environ = environment(folder, site)
+        left = end - time.monotonic()
+        todo = list(steps(given.steps.split(","), log.folder, left, quick=given.quick))
+        well = True
+        for number, step in enumerate(todo):
+            # What a step does not use is for those after it.
+            rest = sum(later.share for later in todo[number:])
+            seconds = (end - time.monotonic()) * step.share / rest
+            well = perform(step, seconds, environ, folder, log) and well
+    log.say("=== done" if well else "=== done; not every step could be run to its end")
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
