@@ -199,7 +199,8 @@ class NcclBackend(ZmqBackend):
                 "direct": Algorithm(direct, _cost),
             }
         for name in ("broadcast", "all_gather", "gather", "scatter", "all_to_all"):
-            table[name] = {NATIVE: Algorithm(native, _cost)}
+            # They compute nothing, so that this is what "direct" stands for, too: the same bits.
+            table[name] = {NATIVE: Algorithm(native, _cost), "direct": Algorithm(native, _cost)}
         return table
 
     def device_group(self) -> AbstractContextManager[None]:
