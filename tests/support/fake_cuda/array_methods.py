@@ -30,8 +30,8 @@ def _by_name(name: str) -> Any:
 
 
 _FUNCTIONS = (
-    "all any argmax argmin argsort clip conj cumprod cumsum diagonal dot max mean min nonzero "
-    "prod repeat std sum swapaxes take trace transpose var squeeze round"
+    "all any argsort conj cumprod cumsum diagonal dot max mean min nonzero "
+    "prod repeat std sum swapaxes take trace var squeeze round"
 )
 
 
@@ -153,7 +153,27 @@ class Methods(_Named):
         """One dimension, a copy."""
         return self.copy(order).reshape(-1, order=order)
 
+    def transpose(self: Any, *axes: Any) -> ndarray:
+        """Other order of the axes, backwards by default."""
+        return self._of(self._host.transpose(*axes))
+
     # New arrays.
+
+    def argmax(
+        self: Any, axis: Any = None, out: Any = None, dtype: Any = None, keepdims: bool = False
+    ) -> ndarray:
+        """Where the largest are."""
+        return _call("argmax", self, axis, dtype, out, keepdims)
+
+    def argmin(
+        self: Any, axis: Any = None, out: Any = None, dtype: Any = None, keepdims: bool = False
+    ) -> ndarray:
+        """Where the smallest are."""
+        return _call("argmin", self, axis, dtype, out, keepdims)
+
+    def clip(self: Any, min: Any = None, max: Any = None, out: Any = None) -> ndarray:
+        """Values within limits."""
+        return _call("clip", self, min, max, out)
 
     def copy(self: Any, order: str = "C") -> ndarray:
         """A copy."""

@@ -150,6 +150,10 @@ class ndarray(Operators, Methods):
         return self.data.device
 
     @property
+    def real(self) -> ndarray:
+        return self._of(self._host.real) if self.dtype.kind == "c" else self
+
+    @property
     def T(self) -> ndarray:
         return self._of(self._host.T)
 

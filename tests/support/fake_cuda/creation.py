@@ -86,7 +86,7 @@ def array(
     *,
     blocking: bool = False,
 ) -> ndarray:
-    """What is copied from the host may be changed at once: it went through pinned memory."""
+    """What is copied from ordinary memory of the host may be changed at once, from pinned not."""
     if subok:
         raise NotImplementedError
     if isinstance(obj, ndarray):
@@ -107,6 +107,9 @@ def array(
     # Something with arrays of a device deeper inside is refused by their `__array__`.
     host = np.array(obj, dtype=dtype, ndmin=ndmin)
     checked(host.dtype)
+    if isinstance(obj, np.ndarray) and current.machine().memories.is_pinned(obj.ctypes.data):
+        # The device may read it when it comes to it.
+        host = np.array(obj, dtype=dtype, ndmin=ndmin, copy=None)
     fortran = order == "F" or (order in ("K", "A", None) and _is_fortran(obj))
     made = new(host.shape, host.dtype, "F" if fortran else "C")
     if host.size:
@@ -143,8 +146,15 @@ def asarray(
     return array(a, dtype, bool(copy), order or "K", blocking=blocking)
 
 
-def asanyarray(a: Any, dtype: Any = None, order: str | None = None) -> ndarray:
-    return asarray(a, dtype, order)
+def asanyarray(
+    a: Any,
+    dtype: Any = None,
+    order: str | None = None,
+    *,
+    copy: bool | None = None,
+    blocking: bool = False,
+) -> ndarray:
+    return asarray(a, dtype, order, copy=copy, blocking=blocking)
 
 
 def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:

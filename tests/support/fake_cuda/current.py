@@ -24,7 +24,8 @@ def is_on() -> bool:
 
 def switch_on(made: Machine) -> None:
     """Make it the machine of the fake modules."""
-    assert not _machines, "there is a machine already"
+    if _machines:
+        raise RuntimeError("`fake_cuda.installed()` within another one: there is one at a time")
     _machines.append(made)
 
 

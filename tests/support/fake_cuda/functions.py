@@ -2,111 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from support.fake_cuda.arrays import ndarray
 from support.fake_cuda.creation import array
 from support.fake_cuda.launch import launch, run
-
-_HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-
-
-def _need_array(name: str, value: Any) -> None:
-    if not isinstance(value, ndarray):
-        raise TypeError(f"{name} takes arrays of a device, not {type(value)}")
-
-
-def _lifted(name: str, function: Any = None) -> Callable[..., Any]:
-    """NumPy's function of that name, of an array or a sequence of arrays."""
-    found = function or getattr(np, name)
-
-    def lifted(a: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in a if isinstance(a, (list, tuple)) and a else [a]:
-            _need_array(name, one)
-        out = kwargs.pop("out", None)
-        return run(name, found, [a, *args], kwargs, out)
-
-    lifted.__name__ = name
-    return lifted
-
-
-def _viewing(name: str) -> Callable[..., Any]:
-    """A function whose result is a view of the array."""
-    function = getattr(np, name)
-
-    def viewing(a: Any, *args: Any, **kwargs: Any) -> Any:
-        _need_array(name, a)
-        found = function(a._host, *args, **kwargs)
-        if isinstance(found, (list, tuple)):
-            return [a._of(one) for one in found]
-        return a._of(found)
-
-    viewing.__name__ = name
-    return viewing
-
-
-def _wide(dtype: Any, given: Any) -> Any:
-    """Half precision is summed in single."""
-    wanted = np.dtype(dtype if given is None else given)
-    return np.float32 if wanted in _HALVES else given
-
-
-def _reduction(name: str) -> Callable[..., Any]:
-    function = getattr(np, name)
-
-    def reduction(
-        a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False
-    ) -> Any:
-        _need_array(name, a)
-        result = a.dtype if dtype is None else np.dtype(dtype)
-
-        def reduced(host: Any) -> Any:
-            value = function(host, axis=axis, dtype=_wide(a.dtype, dtype), keepdims=keepdims)
-            return value.astype(result) if result in _HALVES else value
-
-        return run(name, reduced, [a], out=out)
-
-    reduction.__name__ = name
-    return reduction
-
-
-def _selection(name: str) -> Callable[..., Any]:
-    function = getattr(np, name)
-
-    def selection(a: Any, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:
-        _need_array(name, a)
-        return run(name, lambda host: function(host, axis=axis, keepdims=keepdims), [a], out=out)
-
-    selection.__name__ = name
-    return selection
-
-
-def _accumulation(name: str) -> Callable[..., Any]:
-    function = getattr(np, name)
-
-    def accumulation(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> Any:
-        _need_array(name, a)
-        return run(name, lambda host: function(host, axis=axis, dtype=dtype), [a], out=out)
-
-    accumulation.__name__ = name
-    return accumulation
-
-
-def _of_unknown_size(name: str) -> Callable[..., Any]:
-    """A function whose result has as many values as there are: the host waits for it."""
-    function = getattr(np, name)
-
-    def known_later(a: Any, *args: Any, **kwargs: Any) -> Any:
-        _need_array(name, a)
-        found = function(a.get(), *args, **kwargs)
-        return tuple(array(one) for one in found) if isinstance(found, tuple) else array(found)
-
-    known_later.__name__ = name
-    return known_later
-
+from support.fake_cuda.lifting import (
+    Function,
+    accumulation,
+    argument,
+    known_later,
+    lifted,
+    need_array,
+    reduction,
+    selection,
+    viewing,
+)
 
 # Functions whose signatures differ from NumPy's.
 
@@ -167,27 +79,27 @@ def where(condition: Any, x: Any = None, y: Any = None) -> Any:
         raise ValueError("Must provide both 'x' and 'y' or neither.")
     if x is None:
         return FUNCTIONS["nonzero"](condition)
-    _need_array("where", condition)
+    need_array("where", condition)
     return run("where", np.where, [condition, x, y])
 
 
 def clip(a: Any, a_min: Any, a_max: Any, out: Any = None) -> Any:
-    _need_array("clip", a)
+    need_array("clip", a)
     return run("clip", np.clip, [a, a_min, a_max], out=out)
 
 
 def may_share_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
-    _need_array("may_share_memory", b)
+    need_array("may_share_memory", b)
     return bool(np.may_share_memory(a._host, b._host))
 
 
 def shares_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
-    _need_array("shares_memory", b)
+    need_array("shares_memory", b)
     return bool(np.shares_memory(a._host, b._host))
 
 
-def reshape(a: ndarray, newshape: Any, order: str = "C") -> ndarray:
-    return a.reshape(newshape, order=order)
+def reshape(a: ndarray, newshape: Any, order: str = "C", *, copy: Any = None) -> ndarray:
+    return a.reshape(newshape, order=order, copy=copy)
 
 
 def ravel(a: ndarray, order: str = "C") -> ndarray:
@@ -230,12 +142,12 @@ def array_equal(a1: Any, a2: Any, equal_nan: bool = False) -> Any:
 
 
 def _argsort(a: Any, axis: Any = -1, kind: Any = None) -> Any:
-    _need_array("argsort", a)
+    need_array("argsort", a)
     return run("argsort", lambda host: np.argsort(host, axis, kind="stable"), [a])
 
 
 def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
-    _need_array("norm", x)
+    need_array("norm", x)
     return run("norm", lambda host: np.linalg.norm(host, ord, axis, keepdims), [x])
 
 
@@ -245,32 +157,80 @@ def scatter_add(a: ndarray, slices: Any, value: Any) -> None:
     lookup("add").at(a, slices, value)  # type: ignore[union-attr]
 
 
+def count_nonzero(a: Any, axis: Any = None) -> Any:
+    need_array("count_nonzero", a)
+    return run("count_nonzero", lambda host: np.asarray(np.count_nonzero(host, axis)), [a])
+
+
 _LIFTED = """
-take repeat tile triu tril roll flip outer bincount diff searchsorted interp nan_to_num
-round take_along_axis diag kron cross isclose vstack hstack
+take a indices axis=None out=None
+tile A reps
+triu m k=0
+tril m k=0
+roll a shift axis=None
+flip a axis=None
+outer a b out=None
+diff a n=1 axis=-1 prepend=None append=None
+searchsorted a v side='left' sorter=None
+interp x xp fp left=None right=None period=None
+nan_to_num x copy=True nan=0.0 posinf=None neginf=None
+round a decimals=0 out=None
+take_along_axis a indices axis
+diag v k=0
+kron a b
+cross a b axisa=-1 axisb=-1 axisc=-1 axis=None
+isclose a b rtol=1e-05 atol=1e-08 equal_nan=False
+vstack tup dtype=None casting='same_kind'
+hstack tup dtype=None casting='same_kind'
+std a axis=None dtype=None out=None ddof=0 keepdims=False
+var a axis=None dtype=None out=None ddof=0 keepdims=False
+median a axis=None out=None overwrite_input=False keepdims=False
+sort a axis=-1 kind=None
+trace a offset=0 axis1=0 axis2=1 dtype=None out=None
 """
 _VIEWING = """
-split array_split transpose swapaxes moveaxis squeeze broadcast_to diagonal atleast_1d atleast_2d
-rollaxis
+split ary indices_or_sections axis=0
+array_split ary indices_or_sections axis=0
+transpose a axes=None
+swapaxes a axis1 axis2
+moveaxis a source destination
+squeeze a axis=None
+broadcast_to array shape
+diagonal a offset=0 axis1=0 axis2=1
+rollaxis a axis start=0
 """
-_SELECTIONS = "max min amax amin all any argmax argmin"
+_KNOWN_LATER = """
+repeat a repeats axis=None
+bincount x weights=None minlength=None
+nonzero a
+flatnonzero a
+argwhere a
+unique ar return_index=False return_inverse=False return_counts=False axis=None equal_nan=True
+"""
+
+_SELECTIONS = "max min amax amin all any nanmax nanmin"
+
+
+def _table(make: Any, table: str) -> dict[str, Function]:
+    lines = [line.partition(" ") for line in table.strip().splitlines()]
+    return {name: make(name, parameters) for name, _, parameters in lines}
+
 
 FUNCTIONS: dict[str, Any] = {
-    **{name: _lifted(name) for name in _LIFTED.split()},
-    **{name: _viewing(name) for name in _VIEWING.split()},
-    **{name: _reduction(name) for name in ["sum", "prod", "mean", "nansum"]},
-    **{name: _selection(name) for name in _SELECTIONS.split()},
-    **{name: _selection(name) for name in ["count_nonzero", "nanmax", "nanmin"]},
-    **{name: _accumulation(name) for name in ["cumsum", "cumprod"]},
-    **{name: _of_unknown_size(name) for name in ["nonzero", "flatnonzero", "argwhere", "unique"]},
-    **{name: _lifted(name) for name in ["std", "var", "median", "sort", "trace"]},
+    **_table(lifted, _LIFTED),
+    **_table(viewing, _VIEWING),
+    **_table(known_later, _KNOWN_LATER),
+    **{name: reduction(name) for name in ("sum", "prod", "mean", "nansum")},
+    **{name: selection(name) for name in _SELECTIONS.split()},
+    **{name: argument(name) for name in ("argmax", "argmin")},
+    **{name: accumulation(name) for name in ("cumsum", "cumprod")},
     "argsort": _argsort,
     **{
         function.__name__: function
         for function in (
             concatenate, stack, expand_dims, copyto, where, clip, may_share_memory, shares_memory,
             reshape, ravel, copy, shape, ndim, size, result_type, can_cast, iscomplexobj,
-            array_equal,
+            array_equal, count_nonzero,
         )
     },
 }  # fmt: skip

@@ -39,32 +39,39 @@ def installed(
     ``nccl_at`` is "there", "unavailable" (``nccl.available`` is false) or "missing" (cannot be
     imported).
     """
+    machine = Machine(devices, seed, delays)
+    current.switch_on(machine)
+    try:
+        with _in_its_place(nccl_at, forget):
+            try:
+                yield machine
+                if check:
+                    machine.check()
+            finally:
+                machine.close()
+    finally:
+        current.switch_off()
+        gc.collect()
+    machine.check_threads()
+
+
+@contextlib.contextmanager
+def _in_its_place(nccl_at: str, forget: Sequence[str]) -> Iterator[None]:
     before = {name: made for name, made in sys.modules.items() if _is_cupy(name)}
     _forget(forget)
-    machine = Machine(devices, seed, delays)
     for name in before:
         del sys.modules[name]
     known = set(sys.modules)
     sys.modules.update(_modules(nccl_at))
-    current.switch_on(machine)
     try:
-        yield machine
-        if check:
-            machine.check()
+        yield
     finally:
-        machine.close()
-        current.switch_off()
-        bound = [
-            name
-            for name, module in list(sys.modules.items())
-            if name not in known and _is_bound(module)
-        ]
-        for name in [n for n in sys.modules if _is_cupy(n)]:
+        new = [name for name in sys.modules if name not in known]
+        bound = [name for name in new if _is_bound(sys.modules[name])]
+        for name in [name for name in sys.modules if _is_cupy(name)]:
             del sys.modules[name]
         _forget([*bound, *forget])
         sys.modules.update(before)
-        gc.collect()
-    machine.check_threads()
 
 
 def _is_cupy(name: str) -> bool:

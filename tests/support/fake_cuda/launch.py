@@ -1,7 +1,7 @@
 """Runs functions of NumPy on arrays of a device, later, on the current stream.
 
-What comes out is known at once: its shapes and dtypes are those that the function gives for arrays
-of ones.
+What comes out is known at once: its shapes and dtypes are those that the function gives for other
+values.
 """
 
 from __future__ import annotations
@@ -78,8 +78,12 @@ def replaced(value: Any, how: Callable[[ndarray], Any]) -> Any:
 
 
 def stand_in(array: ndarray) -> Host:
-    """An array of NumPy with the same shape and dtype, of ones, that takes no memory."""
-    return np.broadcast_to(np.ones((), array.dtype), array.shape)
+    """An array of NumPy with the same shape and dtype that takes no memory.
+
+    Its integers are zeros, which are in bounds as indices.
+    """
+    value = 0 if array.dtype.kind in "iu" else 1
+    return np.broadcast_to(np.full((), value, array.dtype), array.shape)
 
 
 def host_of(array: ndarray) -> Host:

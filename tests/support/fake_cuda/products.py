@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 from support.fake_cuda.arrays import ndarray
-from support.fake_cuda.functions import _HALVES
 from support.fake_cuda.launch import run
+from support.fake_cuda.lifting import HALVES
 
 
 def _widely(function: Any) -> Any:
     def product(*operands: Any) -> Any:
         dtype = np.result_type(*operands)
-        if dtype in _HALVES:
+        if dtype in HALVES:
             return np.asarray(function(*[o.astype(np.float32) for o in operands])).astype(dtype)
         return function(*operands)
 
