@@ -46,23 +46,29 @@ static inline __device__ double joined(double total, double term) { $join }
 """
 )
 
+# Several loads are under way at a time, as nothing has to be asked before the next one: groups that
+# lie in the array as a whole, and by themselves the few elements before and behind them.
 _ADD = string.Template(
     """
 const double by = divisor[0];
+const long long first = skew ? 1 : 0;
+const long long last = (n + skew) / $lanes > first ? (n + skew) / $lanes : first;
 double total = slots[i];
 #pragma unroll 4
-for (long long chunk = i; chunk < chunks; chunk += $slots) {
-  const long long start = $lanes * chunk - skew;
-  if (start >= 0 && start + $lanes <= n) {
-    const Four<A> four = *reinterpret_cast<const Four<A>*>(&values[start]);
-    #pragma unroll
-    for (int lane = 0; lane < $lanes; ++lane)
-      total = joined(total, term_of(static_cast<double>(four.of[lane]), by, p));
-  } else {
-    #pragma unroll 1
-    for (long long at = start < 0 ? 0 : start; at < start + $lanes && at < n; ++at)
-      total = joined(total, term_of(static_cast<double>(values[at]), by, p));
-  }
+for (long long group = first + i; group < last; group += $slots) {
+  const Four<A> four = *reinterpret_cast<const Four<A>*>(&values[$lanes * group - skew]);
+  #pragma unroll
+  for (int lane = 0; lane < $lanes; ++lane)
+    total = joined(total, term_of(static_cast<double>(four.of[lane]), by, p));
+}
+if (i == 0) {
+  const long long begin = $lanes * first - skew, end = $lanes * last - skew;
+  #pragma unroll 1
+  for (long long at = 0; at < begin && at < n; ++at)
+    total = joined(total, term_of(static_cast<double>(values[at]), by, p));
+  #pragma unroll 1
+  for (long long at = end; at < n; ++at)
+    total = joined(total, term_of(static_cast<double>(values[at]), by, p));
 }
 slots[i] = total;
 """
@@ -100,9 +106,8 @@ class Slots:
         if not array.size:
             return
         skew = common_skew([array])
-        chunks = -(-(array.size + skew) // LANES)
         add = _add_kernel(array_module(array), self._kind)
-        add(array, self._divisor, self._p, array.size, chunks, skew, self._slots, size=SLOTS)
+        add(array, self._divisor, self._p, array.size, skew, self._slots, size=SLOTS)
 
     def total(self) -> Array:
         """Return the number, as an array of one element on the GPU; does not wait for it."""
@@ -119,7 +124,7 @@ class Slots:
 def add_source(kind: Kind) -> Source:
     """Return the kernel that adds an array to the slots."""
     return Source(
-        in_params="raw A values, raw float64 divisor, float64 p, int64 n, int64 chunks, int32 skew",
+        in_params="raw A values, raw float64 divisor, float64 p, int64 n, int32 skew",
         out_params="raw float64 slots",
         operation=_ADD.substitute(slots=SLOTS, lanes=LANES),
         name=f"add_{kind}",

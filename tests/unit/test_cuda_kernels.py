@@ -322,6 +322,13 @@ def test_norms_are_those_of_the_host(
     assert all_finite(moved)
 
 
+@pytest.mark.parametrize("start", range(5))
+def test_every_element_is_counted_once(start: int, cupy: Any) -> None:
+    for size in range(10):
+        array = 2.0 ** np.arange(size, dtype=np.float32)
+        assert local_part([placed(cupy, array, start)], 1.0).total == 2.0**size - 1
+
+
 @pytest.mark.parametrize("p", _POWERS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_found(p: float, value: float, machine: Any, cupy: Any) -> None:
