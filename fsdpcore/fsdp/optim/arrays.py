@@ -143,5 +143,7 @@ def _overlap(first: NDArray[Any], second: NDArray[Any]) -> bool:
     """Whether contiguous arrays of one place share memory."""
     if on_host(first):
         return np.may_share_memory(first, second)
+    if not first.size or not second.size:
+        return False
     start, other = address(first), address(second)
-    return start < other + second.nbytes and other < start + first.nbytes and bool(first.size)
+    return start < other + second.nbytes and other < start + first.nbytes

@@ -122,7 +122,7 @@ class Optimizer(ABC):
         return 0.0
 
     def init_state(self, size: int, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
-        """Return new state arrays of ``size`` elements; the caller owns them.
+        """Return new state arrays of ``size`` elements, on the host; the caller owns them.
 
         Raises ArgumentError if ``size`` is negative or ``dtype`` is not float32 or float64.
         """
@@ -134,7 +134,7 @@ class Optimizer(ABC):
     def init_pieces(
         self, specs: Sequence[PieceSpec], dtype: DTypeLike
     ) -> dict[str, dict[str, NDArray[Any]]]:
-        """Return new state arrays, flat, by parameter and name; the caller owns them.
+        """Return new state arrays, flat, by parameter and name, on the host; the caller owns them.
 
         Does not communicate. Raises ArgumentError for a ``dtype`` that is not float32 or float64.
         """
