@@ -18,6 +18,7 @@ from fsdpcore.errors import ArgumentError, StateError
 from fsdpcore.work import Deadline
 
 # Of ``cudaError_t``.
+_OUT_OF_MEMORY = 2
 _NOT_READY = 600
 # A host that waits for the device looks again after so long, at first and at most.
 _LOOK, _LOOK_AT_MOST = 10e-6, 1e-3
@@ -182,15 +183,20 @@ class CudaDevice(Device):
             source.get(out=target, blocking=False)  # type: ignore[attr-defined]
 
     def page_locked(self, nbytes: int) -> Bytes:
-        with self.entered():
-            memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+        try:
+            with self.entered():
+                memory = _page_locked(nbytes)
+        except runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+            return np.empty(nbytes, np.uint8)  # there may be as much that can be paged out
         return np.frombuffer(memory, np.uint8, nbytes)
 
     def pinned(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         with self.entered():
             sizes = tuple(np.broadcast_shapes(shape))
             nbytes = int(np.prod(sizes, dtype=object)) * np.dtype(dtype).itemsize
-            memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+            memory = _page_locked(nbytes)
             # The device knows such memory by the host's address.
             owned = cupy.cuda.UnownedMemory(memory.ptr, nbytes, memory, self.ordinal)
             made: Array = cupy.ndarray(sizes, dtype, cupy.cuda.MemoryPointer(owned, 0))
@@ -236,6 +242,15 @@ class CudaDevice(Device):
         with self.entered():
             runtime.deviceSynchronize()
         self._check()
+
+
+def _page_locked(nbytes: int) -> Any:
+    """New memory of the host that stays where it is, until the result is collected.
+
+    CuPy's pool would round it up to a power of two, and never give it back.
+    """
+    memory = cupy.cuda.PinnedMemory(max(nbytes, 1), runtime.hostAllocPortable)
+    return cupy.cuda.PinnedMemoryPointer(memory, 0)
 
 
 def _is_ordinary(array: NDArray[Any]) -> bool:

@@ -170,6 +170,27 @@ def test_the_thread_that_writes_has_nothing_to_do_with_the_gpu(machine, tmp_path
     check_read(tmp_path)
 
 
+def test_memory_that_cannot_be_page_locked_will_do(machine, tmp_path, monkeypatch):
+    import cupy
+
+    def refused(size, flags=0):
+        raise fake_cuda.CUDARuntimeError(2)
+
+    def body(backend):
+        state = parts(backend)
+        device = on_device(backend, state)
+        fc.checkpoint.save(tmp_path, device, backend, step=2)
+        with fc.checkpoint.AsyncCheckpointer(tmp_path, backend) as checkpointer:
+            checkpointer.save(device, step=3)
+        target = on_device(backend, blank(state))
+        fc.checkpoint.load(tmp_path, target, backend)
+        check_parts(target, state)
+
+    monkeypatch.setattr(cupy.cuda, "PinnedMemory", refused)
+    on_gpus(2, body)
+    check_read(tmp_path)
+
+
 def test_a_gpu_that_does_not_come_to_the_arrays_is_told_of(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(fetching, "_PATIENCE", 0.05)
 

@@ -139,7 +139,7 @@ def _modules(nccl_at: str) -> dict[str, Any]:
 
 
 _MEMORY = ["BaseMemory", "MemoryPointer", "MemoryPool", "UnownedMemory", "alloc"]
-_PINNED = ["PinnedMemory", "PinnedMemoryPool", "alloc_pinned_memory"]
+_PINNED = ["PinnedMemory", "PinnedMemoryPointer", "PinnedMemoryPool", "alloc_pinned_memory"]
 _STREAM = ["Event", "ExternalStream", "Stream", "get_current_stream", "get_elapsed_time"]
 
 

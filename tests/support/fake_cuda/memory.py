@@ -281,25 +281,29 @@ class PinnedMemory(BaseMemory):
 
 
 class _Pinned:
-    """What ``alloc_pinned_memory`` returns: also a buffer, so that ``np.frombuffer`` takes it."""
+    """Also a buffer, so that ``np.frombuffer`` takes it."""
 
     mem: PinnedMemory
     ptr: int
 
     def size(self) -> int:
         """Bytes from here to the end."""
-        return self.mem.size
+        return self.mem.size - (self.ptr - self.mem.ptr)
+
+
+def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
+    """A place in pinned memory, which it keeps."""
+    # An instance of a ctypes array is a buffer; it keeps the memory.
+    made = type("PinnedMemoryPointer", (_Pinned, ctypes.c_ubyte * (mem.size - offset)), {})
+    pointer = made.from_buffer(mem._chunk.data, offset)
+    pointer.mem = mem
+    pointer.ptr = mem.ptr + offset
+    return pointer
 
 
 def alloc_pinned_memory(size: int) -> Any:
-    """Pinned memory, of at least so many bytes."""
-    mem = PinnedMemory(size)
-    # An instance of a ctypes array is a buffer; it keeps the memory.
-    made = type("PinnedMemoryPointer", (_Pinned, ctypes.c_ubyte * mem.size), {})
-    pointer = made.from_buffer(mem._chunk.data)
-    pointer.mem = mem
-    pointer.ptr = mem.ptr
-    return pointer
+    """Pinned memory, of at least so many bytes: CuPy's pool takes the next power of two."""
+    return PinnedMemoryPointer(PinnedMemory(1 << max(size - 1, 511).bit_length()), 0)
 
 
 class PinnedMemoryPool:
