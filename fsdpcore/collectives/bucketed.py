@@ -161,7 +161,8 @@ def plan(sources: Sequence[Array], bucket_bytes: int) -> list[_Bucket]:
 
 
 def _listed(arrays: object, what: str) -> list[Any]:
-    if isinstance(arrays, (np.ndarray, str, bytes)) or not isinstance(arrays, Iterable):
+    single = isinstance(arrays, (str, bytes)) or hasattr(arrays, "dtype")
+    if single or not isinstance(arrays, Iterable):
         raise ArgumentError(
             f"all_reduce_many: {what} is a list of arrays, got {type(arrays).__name__}; "
             "use all_reduce for a single one"

@@ -156,17 +156,17 @@ def scatter_v(
     """
     check_backend(backend)
     root = check_rank(root, backend.world_size, "scatter_v: root")
-    backend = mover_of_root(array, backend, root)
-    call = remembered(backend, _scatter_v, root, algorithm)
     source, sizes = None, [0] * backend.world_size
-    if backend.rank == call.root:
+    if backend.rank == root:
         if array is None or counts is None:
             raise ArgumentError(
-                f"scatter_v: rank {call.root} is the root and has to pass the array and the counts"
+                f"scatter_v: rank {root} is the root and has to pass the array and the counts"
             )
         source, _ = operand(array, backend)
         _check_rows(source.shape, "scatter_v")
         sizes = _check_counts(counts, backend, source.shape[0], "scatter_v: counts")
+    backend = mover_of_root(array, backend, root)
+    call = remembered(backend, _scatter_v, root, algorithm)
 
     def body(link: Link) -> Array:
         dtype, shape = tell_what_is_scattered(link, source, call.root)

@@ -199,14 +199,14 @@ def scatter(
     """
     check_backend(backend)
     root = check_rank(root, backend.world_size, "scatter: root")
-    backend = mover_of_root(array, backend, root)
-    call = remembered(backend, _scatter, root, algorithm)
     source = None
-    if backend.rank == call.root:
+    if backend.rank == root:
         if array is None:
-            raise ArgumentError(f"scatter: rank {call.root} is the root and has to pass the array")
+            raise ArgumentError(f"scatter: rank {root} is the root and has to pass the array")
         source, _ = operand(array, backend)
         check_splittable(source.shape, "scatter")
+    backend = mover_of_root(array, backend, root)
+    call = remembered(backend, _scatter, root, algorithm)
 
     def body(link: Link) -> Array:
         dtype, shape = tell_what_is_scattered(link, source, call.root)
