@@ -1,42 +1,35 @@
-"""The stand-in for CuPy and NCCL catches what it is there to catch."""
+"""The stand-in for CuPy: streams, events, memory, and what it refuses as CuPy does."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import pytest
 from support import fake_cuda
+from support.fake_cuda.ranks import PATIENCE
 
-PATIENCE = 30.0
+
+@pytest.fixture
+def machine() -> Iterator[fake_cuda.Machine]:
+    with fake_cuda.installed(2) as machine:
+        yield machine
 
 
-def on_ranks(body: Callable[[int], Any], ranks: int = 2) -> list[Any]:
-    """Call ``body(rank)`` on threads, each on its own GPU; raises what the first of them raises."""
+@pytest.fixture
+def cupy(machine: fake_cuda.Machine) -> Any:
     import cupy
 
-    results: list[Any] = [None] * ranks
-    errors: list[BaseException] = []
+    return cupy
 
-    def run(rank: int) -> None:
-        try:
-            cupy.cuda.Device(rank).use()
-            results[rank] = body(rank)
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    return results
+def streams(cupy: Any, **kind: bool) -> list[Any]:
+    return [cupy.cuda.Stream(**kind) for _ in range(2)]
 
 
 class TestInstalled:
@@ -49,107 +42,427 @@ class TestInstalled:
             assert cupy.__version__ == "14.2.0"
         assert sys.modules.get("cupy") is before
 
-    def test_no_thread_is_left(self) -> None:
-        with fake_cuda.installed(1):
+    def test_what_was_bound_to_it_is_forgotten_and_the_rest_is_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("of_cupy", "of_nothing", "named"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        with fake_cuda.installed(1, forget=["named"]):
             import cupy
 
-            cupy.ones(3).sum().get()
+            for name in ("of_cupy", "of_nothing", "named"):
+                sys.modules[name] = ModuleType(name)
+            sys.modules["of_cupy"].cupy = cupy  # type: ignore[attr-defined]
+        assert "of_nothing" in sys.modules
+        assert not {"of_cupy", "named"} & sys.modules.keys()
+
+    def test_no_thread_is_left_though_a_stream_is_frozen(self) -> None:
+        with fake_cuda.installed(1) as machine:
+            import cupy
+
+            stream = cupy.cuda.Stream()
+            machine.freeze(stream)
+            with stream:
+                cupy.ones(3)
+            waiting = threading.Thread(target=_expect_switched_off, args=(stream,))
+            waiting.start()
+        waiting.join(PATIENCE)
         assert not [t for t in threading.enumerate() if t.name.startswith("fake-cuda")]
 
+    def test_there_is_one_at_a_time(self, machine: fake_cuda.Machine) -> None:
+        with pytest.raises(RuntimeError, match="one at a time"), fake_cuda.installed(1):
+            pass
 
-class TestOrder:
-    def test_a_wait_for_an_event_orders_two_streams(self) -> None:
-        with fake_cuda.installed(1) as machine:
+    def test_what_must_not_be_left_is_told_at_the_end(self) -> None:
+        with pytest.raises(AssertionError, match="not ordered"), fake_cuda.installed(1):
             import cupy
 
-            first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-            machine.slow(first, 0.02)
+            first, second = streams(cupy, non_blocking=True)
             with first:
-                x = cupy.full(100, 3.0)
-                event = first.record()
-            second.wait_event(event)
+                x = cupy.zeros(3)
             with second:
-                assert float((x * 2).sum()) == 600.0
+                x += 1
 
-    def test_a_missing_wait_reads_too_early_and_is_told(self) -> None:
-        with fake_cuda.installed(1) as machine:
-            import cupy
-
-            first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-            with machine.frozen(first):
-                with first:
-                    x = cupy.full(100, 3.0)
-                with second:
-                    assert np.isnan(x.get()).all()
-            (race,) = machine.races
-            assert race.first == "put"
-            machine.races.clear()
-
-    def test_memory_is_handed_out_again_while_another_stream_uses_it(self) -> None:
-        with fake_cuda.installed(1) as machine:
-            import cupy
-
-            mine, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-            with mine:
-                x = cupy.full(100, 3.0)
-                other.wait_event(mine.record())
-            with machine.frozen(other):
-                with other:
-                    y = x * 2
-                address = x.data.ptr
-                del x
-                with mine:
-                    z = cupy.full(100, 7.0)
-                    assert z.data.ptr == address
-                    mine.synchronize()
-            with other:
-                assert y.get().tolist() == [14.0] * 100
-            assert [race.second for race in machine.races] == ["put"]
-            machine.races.clear()
-
-
-class TestNccl:
-    def test_a_call_that_does_not_fit_hangs_until_it_is_aborted(self) -> None:
+    def test_no_driver(self) -> None:
         with fake_cuda.installed(2) as machine:
             import cupy
             from cupy.cuda import nccl
 
-            uid = nccl.get_unique_id()
-            meeting = threading.Barrier(2)
+            machine.faults.driver = False
+            for call in (cupy.cuda.runtime.getDeviceCount, lambda: cupy.empty(3), cupy.cuda.Stream):
+                with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="InsufficientDriver"):
+                    call()
+            assert not cupy.cuda.is_available()
+            with pytest.raises(nccl.NcclError):
+                nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
 
-            def body(rank: int) -> None:
-                comm = nccl.NcclCommunicator(2, uid, rank)
-                x, stream = cupy.ones(4), cupy.cuda.Stream(non_blocking=True)
-                cupy.cuda.Stream.null.synchronize()
-                comm.allReduce(x.data.ptr, x.data.ptr, 3 + rank, nccl.NCCL_FLOAT64, 0, stream.ptr)
-                while not machine.mismatches:
-                    time.sleep(0.001)
-                assert not stream.done
-                meeting.wait(PATIENCE)
-                comm.abort()
-                stream.synchronize()
-
-            on_ranks(body)
-            assert "allReduce" in machine.mismatches[0]
-
-    def test_sends_in_the_wrong_order_wait_for_each_other(self) -> None:
-        with fake_cuda.installed(2):
-            import cupy
+    def test_no_nccl(self) -> None:
+        with fake_cuda.installed(1, nccl_at="missing"), pytest.raises(ImportError):
+            from cupy.cuda import nccl
+        with fake_cuda.installed(1, nccl_at="unavailable"):
             from cupy.cuda import nccl
 
-            uid = nccl.get_unique_id()
-            meeting = threading.Barrier(2)
+            assert not nccl.available
+            assert not hasattr(nccl, "NcclCommunicator")
 
-            def body(rank: int) -> None:
-                comm = nccl.NcclCommunicator(2, uid, rank)
-                x, y = cupy.full(4, rank), cupy.zeros(4, int)
-                stream = cupy.cuda.get_current_stream()
-                comm.send(x.data.ptr, 4, nccl.NCCL_INT64, 1 - rank, stream.ptr)
-                comm.recv(y.data.ptr, 4, nccl.NCCL_INT64, 1 - rank, stream.ptr)
-                meeting.wait(PATIENCE)
-                assert not stream.done
-                meeting.wait(PATIENCE)
-                comm.abort()
-                stream.synchronize()
 
-            on_ranks(body)
+def _expect_switched_off(stream: Any) -> None:
+    with pytest.raises(fake_cuda.SwitchedOff):
+        stream.synchronize()
+
+
+class TestOrder:
+    def test_a_wait_for_an_event_orders_two_streams(self, machine: Any, cupy: Any) -> None:
+        first, second = streams(cupy, non_blocking=True)
+        machine.slow(first, 0.02)
+        with first:
+            x = cupy.full(100, 3.0)
+            event = first.record()
+        second.wait_event(event)
+        with second:
+            assert float((x * 2).sum()) == 600.0
+        assert event.done
+
+    def test_a_missing_wait_reads_too_early_and_is_told(self, machine: Any, cupy: Any) -> None:
+        first, second = streams(cupy, non_blocking=True)
+        with machine.frozen(first):
+            with first:
+                x = cupy.full(100, 3.0)
+            with second:
+                assert np.isnan(x.get()).all()
+        assert [(race.first, race.second) for race in machine.races] == [("put", "get")]
+        machine.races.clear()
+
+    def test_a_missing_wait_is_told_though_all_went_well(self, machine: Any, cupy: Any) -> None:
+        first, second = streams(cupy, non_blocking=True)
+        with first:
+            x = cupy.full(100, 3.0)
+        while machine.queue(first).finished < machine.queue(first).issued:
+            pass  # looking at a queue is no wait of CUDA's
+        with second:
+            assert float(x.sum()) == 300.0
+        assert len(machine.races) == 1
+        machine.races.clear()
+
+    @pytest.mark.parametrize("how", ["stream", "event", "device", "query"])
+    def test_a_host_that_waits_orders_them_too(self, machine: Any, cupy: Any, how: str) -> None:
+        first, second = streams(cupy, non_blocking=True)
+        with first:
+            x = cupy.full(100, 3.0)
+        event = first.record()
+        if how == "query":
+            while not event.done:
+                pass
+        else:
+            waited = {"stream": first, "event": event, "device": cupy.cuda.Device()}[how]
+            waited.synchronize()
+        with second:
+            assert float(x.sum()) == 300.0
+
+    def test_reads_and_different_parts_need_no_order(self, machine: Any, cupy: Any) -> None:
+        first, second = streams(cupy, non_blocking=True)
+        x = cupy.zeros(100)
+        cupy.cuda.Stream.null.synchronize()
+        for stream, part in ((first, x[:50]), (second, x[50:])):
+            with stream:
+                part += 1
+        for stream in (first, second):
+            stream.synchronize()
+        for stream in (first, second):
+            with stream:
+                assert float(x.sum()) == 100.0
+
+    def test_memory_is_handed_out_again_while_another_stream_uses_it(
+        self, machine: Any, cupy: Any
+    ) -> None:
+        mine, other = streams(cupy, non_blocking=True)
+        with mine:
+            x = cupy.full(100, 3.0)
+            other.wait_event(mine.record())
+        with machine.frozen(other):
+            with other:
+                y = x * 2
+            address = x.data.ptr
+            del x
+            with mine:
+                z = cupy.full(100, 7.0)
+                assert z.data.ptr == address
+                mine.synchronize()
+        with other:
+            assert y.get().tolist() == [14.0] * 100
+        assert [race.second for race in machine.races] == ["put"]
+        machine.races.clear()
+
+    def test_an_event_is_what_it_was_when_it_was_waited_for(self, machine: Any, cupy: Any) -> None:
+        first, second = streams(cupy, non_blocking=True)
+        event = cupy.cuda.Event(disable_timing=True)
+        assert event.done
+        event.record(first)
+        second.wait_event(event)
+        machine.freeze(first)
+        event.record(first)
+        second.synchronize()
+        assert not event.done
+        machine.thaw(first)
+        event.synchronize()
+        assert event.done
+
+    def test_ordinary_streams_and_the_null_stream_wait_for_each_other(
+        self, machine: Any, cupy: Any
+    ) -> None:
+        (stream, _), (free, _) = streams(cupy), streams(cupy, non_blocking=True)
+        machine.slow(stream, 0.01)
+        with stream:
+            x = cupy.full(10, 1.0)
+        x += 1  # on the null stream
+        with stream:
+            y = x + 1
+        with free:
+            x.get()
+        assert y.get(stream).tolist() == [3.0] * 10
+        assert [race.second for race in machine.races] == ["get"]
+        machine.races.clear()
+
+    def test_work_that_fails_breaks_the_device(self, machine: Any, cupy: Any) -> None:
+        stream = cupy.cuda.Stream()
+        event = cupy.cuda.Event()
+        stream.launch_host_func(lambda arg: arg / 0, 1)
+        event.record(stream)
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+            stream.synchronize()
+        assert not event.done  # as CuPy has it, for ever
+        assert cupy.cuda.runtime.eventQuery(event.ptr) == 719
+        ((name, error),) = machine.errors
+        assert name == "host function"
+        assert isinstance(error, ZeroDivisionError)
+        machine.errors.clear()
+
+
+class TestPlace:
+    def test_devices_and_streams_are_those_of_the_thread(self, machine: Any, cupy: Any) -> None:
+        seen: list[Any] = []
+
+        def look() -> None:
+            seen.append((cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr))
+
+        with cupy.cuda.Device(1), cupy.cuda.Stream() as stream:
+            other = threading.Thread(target=look)
+            other.start()
+            other.join()
+            look()
+        look()
+        assert seen == [(0, 0), (1, stream.ptr), (0, 0)]
+
+    def test_streams_are_used_on_their_own_device(self, machine: Any, cupy: Any) -> None:
+        stream = cupy.cuda.Stream()
+        with (
+            cupy.cuda.Device(1),
+            pytest.raises(RuntimeError, match="does not match with the current device"),
+            stream,
+        ):
+            pass
+
+    def test_arrays_are_used_on_their_own_device(self, machine: Any, cupy: Any) -> None:
+        x = cupy.ones(3)
+        with cupy.cuda.Device(1), pytest.raises(ValueError, match="Peer access is unavailable"):
+            x + 1
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="invalid device ordinal"):
+            cupy.cuda.Device(2).use()
+
+    def test_two_ordinals_can_be_one_gpu(self, machine: Any, cupy: Any) -> None:
+        properties = cupy.cuda.runtime.getDeviceProperties
+        assert properties(0)["uuid"] != properties(1)["uuid"]
+        assert len(properties(0)["uuid"]) == 16
+        machine.faults.same_gpu(0, 1)
+        assert properties(0)["uuid"] == properties(1)["uuid"]
+        assert cupy.cuda.Device(0).pci_bus_id == cupy.cuda.Device(1).pci_bus_id
+
+
+class TestMemory:
+    def test_views_are_the_same_memory_at_real_addresses(self, machine: Any, cupy: Any) -> None:
+        x = cupy.arange(12, dtype=np.float32).reshape(3, 4)
+        row = x[1]
+        assert row.base is x.base
+        assert row.data.ptr == x.data.ptr + 16
+        row += 10
+        assert x.get()[1].tolist() == [14.0, 15.0, 16.0, 17.0]
+        assert not x.T.flags.c_contiguous
+        assert cupy.may_share_memory(x, row)
+        bits = x.view(np.uint32)
+        assert bits.data.ptr == x.data.ptr
+        cupy.cuda.Stream.null.synchronize()
+        assert machine.memories.at(row.data.ptr, 16).view(np.float32).tolist() == row.tolist()
+
+    def test_new_memory_is_nan_and_used_memory_is_counted(self, machine: Any, cupy: Any) -> None:
+        pool = cupy.get_default_memory_pool()
+        x = cupy.empty(1000, np.float32)
+        assert np.isnan(x.get()).all()
+        assert pool.used_bytes() == 4096
+        del x
+        assert (pool.used_bytes(), pool.free_bytes()) == (0, 4096)
+        pool.free_all_blocks()
+        assert pool.total_bytes() == 0
+        machine.faults.limit = 4096
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="out of memory"):
+            cupy.empty(5000, np.uint8)
+
+    def test_ordinary_memory_is_read_at_once_and_pinned_memory_later(
+        self, machine: Any, cupy: Any
+    ) -> None:
+        pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(32), np.float64, 4)
+        ordinary = np.zeros(4)
+        pinned[:] = 0
+        a, b = cupy.empty(4), cupy.empty(4)
+        with machine.frozen(cupy.cuda.Stream.null):
+            a.set(ordinary)
+            b.set(pinned)
+            ordinary[:] = pinned[:] = 1
+        assert (a.get() == 0).all()
+        assert (b.get() == 1).all()
+
+    def test_values_reach_pinned_memory_when_the_stream_is_there(
+        self, machine: Any, cupy: Any
+    ) -> None:
+        pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(32), np.float64, 4)
+        pinned[:] = 0
+        x = cupy.ones(4)
+        with machine.frozen(cupy.cuda.Stream.null):
+            x.get(out=pinned, blocking=False)
+            assert (pinned == 0).all()
+        cupy.cuda.Stream.null.synchronize()
+        assert (pinned == 1).all()
+
+    def test_pinned_memory_as_an_array_of_the_device(self, machine: Any, cupy: Any) -> None:
+        memory = cupy.cuda.alloc_pinned_memory(40)
+        owned = cupy.cuda.UnownedMemory(memory.ptr, 40, memory, 0)
+        x = cupy.ndarray((5,), np.float64, cupy.cuda.MemoryPointer(owned, 0))
+        x[...] = 4
+        assert float(x.sum()) == 20
+        assert np.frombuffer(memory, np.float64, 5).tolist() == [4.0] * 5
+
+    def test_copies_between_addresses(self, machine: Any, cupy: Any) -> None:
+        runtime, host = cupy.cuda.runtime, np.arange(4.0)
+        x, back = cupy.empty(4), np.empty(4)
+        stream = cupy.cuda.get_current_stream().ptr
+        to, out = runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost
+        runtime.memcpyAsync(x.data.ptr, host.ctypes.data, 32, to, stream)
+        runtime.memcpyAsync(back.ctypes.data, x.data.ptr, 32, out, stream)
+        assert back.tolist() == host.tolist()
+        with pytest.raises(runtime.CUDARuntimeError, match="illegal memory access"):
+            runtime.memcpyAsync(x.data.ptr, x.data.ptr + 500, 32, 3, stream)
+
+
+class TestRefusals:
+    """What CuPy refuses, in its words."""
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda cupy, a, n: a + n,
+            lambda cupy, a, n: n + a,
+            lambda cupy, a, n: np.add(a, n),
+            lambda cupy, a, n: cupy.multiply(a, [1.0]),
+            lambda cupy, a, n: np.concatenate([a, n]),
+            lambda cupy, a, n: a @ n,
+            lambda cupy, a, n: np.add(a, a, out=n),
+        ],
+    )
+    def test_operands_are_arrays_of_the_device_or_scalars(
+        self, machine: Any, cupy: Any, call: Any
+    ) -> None:
+        with pytest.raises(TypeError):
+            call(cupy, cupy.ones((3, 3)), np.ones((3, 3)))
+
+    def test_no_array_becomes_numpys_unasked(self, machine: Any, cupy: Any) -> None:
+        with pytest.raises(TypeError, match=r"Please use `.get\(\)`"):
+            np.asarray(cupy.ones(3))
+        with pytest.raises(ValueError, match=r"non-scalar numpy\.ndarray cannot be used"):
+            cupy.ones(3)[...] = np.ones(3)
+        with pytest.raises(ValueError, match=r"non-scalar numpy\.ndarray cannot be used"):
+            np.copyto(cupy.ones(3), np.ones(3))
+
+    def test_what_is_not_there(self, machine: Any, cupy: Any) -> None:
+        x = cupy.ones(3)
+        assert not hasattr(x.flags, "writeable")
+        assert not hasattr(cupy, "vecdot")
+        assert not hasattr(cupy.cuda.Event, "query")
+        with pytest.raises(TypeError, match="__array_ufunc__"):
+            np.vecdot(x, x)
+        with pytest.raises(NotImplementedError, match="is not supported yet"):
+            np.maximum.reduce(x)
+        with pytest.raises(TypeError, match="where"):
+            np.add(x, x, where=True)
+        with pytest.raises(TypeError, match="out"):
+            cupy.einsum("i->", x, out=x)
+        with pytest.raises(ValueError, match="ambiguous"):
+            bool(x)
+        with pytest.raises(ValueError, match="Out shape"):
+            cupy.add(x, x, out=cupy.ones(1))
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(x)
+
+
+class TestFunctions:
+    def test_functions_of_numpy_come_here(self, machine: Any, cupy: Any) -> None:
+        x = cupy.arange(6, dtype=np.float32)
+        y = np.add(x, 1, out=cupy.empty_like(x))
+        assert isinstance(y, cupy.ndarray)
+        assert np.concatenate([x, y]).tolist() == [*range(6), *range(1, 7)]
+        np.copyto(y, x)
+        assert np.array_equal(x, y)
+        assert np.ndim(x) == 1
+        assert np.split(x, 2)[1].data.ptr == x.data.ptr + 12
+        np.add.at(y, cupy.asarray([0, 0, 1]), 1)
+        assert y.tolist() == [2, 2, 2, 3, 4, 5]
+
+    def test_dtypes_are_those_of_numpy(self, machine: Any, cupy: Any) -> None:
+        x = cupy.ones(3, ml_dtypes.bfloat16)
+        assert (x * 2).dtype == ml_dtypes.bfloat16
+        assert (x * 2.0).dtype == np.float32  # as CuPy has it, too
+        assert (cupy.ones(3, np.float16) * 2.0).dtype == np.float16
+        assert (x * np.float32(2)).dtype == np.float32
+        assert (x @ x).dtype == ml_dtypes.bfloat16
+        assert cupy.ones(3, np.int8).sum().dtype == np.int64
+        # Half precision is added in single: a sum that stops at 256 otherwise.
+        assert float(cupy.ones(1000, ml_dtypes.bfloat16).sum()) == 1000.0
+
+    def test_indexing(self, machine: Any, cupy: Any) -> None:
+        host = np.arange(24).reshape(4, 6)
+        x = cupy.asarray(host)
+        rows = cupy.asarray([2, 0])
+        assert x[rows].tolist() == host[[2, 0]].tolist()
+        assert x[rows, 1].tolist() == host[[2, 0], 1].tolist()
+        assert x[x > 20].tolist() == [21, 22, 23]
+        assert x[1, 2].shape == ()
+        assert int(x[1, 2]) == 8
+        x[rows, cupy.asarray([5, 5])] = -1
+        x[1, ::2] = x[3, ::2]
+        host[[2, 0], 5] = -1
+        host[1, ::2] = host[3, ::2]
+        assert x.tolist() == host.tolist()
+        assert x[:, None].shape == (4, 1, 6)
+        assert x[...].data.ptr == x.data.ptr
+
+    def test_results_are_those_of_numpy(self, machine: Any, cupy: Any) -> None:
+        host = np.random.default_rng(0).standard_normal((4, 6))
+        x = cupy.asarray(host)
+        for function in (
+            lambda xp, a: xp.sum(a, axis=1, keepdims=True),
+            lambda xp, a: xp.where(a > 0, a, 0.0),
+            lambda xp, a: xp.einsum("ij,kj->ik", a, a),
+            lambda xp, a: xp.stack([a, a], axis=1),
+            lambda xp, a: xp.argmax(a, axis=0),
+            lambda xp, a: xp.triu(a @ a.T, 1),
+            lambda xp, a: xp.take(a, xp.asarray([3, 1]), axis=0),
+            lambda xp, a: xp.maximum(a, a[::-1]).reshape(-1).cumsum(),
+            lambda xp, a: xp.linalg.norm(a),
+            lambda xp, a: a.T.ravel(),
+            lambda xp, a: xp.flatnonzero(a > 0),
+            lambda xp, a: xp.isfinite(xp.log(a)).all(),
+        ):
+            with np.errstate(invalid="ignore"):
+                expected = function(np, host)
+            found = function(cupy, x)
+            assert isinstance(found, cupy.ndarray)
+            assert found.dtype == expected.dtype
+            np.testing.assert_allclose(found.get(), expected)

@@ -6,9 +6,12 @@ That needs no GPU: names, signatures and constants can be looked at without one.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 from support.fake_cuda import (
     arrays,
@@ -173,3 +176,53 @@ def test_kernels_are_made_with_the_same_arguments(name: str) -> None:
     assert [p for p in ours if p != "kwargs"] == [
         p for p in theirs if p not in ("*", "**kwargs", ")")
     ]
+
+
+_OPERANDS: list[Any] = [
+    *(np.dtype(kind) for kind in (bool, np.int8, np.int32, np.int64, np.uint8, np.uint64)),
+    *(np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)),
+    int,
+    float,
+]
+
+
+def _score(kind: Any) -> int:
+    scores = ((bool, np.bool_), 0), ((int, np.integer), 1), ((float, np.inexact), 2)
+    return next((score for kinds, score in scores if issubclass(kind, kinds)), 3)
+
+
+def _theirs(function: Any, operands: tuple[Any, ...]) -> Any:
+    """The dtype of the first result as CuPy finds it; weak scalars are given as their types."""
+    types = tuple(np.dtype(kind) for kind in operands)
+    arrays = [_score(kind.type) for kind in operands if isinstance(kind, np.dtype)]
+    scalars = [_score(kind) for kind in operands if isinstance(kind, type)]
+    weak = [kind if isinstance(kind, type) else False for kind in operands]
+    if scalars and max(arrays) < max(scalars):
+        weak = [False] * len(operands)
+    found = function._ops._guess_routine_from_in_types(types, tuple(weak))
+    return None if found is None or found.error_func else np.dtype(found.out_types[0])
+
+
+def _ours(function: Any, operands: tuple[Any, ...]) -> Any:
+    shown = [np.empty(0, kind) if isinstance(kind, np.dtype) else kind(1) for kind in operands]
+    try:
+        with np.errstate(all="ignore"):
+            found = function._numpy(*shown)
+    except TypeError:
+        return None
+    return (found[0] if function.nout > 1 else found).dtype
+
+
+def _cases(nin: int) -> list[tuple[Any, ...]]:
+    cases = itertools.product(_OPERANDS, repeat=nin)
+    return [case for case in cases if any(isinstance(kind, np.dtype) for kind in case)]
+
+
+@pytest.mark.parametrize("name", sorted(n for n, found in names().items() if type(found) is ufunc))
+def test_functions_by_element_give_the_same_dtypes(name: str) -> None:
+    ours, theirs = names()[name], real(name)
+    assert (ours.nin, ours.nout) == (theirs.nin, theirs.nout)
+    found = {case: (_ours(ours, case), _theirs(theirs, case)) for case in _cases(ours.nin)}
+    # It may refuse what CuPy takes (the sign of a bool), but not the other way round.
+    wrong = {case: two for case, two in found.items() if two[0] not in (None, two[1])}
+    assert wrong == {}

@@ -120,10 +120,10 @@ _SMALL_FLOAT(float16, _half_bits, _half_value, _to_odd)
 // CuPy rounds a double twice here.
 _SMALL_FLOAT(bfloat16, _brain_bits, _brain_value, (float))
 
-template <typename A, typename B> static inline auto min(A a, B b) -> decltype(true ? a : b) {
+template <typename A, typename B> static inline auto min(A a, B b) -> decltype(true ? A() : B()) {
   return (b < a || a != a) ? b : a;
 }
-template <typename A, typename B> static inline auto max(A a, B b) -> decltype(true ? a : b) {
+template <typename A, typename B> static inline auto max(A a, B b) -> decltype(true ? A() : B()) {
   return (a < b || a != a) ? b : a;
 }
 static inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }

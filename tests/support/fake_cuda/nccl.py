@@ -20,8 +20,7 @@ BUILD_VERSION = 22501
 
 
 def get_unique_id() -> bytes:
-    """A new id, for rank 0 to tell the others."""
-    current.machine().faults.check_driver()
+    """A new id, for rank 0 to tell the others. It needs no GPU."""
     return os.urandom(ID_BYTES)
 
 
@@ -67,11 +66,11 @@ class NcclCommunicator:
         if len(commId) != ID_BYTES:
             raise ValueError(f"commId length {len(commId)} != {ID_BYTES}.")
         machine = current.machine()
-        machine.note("nccl.init", machine.queue(None), ndev=ndev, rank=rank)
         try:
             machine.faults.check_driver()
         except CUDARuntimeError as error:
             raise NcclError(1) from error
+        machine.note("nccl.init", machine.queue(None), ndev=ndev, rank=rank)
         if GROUP.depth:
             raise NotImplementedError("the stand-in makes no communicators within groups")
         if machine.faults.refused(rank):

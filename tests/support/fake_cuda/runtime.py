@@ -122,7 +122,8 @@ def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
 
 def eventQuery(event: int) -> int:
     """0, or 600 for not yet, or what has failed: it raises nothing."""
-    return _event(event)._query()
+    found = current.machine().events.get(event)
+    return 400 if found is None else found._query()
 
 
 def eventRecord(event: int, stream: int) -> None:

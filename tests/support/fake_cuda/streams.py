@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -187,6 +188,7 @@ class Stream(_BaseStream):
         priority: int | None = None,
     ) -> None:
         self._queue: Queue | None = None
+        self._owner: object = None
         if ptds:
             raise NotImplementedError("the stand-in has no per-thread default stream")
         if null:
@@ -203,9 +205,16 @@ class Stream(_BaseStream):
             self._queue.destroy()
 
     @classmethod
-    def from_external(cls, obj: Any) -> ExternalStream:
-        """The stream of an object that has ``__cuda_stream__``."""
-        return ExternalStream(obj.__cuda_stream__()[1])
+    def from_external(cls, obj: Any) -> Stream:
+        """The stream of an object that has ``__cuda_stream__``, which it keeps."""
+        if not hasattr(obj, "__cuda_stream__"):
+            raise TypeError(
+                f"Object of type {type(obj).__name__} does not implement the CUDA stream protocol "
+                "(__cuda_stream__ method)"
+            )
+        made = cls(null=True)
+        made.ptr, made._owner = obj.__cuda_stream__()[1], obj
+        return made
 
 
 Stream.null = Stream(null=True)
@@ -215,6 +224,12 @@ class ExternalStream(_BaseStream):
     """A stream by its handle, which somebody else keeps."""
 
     def __init__(self, ptr: int, device_id: int = -1) -> None:
+        warnings.warn(
+            "ExternalStream is deprecated. Use Stream.from_external() instead to interoperate "
+            "with external streams that implement the CUDA stream protocol.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         super().__init__(ptr, device_id)
 
 

@@ -154,8 +154,8 @@ absolute abs sign square sqrt cbrt reciprocal exp exp2 expm1 log log2 log10 log1
 arccos arctan arctan2 sinh cosh tanh arcsinh arccosh arctanh floor ceil trunc rint maximum minimum
 fmax fmin isfinite isinf isnan signbit copysign logaddexp logaddexp2 hypot equal not_equal less
 less_equal greater greater_equal logical_and logical_or logical_not logical_xor bitwise_and
-bitwise_or bitwise_xor invert bitwise_not left_shift right_shift conj conjugate ldexp nextafter
-divmod modf frexp fabs pow float_power
+bitwise_or bitwise_xor invert bitwise_not left_shift right_shift conj conjugate nextafter
+modf frexp fabs pow float_power
 """
 
 
