@@ -109,14 +109,21 @@ def _contestants(xp: Any, elements: int) -> list[_Contestant]:
     def update() -> None:
         optimizer.update(arrays["param"], arrays["grad"], state, step=10)
 
+    # As where a rank's parameters are a slice of all ranks', and the others are not.
+    apart = flat["param"][2 : elements + 2]
+
+    def elsewhere() -> None:
+        optimizer.update(apart, arrays["grad"], state, step=10)
+
     def rounded() -> None:
         optimizer.update(arrays["param"], narrow["grad"], state, step=10, out=narrow["out"])
 
     wanted: dict[str, Any] = {"lanes": LANES, "block": 128, "target": True}
     found = [
         _Contestant(COPY, 2 * 4 * elements, copy, {}),
-        _Contestant("adamw float32", 7 * 4 * elements, update, wanted),
+        _Contestant("adamw float32", 28 * elements, update, wanted),
         _Contestant("adamw float32, bfloat16 in and out", 28 * elements, rounded, wanted),
+        _Contestant("adamw float32, parameters begin elsewhere", 28 * elements, elsewhere, {}),
     ]
     step, scalars = optimizer.gpu_update(step=10, lr=1e-3)
     kernel, numbers = formula(step, rounded=False), (1.0, *scalars)
@@ -127,7 +134,7 @@ def _contestants(xp: Any, elements: int) -> list[_Contestant]:
     return found + [
         _Contestant(
             f"adamw float32, {lanes} to a thread, blocks of {block}",
-            7 * 4 * elements,
+            28 * elements,
             launched(lanes, block),
             {"lanes": lanes, "block": block},
         )

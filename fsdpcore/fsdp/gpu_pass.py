@@ -3,7 +3,7 @@
 Such a pass does little arithmetic per byte, so it takes as long as its bytes do. It takes four
 neighbouring elements of every array to a thread, as one access to memory each, wherever the arrays
 begin. For that they have to begin equally far from a multiple of four elements, as slices of
-buffers do that are cut in the same places; others go one element to a thread.
+buffers do that are cut in the same places; of an array that does not, they are four accesses.
 
 Formulas are compiled without fused multiply-adds, so that their results are those of the same
 operations one by one, as NumPy does them on the host; passes wait for memory, not for arithmetic,
@@ -98,7 +98,8 @@ $body
 """
 )
 
-# skew: how many elements the arrays begin behind a multiple of four; -1 for one element to a thread
+# skew: how many elements arrays begin behind a multiple of four; -1 for one element to a thread.
+# apart: a bit for each array that begins elsewhere.
 _OPERATION = string.Template(
     """
 const long long start = skew < 0 ? i : $lanes * (long long)i - skew;
@@ -123,6 +124,19 @@ if (skew >= 0 && start >= 0 && stop <= n) {
 """
 )
 
+_LOAD = """
+if (apart & $bit) {
+  #pragma unroll
+  for (int lane = 0; lane < $lanes; ++lane) four_$name.of[lane] = $name[start + lane];
+} else four_$name = *reinterpret_cast<const Four<$type>*>(&$name[start]);
+"""
+_STORE = """
+if (apart & $bit) {
+  #pragma unroll
+  for (int lane = 0; lane < $lanes; ++lane) $name[start + lane] = four_$name.of[lane];
+} else *reinterpret_cast<Four<$type>*>(&$name[start]) = four_$name;
+"""
+
 
 def source(formula: Formula, wide: np.dtype[Any]) -> Source:
     """Return the kernel of a formula that computes in ``wide``, float32 or float64."""
@@ -131,25 +145,27 @@ def source(formula: Formula, wide: np.dtype[Any]) -> Source:
     read, written = (*formula.reads, *formula.updates), (*formula.updates, *formula.writes)
 
     def lines(names: Sequence[str], text: str) -> str:
-        return "\n".join(text.format(name=name, type=types[name]) for name in names)
+        template, order = string.Template(text), formula.arrays
+        return "\n".join(
+            template.substitute(name=n, type=types[n], bit=1 << order.index(n), lanes=LANES)
+            for n in names
+        )
 
     variables = [f"W {name}" for name in (*formula.reads, *formula.scalars)]
     variables += [f"W &{name}" for name in written]
-    reads = [f"raw {types[name]} {name}" for name in formula.reads]
+    params = [f"raw {types[name]} {name}" for name in formula.reads]
+    params += [f"{wide.name} {name}" for name in formula.scalars]
+    params += ["int64 n", "int32 skew", "int32 apart"]
     unset = "\n".join(f"W one_{name};" for name in formula.writes)
     operation = _OPERATION.substitute(
         lanes=LANES,
         name=formula.name,
-        load=lines(
-            read,
-            "Four<{type}> four_{name} = *reinterpret_cast<const Four<{type}>*>(&{name}[start]);",
-        )
-        + lines(formula.writes, "Four<{type}> four_{name};"),
-        take_lane=lines(read, "W one_{name} = static_cast<W>(four_{name}.of[lane]);") + unset,
-        put_lane=lines(written, "four_{name}.of[lane] = static_cast<{type}>(one_{name});"),
-        store=lines(written, "*reinterpret_cast<Four<{type}>*>(&{name}[start]) = four_{name};"),
-        take=lines(read, "W one_{name} = static_cast<W>({name}[at]);") + unset,
-        put=lines(written, "{name}[at] = static_cast<{type}>(one_{name});"),
+        load=lines(formula.arrays, "Four<$type> four_$name;") + lines(read, _LOAD),
+        take_lane=lines(read, "W one_$name = static_cast<W>(four_$name.of[lane]);") + unset,
+        put_lane=lines(written, "four_$name.of[lane] = static_cast<$type>(one_$name);"),
+        store=lines(written, _STORE),
+        take=lines(read, "W one_$name = static_cast<W>($name[at]);") + unset,
+        put=lines(written, "$name[at] = static_cast<$type>(one_$name);"),
         arguments=", ".join(
             [f"one_{name}" for name in formula.reads]
             + list(formula.scalars)
@@ -157,9 +173,7 @@ def source(formula: Formula, wide: np.dtype[Any]) -> Source:
         ),
     )
     return Source(
-        in_params=", ".join(
-            [*reads, *(f"{wide.name} {name}" for name in formula.scalars), "int64 n, int32 skew"]
-        ),
+        in_params=", ".join(params),
         out_params=", ".join(f"raw {types[name]} {name}" for name in written),
         operation=operation,
         name=formula.name,
@@ -190,24 +204,30 @@ def run_pass(
             one size, and not overlapping. Of floating dtypes.
         scalars: its numbers, in its order; rounded to ``wide``.
         wide: in which to compute, float32 or float64.
-        lanes: 1 has one element to a thread in any case.
+        lanes: 1 has one element to a thread.
         block_size: threads of a block.
     """
     taken = [arrays[name] for name in formula.arrays]
     size = taken[0].size
     if not size:
         return
-    skew = common_skew(taken) if lanes == LANES else -1
+    skew, apart = _alignment(taken) if lanes == LANES else (-1, 0)
     kernel = _compiled(array_module(taken[0]), formula, wide)
     threads = size if skew < 0 else -(-(size + skew) // LANES)
     reads, others = taken[: len(formula.reads)], taken[len(formula.reads) :]
-    kernel(*reads, *scalars, size, skew, *others, size=threads, block_size=block_size)
+    kernel(*reads, *scalars, size, skew, apart, *others, size=threads, block_size=block_size)
 
 
-def common_skew(arrays: Sequence[Array]) -> int:
-    """Return how far all arrays begin behind a multiple of four elements, or -1 if they differ."""
-    skews = {address(array) // array.itemsize % LANES for array in arrays}
-    return skews.pop() if len(skews) == 1 else -1
+def skew_of(array: Array) -> int:
+    """Return how many elements an array begins behind a multiple of four."""
+    return address(array) // array.itemsize % LANES
+
+
+def _alignment(arrays: Sequence[Array]) -> tuple[int, int]:
+    """Return the skew of most arrays, and a bit for each of the others."""
+    skews = [skew_of(array) for array in arrays]
+    common = max(skews, key=skews.count)
+    return common, sum(1 << i for i, skew in enumerate(skews) if skew != common)
 
 
 @functools.cache

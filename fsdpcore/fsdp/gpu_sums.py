@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fsdpcore.buffers import Array
 from fsdpcore.fsdp.array_module import array_module
-from fsdpcore.fsdp.gpu_pass import FOUR, LANES, Source, common_skew
+from fsdpcore.fsdp.gpu_pass import FOUR, LANES, Source, skew_of
 
 Kind = Literal["square", "absolute", "power", "largest"]
 
@@ -105,7 +105,7 @@ class Slots:
         """Add the elements of a contiguous array; does not wait for it."""
         if not array.size:
             return
-        skew = common_skew([array])
+        skew = skew_of(array)
         add = _add_kernel(array_module(array), self._kind)
         add(array, self._divisor, self._p, array.size, skew, self._slots, size=SLOTS)
 

@@ -26,6 +26,7 @@ from support.optimizers import ADAMW, ELEMENTWISE, random_data
 from fsdpcore.bench.device_optimizer import COPY, measure
 from fsdpcore.buffers import BFLOAT16
 from fsdpcore.errors import ArgumentError, MissingDependencyError
+from fsdpcore.fsdp.gpu_pass import LANES, run_pass
 from fsdpcore.fsdp.gradients import _add_into, _divide
 from fsdpcore.fsdp.norm import all_finite, local_part
 from fsdpcore.fsdp.optim import SGD, Adafactor, AdamW, Optimizer, RMSprop, formulas, kernels
@@ -138,10 +139,16 @@ def test_any_dtypes_sizes_and_beginnings_give_the_bits_of_the_host(cupy: Any) ->
     check()
 
 
-def test_arrays_that_begin_apart_go_one_element_to_a_thread(machine: Any, cupy: Any) -> None:
+def test_one_element_to_a_thread_gives_the_same(machine: Any, cupy: Any) -> None:
     param, grads = random_data(50, 1, np.float32)
-    stepped(cupy, SGD(0.1), param, list(grads), starts=(0, 1, 0, 0))
-    assert [entry.args["size"] for entry in launched(machine)] == [50]
+    made = formulas.formula(formulas.SGD, rounded=False)
+    results = []
+    for lanes in (1, LANES):
+        arrays = {"param": placed(cupy, param, 1), "grad": placed(cupy, grads[0], 1)}
+        run_pass(made, arrays, (1.0, 0.1, 0.0), SINGLE, lanes=lanes)
+        results.append(bits(fetched(arrays["param"])))
+    assert results[0] == results[1]
+    assert [entry.args["size"] for entry in launched(machine)] == [50, 13]
 
 
 def test_nothing_is_launched_for_nothing(machine: Any, cupy: Any) -> None:
