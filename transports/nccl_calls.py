@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cupy
 import numpy as np
@@ -98,8 +98,14 @@ class Collectives:
     """What all algorithms of one group share: its communicator, and the movement of bytes.
 
     Functions have the signatures of those in ``collectives``, on flat contiguous arrays of the GPU.
-    Of a group of one rank, none needs a communicator.
+    A group of one rank needs no communicator: its data is copied.
+
+    Attributes:
+        copies_alone: that is so. Where there is just one GPU, tests and benches switch it off, to
+            see NCCL called.
     """
+
+    copies_alone: ClassVar[bool] = True
 
     def __init__(self, transport: NcclBackend, group: Backend) -> None:
         self._transport = transport
@@ -113,18 +119,21 @@ class Collectives:
             self._found = self._transport.groups.of(self._group, link)
         return self._found
 
+    def _only_copies(self, link: Link) -> bool:
+        return link.size == 1 and self.copies_alone
+
     # Movement.
 
     def broadcast(self, link: Link, data: Array, root: int) -> None:
         """Copy ``data`` of the root into ``data`` of all ranks."""
-        if link.size > 1 and data.size:
+        if data.size and not self._only_copies(link):
             at = pointer(data)
             self.communicator(link).call("broadcast", at, at, data.nbytes, BYTES, root, stream())
 
     def all_gather(self, link: Link, own: Array, out: Array, bounds: Sequence[int]) -> None:
         """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks."""
         size = out.itemsize
-        if link.size == 1:
+        if self._only_copies(link):
             copy(own, out)
         elif is_even(bounds):
             if own.size:
@@ -207,7 +216,7 @@ class NativeCollectives(Collectives):
 
     def all_reduce_into(self, link: Link, source: Array, out: Array, reduction: Reduction) -> None:
         """Reduce ``source`` of all ranks into ``out`` of all; they are the same array or apart."""
-        if link.size == 1:
+        if self._only_copies(link):
             copy(source, out)
         elif out.size:
             dtype, op, width = _kind(reduction)
@@ -219,7 +228,7 @@ class NativeCollectives(Collectives):
         self, link: Link, source: Array, out: Array | None, root: int, reduction: Reduction
     ) -> None:
         """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
-        if link.size == 1:
+        if self._only_copies(link):
             assert out is not None
             copy(source, out)
         elif source.size:
@@ -234,7 +243,7 @@ class NativeCollectives(Collectives):
         self, link: Link, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
     ) -> None:
         """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]``."""
-        if link.size == 1:
+        if self._only_copies(link):
             copy(source, own)
             return
         dtype, op, width = _kind(reduction)

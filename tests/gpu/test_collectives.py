@@ -17,7 +17,8 @@ from support.bodies import (
     splitting,
 )
 from support.cases import bodies
-from support.gpu_ranks import alone, moved_alone
+from support.gpu_ranks import alone, moved_alone, through_nccl
+from support.on_device import body_on_device
 
 EXACT = [
     reductions.every_shape,
@@ -44,7 +45,6 @@ EXACT = [
     asynchronous.every_collective,
     asynchronous.into_out,
     bounded.more_than_fit,
-    bounded.not_waited_for,
     coalescing.as_single_calls,
     coalescing.every_dtype_and_op,
     coalescing.into_out,
@@ -85,6 +85,12 @@ def test_exact(body: Any) -> None:
 @bodies(*NATIVE)
 def test_native(body: Any) -> None:
     moved_alone(body)
+
+
+@bodies(reductions.every_dtype_and_op, reductions.every_shape, coalescing.as_single_calls, *NATIVE)
+def test_nccl_with_one_rank(body: Any) -> None:
+    """Of one rank's array, NCCL's result is that array, too."""
+    alone(through_nccl, body_on_device, body)
 
 
 @bodies(reductions.every_dtype_and_op, movement.every_dtype, endings.after_close)

@@ -23,7 +23,7 @@ def on_host() -> list[float]:
 
 def _on_host(**changed: Any) -> list[float]:
     args = (options(**changed), STEPS)
-    (losses,) = fc.launch(gpt, world_size=1, transport="sim", args=args, timeout=60)
+    (losses,) = fc.launch(gpt, world_size=1, transport="sim", args=args, timeout=60, blas_threads=1)
     return list(losses)
 
 

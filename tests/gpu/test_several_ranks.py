@@ -88,7 +88,7 @@ def test_aborted(two_ranks: Together, call: str) -> None:
     two_ranks.run_moved(endings.aborted, 2, call)
 
 
-@bodies(endings.skipped_collective, endings.started_and_skipped, endings.left_at_different_times)
+@bodies(endings.left_at_different_times)
 def test_endings(two_ranks: Together, body: Any) -> None:
     two_ranks.run_moved(body, 2)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.bodies.point_to_point import expect
 from support.gpu_gate import Gate
-from support.gpu_ranks import alone
+from support.gpu_ranks import alone, through_nccl
 
 import fsdpcore as fc
 
@@ -30,6 +30,14 @@ CALLS: dict[str, Callable[..., Any]] = {
     "all_to_all": lambda x, b, **o: fc.all_to_all(x, b, **o),
 }
 by_call = pytest.mark.parametrize("call", list(CALLS))
+
+
+def by_copies(backend: fc.Backend, body: Callable[..., None]) -> None:
+    """As ever with one rank, which need not call NCCL."""
+    body(backend)
+
+
+by_way = pytest.mark.parametrize("way", [by_copies, through_nccl])
 
 
 def _recorded(xp: Any) -> Any:
@@ -67,9 +75,12 @@ def _blocking(backend: fc.Backend, name: str, *, own_stream: bool) -> None:
 
 
 @by_call
+@by_way
 @pytest.mark.parametrize("own_stream", [False, True], ids=["null stream", "own stream"])
-def test_a_blocking_call_is_ordered_by_the_stream(call: str, own_stream: bool) -> None:
-    alone(lambda backend: _blocking(backend, call, own_stream=own_stream))
+def test_a_blocking_call_is_ordered_by_the_stream(
+    call: str, own_stream: bool, way: Callable[..., None]
+) -> None:
+    alone(way, lambda backend: _blocking(backend, call, own_stream=own_stream))
 
 
 def _started(backend: fc.Backend, name: str) -> None:
@@ -109,8 +120,9 @@ def _started(backend: fc.Backend, name: str) -> None:
 
 
 @by_call
-def test_a_started_call_runs_beside_the_streams(call: str) -> None:
-    alone(lambda backend: _started(backend, call))
+@by_way
+def test_a_started_call_runs_beside_the_streams(call: str, way: Callable[..., None]) -> None:
+    alone(way, lambda backend: _started(backend, call))
 
 
 def _forgotten(backend: fc.Backend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,15 @@ DEADLINE, SOON = 2.0, 30.0
 
 def _ones(backend: fc.Backend, size: int = 1000) -> Any:
     return backend.device.from_host(np.ones(size, np.float32))
+
+
+def _goes_on(backend: fc.Backend) -> None:
+    """The stream was freed of the call, and the GPU computes."""
+    xp = backend.device.xp
+    y = xp.ones(3, np.float32)
+    y += 1
+    xp.cuda.get_current_stream().synchronize()
+    assert y.get().tolist() == [2.0] * 3  # not by the device, which raises what has happened
 
 
 def missing_from_known_call(backend: fc.Backend) -> None:
@@ -57,7 +67,7 @@ def _missing(backend: fc.Backend, *, known: bool) -> None:
 
         error = expect(fc.CommTimeoutError, call)
         check_words(error, "all_reduce #", f"{DEADLINE:g} s", f"rank {VICTIM} is missing")
-        backend.device.synchronize()  # the stream was freed of the call
+        _goes_on(backend)
     meet()
 
 
@@ -74,12 +84,13 @@ def _differing(backend: fc.Backend, *, known: bool) -> None:
             fc.broadcast(x, backend)
         else:
             fc.all_reduce(x, backend)
-        for _ in range(2):  # the difference may be found behind the caller's back
+        end = time.monotonic() + SOON
+        while time.monotonic() < end:  # it may be found behind the caller's back
             backend.barrier(timeout=SOON)
 
     error = expect(fc.MismatchError, calls)
     check_words(error, "broadcast", "all_reduce", f"rank {VICTIM}")
-    backend.device.synchronize()
+    _goes_on(backend)
     meet()
 
 
@@ -98,7 +109,7 @@ def raising(backend: fc.Backend) -> None:
 
         error = expect(fc.PeerFailedError, calls)
         check_words(error, f"rank {VICTIM}", "the loss is not a number")
-        backend.device.synchronize()
+        _goes_on(backend)
     meet()
 
 

@@ -5,8 +5,10 @@ Bodies are as in ``support.spmd``: functions at the top of a module that the ran
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
+import pytest
 from support import spmd
 from support.on_device import body_on_device
 from support.spmd_job import Body, Job, Outcome, perform
@@ -51,6 +53,14 @@ def alone(body: Body, *args: Any, **options: Any) -> Any:
 def moved_alone(body: Body, *args: Any, **options: Any) -> Any:
     """Do as ``alone``, with the body's arrays moved to the GPU."""
     return alone(body_on_device, body, *args, **options)
+
+
+def through_nccl(backend: fc.Backend, body: Body, *args: Any) -> Any:
+    """A body that calls another one while even a single rank calls NCCL, where it could copy."""
+    calls: Any = importlib.import_module("fsdpcore.transports.nccl_calls")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls.Collectives, "copies_alone", False)
+        return body(backend, *args)
 
 
 class Together:
