@@ -33,8 +33,8 @@ def down(unit):
 class Player:
     """One rank that goes through a program at its own pace, and knows what it must see."""
 
-    def __init__(self, backend, seed):
-        self.engine = engine_of(backend)
+    def __init__(self, backend, seed, **options):
+        self.engine = engine_of(backend, **options)
         self.version = {unit.name: 0.0 for unit in self.engine.units}
         self.pace = random.Random(f"{seed}/{backend.rank}")  # of this rank alone
 
