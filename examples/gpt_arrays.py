@@ -29,8 +29,9 @@ def narrow(x: Array, dtype: np.dtype[Any]) -> Array:
 def matmul(xp: Any, a: Array, b: Array, out: Array | None = None) -> Array:
     """Return ``a @ b`` in the type of ``a``, or rounded into ``out``, which then is returned."""
     product: Array
-    if xp is np and a.dtype.itemsize < 4:
-        product = np.matmul(wide(a), wide(b))  # BLAS has no 16 bits, and NumPy's loop is slow
+    # BLAS has no 16 bits, and NumPy's loop is slow; CuPy has none for stacks of bfloat16 matrices.
+    if a.dtype.itemsize < 4 and (xp is np or max(a.ndim, b.ndim) > 2):
+        product = xp.matmul(wide(a), wide(b))
     elif out is None or out.dtype == a.dtype:
         product = xp.matmul(a, b, out=out)
         return product

@@ -231,11 +231,16 @@ class CudaDevice(Device):
     def background(self) -> Iterator[Ticket]:
         self.check_thread()
         ticket, before = CudaTicket(self), self.take_event()
-        before.record(cupy.cuda.get_current_stream())
+        current = cupy.cuda.get_current_stream()
+        before.record(current)
         self.stream.wait_event(before)
         self.give_event(before)  # who waits for it waits for what it was when he began to
-        with self.stream:
+        # Not by ``with``, at whose end CuPy forgets a stream that was made current by ``use()``.
+        self.stream.use()
+        try:
             yield ticket
+        finally:
+            current.use()
         ticket.event.record(self.stream)
 
     def synchronize(self) -> None:

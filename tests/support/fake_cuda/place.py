@@ -20,6 +20,7 @@ class Place(threading.local):
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._device = 0
+        self._current: dict[int, Any] = {}
         self._streams: dict[int, list[Any]] = {}
         self._entered: list[int] = []
 
@@ -38,20 +39,24 @@ class Place(threading.local):
 
     def stream(self, device: int) -> Any:
         """The current stream of a device."""
-        return self._stack(device)[-1]
+        return self._current.get(device) or self._stack(device)[-1]
 
     def set_stream(self, stream: Any, device: int) -> None:
-        """Make a stream current."""
-        self._stack(device)[-1] = stream
+        """Make a stream current, until another one is, or any one is left."""
+        self._current[device] = stream
 
     def enter_stream(self, stream: Any, device: int) -> None:
         """Make a stream current, until ``leave_stream``."""
         self._stack(device).append(stream)
         self._entered.append(device)
+        self._current[device] = stream
 
     def leave_stream(self) -> None:
-        """Go back to the stream before."""
-        self._stack(self._entered.pop()).pop()
+        """Go back to the stream entered before; as by CuPy, ``set_stream`` is forgotten."""
+        device = self._entered.pop()
+        stack = self._stack(device)
+        stack.pop()
+        self._current[device] = stack[-1]
 
     def _stack(self, device: int) -> list[Any]:
         from support.fake_cuda.streams import Stream

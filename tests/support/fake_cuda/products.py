@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from support.fake_cuda.arrays import ndarray
 from support.fake_cuda.launch import run
 from support.fake_cuda.lifting import HALVES
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def _widely(function: Any) -> Any:
@@ -39,6 +42,8 @@ def matmul(
 ) -> Any:
     first, second, *rest = args
     _check("matmul", first, second)
+    if max(first.ndim, second.ndim) > 2 and np.result_type(first.dtype, second.dtype) == BFLOAT16:
+        raise TypeError("data type 'E' not understood")  # stacks of these are what CuPy cannot
     function = _widely(np.matmul)
     if dtype is not None:
         function = lambda a, b: np.matmul(a, b, dtype=dtype)  # noqa: E731
