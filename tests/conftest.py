@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,7 +22,10 @@ from typing import Any
 
 import hypothesis
 import pytest
+from support.two_processes import pytest_runtestloop
 from threadpoolctl import threadpool_limits
+
+__all__ = ["pytest_runtestloop"]
 
 _MARK = "side_by_side"
 _Outcomes = dict[str, "Future[None]"]
@@ -101,6 +105,18 @@ def _packages_are_looked_up_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", known)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes() -> Iterator[None]:
+    """End the processes that the suite keeps between tests, and see that no thread stays."""
+    yield
+    if (spmd := sys.modules.get("support.spmd")) is not None:
+        spmd.shut_down()
+    mine = ("rank-", "fsdpcore-", "fleet")
+    for thread in [t for t in threading.enumerate() if t.name.startswith(mine)]:
+        thread.join(10)
+        assert not thread.is_alive(), f"{thread.name} is left behind"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -56,7 +56,7 @@ def test_rounding(body: Any, transport: str, world_size: int) -> None:
 
 
 @pytest.mark.campaign
-@jobs()
+@jobs(every_large=True)
 @bodies(*OF_ARRAYS, reductions.ring_to_rounding, reductions.every_dtype_and_op)
 def test_arrays_on_all_numbers_of_ranks(
     request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
@@ -73,7 +73,7 @@ def test_every_dtype_and_op(transport: str, world_size: int) -> None:
     run(reductions.every_dtype_and_op, transport=transport, world_size=world_size, args=args)
 
 
-@jobs(2, 3, 4, 8, large_if_costly=True)
+@jobs(2, 3, 4, 7, 8, large_if_costly=True)
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays(body: Any, transport: str, world_size: int) -> None:
     elements = 40_000 if world_size in LARGE else 300_000
@@ -87,7 +87,7 @@ def test_short_messages_the_long_way(body: Any, transport: str, world_size: int)
 
 
 @pytest.mark.campaign
-@jobs(1, 2, 7, large_if_costly=True)
+@jobs(1, 2, 7, 8, every_large=True)
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays_on_other_numbers_of_ranks(
     request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
@@ -114,7 +114,17 @@ def test_many_segments(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size, args=(20_000,), **tight)
 
 
+@pytest.mark.parametrize("transport", [name for name, t in TRANSPORTS.items() if t.costly])
+def test_many_processes(transport: str) -> None:
+    large = TRANSPORTS[transport].large
+    run(overview.some_of_everything, transport=transport, world_size=large)
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("world_size", LARGE)
 @pytest.mark.parametrize("transport", [name for name, t in TRANSPORTS.items() if t.costly])
-def test_many_processes(transport: str, world_size: int) -> None:
+def test_other_numbers_of_processes(
+    request: pytest.FixtureRequest, transport: str, world_size: int
+) -> None:
+    only_if_asked_for(request)
     run(overview.some_of_everything, transport=transport, world_size=world_size)

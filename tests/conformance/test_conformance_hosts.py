@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from support.spmd import run
 
 import fsdpcore as fc
 
-pytestmark = pytest.mark.side_by_side("where")
+pytestmark = pytest.mark.side_by_side("transport")
 
 # The transport, the number of ranks, and options; one that is a tuple has a value for each rank.
 # Hosts in turn make reductions send partial results of several subtrees of the canonical tree.
@@ -31,8 +32,11 @@ WHERE: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-# Threads and processes; by messages alone, through memory alone, and through both.
-THOROUGH = ["sim, off", "zmq, on", "zmq, hosts"]
+# Threads and processes; by messages alone, and through memory and messages.
+THOROUGH = ["sim, off", "zmq, hosts"]
+# What the other modules run everywhere, too, as memory is shared there without being asked for.
+AS_EVERYWHERE = ["zmq, on"]
+EVERY_DAY = [where for where in WHERE if where not in AS_EVERYWHERE]
 
 EVERYWHERE = [
     reductions.every_shape,
@@ -65,47 +69,70 @@ WHERE_IT_DIFFERS = [
 ]
 
 
+def _among(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrise by ``where``, and for what runs side by side by its ``transport``."""
+    return pytest.mark.parametrize(
+        ("transport", "where"), [pytest.param(WHERE[name][0], name, id=name) for name in names]
+    )
+
+
 def _run(body: Any, where: str, *args: Any) -> None:
     transport, world_size, options = WHERE[where]
     run(body, transport=transport, world_size=world_size, args=args, **options)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@_among(EVERY_DAY)
 @bodies(*EVERYWHERE)
-def test_hosts(body: Any, where: str) -> None:
+def test_hosts(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
 
-@pytest.mark.parametrize("where", THOROUGH)
-@bodies(*WHERE_IT_DIFFERS)
-def test_kinds_of_hosts(body: Any, where: str) -> None:
+@_among(AS_EVERYWHERE)
+@bodies(reductions.every_shape, movement.every_shape)
+def test_memory_that_is_asked_for(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("where", [where for where in WHERE if where not in THOROUGH])
-@bodies(*WHERE_IT_DIFFERS)
-def test_all_hosts(request: pytest.FixtureRequest, body: Any, where: str) -> None:
+@_among(AS_EVERYWHERE)
+@bodies(*EVERYWHERE)
+def test_all_with_memory_that_is_asked_for(
+    request: pytest.FixtureRequest, body: Any, transport: str, where: str
+) -> None:
     only_if_asked_for(request)
     _run(body, where)
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_some_dtypes_and_ops(where: str) -> None:
+@_among(THOROUGH)
+@bodies(*WHERE_IT_DIFFERS)
+def test_kinds_of_hosts(body: Any, transport: str, where: str) -> None:
+    _run(body, where)
+
+
+@pytest.mark.campaign
+@_among(where for where in WHERE if where not in THOROUGH)
+@bodies(*WHERE_IT_DIFFERS)
+def test_all_hosts(request: pytest.FixtureRequest, body: Any, transport: str, where: str) -> None:
+    only_if_asked_for(request)
+    _run(body, where)
+
+
+@_among(EVERY_DAY)
+def test_some_dtypes_and_ops(transport: str, where: str) -> None:
     every = 3 if where in THOROUGH else 6
     _run(reductions.every_dtype_and_op, where, every, list(WHERE).index(where) % every)
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("where", WHERE)
-def test_every_dtype_and_op(request: pytest.FixtureRequest, where: str) -> None:
+@_among(WHERE)
+def test_every_dtype_and_op(request: pytest.FixtureRequest, transport: str, where: str) -> None:
     only_if_asked_for(request)
     _run(reductions.every_dtype_and_op, where)
 
 
-@pytest.mark.parametrize("where", [where for where in WHERE if "host_id" in WHERE[where][2]])
-def test_who_is_where(where: str) -> None:
-    transport, world_size, options = WHERE[where]
+@_among(where for where in WHERE if "host_id" in WHERE[where][2])
+def test_who_is_where(transport: str, where: str) -> None:
+    _, world_size, options = WHERE[where]
     ids = options["host_id"]
     expected = tuple(sorted(set(ids)).index(name) for name in ids)
     found = run(_hosts, transport=transport, world_size=world_size, **options)
@@ -116,7 +143,7 @@ def _hosts(backend: fc.Backend) -> tuple[tuple[int, ...], int]:
     return backend.hosts, backend.host_group().world_size
 
 
-@pytest.mark.parametrize("where", WHERE)
+@_among(EVERY_DAY)
 @bodies(reductions.large_arrays, movement.large_arrays)
-def test_large_arrays(body: Any, where: str) -> None:
+def test_large_arrays(body: Any, transport: str, where: str) -> None:
     _run(body, where, 200_000)

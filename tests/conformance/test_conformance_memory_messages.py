@@ -11,8 +11,6 @@ from support.bodies import memory_messages, point_to_point, soak
 from support.cases import bodies
 from support.spmd import run
 
-pytestmark = pytest.mark.side_by_side("world_size")
-
 
 @pytest.mark.parametrize("world_size", [3])
 @bodies(

@@ -13,13 +13,18 @@ LARGE = (7, 8)
 
 
 def jobs(
-    *sizes: int, large_if_costly: bool = False, on: Container[str] = TRANSPORTS
+    *sizes: int,
+    large_if_costly: bool = False,
+    every_large: bool = False,
+    on: Container[str] = TRANSPORTS,
 ) -> pytest.MarkDecorator:
     """Parametrise a test by ``transport`` and ``world_size``.
 
     Args:
         *sizes: numbers of ranks; by default all.
-        large_if_costly: keep the large numbers also where ranks are processes.
+        large_if_costly: keep a large number also where ranks are processes: one of them, not the
+            same for all transports.
+        every_large: keep all large numbers there, for a campaign.
         on: the names of the transports; by default all.
     """
     chosen = [
@@ -27,7 +32,10 @@ def jobs(
         for name, transport in TRANSPORTS.items()
         if name in on
         for size in sizes or WORLD_SIZES
-        if large_if_costly or size not in LARGE or not transport.costly
+        if size not in LARGE
+        or not transport.costly
+        or every_large
+        or (large_if_costly and size == transport.large)
     ]
     return pytest.mark.parametrize(("transport", "world_size"), chosen)
 

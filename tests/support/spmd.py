@@ -36,11 +36,13 @@ class Transport:
         ranks: how its ranks are had.
         tight: options with which even short messages take the way of long ones.
         costly: ranks are processes, so that the suite goes easy on large numbers of them.
+        large: the large number of ranks of every day, if it is costly; all are a campaign.
     """
 
     ranks: Ranks
     tight: dict[str, Any]
     costly: bool = False
+    large: int = 8
 
 
 TRANSPORTS = {
@@ -50,7 +52,7 @@ TRANSPORTS = {
         tight={"eager_bytes": 0, "segment_bytes": 1024, "shm": "off"},
         costly=True,
     ),
-    "mpi": Transport(MpiRanks(), tight={"eager_bytes": 0, "shm": "off"}, costly=True),
+    "mpi": Transport(MpiRanks(), tight={"eager_bytes": 0, "shm": "off"}, costly=True, large=7),
 }
 
 

@@ -107,7 +107,8 @@ def run_threads(
     return outcomes
 
 
-# Ranks that are processes.
+# Ranks that are processes. They are forked from a process that has imported the package and done
+# nothing else: to start an interpreter for each would take longer than most tests.
 
 
 class RankProcess:
@@ -178,7 +179,8 @@ def processes(body: Body, world_size: int, **options: Any) -> Iterator[list[Rank
     At the end none of them is left. Options are settings, such as another ``transport`` that is
     built on this one, and options of the transport.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fsdpcore.transports.zmq_tcp", "pytest"])
     token, ranks = secrets.token_hex(8), list[RankProcess]()
     try:
         with listener() as meeting:
