@@ -32,6 +32,14 @@ def streams(cupy: Any, **kind: bool) -> list[Any]:
     return [cupy.cuda.Stream(**kind) for _ in range(2)]
 
 
+class _Handle:
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._handle)
+
+
 class TestInstalled:
     def test_modules_are_there_within_and_gone_after(self) -> None:
         before = sys.modules.get("cupy")
@@ -159,6 +167,25 @@ class TestOrder:
         with second:
             assert float(x.sum()) == 300.0
 
+    def test_waits_of_the_host_are_recorded(self, machine: Any, cupy: Any) -> None:
+        x = cupy.ones(4)
+        pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(32), np.float64, 4)
+        stream = cupy.cuda.get_current_stream()
+        event = stream.record()
+        x.get(out=pinned, blocking=False)
+        assert event.done in (True, False)
+        assert machine.host_waits() == []
+        float(x.sum())
+        event.synchronize()
+        stream.synchronize()
+        cupy.cuda.Device().synchronize()
+        assert [entry.name for entry in machine.host_waits()] == [
+            "get",
+            "event.synchronize",
+            "stream.synchronize",
+            "device.synchronize",
+        ]
+
     def test_reads_and_different_parts_need_no_order(self, machine: Any, cupy: Any) -> None:
         first, second = streams(cupy, non_blocking=True)
         x = cupy.zeros(100)
@@ -239,6 +266,22 @@ class TestOrder:
 
 
 class TestPlace:
+    def test_a_stream_that_is_gone_does_what_it_has_and_takes_no_more(
+        self, machine: Any, cupy: Any
+    ) -> None:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        machine.slow(stream, 0.01)
+        with stream:
+            x = cupy.ones(3)
+            event = stream.record()
+        handle = stream.ptr
+        cupy.cuda.Stream.null.use()
+        del stream
+        event.synchronize()
+        assert x.tolist() == [1.0] * 3
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="invalid resource handle"):
+            event.record(cupy.cuda.Stream.from_external(_Handle(handle)))
+
     def test_devices_and_streams_are_those_of_the_thread(self, machine: Any, cupy: Any) -> None:
         seen: list[Any] = []
 

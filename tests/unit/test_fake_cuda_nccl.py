@@ -419,6 +419,23 @@ class TestFaults:
             kept = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
         kept.abort()
 
+    def test_communicators_in_another_order_on_another_gpu_are_told(self) -> None:
+        with pytest.raises(AssertionError, match="crossed"), fake_cuda.installed(2):
+            import cupy
+
+            def body(comm: Any) -> None:
+                other = comm.commSplit(0, comm.rank_id())
+                x, y = cupy.ones(4), cupy.ones(4)
+                cupy.cuda.Stream.null.synchronize()
+                calls = [(comm, x), (other, y)]
+                # The streams of this machine do not keep each other from anything.
+                for used, array in calls if comm.rank_id() else reversed(calls):
+                    stream = cupy.cuda.Stream(non_blocking=True)
+                    used.allReduce(array.data.ptr, array.data.ptr, 4, 8, 0, stream.ptr)
+                other.destroy()
+
+            on_comms(body)
+
     def test_splitting_under_way_is_told(self, machine: Any, cupy: Any) -> None:
         def body(comm: Any) -> None:
             x, stream = cupy.ones(4), cupy.cuda.Stream()

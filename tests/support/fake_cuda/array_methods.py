@@ -81,11 +81,12 @@ class Methods(_Named):
             check_device(self)
         machine = current.machine()
         queue = machine.queue(stream)
-        machine.note("get", queue, size=self.size)
+        # Ordinary memory of the host is never written behind its back.
+        blocks = blocking or not machine.memories.is_pinned(out.ctypes.data)
+        machine.note("get", queue, size=self.size, blocks=blocks)
         source = self._host
         enqueue(queue, "get", lambda: np.copyto(out, source), [touched(self)])
-        # Ordinary memory of the host is never written behind its back.
-        if blocking or not machine.memories.is_pinned(out.ctypes.data):
+        if blocks:
             clock = machine.order.clock_of(queue)
             queue.wait()
             machine.order.host_saw(clock)

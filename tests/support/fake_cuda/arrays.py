@@ -153,6 +153,25 @@ class ndarray(Operators, Methods):
     def real(self) -> ndarray:
         return self._of(self._host.real) if self.dtype.kind == "c" else self
 
+    @real.setter
+    def real(self, value: Any) -> None:
+        self.real[...] = value
+
+    @property
+    def imag(self) -> ndarray:
+        """The imaginary parts, as a view; of real arrays, as CuPy has it, zeros."""
+        if self.dtype.kind == "c":
+            return self._of(self._host.imag)
+        made = new(self.shape, self.dtype, "C")
+        made.fill(0)
+        return made
+
+    @imag.setter
+    def imag(self, value: Any) -> None:
+        if self.dtype.kind != "c":
+            raise TypeError("cupy.ndarray does not have imaginary part to set")
+        self.imag[...] = value
+
     @property
     def T(self) -> ndarray:
         return self._of(self._host.T)

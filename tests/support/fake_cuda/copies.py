@@ -41,7 +41,6 @@ def memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     machine = current.machine()
     queue = machine.queue(stream)
     memories = machine.memories
-    machine.note("memcpyAsync", queue, size=size, kind=kind)
     if not 0 <= kind <= DEFAULT:
         raise CUDARuntimeError(1)
     if not size:
@@ -57,6 +56,7 @@ def memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     else:
         target = memories.at(dst, size)
         writes = [(memories.find(dst).number, target)]
+    machine.note("memcpyAsync", queue, size=size, kind=kind, blocks=pageable)
     enqueue(queue, "memcpyAsync", lambda: np.copyto(target, source), reads, writes)
     if pageable:
         clock = machine.order.clock_of(queue)

@@ -115,7 +115,7 @@ def array(
     if host.size:
         made._receive(host)
         if blocking:
-            current.machine().queue(None).wait()
+            current.machine().place.stream(made.data.device_id).synchronize()
     return made
 
 

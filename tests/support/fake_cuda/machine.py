@@ -106,6 +106,14 @@ class Machine:
         """The entries of the log with a name, for instance "nccl.allReduce", and arguments."""
         return [e for e in list(self.log) if e.name == name and args.items() <= e.args.items()]
 
+    def host_waits(self) -> list[Entry]:
+        """The calls in which the host waited for a device, in order; queries are none."""
+        return [
+            entry
+            for entry in list(self.log)
+            if entry.name.endswith(".synchronize") or entry.args.get("blocks")
+        ]
+
     # Streams.
 
     def new_handle(self) -> int:
@@ -156,6 +164,7 @@ class Machine:
 
     def synchronize(self, device: int) -> None:
         """Block the host until a device is through."""
+        self.note("device.synchronize", self.null(device))
         for queue in self.queues(device):
             clock = self.order.clock_of(queue)
             queue.wait()
@@ -219,6 +228,7 @@ class Machine:
             "work on a device failed": [f"{n}: {error!r}" for n, error in self.errors],
             "work on the same memory is not ordered": [str(race) for race in self.races],
             "NCCL was misused": self.misuses,
+            "collectives of several communicators crossed": self.cliques.crossed(),
             "communicators were collected before they were ended": self.leaks,
             "communicators are still open": [repr(made) for made in self.open_communicators()],
         }

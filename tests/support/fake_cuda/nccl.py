@@ -304,6 +304,8 @@ class NcclCommunicator:
         member.issued += 1
         first, *others = dict.fromkeys(queues)
         machine, order = self._machine, self._machine.order
+        if not all(call.is_p2p for call in calls):
+            machine.cliques.launched(clique, member.device)
         for other in others:
             position, clock = other.issued, order.clock_of(other)
             first.put("nccl waits", lambda o=other, p=position: o.pass_by(p))

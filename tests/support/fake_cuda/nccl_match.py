@@ -212,6 +212,7 @@ class Cliques:
         self._numbers = itertools.count()
         self._by_id: dict[bytes, Clique] = {}
         self._all: list[Clique] = []
+        self._launched: dict[int, list[int]] = {}
 
     def named(self, unique_id: bytes, size: int) -> Clique:
         """The clique of a unique id."""
@@ -229,6 +230,27 @@ class Cliques:
             made = Clique(self._machine, next(self._numbers), size)
             self._all.append(made)
         return made
+
+    def launched(self, clique: Clique, device: int) -> None:
+        """Note that a GPU was given collectives of a clique."""
+        with self._lock:
+            self._launched.setdefault(device, []).append(clique.number)
+
+    def crossed(self) -> list[str]:
+        """Pairs of GPUs that were given collectives of the same cliques in different orders.
+
+        On different streams they can wait for each other for ever, as a GPU that runs one need not
+        have room for another.
+        """
+        with self._lock:
+            places = [{m.device for m in clique.members.values()} for clique in self._all]
+            found = []
+            for a, b in itertools.combinations(sorted(self._launched), 2):
+                common = {n for n, devices in enumerate(places) if {a, b} <= devices}
+                orders = [[n for n in self._launched[d] if n in common] for d in (a, b)]
+                if any(one != other for one, other in zip(*orders, strict=False)):
+                    found.append(f"GPU {a}: {orders[0]}, GPU {b}: {orders[1]}")
+            return found
 
     def wake(self) -> None:
         """Let everybody look again."""

@@ -58,10 +58,12 @@ class Event:
 
     def synchronize(self) -> None:
         """Block the host until it is done."""
+        machine = current.machine()
+        machine.note("event.synchronize", machine.queue(None), event=self.ptr)
         if self._recorded is not None:
             queue, position, clock = self._recorded
             queue.wait(position)
-            current.machine().order.host_saw(clock)
+            machine.order.host_saw(clock)
 
 
 def _nothing() -> None:
