@@ -24,6 +24,7 @@ from fsdpcore.backend import Capabilities
 from fsdpcore.collectives import levels
 from fsdpcore.collectives.area import Area
 from fsdpcore.collectives.select import cheapest
+from fsdpcore.device import HOST
 from fsdpcore.policy import Policy, Tuning
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -225,6 +226,7 @@ def _group(hosts: list[int], capabilities: Capabilities, *, shares: bool) -> Any
         hosts=hosts,
         capabilities=capabilities,
         own_algorithms=own,
+        moves=HOST,
         root=SimpleNamespace(policy=Policy()),
     )
 
