@@ -34,11 +34,12 @@ import tomllib
 ROOT = Path(__file__).resolve().parents[1]
 _MARK = "GPU_ALL_STEP"  # a name that starts like ours would be taken for a setting
 # Those of one rank first, then those that NCCL may refuse or that may hang.
-TESTS = (
-    ("test_collectives", "test_streams"),
-    ("test_optimizers", "test_engine", "test_gpt", "test_checkpoints"),
-    ("test_failures", "test_several_ranks"),
-)
+# Each with its share of the time.
+TESTS = {
+    ("test_collectives", "test_streams"): 0.14,
+    ("test_gpt", "test_engine", "test_optimizers", "test_checkpoints"): 0.19,
+    ("test_failures", "test_several_ranks"): 0.17,
+}
 _LEFT_BEHIND = ("__pycache__", ".git", "*.egg-info", "results")
 
 
@@ -132,7 +133,7 @@ def environment(folder: Path, site: Path) -> dict[str, str]:
 def steps(wanted: Sequence[str], out: Path, seconds: float, *, quick: bool) -> Iterator[Step]:
     """All steps that are wanted, in order."""
     if "probes" in wanted:
-        share = 0.18
+        share = 0.12
         limit = str(share * seconds * 0.9)
         yield Step("probes", ("-m", "gpu_bench.probes", str(out / "probes.json"), limit), share)
     if "tests" in wanted:
@@ -141,11 +142,11 @@ def steps(wanted: Sequence[str], out: Path, seconds: float, *, quick: bool) -> I
         options += ["-o", "faulthandler_timeout=50"]
         if importlib.util.find_spec("pytest_timeout") is not None:
             options += ["--timeout=75"]
-        for number, names in enumerate(TESTS, 1):
+        for number, (names, share) in enumerate(TESTS.items(), 1):
             files = [f"tests/gpu/{name}.py" for name in names]
             present = [file for file in files if (ROOT / file).exists()]
             if present:
-                yield Step(f"tests {number}", (*options, *present), 0.14)
+                yield Step(f"tests {number}", (*options, *present), share)
     if "bench" in wanted:
         share = 0.38
         command = ["bench/gpu.py", "--out", str(out), "--seconds", str(share * seconds * 0.9)]

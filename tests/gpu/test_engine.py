@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu_ranks import Together, alone
-from support.gpu_training import Setup, exact, strategies
+from support.gpu_training import Setup, exact, exact_each, strategies
 
 import fsdpcore as fc
 
@@ -61,15 +61,20 @@ def test_what_is_offloaded_to_pinned_memory_is_the_same(precision: str) -> None:
     _check(alone(exact, setup), _on_host(setup, 1)[0])
 
 
-@pytest.mark.parametrize("setup", TOGETHER, ids=str)
-def test_two_ranks(two_ranks: Together, setup: Setup) -> None:
-    found = two_ranks.run(exact, 2, setup, deterministic=True)
-    for mine, theirs in zip(found, _on_host(setup, 2), strict=True):
-        _check(mine, theirs)
+@pytest.fixture(scope="module")
+def together(two_ranks: Together) -> list[list[Any]]:
+    """What both ranks found with each setup, in one job: making communicators takes long."""
+    return two_ranks.run(exact_each, 2, TOGETHER, deterministic=True)
 
 
-@pytest.mark.parametrize("setup", TOGETHER[:1], ids=str)
-def test_three_ranks(three_ranks: Together, setup: Setup) -> None:
-    found = three_ranks.run(exact, 3, setup)
-    for mine, theirs in zip(found, _on_host(setup, 3), strict=True):
+@pytest.mark.parametrize("number", range(len(TOGETHER)), ids=[str(setup) for setup in TOGETHER])
+def test_two_ranks(together: list[list[Any]], number: int) -> None:
+    expected = _on_host(TOGETHER[number], 2)
+    for rank, found in enumerate(together):
+        _check(found[number], expected[rank])
+
+
+def test_three_ranks(three_ranks: Together) -> None:
+    found = three_ranks.run(exact, 3, TOGETHER[0])
+    for mine, theirs in zip(found, _on_host(TOGETHER[0], 3), strict=True):
         _check(mine, theirs)

@@ -51,17 +51,57 @@ GROUPS = [
     splitting.split_again,
     splitting.two_steps_on_a_mesh,
 ]
+OF_THREE = [reductions.every_shape, movement.ragged_exchange, *GROUPS]
 NATIVE = [reductions.ring_to_rounding, movement.every_dtype, movement.ragged_exchange]
 
 
+Errors = dict[str, str]
+
+
+def _check(errors: Errors, body: Any) -> None:
+    assert not errors[body.__name__], errors[body.__name__]
+
+
+@pytest.fixture(scope="module")
+def exact(two_ranks: Together) -> Errors:
+    return two_ranks.run_each([*EXACT, *GROUPS], 2, moved=True, deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def native(two_ranks: Together) -> Errors:
+    return two_ranks.run_each(NATIVE, 2, moved=True)
+
+
+@pytest.fixture(scope="module")
+def of_three(three_ranks: Together) -> Errors:
+    return three_ranks.run_each(OF_THREE, 3, moved=True, deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def on_own_gpus(own_gpus: Together, gpus: int) -> Errors:
+    """On all GPUs that there are, up to eight."""
+    every = [reductions.every_dtype_and_op, *EXACT, *GROUPS]
+    return own_gpus.run_each(every, min(gpus, 8), moved=True, deterministic=True)
+
+
 @bodies(*EXACT, *GROUPS)
-def test_two_ranks(two_ranks: Together, body: Any) -> None:
-    two_ranks.run_moved(body, 2, deterministic=True)
+def test_two_ranks(exact: Errors, body: Any) -> None:
+    _check(exact, body)
 
 
 @bodies(*NATIVE)
-def test_two_ranks_natively(two_ranks: Together, body: Any) -> None:
-    two_ranks.run_moved(body, 2)
+def test_two_ranks_natively(native: Errors, body: Any) -> None:
+    _check(native, body)
+
+
+@bodies(*OF_THREE)
+def test_three_ranks(of_three: Errors, body: Any) -> None:
+    _check(of_three, body)
+
+
+@bodies(reductions.every_dtype_and_op, *EXACT, *GROUPS)
+def test_a_gpu_for_each(on_own_gpus: Errors, body: Any) -> None:
+    _check(on_own_gpus, body)
 
 
 def test_every_dtype_and_op(two_ranks: Together) -> None:
@@ -71,11 +111,6 @@ def test_every_dtype_and_op(two_ranks: Together) -> None:
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large(two_ranks: Together, body: Any) -> None:
     two_ranks.run_moved(body, 2, 1_000_000, deterministic=True)
-
-
-@bodies(reductions.every_shape, movement.ragged_exchange, *GROUPS)
-def test_three_ranks(three_ranks: Together, body: Any) -> None:
-    three_ranks.run_moved(body, 3, deterministic=True)
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "op", "root", "operation"])
@@ -91,9 +126,3 @@ def test_aborted(two_ranks: Together, call: str) -> None:
 @bodies(endings.left_at_different_times)
 def test_endings(two_ranks: Together, body: Any) -> None:
     two_ranks.run_moved(body, 2)
-
-
-@bodies(reductions.every_dtype_and_op, movement.every_dtype, *EXACT, *GROUPS)
-def test_a_gpu_for_each(own_gpus: Together, gpus: int, body: Any) -> None:
-    """On all GPUs that there are, up to eight."""
-    own_gpus.run_moved(body, min(gpus, 8), deterministic=True)

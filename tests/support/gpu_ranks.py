@@ -6,6 +6,8 @@ Bodies are as in ``support.spmd``: functions at the top of a module that the ran
 from __future__ import annotations
 
 import importlib
+import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -85,6 +87,36 @@ class Together:
         """Do as ``run``, with the body's arrays moved to the GPU."""
         return self.run(body_on_device, world_size, body, *args, **options)
 
+    def run_each(
+        self, bodies: Sequence[Body], world_size: int, *, moved: bool = False, **options: Any
+    ) -> dict[str, str]:
+        """Run bodies in turn, in as few jobs as that takes: making communicators takes long.
+
+        Args:
+            bodies: each is ``body(backend)``.
+            world_size: of the jobs.
+            moved: their arrays are moved to the GPU.
+            **options: as of ``run``.
+
+        Returns:
+            By the names of the bodies what went wrong on the ranks; empty where nothing did.
+        """
+        found: dict[str, str] = {}
+        left = list(bodies)
+        while left:
+            run = self.run_moved if moved else self.run
+            try:
+                ranks = run(_in_turn, world_size, left, **options)
+            except spmd.RanksFailed as error:  # one of them hangs
+                return {**found, **dict.fromkeys((body.__name__ for body in left), str(error))}
+            count = min(len(errors) for errors in ranks)
+            for number, body in enumerate(left[:count]):
+                errors = [f"rank {rank}: {each[number]}" for rank, each in enumerate(ranks)]
+                bad = any(each[number] for each in ranks)
+                found[body.__name__] = "\n".join(errors) if bad else ""
+            left = left[count:]
+        return found
+
     def refusal(self) -> str:
         """Try two ranks; return why they cannot be had, or nothing if they can."""
         try:
@@ -93,6 +125,21 @@ class Together:
             lines = str(error).splitlines()
             return next((line for line in lines if line.startswith("-----")), lines[0])
         return ""
+
+
+def _in_turn(backend: fc.Backend, bodies: Sequence[Body]) -> list[str]:
+    """What went wrong with each body, up to the first with which something did, on any rank."""
+    found = []
+    for body in bodies:
+        try:
+            body(backend)
+            backend.barrier()
+        except Exception:
+            found.append(traceback.format_exc())
+            backend.abort(f"{body.__name__} failed")
+            break
+        found.append("")
+    return found
 
 
 def _one_sum(backend: fc.Backend) -> None:

@@ -6,7 +6,7 @@ whatever computes it in whatever order; ``gpt`` is the example's trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,11 @@ def exact(backend: fc.Backend, setup: Setup) -> tuple[Named, Named, list[Any]]:
         for name, array in params.items():
             assert device.owns(array), f"{name} is not on {device}"
     return dict(state), seen, [None if norm is None else float(norm) for norm in norms]
+
+
+def exact_each(backend: fc.Backend, setups: Sequence[Setup]) -> list[Any]:
+    """What ``exact`` returns for each setup, one after the other."""
+    return [exact(backend, setup) for setup in setups]
 
 
 def _pass(engine: fc.FSDP, step: fc.Step, rank: int, number: int, part: int, seen: Named) -> None:
