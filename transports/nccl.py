@@ -35,7 +35,6 @@ from fsdpcore.errors import (
     RendezvousError,
     in_words,
 )
-from fsdpcore.status import shorten
 from fsdpcore.transport import Transport
 from fsdpcore.work import Deadline, fresh
 
@@ -236,10 +235,7 @@ class NcclBackend(ZmqBackend):
             # NCCL divides communicators that are at rest.
             if not self.watcher.finish(deadline.remaining(), group.on_device.channel):
                 self.check_usable()
-                raise CommTimeoutError(
-                    f"split(): collectives of GPU arrays on ranks {shorten(group.ranks)} had not "
-                    f"ended after {self.default_timeout:g} s on rank {self.rank}"
-                )
+                raise self.watcher.overdue(f"after {self.default_timeout:g} s of split()")
             self.groups.split(group, made, deadline.remaining())
         except CommunicationError as error:
             self.fail(error, tell=True)
@@ -284,8 +280,8 @@ class NcclBackend(ZmqBackend):
         """Let what was enqueued end; return why it did not."""
         seconds = self.default_timeout
         if not self.watcher.finish(seconds):
-            why = f"close(): what was enqueued on {self.gpu} had not ended after {seconds:g} s"
-            self.fail(CommTimeoutError(why), tell=True)
+            if self._failure is None:
+                self.fail(self.watcher.overdue(f"after {seconds:g} s of close()"), tell=True)
             return self.failure
         if self._ending.meet(self.watcher, seconds):
             self.communicators.destroy()

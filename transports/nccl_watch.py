@@ -155,6 +155,14 @@ class Watch:
             pause = min(2 * pause, _LOOK_AT_MOST)
         return True
 
+    def overdue(self, when: str) -> CommTimeoutError:
+        """The error of one who has waited in vain; ``when`` in words."""
+        with self._lock:
+            flights = [flight for queue in self._flights.values() for flight in queue]
+        if not flights:  # it has ended this moment
+            return CommTimeoutError(f"collectives of GPU arrays had not ended {when}")
+        return self._late(min(flights, key=lambda flight: flight.end), when)
+
     def _busy(self, channel: int | None) -> bool:
         with self._lock:
             with contextlib.suppress(*ERRORS):  # which the thread meets, too, and tells of
@@ -248,14 +256,15 @@ class Watch:
 
     def _check_deadlines(self, flights: list[Flight]) -> None:
         late = min(flights, key=lambda flight: flight.end)
-        if late.end > time.monotonic() or reached(late.event):
-            return
-        group, root = late.group, self._backend
-        report = root.missing_from(group.ranks, group.channel, late.sequence)
-        raise CommTimeoutError(
-            f"{late.call.operation} #{late.sequence} of GPU arrays on ranks "
-            f"{shorten(group.ranks)} had not ended {late.limit:g} s after it was enqueued on rank "
-            f"{root.rank}{report}"
+        if late.end < time.monotonic() and not reached(late.event):
+            raise self._late(late, f"{late.limit:g} s after it was enqueued")
+
+    def _late(self, flight: Flight, when: str) -> CommTimeoutError:
+        group, root = flight.group, self._backend
+        report = root.missing_from(group.ranks, group.channel, flight.sequence)
+        return CommTimeoutError(
+            f"{flight.call.operation} #{flight.sequence} of GPU arrays on ranks "
+            f"{shorten(group.ranks)} had not ended {when} on rank {root.rank}{report}"
         )
 
     def _check_members(self, flights: list[Flight]) -> None:

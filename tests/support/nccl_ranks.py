@@ -10,7 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from support import fake_cuda
+from support import fake_cuda, spmd
+from support.on_device import moved_bodies
+from support.spmd_job import Body as AnyBody
+from support.spmd_job import Job
+from support.spmd_threads import ThreadRanks, _State
 from support.zmq_ranks import PATIENCE, Outcome, listener, place
 
 from fsdpcore.config import Config, resolve
@@ -60,3 +64,59 @@ def results(body: Body, world_size: int, **options: Any) -> list[Any]:
     failed = {rank: o for rank, o in enumerate(outcomes) if o.error}
     assert not failed, "\n".join(f"rank {r}: {o.error}: {o.text}" for r, o in failed.items())
     return [outcome.result for outcome in outcomes]
+
+
+class StandInRanks(ThreadRanks):
+    """Runs jobs of ``support.spmd`` on ranks with a GPU each of a stand-in of their own."""
+
+    def __init__(self) -> None:
+        super().__init__("nccl")
+
+    def _launch(self, job: Job, state: _State) -> None:
+        try:
+            with fake_cuda.installed(job.world_size), listener() as meeting:
+                self._join(job, state, meeting)
+        except BaseException as error:  # raised again on the test's thread
+            state.launch_error = error
+
+    def _join(self, job: Job, state: _State, meeting: Any) -> None:
+        from fsdpcore.transports.nccl import NcclBackend
+
+        settings, token = config(**job.options), secrets.token_hex(8)
+        errors: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            passed = meeting if rank == 0 else None
+            here = place(rank, job.world_size, meeting.getsockname()[1], token, passed)
+            try:
+                state.rank_main(NcclBackend.join(here, settings))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True)
+            for rank in range(job.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+_STAND_IN = StandInRanks()
+
+
+def run(body: AnyBody, world_size: int, *args: Any, moved: bool = True, **options: Any) -> Any:
+    """Return the results of ``body(backend, *args)``, a body of the conformance suite.
+
+    Args:
+        body, world_size, args, options: see ``spmd.run``.
+        moved: its arrays are moved to the GPU for every collective.
+    """
+    timeout = options.pop("timeout", PATIENCE)
+    if not moved:
+        return spmd.run_with(_STAND_IN, body, world_size, args, timeout, options)
+    with moved_bodies():
+        return spmd.run_with(_STAND_IN, body, world_size, args, timeout, options)

@@ -1,0 +1,371 @@
+"""What goes wrong on GPUs of the stand-in: all ranks get an error in time, and streams go on."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fake_cuda
+from support import gpu_failures as bodies
+from support.fake_cuda import Machine
+from support.nccl_ranks import Outcome, run, run_ranks
+
+import fsdpcore as fc
+
+SOON = 20.0
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with fake_cuda.installed(3) as made:
+        yield made
+
+
+def ones(backend: Any, size: int = 100) -> Any:
+    return backend.device.zeros(size, np.float32) + np.float32(1)
+
+
+def settled(backend: Any) -> Any:
+    """An array, after a first call, on which the host waits for the others, and a second one."""
+    x = ones(backend)
+    for _ in range(2):
+        fc.all_reduce(x, backend, op="mean", out=x)
+    backend.device.synchronize()
+    return x
+
+
+def until_broken(backend: Any) -> None:
+    """Wait for a failure that comes from behind, and raise it."""
+    end = time.monotonic() + SOON
+    while time.monotonic() < end:
+        backend.root.check_usable()
+        time.sleep(0.005)
+
+
+def expect(outcomes: list[Outcome], *errors: str, words: tuple[str, ...] = ()) -> None:
+    assert [outcome.error for outcome in outcomes] == list(errors), outcomes
+    for outcome in outcomes:
+        for word in words:
+            assert word in outcome.text, outcome
+
+
+# The bodies that run on GPUs, too.
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        bodies.missing_from_new_call,
+        bodies.differing_in_known_calls,
+        bodies.differing_in_new_calls,
+        bodies.raising,
+    ],
+)
+def test_errors_reach_all_ranks(body: Any) -> None:
+    run(body, 2, moved=False)
+
+
+def test_a_rank_that_does_not_come_is_named(machine: Machine) -> None:
+    ready = threading.Event()
+
+    def body(backend: Any) -> None:
+        x = settled(backend)
+        if backend.rank == 1:
+            assert ready.wait(SOON)  # it is there, but elsewhere
+        else:
+            fc.all_reduce(x, backend, op="mean", out=x, timeout=0.3)
+            try:
+                until_broken(backend)
+            finally:
+                ready.set()
+
+    outcomes = run_ranks(body, 3)
+    assert [outcome.error for outcome in outcomes[::2]] == ["CommTimeoutError"] * 2 or (
+        {outcomes[0].error, outcomes[2].error} == {"CommTimeoutError", "PeerFailedError"}
+    ), outcomes
+    assert any("all_reduce #3" in o.text and "rank 1 is missing" in o.text for o in outcomes)
+    assert machine.calls("nccl.abort")
+
+
+def test_work_that_waits_in_a_stream_has_a_deadline_too(machine: Machine) -> None:
+    """The collective itself does not begin, since what is before it does not end."""
+
+    def body(backend: Any) -> None:
+        x = settled(backend)
+        if backend.rank == 0:
+            machine.freeze(0)
+        fc.all_reduce(x, backend, op="mean", out=x, timeout=0.2)
+        try:
+            until_broken(backend)
+        finally:
+            if backend.rank == 0:
+                machine.thaw(0)
+
+    outcomes = run_ranks(body, 2)
+    assert {outcome.error for outcome in outcomes} <= {"CommTimeoutError", "PeerFailedError"}
+    assert any("every rank has begun it" in outcome.text for outcome in outcomes), outcomes
+
+
+def test_an_error_that_nccl_meets_later(machine: Machine) -> None:
+    met = threading.Barrier(2)
+
+    def body(backend: Any) -> None:
+        x = settled(backend)
+        met.wait(SOON)
+        if backend.rank == 0:
+            fc.all_reduce(x, backend, op="mean", out=x)
+            machine.fail_async(0, status=6)
+        until_broken(backend)
+
+    expect(run_ranks(body, 2), "CommunicationError", "PeerFailedError", words=("REMOTE_ERROR",))
+
+
+def test_the_result_of_a_broken_collective_is_not_handed_out(machine: Machine) -> None:
+    """Reading an array waits for the GPU, and then the host knows what has happened."""
+
+    def body(backend: Any) -> None:
+        x = settled(backend)
+        if backend.rank == 1:
+            backend.abort("enough")
+            return
+        y = fc.all_reduce(x, backend, op="mean", timeout=SOON)
+        backend.device.to_host(y)
+
+    outcomes = run_ranks(body, 2)
+    assert outcomes[0].error == "PeerFailedError", outcomes
+    assert "enough" in outcomes[0].text
+
+
+def test_arrays_of_asynchronous_calls_live_until_they_have_ended(machine: Machine) -> None:
+    def body(backend: Any) -> list[float]:
+        import cupy
+
+        results = []
+        for round_ in range(6):
+            x = backend.device.zeros(64, np.float32) + np.float32(round_)
+            work = fc.all_reduce(x, backend, async_op=True)
+            del x  # whoever allocates next on this stream would get it
+            other = cupy.full(64, -1, np.float32)
+            results.append(float(work.wait()[3]))
+            assert float(other[0]) == -1
+        return results
+
+    outcomes = run_ranks(body, 2)
+    assert [o.result for o in outcomes] == [[2.0 * n for n in range(6)]] * 2, outcomes
+
+
+# Starting.
+
+
+def test_two_ranks_on_one_gpu(machine: Machine) -> None:
+    machine.faults.same_gpu(0, 2)
+    outcomes = run_ranks(lambda backend: None, 3)
+    expect(outcomes, *["RendezvousError"] * 3, words=("ranks 0, 2", "GPU-", "share_gpu=true"))
+    assert not machine.calls("nccl.init")
+
+
+def test_ranks_that_may_share_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
+    machine.faults.same_gpu(0, 1)
+    machine.faults.shared_gpu = True
+    outcomes = run_ranks(lambda backend: float(settled(backend)[0]), 2, share_gpu=True)
+    assert [outcome.result for outcome in outcomes] == [1.0, 1.0], outcomes
+
+
+def test_fewer_gpus_than_ranks(machine: Machine) -> None:
+    machine.faults.devices = 2
+    outcomes = run_ranks(lambda backend: None, 3)
+    expect(outcomes, "PeerFailedError", "PeerFailedError", "ConfigError", words=("2 GPUs",))
+
+
+def test_one_gpu_in_sight_of_each_rank(machine: Machine) -> None:
+    """As launchers have it that hide the GPUs of others."""
+    machine.faults.devices = 1
+    outcomes = run_ranks(lambda backend: backend.device.name, 2)
+    expect(outcomes, "RendezvousError", "RendezvousError")
+
+
+def test_no_driver(machine: Machine) -> None:
+    machine.faults.driver = False
+    outcomes = run_ranks(lambda backend: None, 2)
+    assert "MissingDependencyError" in {outcome.error for outcome in outcomes}
+    assert all("driver" in outcome.text for outcome in outcomes), outcomes
+
+
+def test_a_communicator_that_is_never_ready(machine: Machine) -> None:
+    machine.faults.hang_init(rank=1)
+    outcomes = run_ranks(lambda backend: None, 2, rendezvous_timeout=1.0)
+    assert "RendezvousError" in {outcome.error for outcome in outcomes}, outcomes
+    assert all("NCCL" in outcome.text for outcome in outcomes), outcomes
+    machine.faults.release()
+    wait_for_end(machine)
+
+
+def test_a_communicator_that_is_refused(machine: Machine) -> None:
+    machine.faults.refuse_init(status=2)
+    outcomes = run_ranks(lambda backend: None, 2)
+    assert {outcome.error for outcome in outcomes} <= {"CommunicationError", "PeerFailedError"}
+    assert all("SYSTEM_ERROR" in outcome.text for outcome in outcomes), outcomes
+
+
+def wait_for_end(machine: Machine) -> None:
+    """Until threads that were left to themselves have aborted what they made."""
+    end = time.monotonic() + SOON
+    while machine.open_communicators() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+# Ending.
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_leave_at_any_time(seed: int) -> None:
+    """In any order, with work under way, while others still wait for theirs."""
+    with fake_cuda.installed(3, seed=seed) as machine:
+
+        def body(backend: Any) -> float:
+            chance = random.Random(f"{seed} {backend.rank}")
+            x = settled(backend)
+            group = backend.split(0 if backend.rank < 2 else 1)
+            machine.slow(0, chance.random() * 0.01)
+            y = fc.broadcast(x, backend, root=0)
+            if backend.rank < 2:
+                y = fc.all_reduce(y, group)
+            time.sleep(chance.choice([0.0, 0.05, 0.3]))
+            return float(y[0]) if chance.random() < 0.5 else 0.0
+
+        outcomes = run_ranks(body, 3)
+        assert not any(outcome.error for outcome in outcomes), outcomes
+
+
+def test_a_rank_that_leaves_has_its_broadcast_received(machine: Machine) -> None:
+    """The sender's part may end long before that of others begins."""
+
+    def body(backend: Any) -> float | None:
+        x = settled(backend)
+        if backend.rank == 0:
+            fc.broadcast(x, backend, root=0)
+            return None
+        machine.freeze(0)
+        y = fc.broadcast(x, backend, root=0)
+        time.sleep(0.2)
+        machine.thaw(0)
+        return float(y[0])
+
+    outcomes = run_ranks(body, 3)
+    assert [outcome.result for outcome in outcomes] == [None, 1.0, 1.0], outcomes
+
+
+def test_a_call_that_a_rank_has_left_without(machine: Machine) -> None:
+    def body(backend: Any) -> None:
+        x = settled(backend)
+        if backend.rank:
+            fc.all_reduce(x, backend, op="mean")
+            until_broken(backend)
+
+    outcomes = run_ranks(body, 3)
+    assert [outcome.error for outcome in outcomes] == ["", "PeerFailedError", "PeerFailedError"]
+    assert all("rank 0 has left" in outcome.text for outcome in outcomes[1:]), outcomes
+
+
+def test_closing_with_work_that_never_ends_raises(machine: Machine) -> None:
+    gone = threading.Event()
+
+    def body(backend: Any) -> None:
+        x = settled(backend)
+        if backend.rank == 0:
+            fc.all_reduce(x, backend, op="mean")
+            try:
+                backend.close()
+            finally:
+                gone.set()
+        else:
+            assert gone.wait(SOON)
+            until_broken(backend)
+
+    expect(
+        run_ranks(body, 2, timeout=0.5),
+        "CommTimeoutError",
+        "PeerFailedError",
+        words=("all_reduce #3", "rank 1 is missing"),
+    )
+
+
+def test_an_abort_that_hangs_is_not_waited_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsdpcore.transports import nccl
+
+    monkeypatch.setattr(nccl, "BOUND", 0.2)
+    machine.faults.hang_abort(rank=0)
+
+    def body(backend: Any) -> None:
+        settled(backend)
+        if backend.rank == 1:
+            backend.abort("enough")
+        until_broken(backend)
+
+    start = time.monotonic()
+    outcomes = run_ranks(body, 2)
+    assert time.monotonic() - start < SOON
+    expect(outcomes, "PeerFailedError", "CommunicationError", words=("enough",))
+    machine.faults.release()
+    wait_for_end(machine)
+
+
+# Threads.
+
+
+def test_a_thread_with_another_current_gpu_is_told(machine: Machine) -> None:
+    def body(backend: Any) -> list[str]:
+        x, found = settled(backend), list[str]()
+
+        def call() -> None:  # threads begin with the first GPU
+            try:
+                fc.all_reduce(x, backend, op="mean")
+            except fc.StateError as error:
+                found.append(str(error))
+
+        if backend.rank == 1:
+            in_threads(call)
+        return found
+
+    outcomes = run_ranks(body, 2)
+    assert outcomes[0].result == []
+    assert "cupy.cuda.Device(1).use()" in outcomes[1].result[0]
+    assert len(machine.calls("nccl.allReduce", rank=1)) == 2
+
+
+def in_threads(*calls: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+
+
+def test_groups_are_used_from_several_threads(machine: Machine) -> None:
+    def body(backend: Any) -> list[float]:
+        import cupy
+
+        groups = [backend.sub(range(backend.world_size)) for _ in range(3)]
+        results = [0.0] * len(groups)
+
+        def use(number: int) -> None:
+            cupy.cuda.Device(backend.rank).use()
+            with cupy.cuda.Stream(non_blocking=True):
+                x = cupy.full(10, number + 1, np.float32)
+                for _ in range(5):
+                    x = fc.all_reduce(x, groups[number])
+                results[number] = float(x[0])
+
+        in_threads(*[lambda n=n: use(n) for n in range(3)])
+        return results
+
+    outcomes = run_ranks(body, 2)
+    assert [o.result for o in outcomes] == [[32.0, 64.0, 96.0]] * 2, outcomes
