@@ -391,6 +391,13 @@ class TestMemory:
         runtime.memcpyAsync(x.data.ptr, host.ctypes.data, 32, to, stream)
         runtime.memcpyAsync(back.ctypes.data, x.data.ptr, 32, out, stream)
         assert back.tolist() == host.tolist()
+        y = cupy.empty(4)
+        y.data.copy_from_device_async(x.data, 32)
+        y.data.memset_async(0, 8)
+        (y.data + 8).copy_from_host_async(host.ctypes.data, 8)
+        (y.data + 8).copy_to_host_async(back.ctypes.data, 24)
+        assert y.tolist() == [0.0, 0.0, 2.0, 3.0]
+        assert back.tolist() == [0.0, 2.0, 3.0, 3.0]
         with pytest.raises(runtime.CUDARuntimeError, match="illegal memory access"):
             runtime.memcpyAsync(x.data.ptr, x.data.ptr + 500, 32, 3, stream)
 

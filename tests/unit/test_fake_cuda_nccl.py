@@ -144,6 +144,21 @@ class TestCalls:
 
         assert on_comms(body, 4) == [(2, 3, 3), (1, 3, 3), (0, 3, 3), None]
 
+    def test_one_thread_for_all_gpus(self, machine: Any, cupy: Any, nccl: Any) -> None:
+        comms = nccl.NcclCommunicator.initAll([1, 3])
+        arrays = []
+        nccl.groupStart()
+        for comm in comms:
+            with cupy.cuda.Device(comm.device_id()):
+                x = cupy.ones(2)
+                arrays.append(x)
+                comm.allReduce(x.data.ptr, x.data.ptr, 2, 8, 0, 0)
+        nccl.groupEnd()
+        for comm, x in zip(comms, arrays, strict=True):
+            with cupy.cuda.Device(comm.device_id()):
+                assert x.tolist() == [2.0, 2.0]
+            comm.destroy()
+
     def test_calls_on_several_streams_go_in_the_order_of_calls(
         self, machine: Any, cupy: Any
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,3 +100,8 @@ def described(array: Any) -> Any:
     """An array as ``CArray`` reads it."""
     address = array.__array_interface__["data"][0]
     return np.array([address, array.size, *array.shape, *array.strides], np.int64)
+
+
+def pointers(values: Sequence[Any]) -> Any:
+    """The addresses of arrays, as kernels take them."""
+    return (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])

@@ -138,8 +138,3 @@ def _check_out(out: Any, shown: Host, casting: Any) -> None:
             f"Cannot cast output operand from {shown.dtype!r} to {out.dtype!r} "
             f"with casting rule '{casting}'"
         )
-
-
-def read(array: ndarray) -> Host:
-    """The values of an array, as a copy on the host; blocks."""
-    return array.get()
