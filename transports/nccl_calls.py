@@ -114,7 +114,8 @@ class Collectives:
         self._found: Communicator | None = None
 
     def communicator(self, link: Link) -> Communicator:
-        """The group's communicator, made by its first call."""
+        """The group's communicator, made by its first call; for a call that follows at once."""
+        self._transport.watcher.enter(link)
         if self._found is None:
             self._found = self._transport.groups.of(self._group, link)
         return self._found
@@ -289,7 +290,7 @@ def copy(source: Array, target: Array) -> None:
     """Enqueue a copy between flat arrays of one GPU, which are the same or apart."""
     if source.size and pointer(source) != pointer(target):
         runtime.memcpyAsync(
-            pointer(target), pointer(source), source.nbytes, runtime.memcpyDeviceToDevice, stream()
+            pointer(target), pointer(source), source.nbytes, runtime.memcpyDefault, stream()
         )
 
 

@@ -18,8 +18,8 @@ from cupy.cuda import nccl, runtime
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import tree
 from fsdpcore.collectives.link import Link
-from fsdpcore.errors import CommTimeoutError, CommunicationError
-from fsdpcore.work import Deadline
+from fsdpcore.errors import ClosedError, CommTimeoutError, CommunicationError
+from fsdpcore.work import Deadline, fresh
 
 from .cuda_device import CudaDevice
 
@@ -51,18 +51,23 @@ class Communicator:
     Args:
         nccl_communicator: CuPy's.
         lock: held around every call of NCCL: it takes one at a time for a GPU.
-        number: in the order in which this rank has made them.
+        failure: returns what the rank is broken by.
 
     Attributes:
         handle: CuPy's communicator. With ``lock`` held, and not once it is ``over``.
         over: it has been, or is being, destroyed or aborted.
     """
 
-    def __init__(self, nccl_communicator: Any, lock: threading.RLock, number: int) -> None:
+    def __init__(
+        self,
+        nccl_communicator: Any,
+        lock: threading.RLock,
+        failure: Callable[[], CommunicationError | None],
+    ) -> None:
         self.handle = nccl_communicator
         self.lock = lock
-        self.number = number
         self.over = False
+        self._failure = failure
 
     def call(self, name: str, *args: int) -> None:
         """Make one call. It returns when it is enqueued, or noted in an open group.
@@ -79,12 +84,16 @@ class Communicator:
                 raise translated(error, f"nccl.{name}") from error
 
     def check(self) -> None:
-        """Raise if NCCL has met an error since.
+        """Raise if NCCL has met an error since; not now, if another thread is inside of NCCL.
+
+        A call may wait there for other ranks, which is not to keep deadlines from being seen.
 
         Raises:
             CommunicationError: it has.
         """
-        with self.lock:
+        if not self.lock.acquire(timeout=_SLICE):
+            return
+        try:
             if self.over:
                 return
             try:
@@ -94,6 +103,8 @@ class Communicator:
                     raise CommunicationError(f"NCCL reports the status {error}") from error
             except ERRORS as error:
                 raise translated(error, "a collective that was enqueued") from error
+        finally:
+            self.lock.release()
 
     def end(self, how: str) -> None:
         """Call ``abort`` or ``destroy``; may block for as long as NCCL likes."""
@@ -217,11 +228,16 @@ class Communicators:
         while not attempt.ended.wait(min(_SLICE, deadline.remaining())):
             failure = self._failure()
             if failure is not None or not deadline.remaining():
-                attempt.give_up()
-                raise failure or CommTimeoutError(
-                    f"{what} was not done after {seconds:g} s: another rank has not come, or NCCL "
-                    "cannot connect them (NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME chooses "
-                    "the network)"
+                if not attempt.give_up():
+                    self._thread(attempt.made.abort)
+                raise (
+                    fresh(failure)
+                    if failure is not None
+                    else CommTimeoutError(
+                        f"{what} was not done after {seconds:g} s: another rank has not come, or NCCL "
+                        "cannot connect them (NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME chooses "
+                        "the network)"
+                    )
                 )
         if isinstance(attempt.error, ERRORS):
             raise translated(attempt.error, what) from attempt.error
@@ -231,7 +247,7 @@ class Communicators:
 
     def _note(self, made: Any) -> Communicator:
         with self._changing:
-            communicator = Communicator(made, self.launches.lock, len(self._made))
+            communicator = Communicator(made, self.launches.lock, self._failure)
             self._made.append(communicator)
             late = self._aborted
         if late:
@@ -349,12 +365,11 @@ class _Attempt:
                 made.abort()
         self.ended.set()
 
-    def give_up(self) -> None:
+    def give_up(self) -> bool:
+        """Have what is made be aborted; false if it is there already."""
         with self._lock:
             self._given_up = True
-            made = self.made
-        if made is not None:
-            made.abort()
+            return self.made is None
 
 
 def _join(threads: list[threading.Thread], seconds: float) -> bool:
