@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from fsdpcore.buffers import Array, Bytes, dtype_code
 from fsdpcore.device import Device, Ticket
-from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.errors import ArgumentError, CommunicationError, StateError
 from fsdpcore.work import Deadline
 
 # Of ``cudaError_t``.
@@ -50,7 +50,10 @@ class CudaTicket(Ticket):
         self._device = device
 
     def done(self) -> bool:
-        return reached(self.event)
+        try:
+            return reached(self.event)
+        except runtime.CUDARuntimeError as error:
+            raise CommunicationError(f"{self._device} has failed: {error}") from error
 
     def join(self) -> None:
         self._device.check_thread()

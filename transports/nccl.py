@@ -215,6 +215,7 @@ class NcclBackend(ZmqBackend):
         held: object,
     ) -> None:
         end = time.monotonic() + limit
+        self.watcher.leave(group.link)
         if isinstance(ticket, CudaTicket):
             flight = Flight(ticket.event, False, group, call, sequence, limit, end, held)
             self.watcher.add(self.gpu.stream.ptr, flight)

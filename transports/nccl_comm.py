@@ -76,12 +76,22 @@ class Communicator:
             CommunicationError: NCCL refuses, or the communicator is over.
         """
         with self.lock:
-            if self.over:
-                raise CommunicationError(f"nccl.{name}: the communicator has been ended")
+            self.check_open()
             try:
                 getattr(self.handle, name)(*args)
             except ERRORS as error:
-                raise translated(error, f"nccl.{name}") from error
+                raise self.refused(error, f"nccl.{name}") from error
+
+    def check_open(self) -> None:
+        """Raise if it is over; with the lock held."""
+        if self.over:
+            failure = self._failure()
+            raise fresh(failure) if failure else ClosedError("the communicator has been ended")
+
+    def refused(self, error: Exception, what: str) -> CommunicationError:
+        """The error of a call that NCCL has not taken, or has left because of a failure."""
+        failure = self._failure()
+        return translated(error, what) if failure is None else fresh(failure)
 
     def check(self) -> None:
         """Raise if NCCL has met an error since; not now, if another thread is inside of NCCL.
@@ -230,15 +240,7 @@ class Communicators:
             if failure is not None or not deadline.remaining():
                 if not attempt.give_up():
                     self._thread(attempt.made.abort)
-                raise (
-                    fresh(failure)
-                    if failure is not None
-                    else CommTimeoutError(
-                        f"{what} was not done after {seconds:g} s: another rank has not come, or NCCL "
-                        "cannot connect them (NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME chooses "
-                        "the network)"
-                    )
-                )
+                raise fresh(failure) if failure is not None else _not_made(what, seconds)
         if isinstance(attempt.error, ERRORS):
             raise translated(attempt.error, what) from attempt.error
         if attempt.error is not None:
@@ -337,6 +339,13 @@ class Communicators:
         thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
         return thread
+
+
+def _not_made(what: str, seconds: float) -> CommTimeoutError:
+    return CommTimeoutError(
+        f"{what} was not done after {seconds:g} s: another rank has not come, or NCCL cannot "
+        "connect them (NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME chooses the network)"
+    )
 
 
 class _Attempt:

@@ -18,10 +18,9 @@ from cupy.cuda import get_current_stream, runtime
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.collectives.lane import Lane
-from fsdpcore.errors import CommunicationError
 
 from .nccl_calls import BYTES, is_even, kind_of
-from .nccl_comm import ERRORS, Communicator, translated
+from .nccl_comm import ERRORS, Communicator
 from .nccl_watch import Flight, key_of
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def _lane(
                     where = stream.ptr
                     with calls:
                         if communicator.over:
-                            raise CommunicationError("the communicator has been ended")
+                            communicator.check_open()
                         enqueue(at, to, where)
                     event = take_event()
                     event.record(stream)
@@ -114,7 +113,7 @@ def _lane(
                     key = key_of(where)
                     add(key, Flight(event, True, group, call, sequence, limit, end, None))
                 except ERRORS as error:
-                    failure = translated(error, f"{call.operation} #{sequence}")
+                    failure = communicator.refused(error, f"{call.operation} #{sequence}")
                     _broke(group, entry, failure)
                     raise failure from error
                 except BaseException as error:

@@ -28,6 +28,7 @@ from .nccl_comm import BOUND, ERRORS, Communicators, translated
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.call import Call
+    from fsdpcore.collectives.link import Link
 
 TICK = 0.05
 _SOON = 0.002
@@ -93,6 +94,8 @@ class Watch:
         self._new: deque[tuple[int, Flight]] = deque()
         # By stream: those of one stream end in order.
         self._flights: dict[int, deque[Flight]] = {}
+        # Links of calls that a thread makes now: NCCL may not return before others call as well.
+        self._inside: dict[Link, None] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._asleep = False
@@ -101,6 +104,17 @@ class Watch:
         name = f"fsdpcore-nccl-rank{backend.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def enter(self, link: Link) -> None:
+        """Look after a thread that is about to call NCCL, until what it has called is added."""
+        self._inside[link] = None
+        if self._asleep:
+            self._wake.set()
+
+    def leave(self, link: Link | None) -> None:
+        """The thread has returned from NCCL."""
+        if link is not None:
+            self._inside.pop(link, None)
 
     def add(self, stream: int, flight: Flight) -> None:
         """Look after a collective, on a stream; calls of one group come in their order."""
@@ -226,7 +240,7 @@ class Watch:
     def _sleep(self) -> None:
         """Wait until there is something to look after, and out of the way of him who began it."""
         self._asleep = True
-        if not self._new and not self._stopped:
+        if not self._new and not self._inside and not self._stopped:
             self._wake.wait()
         self._asleep = False
         self._wake.clear()
@@ -244,15 +258,19 @@ class Watch:
         with self._lock:
             self._collect()
             flights = [flight for queue in self._flights.values() for flight in queue]
-        if flights:
+        inside = list(self._inside)
+        if flights or inside:
             self._communicators.check()
+        if flights:
             self._check_deadlines(flights)
             self._check_members(flights)
+        for link in inside:
+            self._check_inside(link)
         with self._lock:
             self._agreement.tell()
             self._agreement.compare()
             waits = self._agreement.waits
-        return bool(flights) or waits, self._chores(self)
+        return bool(flights or inside or waits), self._chores(self)
 
     def _check_deadlines(self, flights: list[Flight]) -> None:
         late = min(flights, key=lambda flight: flight.end)
@@ -266,6 +284,11 @@ class Watch:
             f"{flight.call.operation} #{flight.sequence} of GPU arrays on ranks "
             f"{shorten(group.ranks)} had not ended {when} on rank {root.rank}{report}"
         )
+
+    def _check_inside(self, link: Link) -> None:
+        """The thread itself sees the deadline where it waits for other ranks, but not in NCCL."""
+        if time.monotonic() > link.end + TICK and link in self._inside:
+            raise link.timed_out()
 
     def _check_members(self, flights: list[Flight]) -> None:
         """A rank leaves when all has ended that it has called: others wait for it in vain."""
@@ -284,10 +307,10 @@ class Watch:
 
     def _let_go(self) -> None:
         """After a failure: keep the arrays until nothing uses them any more."""
-        self._communicators.join(BOUND)
-        with self._lock:
-            self._new.clear()
-            self._flights.clear()
+        if self._communicators.join(BOUND):
+            with self._lock:
+                self._new.clear()
+                self._flights.clear()
 
     def stop(self) -> None:
         """End the thread, once all has ended or failed."""

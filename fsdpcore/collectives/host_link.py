@@ -84,8 +84,8 @@ class HostLink(Link):
             self.carrier = self._memory
             self._group.root.areas.add(self.area)
 
-    def _timed_out(self) -> CommTimeoutError:
-        return self._whole._timed_out()
+    def timed_out(self) -> CommTimeoutError:
+        return self._whole.timed_out()
 
 
 def establish(link: Link, backend: Backend, memory: Carrier) -> bool:

@@ -175,7 +175,7 @@ class Link:
         """
         for item in pending:
             if not item.join(self.remaining()):
-                raise self._timed_out()
+                raise self.timed_out()
         # A finished message still refers to its array; a long ring would keep all of them.
         self._posted = [item for item in self._posted if not item.finished]
 
@@ -199,7 +199,7 @@ class Link:
         root.progress()
         root.check_usable()
         if time.monotonic() > self.end:
-            raise self._timed_out()
+            raise self.timed_out()
 
     def departed(self, rank: int) -> bool:
         """Whether a rank of the group has left the job."""
@@ -228,7 +228,8 @@ class Link:
         self._posted.append(pending)
         return pending
 
-    def _timed_out(self) -> CommTimeoutError:
+    def timed_out(self) -> CommTimeoutError:
+        """The error of a call whose deadline has passed; asks the other ranks what they do."""
         backend = self._backend
         report = backend.root.missing_from(backend.ranks, backend.channel, self.sequence)
         return CommTimeoutError(

@@ -111,6 +111,38 @@ def test_work_that_waits_in_a_stream_has_a_deadline_too(machine: Machine) -> Non
     assert any("every rank has begun it" in outcome.text for outcome in outcomes), outcomes
 
 
+def test_a_thread_that_does_not_come_back_from_nccl(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where NCCL connects two GPUs at their first call, and one of them does not call."""
+    from support.fake_cuda.nccl import NcclCommunicator
+
+    all_reduce, abort = NcclCommunicator.allReduce, NcclCommunicator.abort
+    aborted = threading.Event()
+
+    def waits(self: Any, *args: Any) -> None:
+        if self.rank_id() == 0 and args[2] == 7:
+            assert aborted.wait(SOON)
+            raise fake_cuda.NcclError(3)
+        all_reduce(self, *args)
+
+    def aborts(self: Any) -> None:
+        aborted.set()
+        abort(self)
+
+    monkeypatch.setattr(NcclCommunicator, "allReduce", waits)
+    monkeypatch.setattr(NcclCommunicator, "abort", aborts)
+
+    def body(backend: Any) -> None:
+        settled(backend)
+        fc.all_reduce(ones(backend, 7), backend, timeout=0.2)
+        until_broken(backend)
+
+    outcomes = run_ranks(body, 2)
+    assert {outcome.error for outcome in outcomes} <= {"CommTimeoutError", "PeerFailedError"}
+    assert all("all_reduce #3" in outcome.text for outcome in outcomes), outcomes
+
+
 def test_an_error_that_nccl_meets_later(machine: Machine) -> None:
     met = threading.Barrier(2)
 

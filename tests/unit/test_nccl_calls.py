@@ -1,0 +1,354 @@
+"""What is asked of NCCL: which calls, with which counts, dtypes, ranks and grouping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import fake_cuda
+from support.fake_cuda import Entry, Machine
+from support.nccl_ranks import run_ranks
+
+import fsdpcore as fc
+from fsdpcore.buffers import DTYPES
+
+P = 3
+# The numbers of nccl.h.
+INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 = range(10)
+SUM, PROD, MAX, MIN, AVG = range(5)
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with fake_cuda.installed(P) as made:
+        yield made
+
+
+def on_ranks(body: Callable[[Any], Any], size: int = P, **options: Any) -> list[Any]:
+    outcomes = run_ranks(body, size, **options)
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    return [outcome.result for outcome in outcomes]
+
+
+def device_array(backend: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    return backend.device.from_host(np.ones(shape, dtype))
+
+
+def seen(machine: Machine, rank: int = 1) -> list[Entry]:
+    """The collectives and messages of a rank, in order."""
+    ends = ("nccl.init", "nccl.destroy", "nccl.abort", "nccl.commSplit")
+    return [
+        entry
+        for entry in machine.log
+        if entry.name.startswith("nccl.") and entry.name not in ends and entry.args["rank"] == rank
+    ]
+
+
+def words(entries: list[Entry], *names: str) -> list[tuple[Any, ...]]:
+    return [(e.name.removeprefix("nccl."), *(e.args[name] for name in names)) for e in entries]
+
+
+NATIVE = {
+    (np.dtype(np.bool_), "sum"): (UINT8, MAX, 1),
+    (np.dtype(np.bool_), "prod"): (UINT8, MIN, 1),
+    (np.dtype(np.int8), "max"): (INT8, MAX, 1),
+    (np.dtype(np.uint8), "sum"): (UINT8, SUM, 1),
+    (np.dtype(np.int32), "prod"): (INT32, PROD, 1),
+    (np.dtype(np.uint32), "min"): (UINT32, MIN, 1),
+    (np.dtype(np.int64), "sum"): (INT64, SUM, 1),
+    (np.dtype(np.uint64), "max"): (UINT64, MAX, 1),
+    (np.dtype(np.float16), "sum"): (FLOAT16, SUM, 1),
+    (np.dtype(ml_dtypes.bfloat16), "mean"): (BFLOAT16, AVG, 1),
+    (np.dtype(np.float32), "mean"): (FLOAT32, AVG, 1),
+    (np.dtype(np.float32), "prod"): (FLOAT32, PROD, 1),
+    (np.dtype(np.float64), "sum"): (FLOAT64, SUM, 1),
+    (np.dtype(np.complex64), "sum"): (FLOAT32, SUM, 2),
+    (np.dtype(np.complex64), "mean"): (FLOAT32, AVG, 2),
+}
+
+
+def test_reductions_that_nccl_does(machine: Machine) -> None:
+    def body(backend: Any) -> None:
+        for dtype, op in NATIVE:
+            fc.all_reduce(device_array(backend, (5, 2), dtype), backend, op=op)
+
+    on_ranks(body)
+    found = words(seen(machine), "datatype", "op", "count")
+    expected = [("allReduce", dtype, op, 10 * width) for dtype, op, width in NATIVE.values()]
+    assert found == expected
+
+
+def test_what_nccl_is_not_asked_for(machine: Machine) -> None:
+    """Reductions whose values it would not get right: they are sent, and computed by CuPy."""
+    from fsdpcore.transports.nccl_calls import reduces
+
+    def never(dtype: np.dtype[Any], op: str) -> bool:
+        if dtype.kind == "b" or (dtype.kind in "iu" and dtype.itemsize != 2):
+            return op == "mean"
+        if dtype.kind in "iu":
+            return True
+        return op in ("min", "max") or (op == "prod" and dtype.name not in ("float32", "float64"))
+
+    for dtype in DTYPES:
+        for op in ("sum", "mean", "min", "max", "prod"):
+            assert reduces(dtype, op) != never(dtype, op), (dtype, op)
+
+    on_ranks(lambda backend: fc.all_reduce(device_array(backend, (7,)), backend, op="max"))
+    found = words(seen(machine), "peer", "count", "datatype")
+    me, mine, others = 1, 2 * 4, [(0, 3 * 4), (2, 2 * 4)]
+    assert found[:4] == [
+        *[("send", rank, nbytes, UINT8) for rank, nbytes in others],
+        *[("recv", rank, mine, UINT8) for rank, _ in others],
+    ]
+    assert {call for call, *_ in found[4:]} == {"broadcast"}
+    assert me not in [peer for _, peer, *_ in found[:4]]
+
+
+def test_canonical_where_asked_for(machine: Machine) -> None:
+    on_ranks(lambda b: fc.all_reduce(device_array(b, (6,)), b), deterministic=True)
+    assert {entry.name for entry in seen(machine)} == {"nccl.send", "nccl.recv", "nccl.allGather"}
+
+
+def test_even_parts_are_one_call(machine: Machine) -> None:
+    def body(backend: Any) -> None:
+        x = device_array(backend, (6, 4))
+        fc.reduce_scatter(x, backend)
+        fc.all_gather(x, backend)
+        fc.broadcast(x, backend, root=2)
+        fc.reduce(x, backend, root=2)
+
+    on_ranks(body)
+    names = ("count", "datatype", "root", "depth")
+    assert words(seen(machine), *names) == [
+        ("reduceScatter", 8, FLOAT32, 0, 0),
+        ("allGather", 96, UINT8, 0, 0),
+        ("broadcast", 96, UINT8, 2, 0),
+        ("reduce", 24, FLOAT32, 2, 0),
+    ]
+
+
+def test_uneven_parts_are_one_group(machine: Machine) -> None:
+    def body(backend: Any) -> None:
+        fc.reduce_scatter(device_array(backend, (4, 5)), backend)
+        fc.all_gather_v(device_array(backend, (backend.rank, 5)), backend)
+
+    on_ranks(body)
+    assert words(seen(machine), "count", "root", "depth") == [
+        ("reduce", 10, 0, 1),
+        ("reduce", 5, 1, 1),
+        ("reduce", 5, 2, 1),
+        ("broadcast", 20, 1, 1),
+        ("broadcast", 40, 2, 1),
+    ]
+
+
+def test_what_nccl_has_no_call_for_is_messages_in_one_group(machine: Machine) -> None:
+    def body(backend: Any) -> None:
+        x = device_array(backend, (3, 2))
+        fc.gather(x, backend, root=1)
+        fc.scatter(x if backend.rank == 2 else None, backend, root=2)
+        fc.all_to_all(x, backend)
+
+    on_ranks(body)
+    assert words(seen(machine), "count", "peer", "depth") == [
+        ("recv", 24, 0, 1),
+        ("recv", 24, 2, 1),
+        ("recv", 8, 2, 1),
+        ("send", 8, 0, 1),
+        ("send", 8, 2, 1),
+        ("recv", 8, 0, 1),
+        ("recv", 8, 2, 1),
+    ]
+
+
+def test_a_batch_is_one_group(machine: Machine) -> None:
+    def body(backend: Any) -> list[float]:
+        x = device_array(backend, (4,))
+        with fc.coalesce(backend) as batch:
+            works = [batch.all_reduce(x), batch.all_gather(x), batch.all_reduce(x, op="mean")]
+        return [float(work.result()[0]) for work in works]
+
+    assert on_ranks(body) == [[3.0, 1.0, 1.0]] * P
+    found = words(seen(machine), "depth")
+    assert found == [("allReduce", 1), ("allGather", 1), ("allReduce", 1)]
+    starts = {entry.args["comm"] for entry in seen(machine)}
+    assert len(starts) == 1
+
+
+def test_nothing_is_asked_of_nccl_by_a_rank_alone(machine: Machine) -> None:
+    def body(backend: Any) -> list[float]:
+        x = device_array(backend, (4,))
+        parts = [
+            fc.all_reduce(x, backend),
+            fc.reduce_scatter(x, backend),
+            fc.all_gather(x, backend),
+        ]
+        return [float(part[0]) for part in parts]
+
+    assert on_ranks(body, 1) == [[1.0, 1.0, 1.0]]
+    assert not [entry for entry in machine.log if entry.name.startswith("nccl.")]
+
+
+def test_empty_arrays(machine: Machine) -> None:
+    def body(backend: Any) -> list[int]:
+        x = device_array(backend, (0, 3))
+        return [fc.all_reduce(x, backend).size, fc.all_gather(x, backend).size]
+
+    assert on_ranks(body) == [[0, 0]] * P
+    assert not seen(machine)
+
+
+# Groups.
+
+
+def test_groups_have_communicators_of_their_own(machine: Machine) -> None:
+    def body(backend: Any) -> list[float]:
+        x = device_array(backend, (4,))
+        found = [fc.all_reduce(x, backend)]
+        if backend.rank:
+            found.append(fc.all_reduce(x, backend.sub([2, 1])))
+        return [float(y[0]) for y in found]
+
+    assert on_ranks(body) == [[3.0], [3.0, 2.0], [3.0, 2.0]]
+    of_rank_2 = [e.args["rank"] for e in machine.calls("nccl.allReduce") if e.device == 2]
+    assert of_rank_2 == [2, 0]  # in the job, and in the group
+
+
+def test_split_divides_the_communicator(machine: Machine) -> None:
+    def body(backend: Any) -> list[float]:
+        x = device_array(backend, (4,))
+        group = backend.split(None if backend.rank == 0 else 7, key=-backend.rank)
+        if group is None:
+            return []
+        half = group.split(0)  # and again
+        assert half is not None
+        return [float(fc.all_reduce(x, each)[0]) for each in (group, half)]
+
+    assert on_ranks(body) == [[], [2.0, 2.0], [2.0, 2.0]]
+    assert len(machine.calls("nccl.init")) == P  # that of all ranks alone
+    splits = [(e.device, e.args["color"], e.args["key"]) for e in machine.calls("nccl.commSplit")]
+    assert sorted(splits) == [(0, -1, 0), (1, 0, 1), (1, 1, 1), (2, 0, 0), (2, 1, 0)]
+
+
+# Ways.
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+def test_the_short_way_does_what_the_long_one_does(machine: Machine, operation: str) -> None:
+    """The third call of a kind takes it; any timeout of its own goes the long way."""
+
+    def body(backend: Any) -> list[Any]:
+        function: Any = getattr(fc, operation)
+        x = backend.device.from_host(np.arange(12, dtype=np.float32).reshape(6, 2) + backend.rank)
+        found = [function(x, backend) for _ in range(3)]
+        place = backend.device.empty(found[0].shape, np.float32)
+        found.append(function(x, backend, out=place))
+        assert found[-1] is place
+        strided = backend.device.empty((2 * place.shape[0], 2), np.float32)[::2]
+        found.append(function(x, backend, out=strided))
+        found.append(function(x, backend, timeout=60.0))
+        assert backend.on_device.issued == len(found)
+        return [np.asarray(backend.device.to_host(each)) for each in found]
+
+    for results in on_ranks(body):
+        for result in results[1:]:
+            assert np.array_equal(result, results[0])
+    names = ("count", "datatype", "op", "root")
+    calls = words(seen(machine), *names)
+    assert len(calls) == 6
+    assert len(set(calls)) == 1
+
+
+def test_the_short_way_refuses_what_the_long_one_refuses(machine: Machine) -> None:
+    def body(backend: Any) -> list[str]:
+        x = device_array(backend, (6,))
+        for _ in range(2):
+            fc.all_reduce(x, backend)
+        found = []
+        for out in (device_array(backend, (5,)), device_array(backend, (6,), np.int32), np.ones(6)):
+            with pytest.raises(fc.ArgumentError) as caught:
+                fc.all_reduce(x, backend, out=out)
+            found.append(str(caught.value))
+        backend.device.to_host(fc.all_reduce(x, backend))
+        return found
+
+    for shape, dtype, host in on_ranks(body):
+        assert "shape" in shape
+        assert "dtype" in dtype
+        assert "array of cuda" in host
+
+
+def test_overlaps(machine: Machine) -> None:
+    """The result may begin anywhere in the input; where NCCL does not allow it, that is copied."""
+
+    def body(backend: Any) -> list[bool]:
+        found = []
+        for low in (0, 1, 4):
+            for _ in range(3):
+                room = backend.device.from_host(np.arange(12, dtype=np.float32))
+                fc.all_reduce(room[:8], backend, out=room[low : low + 8])
+                expected = P * np.arange(8, dtype=np.float32)
+                found.append(np.array_equal(backend.device.to_host(room[low : low + 8]), expected))
+        return found
+
+    for found in on_ranks(body):
+        assert all(found)
+
+
+def test_the_caller_may_be_on_any_stream(machine: Machine) -> None:
+    def body(backend: Any) -> float:
+        import cupy
+
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x = device_array(backend, (8,))
+            for _ in range(3):
+                x = fc.all_reduce(x, backend)
+            work = fc.all_reduce(x, backend, async_op=True)
+            x = work.wait() + x
+            stream.synchronize()
+            return float(x[0])
+
+    assert on_ranks(body) == [81.0 + 27.0] * P
+    streams = [entry.stream for entry in seen(machine)]
+    assert len(set(streams)) == 2
+    assert 0 not in streams
+
+
+def test_the_host_does_not_wait(machine: Machine) -> None:
+    """Calls of a known kind return while the GPU has not begun, as does waiting for a work."""
+
+    def body(backend: Any) -> float:
+        x = device_array(backend, (8,))
+        for _ in range(2):
+            fc.all_reduce(x, backend)
+        backend.device.synchronize()
+        with machine.frozen(0):
+            y = fc.all_reduce(x, backend)
+            work = fc.all_reduce(y, backend, async_op=True)
+            z = work.wait()
+            assert not work.done()
+            with pytest.raises(fc.CommTimeoutError, match="all_reduce #4 is not finished"):
+                work.wait(timeout=0.01)
+        assert work.wait(timeout=60.0) is z
+        assert work.done()
+        return float(z[0])
+
+    assert on_ranks(body) == [9.0] * P
+
+
+def test_the_supervisor_sleeps_while_there_is_nothing_to_do(machine: Machine) -> None:
+    import time
+
+    def body(backend: Any) -> bool:
+        x = device_array(backend, (8,))
+        fc.all_reduce(x, backend)
+        backend.device.synchronize()
+        end = time.monotonic() + 20
+        while not backend.watcher._asleep and time.monotonic() < end:
+            time.sleep(0.01)
+        return bool(backend.watcher._asleep)
+
+    assert on_ranks(body) == [True] * P
