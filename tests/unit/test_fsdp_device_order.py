@@ -39,18 +39,10 @@ def run(body: Callable[[fc.Backend], Any], ranks: int) -> list[Any]:
     return [outcome.result for outcome in outcomes]
 
 
-def waits_of(machine: Any) -> list[str]:
-    """How this thread has waited for a GPU so far."""
-    me, back = threading.current_thread().name, (2, 4)  # copies to the host, or wherever
-    return [
-        entry.name
-        for entry in list(machine.log)
-        if entry.thread == me
-        and (
-            entry.name in ("get", "stream.synchronize")
-            or (entry.name == "memcpyAsync" and entry.args["kind"] in back)
-        )
-    ]
+def waits_of(machine: Any) -> int:
+    """How often this thread has waited for a GPU so far."""
+    me = threading.current_thread().name
+    return sum(entry.thread == me for entry in machine.host_waits())
 
 
 # The host.
@@ -73,9 +65,9 @@ def test_the_host_does_not_wait_before_the_update_and_once_in_it(
                 for part in range(way.parts):
                     one_pass(engine, step, np.random.default_rng((number, part)))
                 machine.thaw(0)
-                before = len(waits_of(machine))
+                before = waits_of(machine)
                 step.update(clip=way.clip, skip_nonfinite=True)
-                counts.append(len(waits_of(machine)) - before)
+                counts.append(waits_of(machine) - before)
         return counts
 
     assert run(body, 2) == [[1, 1, 1]] * 2
@@ -86,9 +78,9 @@ def test_without_clipping_it_waits_once_too(machine: Any) -> None:
         engine = engine_of(backend, Way(2))
         with engine.step() as step:
             one_pass(engine, step, np.random.default_rng(0))
-            before = len(waits_of(machine))
+            before = waits_of(machine)
             step.update()
-            return len(waits_of(machine)) - before
+            return waits_of(machine) - before
 
     assert run(body, 2) == [1, 1]
 
@@ -182,6 +174,47 @@ def test_collectives_of_a_step_are_all_on_one_stream(machine: Any) -> None:
         calls = [entry for entry in machine.log if entry.name in names and entry.thread == thread]
         assert len(calls) > 10
         assert {entry.stream for entry in calls} == {stream}
+
+
+def test_nccl_is_given_memory_of_its_gpu_only(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is offloaded is copied to the GPU before it is sent, and from there when it came."""
+    from cupy.cuda.nccl import NcclCommunicator
+
+    given: list[bool] = []
+
+    def watched(name: str) -> None:
+        function = getattr(NcclCommunicator, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            places = args[:1] if name in ("send", "recv", "bcast") else args[:2]
+            given.extend(machine.memories.is_pinned(place) for place in places)
+            return function(self, *args)
+
+        monkeypatch.setattr(NcclCommunicator, name, call)
+
+    for name in ("allGather", "reduceScatter", "allReduce", "broadcast", "reduce", "send", "recv"):
+        watched(name)
+
+    def body(backend: fc.Backend) -> None:
+        for strategy in (*STRATEGIES, fc.Strategy("hybrid_shard", shard_group_size=1)):
+            engine = engine_of(backend, Way(2, strategy, offload="all", optimizer="adafactor"))
+            with engine.step() as step:
+                one_pass(engine, step, np.random.default_rng(0))
+                one_pass(engine, step, np.random.default_rng(1))
+                step.update()
+            with engine.full_params(write=True) as params:
+                params["first.w"][...] *= 2
+            state = engine.state_dict(full=True, to=1)
+            engine.load_state_dict(state if backend.rank == 1 else None, src=1)
+            held = engine.held()
+            assert held.pinned == held.parameters + held.gradients + held.optimizer
+            engine.close()
+
+    run(body, 2)
+    assert len(given) > 200
+    assert not any(given)
 
 
 # Whatever the order.
