@@ -1,7 +1,8 @@
 """Reductions in the canonical order: sends and receives by NCCL, arithmetic by CuPy.
 
 Algorithms named ``direct``, of every dtype and op. They give the bits that reductions of the host's
-arrays give, on any number of GPUs. Each rank sends each other one the part that it is to reduce.
+arrays give, on any number of GPUs; but for float32 numbers below 1.2e-38, which CuPy has all its
+kernels take for zero. Each rank sends each other one the part that it is to reduce.
 
 ==============  ========================================
 reduce_scatter  sends and receives (p - 1) / p of the array, needs room for it; for float16 and
