@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Hundreds of interpreters are started. Where they may not leave compiled modules beside
         # the sources, each would compile the package again, which takes as long as all the rest
         # of its start: they keep them elsewhere.
-        config.stash[_bytecode] = tempfile.TemporaryDirectory()
+        config.stash[_bytecode] = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         os.environ["PYTHONPYCACHEPREFIX"] = config.stash[_bytecode].name
         del os.environ[_NO_BYTECODE]
         # Ranks that this process launches read there only, so somebody has to write before.

@@ -201,6 +201,8 @@ def _be_the_other(session: pytest.Session, modules: _Modules, shares: int, file:
             with open(file, "ab", closefd=False) as writing:
                 writing.write(_LENGTH.pack(len(content)) + content)
         code = 0
+    except KeyboardInterrupt:
+        pass  # the first process has it too, and says so
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
     finally:

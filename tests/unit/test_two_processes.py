@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.jobs import Finished, clean_environ, finished, python
+from support.jobs import Finished, clean_environ, finished, python, started
 
 SUPPORT = Path(__file__).parents[1]
 CONFTEST = """
@@ -52,6 +53,13 @@ TESTS = COUNT + COUNT // 2 * 3 + 2
 
 
 def suite(folder: Path, modules: dict[int, str], *arguments: str) -> Finished:
+    return finished(*command(folder, modules, *arguments), cwd=folder)
+
+
+def command(
+    folder: Path, modules: dict[int, str], *arguments: str
+) -> tuple[list[str], dict[str, str]]:
+    """Write the modules; return the command that runs them, and its environment."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\n")
     for number in range(COUNT):
@@ -62,8 +70,7 @@ def suite(folder: Path, modules: dict[int, str], *arguments: str) -> Finished:
         (folder / f"test_{number:02}.py").write_text(text)
     environ = clean_environ(PYTHONPATH=os.fspath(SUPPORT), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     environ.pop("PYTEST_ADDOPTS", None)
-    command = python("-m", "pytest", "-p", "no:cacheprovider", *arguments)
-    return finished(command, environ, cwd=folder)
+    return python("-m", "pytest", "-p", "no:cacheprovider", *arguments), environ
 
 
 def ran(folder: Path) -> tuple[Counter[str], int]:
@@ -124,6 +131,23 @@ def test_an_end_of_the_second_process_is_no_success(tmp_path, end):
     assert done.code == 2
     assert "the second process ended with" in done.out
     assert f"test_{COUNT - 1:02}.py" in done.out.partition("not reported:")[2]
+
+
+@needs_cores
+def test_an_interrupt_ends_both(tmp_path):
+    wait = """
+def test_wait():
+    os.write(1, b"\\nready\\n")
+    time.sleep(100)
+"""
+    line = command(tmp_path, {0: wait, COUNT - 1: wait}, "-s")
+    with started(*line, cwd=tmp_path) as job:
+        job.wait_for("ready", 2)
+        job.process.send_signal(signal.SIGINT)
+        done = job.finish()  # nothing is left
+    assert done.code == 2
+    assert "KeyboardInterrupt" in done.out
+    assert done.err == ""
 
 
 def test_one_process_where_the_first_failure_is_to_end_all(tmp_path):

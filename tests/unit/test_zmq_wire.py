@@ -30,7 +30,7 @@ LAYOUT = "<4sBBHQQQQQ"
 HEADER_BYTES = 48
 MAX_SIGNATURE = 514
 PLACE_BYTES = 16
-CONTROL = {"HELLO": 1, "FAIL": 7, "BYE": 8, "QUERY": 9, "STATUS": 10, "SEEN": 11}
+CONTROL = {"HELLO": 1, "FAIL": 7, "BYE": 8, "QUERY": 9, "STATUS": 10, "SEEN": 11, "NOTE": 17}
 MESSAGES = {
     "EAGER": 2,
     "OFFER": 3,
@@ -43,7 +43,7 @@ MESSAGES = {
     "REFUSE": 16,
 }
 CODES = {**CONTROL, **MESSAGES}
-WITH_JSON = {"HELLO", "FAIL", "STATUS"}
+WITH_JSON = {"HELLO", "FAIL", "STATUS", "NOTE"}
 
 
 def build(
@@ -108,7 +108,7 @@ def test_all_kinds_are_known_here() -> None:
         (build(9, version=2), "does not begin"),
         (build(0), "unknown kind 0"),
         (build(6), "unknown kind 6"),
-        (build(17), "unknown kind 17"),
+        (build(18), "unknown kind 18"),
         (build(255), "unknown kind 255"),
         (build(7, signed=MAX_SIGNATURE + 1), "announces 515"),
         (build(7, size=MAX_INLINE + 1), "too many"),
