@@ -243,10 +243,9 @@ class NcclBackend(ZmqBackend):
             raise
 
     def group_closed(self, group: Backend) -> None:
-        # Its communicator lives on until the job is closed: NCCL frees it together with the other
-        # ranks, and waits for whatever the GPU does.
         if self.failure is None and self.watcher.finish(self.default_timeout, group.channel):
             self.watcher.forget(group.channel)
+            self.groups.release(group)
 
     # Ending.
 

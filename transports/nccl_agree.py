@@ -116,6 +116,7 @@ class Agreement:
 
     def forget(self, channel: int) -> None:
         """A group is not used any more."""
+        self.tell()
         ledger = self._ledgers.pop(channel, None)
         if ledger is not None:
             self._gone[channel] = ledger.group.ranks, ledger.sequence
@@ -169,6 +170,8 @@ class Agreement:
         """
         while self._heard:
             channel, told = self._heard.popleft()
+            if channel in self._gone:
+                continue
             if channel not in self._ahead and len(self._ahead) >= _GROUPS:
                 del self._ahead[next(iter(self._ahead))]
             ahead = self._ahead.setdefault(channel, deque())

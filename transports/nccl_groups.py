@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from fsdpcore.backend import Backend
+from fsdpcore.buffers import bounds_of
+from fsdpcore.collectives import bruck
 from fsdpcore.collectives.link import Link
 
 from .nccl_comm import Communicator, Communicators
+
+# Of communicators that are free, how many the ranks of a new group look at.
+_OFFERED = 4
 
 
 class GroupCommunicators:
     """The communicators of one rank's groups, by the channel of the group's calls on the GPU.
 
     That of all ranks is made when they join, those of ``Backend.split`` by dividing it. Any other
-    group's is made by its first call.
+    group gets one with its first call: a new one, or one of the same ranks whose group all of them
+    have closed. None is ended before the job: NCCL waits for other ranks then, and for whatever
+    the GPU does.
     """
 
     def __init__(self, communicators: Communicators) -> None:
@@ -20,10 +29,14 @@ class GroupCommunicators:
         self._found: dict[int, Communicator] = {}
         # Those that all ranks of the group have made at the same point of the program.
         self._common: set[int] = set()
+        # By the group's ranks and, for all of them the same, the channel that it was made for.
+        self._made_for: dict[Communicator, int] = {}
+        self._free: dict[tuple[int, ...], dict[int, Communicator]] = {}
 
     def add(self, channel: int, communicator: Communicator) -> None:
         """Note one that all ranks of the group have made at the same point of the program."""
         self._found[channel] = communicator
+        self._made_for[communicator] = channel
         self._common.add(channel)
 
     def find(self, channel: int) -> Communicator | None:
@@ -32,9 +45,32 @@ class GroupCommunicators:
 
     def of(self, group: Backend, link: Link) -> Communicator:
         """The communicator of a group, whose ranks all ask for it in the same call."""
-        if group.channel not in self._found:
-            self._found[group.channel] = self._communicators.meet(link)
-        return self._found[group.channel]
+        found = self._found.get(group.channel) or self._again(group, link)
+        if found is None:
+            found = self._communicators.meet(link)
+            self._made_for[found] = group.channel
+        self._found[group.channel] = found
+        return found
+
+    def _again(self, group: Backend, link: Link) -> Communicator | None:
+        """Return one that is free on all ranks of a group, if there is one; all ranks call this."""
+        free = self._free.get(group.ranks, {})
+        mine = np.zeros(_OFFERED, np.uint64)
+        offered = sorted(free)[:_OFFERED]
+        mine[: len(offered)] = offered
+        every = np.empty(link.size * _OFFERED, np.uint64)
+        bruck.all_gather(link, mine, every, bounds_of([_OFFERED] * link.size))
+        common = set(offered)
+        for row in every.reshape(link.size, _OFFERED).tolist():
+            common.intersection_update(row)
+        return free.pop(min(common)) if common else None
+
+    def release(self, group: Backend) -> None:
+        """Let another group of the same ranks have what a group has, whose calls have ended."""
+        found = self._found.pop(group.channel, None)
+        self._common.discard(group.channel)
+        if found is not None:
+            self._free.setdefault(group.ranks, {})[self._made_for[found]] = found
 
     def can_split(self, group: Backend) -> bool:
         """Whether a group's communicator can be divided: all ranks know that all have it."""

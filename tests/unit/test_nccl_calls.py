@@ -233,6 +233,40 @@ def test_split_divides_the_communicator(machine: Machine) -> None:
     assert sorted(splits) == [(0, -1, 0), (1, 0, 1), (1, 1, 1), (2, 0, 0), (2, 1, 0)]
 
 
+def test_a_communicator_is_used_again(machine: Machine) -> None:
+    """By a group of the same ranks, in the same order, after all of them have closed the first."""
+
+    def body(backend: Any) -> list[float]:
+        x, found = device_array(backend, (4,)), []
+        order = [2, 0, 1]
+        for _ in range(4):
+            with backend.sub(order) as group:
+                found.append(float(fc.all_reduce(x, group)[0]))
+        backend.barrier()
+        group = backend.sub(sorted(order))
+        with backend.sub(order) as again:
+            found.append(float(fc.all_reduce(x, again)[0]))
+            found.append(float(fc.all_reduce(x, group)[0]))
+            with backend.sub(order) as third:  # while the other one is in use
+                found.append(float(fc.all_reduce(x, third)[0]))
+        return found
+
+    assert on_ranks(body) == [[3.0] * 7] * P
+    # Of all ranks when they join, of those in another order, of the ordered group, of the third;
+    # one more for each time that a rank had not yet closed its group when the next one came.
+    assert len(machine.calls("nccl.init")) in [P * n for n in (4, 5, 6, 7)]
+
+
+def test_a_batch_may_be_the_first_call_of_a_group(machine: Machine) -> None:
+    def body(backend: Any) -> float:
+        group, x = backend.sub(range(P)), device_array(backend, (4,))
+        with fc.coalesce(group) as batch:
+            works = [batch.all_reduce(x), batch.broadcast(x, root=1)]
+        return float(works[0].result()[0] + works[1].result()[0])
+
+    assert on_ranks(body) == [4.0] * P
+
+
 # Ways.
 
 

@@ -73,7 +73,6 @@ def test_every_dtype_and_op(world_size: int) -> None:
     reductions.ring_to_rounding,
     movement.every_dtype,
     movement.ragged_exchange,
-    asynchronous.between_blocking_calls,
 )
 def test_native(body: Any) -> None:
     run(body, 3)
