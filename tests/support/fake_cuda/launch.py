@@ -19,7 +19,7 @@ Host = NDArray[Any]
 
 
 def check_device(*arrays: ndarray) -> None:
-    """Raise ``ValueError`` for an array of another device than the current one."""
+    """Raise for an array of another device than the current one, or one that is not aligned."""
     machine = current.machine()
     device = machine.place.device
     for array in arrays:
@@ -28,6 +28,9 @@ def check_device(*arrays: ndarray) -> None:
                 f"The device where the array resides ({array.data.device_id}) is different from "
                 f"the current device ({device}). Peer access is unavailable between these devices."
             )
+        if array.size and array.data.ptr % array.dtype.itemsize:
+            # On a device that ends in cudaErrorMisalignedAddress, after which nothing works.
+            raise RuntimeError(f"a kernel reads {array.dtype} at {array.data.ptr:#x}")
 
 
 def launch(
