@@ -15,7 +15,7 @@ from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.fsdp.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.full import full_params
-from fsdpcore.fsdp.given_shards import update_shards
+from fsdpcore.fsdp.given_arrays import update_shards
 from fsdpcore.fsdp.memory import HeldMemory, measure
 from fsdpcore.fsdp.offload import GATHERED, Offload, OffloadStats
 from fsdpcore.fsdp.optim import Optimizer
@@ -49,6 +49,13 @@ class FSDP:
     parameters in one, memory that all of them map. Each then writes its shard where the others
     read it: gathering a unit moves nothing and takes no memory, and the host holds the parameters
     once. A process that is forked from a rank sees its updates, too.
+
+    Where a rank has a GPU (``backend.device``), all arrays are CuPy's, to be computed with by
+    ``engine.xp``; values may be given as NumPy's arrays as well, and are moved. The host only
+    enqueues what is to be done: what the ranks exchange, on a stream of its own that waits for the
+    caller's current stream and is waited for by it, the rest on that. It waits for the GPU once in
+    a step, when ``update`` has to know whether the gradients are finite. Who goes on with another
+    stream has that wait for the one before.
 
     Making an engine is a collective: all ranks pass the same units with the same values.
 
@@ -305,10 +312,11 @@ class FSDP:
         ``optimizer/<state>/unit.param``; a tied parameter is in ``info["ties"]``, with its owner.
 
         Args:
-            full: whole arrays, which belong to the caller, gathered one after the other; then it is
-                a collective. Without it nothing is sent or copied: each rank gets its own parts,
-                as ``ShardedArray`` of read-only views, which later updates change. Ignored arrays
-                are plain arrays.
+            full: whole arrays of NumPy, which belong to the caller, gathered one after the other;
+                then it is a collective. Without it nothing is sent or copied: each rank gets its
+                own parts, as ``ShardedArray`` of read-only views, which later updates change.
+                Ignored arrays are plain arrays. Arrays of a GPU cannot be made read-only, and must
+                not be written nevertheless.
             optimizer: with the optimizer's arrays.
             to: of ``full``: the rank that gets the arrays; the others get ``info`` only.
 

@@ -131,16 +131,15 @@ class Part:
             round_into(self.storage.own, self.master)
 
     def load(self, values: Mapping[str, Array]) -> None:
-        """Write this rank's shard of those parameters that ``values`` has, in full shape.
+        """Write this rank's master shard of those parameters that ``values`` has, in full shape.
 
-        They are arrays of the host or of the device.
+        They are arrays of the host or of the device. ``publish`` is for the caller.
         """
         for piece in self.layout.pieces(self.rank):
             if piece.name in values:
                 flat = values[piece.name].reshape(-1)
                 target = self.master[piece.shard_start : piece.shard_stop]
                 self._device.assign(target, flat[piece.param_start : piece.param_stop])
-        self.publish()
 
 
 def _fill(device: Device, target: Array, spec: Spec, start: int, seed: int, name: str) -> None:

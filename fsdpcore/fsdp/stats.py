@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class StepStats:
     """Of the last step of an engine.
 
+    Seconds are those of the host, which goes ahead of a GPU but for one time in a step.
+
     Attributes:
         seconds: from the beginning of the ``with`` block to its end.
         waited: seconds in which the caller waited for communication: what is exposed of it.

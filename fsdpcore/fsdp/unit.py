@@ -24,11 +24,10 @@ import numpy as np
 
 from fsdpcore.buffers import DTYPES, Array
 from fsdpcore.device import Device
-from fsdpcore.errors import ArgumentError, CommunicationError, StateError
+from fsdpcore.errors import CommunicationError, StateError
 from fsdpcore.fsdp.buffers import BufferPool
-from fsdpcore.fsdp.checks import rounds_into
 from fsdpcore.fsdp.declared import Declared
-from fsdpcore.fsdp.given_shards import update_shard
+from fsdpcore.fsdp.given_arrays import load_arrays, update_shard
 from fsdpcore.fsdp.gradients import GradState, UnitGradients, check_divisor
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.offload import GATHERED, GRADIENTS, INITIAL, UPDATED, WRITTEN, Kind, Shelf
@@ -401,42 +400,7 @@ class Unit(Declared):
             ArgumentError: a name that is not the unit's own, a wrong shape or dtype; nothing was
                 changed.
         """
-        self._bound(self._binding)
-        found = {
-            param.name: (param.shape, part.master.dtype)
-            for part in self.parts
-            for param in part.layout.params
-        }
-        arrays = {}
-        for name, value in values.items():
-            if name not in found:
-                raise ArgumentError(
-                    f"unit {self.name!r} has no parameter {name!r} to load; it has "
-                    f"{', '.join(found) or 'none'}"
-                )
-            shape, dtype = found[name]
-            array = arrays[name] = self.device.given(value, f"{self.name}.{name} to load")
-            if array.shape != shape or not rounds_into(array.dtype, dtype):
-                raise ArgumentError(
-                    f"{self.name}.{name} has shape {shape} and dtype {dtype}, but the array to "
-                    f"load {array.shape} and {array.dtype}"
-                )
-        # What shows parameters of the unit itself changes while it is loaded.
-        shown = [flat for part in self.parts if (flat := part.storage.shown) is not None]
-        for name, array in arrays.items():
-            if any(self._shared(array, flat) for flat in shown):
-                arrays[name] = array.copy()
-        with self._claimed(*self.parts):
-            for part in self.parts:
-                part.load(arrays)
-
-    def _shared(self, given: Array, own: Array) -> bool:
-        """Whether what a caller has given may share memory with an array of the device."""
-        device = self.device
-        if not device.owns(given):
-            return False
-        # Of a GPU's arrays, only for contiguous ones can it be said.
-        return not (device.on_host or given.flags.c_contiguous) or device.overlap(given, own)
+        load_arrays(self, values)
 
     @contextlib.contextmanager
     def _claimed(self, *parts: Part, kinds: Sequence[Kind] = WRITTEN) -> Iterator[None]:

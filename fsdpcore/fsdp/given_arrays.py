@@ -1,4 +1,4 @@
-"""Shards that come from outside: ``unit.update_shards`` and ``engine.update_shards``."""
+"""Values from outside: ``unit.load``, ``unit.update_shards``, ``engine.update_shards``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fsdpcore.buffers import Array
+from fsdpcore.device import Device
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import rounds_into
 from fsdpcore.fsdp.consent import check_equal, consent
@@ -13,6 +14,46 @@ from fsdpcore.fsdp.consent import check_equal, consent
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
     from fsdpcore.fsdp.unit import Unit
+
+
+def load_arrays(unit: Unit, values: Mapping[str, Array]) -> None:
+    """Replace parameters by whole arrays; see ``Unit.load``."""
+    device = unit.device
+    found = {
+        param.name: (param.shape, part.master.dtype)
+        for part in unit.parts
+        for param in part.layout.params
+    }
+    arrays = {}
+    for name, value in values.items():
+        if name not in found:
+            raise ArgumentError(
+                f"unit {unit.name!r} has no parameter {name!r} to load; it has "
+                f"{', '.join(found) or 'none'}"
+            )
+        shape, dtype = found[name]
+        array = arrays[name] = device.given(value, f"{unit.name}.{name} to load")
+        if array.shape != shape or not rounds_into(array.dtype, dtype):
+            raise ArgumentError(
+                f"{unit.name}.{name} has shape {shape} and dtype {dtype}, but the array to "
+                f"load {array.shape} and {array.dtype}"
+            )
+    # What shows parameters of the unit itself changes while it is loaded.
+    shown = [flat for part in unit.parts if (flat := part.storage.shown) is not None]
+    for name, array in arrays.items():
+        if any(_shared(array, flat, device) for flat in shown):
+            arrays[name] = array.copy()
+    with unit.rewriting() as parts:
+        for part in parts:
+            part.load(arrays)
+
+
+def _shared(given: Array, own: Array, device: Device) -> bool:
+    """Whether what a caller has given may share memory with an array of the device."""
+    if not device.owns(given):
+        return False
+    # Of a GPU's arrays, only for contiguous ones can it be said.
+    return not (device.on_host or given.flags.c_contiguous) or device.overlap(given, own)
 
 
 def checked_shard(unit: Unit, flat: Array) -> Array:
