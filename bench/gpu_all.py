@@ -40,6 +40,9 @@ TESTS = {
     ("test_gpt", "test_engine", "test_optimizers", "test_checkpoints"): 0.19,
     ("test_failures", "test_several_ranks"): 0.17,
 }
+_SECONDS = "SECONDS"
+# Of a step's limit, what it is told that it has.
+_OWN_SHARE = 0.93
 _LEFT_BEHIND = ("__pycache__", ".git", "*.egg-info", "results")
 
 
@@ -49,7 +52,7 @@ class Step:
 
     Attributes:
         name: for the log.
-        command: what Python runs.
+        command: what Python runs; the word ``SECONDS`` stands for how many it has.
         share: of the seconds that there are for all steps.
     """
 
@@ -130,12 +133,11 @@ def environment(folder: Path, site: Path) -> dict[str, str]:
     }
 
 
-def steps(wanted: Sequence[str], out: Path, seconds: float, *, quick: bool) -> Iterator[Step]:
+def steps(wanted: Sequence[str], out: Path, *, quick: bool) -> Iterator[Step]:
     """All steps that are wanted, in order."""
     if "probes" in wanted:
-        share = 0.12
-        limit = str(share * seconds * 0.9)
-        yield Step("probes", ("-m", "gpu_bench.probes", str(out / "probes.json"), limit), share)
+        command = ("-m", "gpu_bench.probes", str(out / "probes.json"), _SECONDS)
+        yield Step("probes", command, 0.12)
     if "tests" in wanted:
         options = ["-m", "pytest", "-v", "-ra", "--tb=short", "--durations=12", "--color=no"]
         options += ["-p", "no:cacheprovider", "-o", "filterwarnings=default"]
@@ -148,19 +150,20 @@ def steps(wanted: Sequence[str], out: Path, seconds: float, *, quick: bool) -> I
             if present:
                 yield Step(f"tests {number}", (*options, *present), share)
     if "bench" in wanted:
-        share = 0.38
-        command = ["bench/gpu.py", "--out", str(out), "--seconds", str(share * seconds * 0.9)]
-        yield Step("bench", (*command, *(["--quick"] if quick else [])), share)
+        command = ("bench/gpu.py", "--out", str(out), "--seconds", _SECONDS)
+        yield Step("bench", (*command, *(["--quick"] if quick else [])), 0.38)
 
 
 def perform(step: Step, seconds: float, environ: dict[str, str], cwd: Path, log: Log) -> bool:
     """Run one step; return whether it could be run."""
     mark = uuid.uuid4().hex
+    limit = f"{_OWN_SHARE * seconds:.0f}"
+    command = [limit if word == _SECONDS else word for word in step.command]
     log.say(f"=== {step.name}: at most {seconds:.0f} s")
     position, started = log.file.stat().st_size, time.monotonic()
     with log.file.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(  # noqa: S603 (it is our own)
-            [sys.executable, *step.command],
+            [sys.executable, *command],
             cwd=cwd,
             env={**environ, _MARK: mark},
             stdin=subprocess.DEVNULL,
@@ -218,8 +221,7 @@ def main() -> int:
         site = Path(name) / "site"
         install(ROOT / ".whl", site, log)
         environ = environment(folder, site)
-        left = end - time.monotonic()
-        todo = list(steps(given.steps.split(","), log.folder, left, quick=given.quick))
+        todo = list(steps(given.steps.split(","), log.folder, quick=given.quick))
         well = True
         for number, step in enumerate(todo):
             # What a step does not use is for those after it.

@@ -40,9 +40,10 @@ class Step(Training):
         return self.batch * self.context
 
 
-# The sizes of the example, in which a GPU has little to do, and larger ones.
+# Just to see whether it runs; the sizes of the example, in which a GPU has little to do; larger ones.
+TINY: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 4}
 SMALL: dict[str, Any] = {}
-LARGE: dict[str, Any] = {"layers": 8, "width": 1024, "heads": 16, "context": 256, "batch": 32}
+LARGE: dict[str, Any] = {"layers": 8, "width": 1024, "heads": 16, "context": 256, "batch": 16}
 
 
 def from_order(order: Mapping[str, Any]) -> Step:

@@ -54,10 +54,10 @@ def collectives_rank(backend: fc.Backend, options: Options) -> None:
 
 def training(options: Options) -> None:
     """Steps of the GPT, ours and PyTorch's."""
-    from gpu_bench.cases import LARGE, PRECISIONS, SMALL, Step
+    from gpu_bench.cases import LARGE, PRECISIONS, SMALL, TINY, Step
     from gpu_bench.training import Plan, measure
 
-    sizes = [SMALL] if options["quick"] else [LARGE, SMALL]
+    sizes = [TINY] if options["quick"] else [LARGE, SMALL]
     cases = [
         Step(**size, precision=precision, share_gpu=options["share_gpu"])
         for size in sizes
@@ -73,7 +73,7 @@ def optimizer(options: Options) -> None:
     """AdamW's kernel beside a copy, on the first GPU."""
     from fsdpcore.bench.device_optimizer import ELEMENTS, measure
 
-    elements = 1_000_000 if options["quick"] else ELEMENTS
+    elements = 20_000 if options["quick"] else ELEMENTS
     for row in measure(importlib.import_module("cupy"), elements=elements):
         tell(options, row)
 

@@ -21,9 +21,9 @@ from gpu_bench.training import FOLDERS
 _TAIL = 4000
 # Of the seconds that there are, what each part may use at most if all are run.
 SHARES = {
-    ("collectives", 1): 0.2,
-    ("optimizer", 1): 0.15,
-    ("training", 1): 0.3,
+    ("collectives", 1): 0.17,
+    ("optimizer", 1): 0.1,
+    ("training", 1): 0.38,
     ("collectives", 2): 0.2,
     ("training", 2): 0.15,
 }

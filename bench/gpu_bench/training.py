@@ -41,7 +41,7 @@ class Plan:
     """
 
     rounds: int = 5
-    seconds: float = 0.4
+    seconds: float = 0.15
     budget: float = 120.0
 
 
