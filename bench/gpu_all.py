@@ -136,8 +136,8 @@ def environment(folder: Path, site: Path) -> dict[str, str]:
 def steps(wanted: Sequence[str], out: Path, *, quick: bool) -> Iterator[Step]:
     """All steps that are wanted, in order."""
     if "probes" in wanted:
-        command = ("-m", "gpu_bench.probes", str(out / "probes.json"), _SECONDS)
-        yield Step("probes", command, 0.12)
+        probes = ("-m", "gpu_bench.probes", str(out / "probes.json"), _SECONDS)
+        yield Step("probes", probes, 0.12)
     if "tests" in wanted:
         options = ["-m", "pytest", "-v", "-ra", "--tb=short", "--durations=12", "--color=no"]
         options += ["-p", "no:cacheprovider", "-o", "filterwarnings=default"]
@@ -150,8 +150,8 @@ def steps(wanted: Sequence[str], out: Path, *, quick: bool) -> Iterator[Step]:
             if present:
                 yield Step(f"tests {number}", (*options, *present), share)
     if "bench" in wanted:
-        command = ("bench/gpu.py", "--out", str(out), "--seconds", _SECONDS)
-        yield Step("bench", (*command, *(["--quick"] if quick else [])), 0.38)
+        bench = ("bench/gpu.py", "--out", str(out), "--seconds", _SECONDS)
+        yield Step("bench", (*bench, *(["--quick"] if quick else [])), 0.38)
 
 
 def perform(step: Step, seconds: float, environ: dict[str, str], cwd: Path, log: Log) -> bool:

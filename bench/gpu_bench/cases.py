@@ -40,7 +40,7 @@ class Step(Training):
         return self.batch * self.context
 
 
-# Just to see whether it runs; the sizes of the example, in which a GPU has little to do; larger ones.
+# Just to see whether it runs; the sizes of the example, with little to do for a GPU; larger ones.
 TINY: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 4}
 SMALL: dict[str, Any] = {}
 LARGE: dict[str, Any] = {"layers": 8, "width": 1024, "heads": 16, "context": 256, "batch": 16}
