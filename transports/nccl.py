@@ -6,7 +6,9 @@ the host.
 
 A blocking collective of CuPy arrays is ordered by the stream: it is enqueued on the caller's
 current stream and returns at once. See ``collectives/on_device.py`` for that, and ``nccl_watch``
-for who sees to it that it ends.
+for who sees to it that it ends. All ranks call the collectives of CuPy arrays in the same order,
+those of different groups, too: what has begun on a GPU waits there for the others, and may keep
+what they call first from beginning.
 """
 
 from __future__ import annotations
@@ -227,6 +229,10 @@ class NcclBackend(ZmqBackend):
         communicator = self.groups.find(group.channel)
         if call.lane is None and communicator is not None:
             call.lane = lane_for(self, group, call, communicator)
+
+    def keep(self, ticket: Ticket, held: object) -> None:
+        assert isinstance(ticket, CudaTicket)
+        self.watcher.keep(ticket.event, held)
 
     def was_split(self, group: Backend, made: Backend | None) -> None:
         if not self.groups.can_split(group):
