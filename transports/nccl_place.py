@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from cupy.cuda import nccl, runtime
@@ -16,6 +16,8 @@ from fsdpcore.errors import ConfigError, RendezvousError
 from .nccl_missing import no_gpu
 
 _UUID_BYTES, _BUS_BYTES = 16, 16
+# CuPy cuts UUIDs off at their first zero byte. So much of one is enough.
+_ENOUGH = 8
 # Since this one, NCCL can be told to let ranks share a GPU.
 _SHARES_GPUS = 23000
 
@@ -35,6 +37,11 @@ class Gpu(NamedTuple):
     def unpack(cls, data: bytes) -> Gpu:
         """Decode it."""
         return cls(data[:_UUID_BYTES], data[_UUID_BYTES:].rstrip(b"\0").decode(errors="replace"))
+
+    def place(self, host: int) -> tuple[Any, ...]:
+        """Return what is equal for two ranks that have the same one: ``host`` is the rank's."""
+        known = self.uuid.rstrip(b"\0")
+        return (known,) if len(known) >= _ENOUGH else (host, self.bus)
 
     def __str__(self) -> str:
         shown = self.uuid.hex()
@@ -101,7 +108,7 @@ def check_distinct(group: Backend, mine: Gpu, share: bool, seconds: float) -> No
     """Tell each other who has which GPU; NCCL would hang where two ranks have the same.
 
     Args:
-        group: all ranks.
+        group: all ranks, in their order.
         mine: what this rank has.
         share: let it be.
         seconds: how long that may take.
@@ -111,13 +118,14 @@ def check_distinct(group: Backend, mine: Gpu, share: bool, seconds: float) -> No
     """
     record = np.frombuffer(mine.pack(), np.uint8)
     rows = all_gather(record[np.newaxis], group, timeout=seconds)
-    owners: dict[Gpu, list[int]] = {}
-    for rank, row in enumerate(rows):
-        owners.setdefault(Gpu.unpack(row.tobytes()), []).append(group.ranks[rank])
-    shared = {gpu: ranks for gpu, ranks in owners.items() if len(ranks) > 1}
+    gpus = [Gpu.unpack(row.tobytes()) for row in rows]
+    owners: dict[tuple[Any, ...], list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        owners.setdefault(gpu.place(group.hosts[rank]), []).append(rank)
+    shared = [ranks for ranks in owners.values() if len(ranks) > 1]
     if shared and not share:
         said = "; ".join(
-            f"ranks {', '.join(map(str, ranks))} have {gpu}" for gpu, ranks in shared.items()
+            f"ranks {', '.join(map(str, ranks))} have {gpus[ranks[0]]}" for ranks in shared
         )
         raise RendezvousError(
             f"every rank needs a GPU of its own, but {said}: start fewer ranks per host, show "

@@ -201,6 +201,26 @@ def test_two_ranks_on_one_gpu(machine: Machine) -> None:
     assert not machine.calls("nccl.init")
 
 
+def test_gpus_are_told_apart_by_what_is_known_of_them(machine: Machine) -> None:
+    """CuPy cuts off a UUID at its first zero byte: then the host and the bus tell, too."""
+    from fsdpcore.transports.nccl_place import Gpu
+
+    full, other, cut = bytes(range(1, 17)), bytes(range(2, 18)), b"\1"
+    found = [
+        Gpu.unpack(Gpu(uuid, bus).pack()).place(host)
+        for uuid, bus, host in [
+            (full, "0000:01:00.0", 0),
+            (full, "0000:02:00.0", 1),  # as another container sees it
+            (other, "0000:01:00.0", 0),
+            (cut, "0000:01:00.0", 0),
+            (cut, "0000:01:00.0", 1),
+            (cut, "0000:02:00.0", 0),
+        ]
+    ]
+    assert found[0] == found[1]
+    assert len(set(found)) == 5
+
+
 def test_ranks_that_may_share_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
     machine.faults.same_gpu(0, 1)
