@@ -263,6 +263,9 @@ class Transport(Backend):
             held: with a ticket, what keeps its arrays, to be kept until it is done.
         """
 
+    def keep(self, ticket: Ticket, held: object) -> None:
+        """Keep what is used in the background of ``device`` until the ticket is done."""
+
     def device_group(self) -> AbstractContextManager[None]:
         """Have what algorithms that are not canonical enqueue in the block begin at its end."""
         return contextlib.nullcontext()

@@ -96,6 +96,8 @@ class Watch:
         self._flights: dict[int, deque[Flight]] = {}
         # Links of calls that a thread makes now: NCCL may not return before others call as well.
         self._inside: dict[Link, None] = {}
+        # Events on the device's background stream, in order, and what is kept until then.
+        self._kept: deque[tuple[Any, object]] = deque()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._asleep = False
@@ -119,6 +121,12 @@ class Watch:
     def add(self, stream: int, flight: Flight) -> None:
         """Look after a collective, on a stream; calls of one group come in their order."""
         self._new.append((stream, flight))
+        if self._asleep:
+            self._wake.set()
+
+    def keep(self, event: Any, held: object) -> None:
+        """Keep something until the device's background has come to an event."""
+        self._kept.append((event, held))
         if self._asleep:
             self._wake.set()
 
@@ -181,6 +189,8 @@ class Watch:
         with self._lock:
             with contextlib.suppress(*ERRORS):  # which the thread meets, too, and tells of
                 self._collect()
+            if channel is None and self._kept:
+                return True
             return any(
                 channel in (None, flight.group.channel)
                 for flights in self._flights.values()
@@ -201,6 +211,8 @@ class Watch:
                     self._device.give_event(flight.event)
             if not flights:
                 del self._flights[stream]
+        while self._kept and reached(self._kept[0][0]):
+            self._kept.popleft()
 
     # The thread.
 
@@ -240,7 +252,7 @@ class Watch:
     def _sleep(self) -> None:
         """Wait until there is something to look after, and out of the way of him who began it."""
         self._asleep = True
-        if not self._new and not self._inside and not self._stopped:
+        if not (self._new or self._inside or self._kept or self._stopped):
             self._wake.wait()
         self._asleep = False
         self._wake.clear()
@@ -270,7 +282,7 @@ class Watch:
             self._agreement.tell()
             self._agreement.compare()
             waits = self._agreement.waits
-        return bool(flights or inside or waits), self._chores(self)
+        return bool(flights or inside or self._kept or waits), self._chores(self)
 
     def _check_deadlines(self, flights: list[Flight]) -> None:
         late = min(flights, key=lambda flight: flight.end)
@@ -311,6 +323,7 @@ class Watch:
             with self._lock:
                 self._new.clear()
                 self._flights.clear()
+                self._kept.clear()
 
     def stop(self) -> None:
         """End the thread, once all has ended or failed."""

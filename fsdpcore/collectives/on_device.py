@@ -74,6 +74,23 @@ class DeviceWork(Work):
             raise fresh(failure)
 
 
+def in_background(backend: Backend, text: str, body: Callable[[], Any]) -> DeviceWork:
+    """Enqueue what ``body`` does in the background of the device, one thing after the other.
+
+    Collectives in it are blocking ones, and so are ordered like the rest. What it refers to is kept
+    until all of that has ended, whoever waits for it.
+
+    Args:
+        backend: a group of the rank.
+        text: for messages.
+        body: called at once; the work's result is what it returns.
+    """
+    with backend.device.background() as ticket:
+        value = body()
+    backend.root.keep(ticket, body)
+    return DeviceWork(backend, text, ticket, value)
+
+
 def run(
     perform: Callable[[Backend, Call, Body, float, int, bool], Any],
     backend: Backend,

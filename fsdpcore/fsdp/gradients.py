@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdpcore.buffers import Array, split_sizes
 from fsdpcore.collectives import all_reduce, reduce_scatter
-from fsdpcore.collectives.on_device import DeviceWork
+from fsdpcore.collectives.on_device import in_background
 from fsdpcore.errors import CommunicationError, StateError
 from fsdpcore.fsdp import gpu_inplace
 from fsdpcore.fsdp.array_module import on_host
@@ -210,12 +210,15 @@ class UnitGradients:
         if self._ranks.device.on_host:
             started = self._start(flat, own, divisor, label, async_op)
             return _Reducing(started if async_op else None, flat, own, divisor)
+
         # On a GPU all of it goes on in the background, while the next backward pass computes.
-        with self._ranks.device.background() as ticket:
+        def reduce() -> None:
             self._start(flat, own, divisor, label, async_op=False)
-            shard = self._conclude(own, divisor)
-        work = DeviceWork(self._ranks.whole, label, ticket, shard)
-        return _Reducing(work, flat, own, divisor, shard)
+            reducing.shard = self._conclude(own, divisor)
+
+        reducing = _Reducing(None, flat, own, divisor)
+        reducing.work = in_background(self._ranks.whole, label, reduce)
+        return reducing
 
     def _start(
         self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool

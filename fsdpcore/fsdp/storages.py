@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.collectives import all_gather, barrier
-from fsdpcore.collectives.on_device import DeviceWork
+from fsdpcore.collectives.on_device import in_background
 from fsdpcore.fsdp.buffers import Allocate, BufferPool
 from fsdpcore.fsdp.ranks import Ranks
 from fsdpcore.fsdp.storage import Storage, keeps_all, place_of, sent
@@ -250,16 +250,20 @@ class Brought(_Pooled):
 
     def gather(self, *, async_op: bool) -> Work:
         label = f"unit {self.places.unit}"
-        with self._filling() as flat, self._shards.device.background() as ticket:
-            if self._stale:
-                source = place_of(flat, self.places.layout, self._shards.rank)
-                source[...] = self.own
-                all_gather(source, self._shards, out=flat, algorithm=self._algorithm, label=label)
-                self._home[...] = flat
-            else:
+
+        def bring() -> None:
+            if not self._stale:
                 flat[...] = self._home
+                return
+            source = place_of(flat, self.places.layout, self._shards.rank)
+            source[...] = self.own
+            all_gather(source, self._shards, out=flat, algorithm=self._algorithm, label=label)
+            self._home[...] = flat
+
+        with self._filling() as flat:
+            started = in_background(self._shards, label, bring)
         self._stale = False
-        return DeviceWork(self._shards, label, ticket, flat)
+        return started
 
     def claim(self) -> None:
         """Nothing to wait for: what the others read is their own copy."""

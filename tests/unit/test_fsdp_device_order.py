@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -268,6 +269,40 @@ def test_memory_that_the_background_still_uses_is_not_written(machine: Any) -> N
             unit.drop_gradients()
         with unit.writing() as shard:
             shard[:] = 2
+
+    run(body, 2)
+
+
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[3]], ids=str)
+@pytest.mark.parametrize("offload", ["", "all"])
+def test_an_engine_may_go_while_the_background_uses_its_arrays(
+    machine: Any, strategy: fc.Strategy, offload: str
+) -> None:
+    """Its memory is handed out again when that has ended."""
+
+    def body(backend: fc.Backend) -> None:
+        device: Any = backend.device
+        engine = engine_of(backend, Way(2, strategy, offload=offload, window=False))
+        one, other, _ = engine.units
+        sizes = {array.nbytes for array in (one.shard, other.shard)}
+        sizes |= {part.layout.padded_size * 4 for unit in engine.units for part in unit.parts}
+
+        def begin(one: fc.Unit, other: fc.Unit) -> None:
+            one.begin_gradients()["w"][...] = 1
+            one.reduce_gradients(async_op=True)
+            other.unshard(async_op=True)
+
+        begin(one, other)  # the ranks agree on the kinds of calls
+        one.drop_gradients()
+        other.reshard()
+        device.synchronize()
+        with machine.frozen(device.stream):
+            begin(one, other)
+            del engine, one, other, _
+            gc.collect()
+            made = [device.xp.ones(size, np.uint8) for size in sizes for _ in range(5)]
+        device.synchronize()
+        assert all((device.to_host(array) == 1).all() for array in made)
 
     run(body, 2)
 
