@@ -60,7 +60,7 @@ from . import nccl_place
 from .cuda_device import CudaDevice, CudaTicket
 from .nccl_agree import Agreement
 from .nccl_calls import NativeCollectives, reduces
-from .nccl_comm import BOUND, ID_BYTES, Communicators
+from .nccl_comm import BOUND, ERRORS, ID_BYTES, Communicators, translated
 from .nccl_direct import DirectCollectives
 from .nccl_ending import ENDED, ENDING, Ending
 from .nccl_groups import GroupCommunicators
@@ -223,7 +223,10 @@ class NcclBackend(ZmqBackend):
             self.watcher.add(self.gpu.stream.ptr, flight)
             return
         stream, event = cupy.cuda.get_current_stream(), self.gpu.take_event()
-        event.record(stream)
+        try:
+            event.record(stream)
+        except ERRORS as error:
+            raise translated(error, f"{call.operation} #{sequence}") from error
         flight = Flight(event, True, group, call, sequence, limit, end, None)
         self.watcher.add(key_of(stream.ptr), flight)
         communicator = self.groups.find(group.channel)

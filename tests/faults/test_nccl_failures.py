@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -368,6 +369,21 @@ def test_an_abort_that_hangs_is_not_waited_for(
     expect(outcomes, "PeerFailedError", "CommunicationError", words=("enough",))
     machine.faults.release()
     wait_for_end(machine)
+
+
+def test_a_program_that_ends_without_closing_aborts(machine: Machine) -> None:
+    """CuPy would destroy communicators when they are collected, and wait for the other ranks."""
+
+    def body(backend: Any) -> None:
+        from fsdpcore.transports.nccl import _abort_at_exit
+
+        settled(backend)
+        _abort_at_exit(weakref.ref(backend))
+
+    outcomes = run_ranks(body, 2)
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    assert len(machine.calls("nccl.abort")) == 2
+    assert not machine.calls("nccl.destroy")
 
 
 # Threads.

@@ -15,6 +15,7 @@ from support.zmq_rogue import (
     FAIL,
     GRANT,
     HELLO,
+    NOTE,
     OFFER,
     QUERY,
     SEEN,
@@ -58,6 +59,7 @@ BAD_CONTROL = [
     ("deep FAIL", [frame(FAIL, payload=b"[" * 100_000)], "not JSON"),
     ("STATUS without JSON", [frame(STATUS, payload=b"\xff")], "not JSON"),
     ("huge FAIL", [frame(FAIL, size=2**40)], "too many"),
+    ("a NOTE", [frame(NOTE, payload=b"{}")], "which this transport does not send"),
 ]
 BAD_MESSAGES = [
     ("garbage", b"GET / HTTP/1.0\r\n\r\n" + bytes(40), "does not begin like one"),

@@ -18,7 +18,7 @@ from support.zmq_ranks import PATIENCE, config, listener, place
 
 TOKEN = "the token of the job"
 HELLO, EAGER, OFFER, GRANT, DATA, _, FAIL, BYE, QUERY, STATUS, SEEN = range(1, 12)
-MEMORY, LEND, PIECE, TAKEN, REFUSE = range(12, 17)
+MEMORY, LEND, PIECE, TAKEN, REFUSE, NOTE = range(12, 18)
 HEADER_BYTES = 48
 MESSAGES = (EAGER, OFFER, GRANT, DATA, MEMORY, LEND, PIECE, TAKEN, REFUSE)
 
