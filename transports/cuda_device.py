@@ -155,8 +155,11 @@ class CudaDevice(Device):
         return found
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
-        with self.entered():
+        if runtime.getDevice() == self.ordinal:  # a shortcut past what follows
             made: Array = cupy.empty(shape, dtype)
+            return made
+        with self.entered():
+            made = cupy.empty(shape, dtype)
         return made
 
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
@@ -216,6 +219,8 @@ class CudaDevice(Device):
 
     def new_event(self) -> Any:
         """A new event that can be recorded on the device's streams."""
+        if runtime.getDevice() == self.ordinal:  # a shortcut past what follows
+            return cupy.cuda.Event(disable_timing=True)
         with self.entered():
             return cupy.cuda.Event(disable_timing=True)
 
