@@ -28,6 +28,7 @@ import pytest
 _LEAST_MODULES = 20
 _LENGTH = struct.Struct("<Q")
 _POLL_SECONDS = 0.1
+_LAST_SECONDS = 10.0
 
 _Modules = list[list[pytest.Item]]
 _second = pytest.StashKey[bool]()
@@ -182,10 +183,14 @@ class _Other:
         return self.code is not None
 
     def interrupt(self) -> None:
-        """End it, as Ctrl-C does."""
+        """End it, as Ctrl-C does; a test may keep that to itself, so it is killed if it goes on."""
         if not self.ended():
             os.kill(self._pid, signal.SIGINT)
-            os.waitpid(self._pid, 0)
+        end = time.monotonic() + _LAST_SECONDS
+        while not self.ended():
+            if time.monotonic() > end:
+                os.kill(self._pid, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
 
 
 def _be_the_other(session: pytest.Session, modules: _Modules, shares: int, file: int) -> NoReturn:
