@@ -172,3 +172,10 @@ def on_host(body: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
 def on_gpus(body: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """The same on ranks with a GPU of the stand-in each."""
     return nccl_ranks.results(lambda backend: body(backend, *args), ranks)
+
+
+def run(body: Callable[[fc.Backend], Any], ranks: int) -> list[Any]:
+    """Results of ranks with a GPU each of the machine that is installed; none of them may fail."""
+    outcomes = nccl_ranks.run_ranks(body, ranks)
+    assert not any(o.error for o in outcomes), [f"{o.error}: {o.text}" for o in outcomes]
+    return [outcome.result for outcome in outcomes]

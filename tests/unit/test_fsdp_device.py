@@ -26,7 +26,6 @@ ALONE = fc.Strategy("hybrid_shard", shard_group_size=1)
 WAYS = [
     Way(1, FULL, clip=0.5),
     Way(1, NONE, precision="bf16", offload="all"),
-    Way(2, FULL),
     Way(2, FULL, precision="bf16", clip=0.5),
     Way(2, FULL, precision="fp16", parts=2),
     Way(2, FULL, precision="bf16", offload="parameters"),
@@ -41,8 +40,7 @@ WAYS = [
     Way(3, NONE, precision="fp16", clip=0.5),
     Way(3, NONE, offload="all", optimizer="adafactor"),
     Way(4, FULL, prefetch=fc.Prefetch(1, reductions=0), offload="all", parts=2),
-    Way(4, NEAR, prefetch=2),
-    Way(4, NEAR, offload="all", optimizer="adafactor"),
+    Way(4, NEAR, prefetch=2, optimizer="adafactor"),
     Way(4, HYBRID, parts=2, precision="bf16"),
     Way(4, HYBRID, offload="all", clip=0.5),
     Way(4, HYBRID_STAYS, precision="bf16 reduced"),
@@ -72,7 +70,6 @@ def test_the_bits_are_those_of_the_host(way: Way) -> None:
     [
         Way(3, FULL, algorithm="nccl", clip=0.5),
         Way(3, GRADS, algorithm="auto", precision="bf16", parts=2, clip=1e6),
-        Way(4, NEAR, algorithm="auto", parts=2, deferred=True, clip=1e6),
         Way(4, NONE, algorithm="auto", offload="parameters", clip=1e6),
     ],
     ids=str,

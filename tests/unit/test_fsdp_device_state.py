@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import fake_cuda, nccl_ranks
-from support.fsdp_device import Way, bits, engine_of, on_host, one_pass
+from support.fsdp_device import Way, bits, engine_of, on_host, one_pass, run
 
 import fsdpcore as fc
 
@@ -24,12 +24,6 @@ Array = Any
 def machine() -> Iterator[Any]:
     with fake_cuda.installed(4) as made:
         yield made
-
-
-def run(body: Callable[[fc.Backend], Any], ranks: int) -> list[Any]:
-    outcomes = nccl_ranks.run_ranks(body, ranks)
-    assert not any(o.error for o in outcomes), [f"{o.error}: {o.text}" for o in outcomes]
-    return [outcome.result for outcome in outcomes]
 
 
 def errors(body: Callable[[fc.Backend], Any], ranks: int) -> list[tuple[str, str]]:
