@@ -119,8 +119,7 @@ def install(wheels: Path, target: Path, log: Log) -> None:
 
 def environment(folder: Path, site: Path) -> dict[str, str]:
     """The variables of all steps."""
-    # First of all where this project is, so that Python's own order of folders changes nothing.
-    paths = [folder, site, folder / "tests", folder / "bench", folder / "examples"]
+    paths = [folder, site, folder / "bench"]
     before = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
@@ -129,6 +128,7 @@ def environment(folder: Path, site: Path) -> dict[str, str]:
         # Of other versions of libraries than ours: told, not fatal.
         "PYTHONWARNINGS": "default",
         "CUPY_CACHE_DIR": str(folder / "cupy_cache"),
+        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
         "COLUMNS": "160",
     }
 
@@ -140,10 +140,11 @@ def steps(wanted: Sequence[str], out: Path, *, quick: bool) -> Iterator[Step]:
         yield Step("probes", probes, 0.12)
     if "tests" in wanted:
         options = ["-m", "pytest", "-v", "-ra", "--tb=short", "--durations=12", "--color=no"]
-        options += ["-p", "no:cacheprovider", "-o", "filterwarnings=default"]
-        options += ["-o", "faulthandler_timeout=50"]
+        options += ["-p", "no:cacheprovider", "-p", "gpu_bench.instant"]
+        options += ["-o", "filterwarnings=default"]
+        options += ["-o", "faulthandler_timeout=60"]
         if importlib.util.find_spec("pytest_timeout") is not None:
-            options += ["--timeout=75"]
+            options += ["--timeout=100"]
         for number, (names, share) in enumerate(TESTS.items(), 1):
             files = [f"tests/gpu/{name}.py" for name in names]
             present = [file for file in files if (ROOT / file).exists()]

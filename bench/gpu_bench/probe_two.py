@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, str | tuple[str, str]]] = {
     "both": {"NCCL_HOSTID": ("rank0", "rank1"), "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
 }
 # Until the communicator is there; and for what comes after it.
-_INIT_SECONDS, _SECONDS = 20.0, 25.0
+_INIT_SECONDS, _SECONDS = 12.0, 25.0
 
 
 class _Rank:
