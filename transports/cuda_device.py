@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import cupy
 import numpy as np
@@ -156,11 +156,9 @@ class CudaDevice(Device):
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         if runtime.getDevice() == self.ordinal:  # a shortcut past what follows
-            made: Array = cupy.empty(shape, dtype)
-            return made
+            return cast(Array, cupy.empty(shape, dtype))
         with self.entered():
-            made = cupy.empty(shape, dtype)
-        return made
+            return cast(Array, cupy.empty(shape, dtype))
 
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         with self.entered():

@@ -352,9 +352,10 @@ def test_closing_with_work_that_never_ends_raises(machine: Machine) -> None:
 def test_an_abort_that_hangs_is_not_waited_for(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fsdpcore.transports import nccl
+    from fsdpcore.transports import nccl, nccl_watch
 
-    monkeypatch.setattr(nccl, "BOUND", 0.2)
+    for module in (nccl, nccl_watch):
+        monkeypatch.setattr(module, "BOUND", 0.2)
     machine.faults.hang_abort(rank=0)
 
     def body(backend: Any) -> None:
