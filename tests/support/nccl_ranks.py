@@ -15,9 +15,10 @@ from support.on_device import moved_bodies
 from support.spmd_job import Body as AnyBody
 from support.spmd_job import Job
 from support.spmd_threads import ThreadRanks, _State
-from support.zmq_ranks import PATIENCE, Outcome, listener, place
+from support.zmq_ranks import PATIENCE, Outcome, listener, place, run_joined
 
 from fsdpcore.config import Config, resolve
+from fsdpcore.environment import Place
 
 Body = Callable[[Any], Any]
 
@@ -33,28 +34,14 @@ def run_ranks(body: Body, world_size: int, **options: Any) -> list[Outcome]:
 
     Within ``fake_cuda.installed``. An option that is a list has a value for each rank.
     """
-    outcomes: list[Outcome] = [Outcome(error="hangs")] * world_size
-    token = secrets.token_hex(8)
 
-    def run(rank: int) -> None:
-        given = {name: v[rank] if isinstance(v, list) else v for name, v in options.items()}
-        try:
-            from fsdpcore.transports.nccl import NcclBackend
+    def join(here: Place) -> Any:
+        from fsdpcore.transports.nccl import NcclBackend
 
-            here = place(rank, world_size, port, token, meeting if rank == 0 else None)
-            with NcclBackend.join(here, config(**given)) as backend:
-                outcomes[rank] = Outcome(body(backend))
-        except BaseException as error:
-            outcomes[rank] = Outcome.of(error)
+        given = {name: v[here.rank] if isinstance(v, list) else v for name, v in options.items()}
+        return NcclBackend.join(here, config(**given))
 
-    with listener() as meeting:
-        port = meeting.getsockname()[1]
-        threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-    return outcomes
+    return run_joined(join, body, world_size)
 
 
 def results(body: Body, world_size: int, **options: Any) -> list[Any]:

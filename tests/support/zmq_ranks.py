@@ -86,14 +86,22 @@ def run_threads(
     body: Callable[[ZmqBackend], Any], world_size: int, **options: Any
 ) -> list[Outcome]:
     """Call ``body(backend)`` on every rank, each a thread of this process; close the backends."""
+    settings = config(**options)
+    return run_joined(lambda here: ZmqBackend.join(here, settings), body, world_size)
+
+
+def run_joined(
+    join: Callable[[Place], Any], body: Callable[[Any], Any], world_size: int
+) -> list[Outcome]:
+    """Do as ``run_threads``, with the backends that ``join`` makes."""
     outcomes: list[Outcome] = [Outcome(error="hangs")] * world_size
-    token, settings = secrets.token_hex(8), config(**options)
+    token = secrets.token_hex(8)
 
     def run(rank: int) -> None:
         try:
             here = place(rank, world_size, port, token, meeting if rank == 0 else None)
-            with ZmqBackend.join(here, settings) as backend:
-                outcomes[rank] = Outcome(body(backend))  # type: ignore[arg-type]
+            with join(here) as backend:
+                outcomes[rank] = Outcome(body(backend))
         except BaseException as error:
             outcomes[rank] = Outcome.of(error)
 
