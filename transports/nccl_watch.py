@@ -286,8 +286,14 @@ class Watch:
 
     def _check_deadlines(self, flights: list[Flight]) -> None:
         late = min(flights, key=lambda flight: flight.end)
-        if late.end < time.monotonic() and not reached(late.event):
+        if late.end < time.monotonic() and self._is_open(late):
             raise self._late(late, f"{late.limit:g} s after it was enqueued")
+
+    def _is_open(self, flight: Flight) -> bool:
+        """Whether it has not ended: its event may belong to another one by now."""
+        with self._lock:
+            self._collect()
+            return any(other is flight for queue in self._flights.values() for other in queue)
 
     def _late(self, flight: Flight, when: str) -> CommTimeoutError:
         group, root = flight.group, self._backend
@@ -310,7 +316,7 @@ class Watch:
             return
         for flight in flights:
             gone = left.intersection(flight.group.ranks)
-            if gone and not reached(flight.event):
+            if gone and self._is_open(flight):
                 raise PeerFailedError(
                     f"rank {min(gone)} has left the job, without {flight.call.operation} "
                     f"#{flight.sequence} of GPU arrays on ranks {shorten(flight.group.ranks)}",
@@ -318,12 +324,19 @@ class Watch:
                 )
 
     def _let_go(self) -> None:
-        """After a failure: keep the arrays until nothing uses them any more."""
-        if self._communicators.join(BOUND):
+        """After a failure: keep arrays until nothing uses them any more, for good if need be."""
+        if not self._communicators.join(BOUND):
+            return
+        end = time.monotonic() + BOUND
+        while not self._stopped and time.monotonic() < end:
             with self._lock:
-                self._new.clear()
-                self._flights.clear()
-                self._kept.clear()
+                try:
+                    self._collect()
+                except ERRORS:  # the GPU does not say any more what has ended
+                    return
+                if not self._flights and not self._kept:
+                    return
+            time.sleep(_SOON)
 
     def stop(self) -> None:
         """End the thread, once all has ended or failed."""
