@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.metadata import BLOCK_BYTES
 from fsdpcore.device import Device
 from fsdpcore.errors import CheckpointError
+from fsdpcore.fsdp.array_module import on_host
 
 WINDOW_BYTES = 128 * BLOCK_BYTES
 """Of the memory by way of which arrays are written to files; whole blocks of checksums."""
@@ -17,11 +16,6 @@ WINDOW_BYTES = 128 * BLOCK_BYTES
 _ALIGNMENT = 64
 _PATIENCE = 3600.0
 """Seconds for all that was enqueued before, in which collectives have a timeout of their own."""
-
-
-def on_host(array: Array) -> bool:
-    """Whether the elements are in memory that NumPy can read."""
-    return isinstance(array, np.ndarray)
 
 
 def aligned(nbytes: int) -> int:
