@@ -69,8 +69,9 @@ def input_array(value: ArrayLike, what: str = "array") -> Array:
         return value
     if hasattr(value, "__cuda_array_interface__"):
         raise ArgumentError(
-            f"{what} is on a GPU, and this transport moves arrays of the host only: copy it there "
-            "(CuPy: array.get()), or use a transport for GPUs, with CuPy's arrays"
+            f"{what} is on a GPU, but not on one that this rank communicates with: copy it to the "
+            "host (CuPy: array.get()), or use a transport for GPUs, with CuPy's arrays on the "
+            "rank's own GPU (backend.device)"
         )
     try:
         array = np.asarray(value)

@@ -386,3 +386,37 @@ def test_the_supervisor_sleeps_while_there_is_nothing_to_do(machine: Machine) ->
         return bool(backend.watcher._asleep)
 
     assert on_ranks(body) == [True] * P
+
+
+def test_messages_go_through_the_host(machine: Machine) -> None:
+    """In any order of their tags, to arrays of the GPU and of the host."""
+
+    def body(backend: Any) -> list[float]:
+        x, after, before = device_array(backend, (4,)), (backend.rank + 1) % P, backend.rank - 1
+        works = [backend.isend(x * (tag + backend.rank), after, tag=tag) for tag in (1, 2)]
+        there, here = backend.device.empty((4,), np.float32), np.empty(4, np.float32)
+        backend.recv(there, before % P, tag=2)
+        backend.recv(here, before % P, tag=1)
+        for work in works:
+            work.wait()
+        return [float(there[0]), float(here[0])]
+
+    assert on_ranks(body) == [[2.0 + r, 1.0 + r] for r in (2, 0, 1)]
+    assert not seen(machine)
+
+
+def test_arrays_of_another_gpu_are_refused(machine: Machine) -> None:
+    def body(backend: Any) -> str:
+        import cupy
+
+        with cupy.cuda.Device((backend.rank + 1) % P):
+            x = cupy.ones(3, np.float32)
+        with pytest.raises(fc.ArgumentError) as caught:
+            fc.all_reduce(x, backend)
+        y = device_array(backend, (3,))
+        with pytest.raises(fc.ArgumentError, match="out must be an array of cuda"):
+            fc.all_reduce(y, backend, out=x)
+        return str(caught.value)
+
+    for text in on_ranks(body):
+        assert "GPU" in text
