@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
@@ -122,20 +123,10 @@ class Separate(_Pooled):
         label = f"unit {self.places.unit}"
         if self._part is not None:
             source, group, label = self._part, self._ranks.near, f"{label}, again"
-        background = async_op or not group.device.on_host
+        away = self._away and self._part is None
         with self._filling() as flat:
-            if self._away and self._part is None:  # a GPU sends what is in its own memory
-                source = place_of(flat, self.places.layout, group.rank)
-                source[...] = self.own
-            started = all_gather(
-                source,
-                group,
-                out=flat,
-                algorithm=self._algorithm,
-                async_op=background,
-                label=label,
-            )
-        return started if background else None
+            place = place_of(flat, self.places.layout, group.rank) if away else None
+            return _gathering(source, group, flat, place, self._algorithm, label, async_op=async_op)
 
     def free(self, *, again: bool) -> None:
         flat, self._flat, self._params = self._flat, None, None
@@ -196,17 +187,12 @@ class Kept(Storage):
     def gather(self, *, async_op: bool) -> Work | None:
         if not self._stale:
             return None
-        background = async_op or not self._shards.device.on_host
-        started = all_gather(
-            self.own,
-            self._shards,
-            out=self._flat,
-            algorithm=self._algorithm,
-            async_op=background,
-            label=f"unit {self.places.unit}",
+        label = f"unit {self.places.unit}"
+        started = _gathering(
+            self.own, self._shards, self._flat, None, self._algorithm, label, async_op=async_op
         )
         self._stale = False
-        return started if background else None
+        return started
 
     @property
     def params(self) -> Params:
@@ -312,3 +298,38 @@ class Windowed(Storage):
 
     def reduced(self) -> None:
         self.exposed = False
+
+
+def _gathering(
+    own: Array,
+    group: Backend,
+    flat: Array,
+    place: Array | None,
+    algorithm: str,
+    label: str,
+    *,
+    async_op: bool,
+) -> Work | None:
+    """Gather the ranks' shards; see ``Storage.gather``.
+
+    Args:
+        own: of this rank.
+        group: the ranks.
+        flat: to be filled.
+        place: of the shard in it, where ``own`` has to be copied first: it is in the memory of the
+            host, and a GPU sends what is in its own.
+        algorithm, label: of the collective.
+        async_op: do not wait for the end.
+    """
+
+    def gather(**options: Any) -> Any:
+        source = own
+        if place is not None:
+            place[...] = own
+            source = place
+        return all_gather(source, group, out=flat, algorithm=algorithm, label=label, **options)
+
+    if not group.device.on_host:
+        return in_background(group, label, gather)
+    started: Work = gather(async_op=async_op)
+    return started if async_op else None
