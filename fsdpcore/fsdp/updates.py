@@ -94,9 +94,8 @@ class ShardUpdate:
         """Have these arrays, many of which are small, in one that was allocated as it should be."""
         arrays = [(named, name) for named in self.whole_state.values() for name in named]
         size = sum(named[name].size for named, name in arrays)
-        if not size:
-            return
-        flat, start = allocate(size, dtype), 0
+        # Where there is nothing to allocate, empty arrays still have to be of this device.
+        flat, start = allocate(size, dtype) if size else self._device.empty(0, dtype), 0
         for named, name in arrays:
             values = named[name]
             named[name] = flat[start : start + values.size]

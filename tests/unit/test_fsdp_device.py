@@ -85,3 +85,23 @@ def test_nccls_own_sums_differ_by_roundings(way: Way) -> None:
         for name, theirs in expected.items():
             mine, theirs = (np.asarray(array, np.float64) for array in (state[name], theirs))
             np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=rtol, err_msg=name)
+
+
+def one_element(backend: fc.Backend) -> dict[str, np.ndarray]:
+    """Train a unit of which all ranks but one have nothing."""
+    unit = fc.Unit("one", {"w": np.ones(1, np.float32)})
+    engine = fc.FSDP([unit], backend, optimizer=fc.optim.Adafactor(lr=0.1, beta1=0.9))
+    for _ in range(2):
+        with engine.step() as step:
+            with step.forward(unit):
+                pass
+            with step.backward(unit) as (params, grads):
+                grads["w"] = params["w"]
+            step.update()
+    return dict(engine.state_dict(full=True))
+
+
+def test_ranks_that_have_nothing_of_a_unit_update_it_together() -> None:
+    expected = on_host(one_element, 3)[0]
+    for state in on_gpus(one_element, 3):
+        assert bits(state) == bits(expected)
