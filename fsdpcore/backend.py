@@ -302,6 +302,9 @@ class Backend(ABC):
     def barrier(self, timeout: float | None = None) -> None:
         """Block until every rank of the group has called it.
 
+        It is the host's: what was enqueued on a GPU may not have ended, on this rank or another.
+        ``device.synchronize()`` waits for that of this rank.
+
         Raises:
             CommTimeoutError: a rank is missing after ``timeout`` seconds; the message names it.
             MismatchError: a rank called another collective.
