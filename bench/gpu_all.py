@@ -196,12 +196,22 @@ def _interrupt(process: subprocess.Popen[bytes]) -> None:
 
 def _end(mark: str) -> None:
     """End all processes that a step has started, wherever they are now."""
-    wanted = f"{_MARK}={mark}".encode()
+    quiet, end = 0, time.monotonic() + 5.0
+    while quiet < 2 and time.monotonic() < end:  # twice, as one may have started another
+        quiet = 0 if _killed(f"{_MARK}={mark}".encode()) else quiet + 1
+        time.sleep(0.05)
+
+
+def _killed(wanted: bytes) -> int:
+    """Kill the processes with this in their environment; return how many there were."""
+    count = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
                 if wanted in (entry / "environ").read_bytes():
                     os.kill(int(entry.name), signal.SIGKILL)
+                    count += 1
+    return count
 
 
 def main() -> int:
