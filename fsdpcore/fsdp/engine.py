@@ -50,12 +50,12 @@ class FSDP:
     read it: gathering a unit moves nothing and takes no memory, and the host holds the parameters
     once. A process that is forked from a rank sees its updates, too.
 
-    Where a rank has a GPU (``backend.device``), all arrays are CuPy's, to be computed with by
-    ``engine.xp``; values may be given as NumPy's arrays as well, and are moved. The host only
-    enqueues what is to be done: what the ranks exchange, on a stream of its own that waits for the
-    caller's current stream and is waited for by it, the rest on that. It waits for the GPU once in
-    a step, when ``update`` has to know whether the gradients are finite. Who goes on with another
-    stream has that wait for the one before.
+    Where a rank has a GPU (``backend.device``), there is no window, and all arrays are CuPy's, to
+    be computed with by ``engine.xp``; values may be given as NumPy's arrays as well, and are moved.
+    The host only enqueues what is to be done: what the ranks exchange, on a stream of its own that
+    waits for the caller's current stream and is waited for by it, the rest on that. It waits for
+    the GPU once in a step, when ``update`` has to know whether the gradients are finite. Who goes
+    on with another stream has that wait for the one before.
 
     Making an engine is a collective: all ranks pass the same units with the same values.
 
@@ -479,7 +479,7 @@ def _check_algorithm(algorithm: str, backend: Backend) -> None:
     if not backend.device.on_host:
         has = backend.root.device_algorithms(backend)
     known = set.intersection(
-        *(set(has[name]) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+        *(set(has.get(name, ())) for name in ("all_gather", "reduce_scatter", "all_reduce"))
     )
     if algorithm != "auto" and algorithm not in known:
         names = ", ".join(repr(name) for name in ["auto", *sorted(known)])

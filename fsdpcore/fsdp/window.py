@@ -39,16 +39,14 @@ def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> Window | Non
     which has memory of its own. A collective; all ranks get the same answer. A rank that is alone
     needs no transport for it.
     """
-    if len(set(backend.hosts)) > 1:
+    if len(set(backend.hosts)) > 1 or not backend.device.on_host:
         return None
     sizes = [layout.padded_size * layout.dtype.itemsize for layout in layouts]
     bounds = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
     if not bounds[-1]:
         return None
     if backend.world_size == 1:
-        memory: Array = backend.device.zeros(bounds[-1], np.uint8)
-    elif not backend.device.on_host:
-        return None
+        memory: Array = np.zeros(bounds[-1], np.uint8)
     else:
         try:
             memory = backend.shared_window((bounds[-1],), np.uint8)
