@@ -22,10 +22,9 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support.two_processes import pytest_runtestloop
 from threadpoolctl import threadpool_limits
 
-__all__ = ["pytest_runtestloop"]
+from fsdpcore.blas import available_cores
 
 _MARK = "side_by_side"
 _Outcomes = dict[str, "Future[None]"]
@@ -61,6 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{_MARK}(how): run tests of a module at the same time, at most so many, or where "
         "'how' is the name of a parameter, one for each of its values",
     )
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run the whole suite on two processes, and what the command line names on this one."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return 2 if whole and available_cores() > 1 else 0
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

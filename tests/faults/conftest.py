@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.two_processes import is_second
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +26,13 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def free_port(pytestconfig: pytest.Config) -> Callable[[], int]:
+def free_port() -> Callable[[], int]:
     """Find a port where nobody listens, another one each time.
 
     It is outside of the range from which systems choose ports by themselves, so that nobody else
     is given it before the test uses it; of two processes that run tests, each has a range.
     """
-    first = 26_000 if is_second(pytestconfig) else 20_000
+    first = 26_000 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 20_000
     ports = iter(range(first, first + 6_000))
 
     def find() -> int:
