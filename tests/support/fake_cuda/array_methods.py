@@ -150,10 +150,6 @@ class Methods(_Named):
         """One dimension: a view of contiguous arrays."""
         return self.reshape(-1, order=order)
 
-    def flatten(self: Any, order: str = "C") -> ndarray:
-        """One dimension, a copy."""
-        return self.copy(order).reshape(-1, order=order)
-
     def transpose(self: Any, *axes: Any) -> ndarray:
         """Other order of the axes, backwards by default."""
         return self._of(self._host.transpose(*axes))

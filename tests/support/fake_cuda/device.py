@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from support.fake_cuda import current
 
 
@@ -49,23 +47,6 @@ class Device:
     def pci_bus_id(self) -> str:
         """For instance "0000:01:00.0"."""
         return pci_bus_id(self.id)
-
-    @property
-    def compute_capability(self) -> str:
-        """For instance "90"."""
-        return "90"
-
-    @property
-    def mem_info(self) -> tuple[int, int]:
-        """Bytes that are free and bytes that there are."""
-        machine = current.machine()
-        limit = machine.faults.limit
-        return limit - machine.memories.used(self.id), limit
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """Some."""
-        return {"MultiProcessorCount": 132, "WarpSize": 32, "CanMapHostMemory": 1}
 
 
 def pci_bus_id(device: int) -> str:

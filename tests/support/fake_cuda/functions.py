@@ -151,12 +151,6 @@ def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> A
     return run("norm", lambda host: np.linalg.norm(host, ord, axis, keepdims), [x])
 
 
-def scatter_add(a: ndarray, slices: Any, value: Any) -> None:
-    from support.fake_cuda.namespace import lookup
-
-    lookup("add").at(a, slices, value)  # type: ignore[union-attr]
-
-
 def count_nonzero(a: Any, axis: Any = None) -> Any:
     need_array("count_nonzero", a)
     return run("count_nonzero", lambda host: np.asarray(np.count_nonzero(host, axis)), [a])

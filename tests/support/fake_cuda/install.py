@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 from support.fake_cuda import current, device, memory, nccl, runtime, streams
 from support.fake_cuda.compiler import CompileException
 from support.fake_cuda.errors import CUDARuntimeError, NcclError
-from support.fake_cuda.functions import scatter_add
 from support.fake_cuda.machine import Machine
 from support.fake_cuda.namespace import names
 
@@ -116,11 +114,9 @@ def _modules(nccl_at: str) -> dict[str, Any]:
     add("cupy", {name: value for name, value in every.items() if "." not in name})
     made["cupy"].__version__ = "14.2.0"
     made["cupy"].is_available = _is_available
-    made["cupy"].get_array_module = _get_array_module
-    for part in ("linalg", "random"):
-        head = f"{part}."
-        found = {n.removeprefix(head): v for n, v in every.items() if n.startswith(head)}
-        add(f"cupy.{part}", found)
+    head = "linalg."
+    found = {n.removeprefix(head): v for n, v in every.items() if n.startswith(head)}
+    add("cupy.linalg", found)
     add("cupy.cuda", _cuda())
     add("cupy.cuda.runtime", {**runtime.CONSTANTS, **runtime.FUNCTIONS})
     made["cupy.cuda.runtime"].CUDARuntimeError = CUDARuntimeError
@@ -129,8 +125,6 @@ def _modules(nccl_at: str) -> dict[str, Any]:
     add("cupy.cuda.pinned_memory", {n: getattr(memory, n) for n in _PINNED})
     add("cupy.cuda.stream", {n: getattr(streams, n) for n in _STREAM})
     add("cupy.cuda.compiler", {"CompileException": CompileException})
-    add("cupyx", {f"{name}_pinned": _pinned(name) for name in ("empty", "zeros")})
-    made["cupyx"].scatter_add = scatter_add
     if nccl_at == "missing":
         made["cupy.cuda.nccl"] = None
     else:
@@ -149,8 +143,6 @@ def _cuda() -> dict[str, Any]:
         **{n: getattr(streams, n) for n in _STREAM},
         "Device": device.Device,
         "is_available": _is_available,
-        "get_device_id": runtime.getDevice,
-        "get_local_runtime_version": runtime.runtimeGetVersion,
     }
 
 
@@ -168,22 +160,3 @@ def _is_available() -> bool:
         return runtime.getDeviceCount() > 0
     except CUDARuntimeError:
         return False
-
-
-def _get_array_module(*args: Any) -> ModuleType:
-    found = any(isinstance(arg, names()["ndarray"]) for arg in args)
-    return sys.modules["cupy"] if found else np
-
-
-def _pinned(how: str) -> Callable[..., Any]:
-    def make(shape: Any, dtype: Any = float, order: str = "C") -> Any:
-        """A NumPy array in pinned memory."""
-        count = int(np.prod(shape, dtype=int))
-        found = np.dtype(dtype)
-        pointer = memory.alloc_pinned_memory(count * found.itemsize)
-        made = np.frombuffer(pointer, found, count).reshape(shape, order=order)
-        if how != "empty":
-            made.fill(0)
-        return made
-
-    return make

@@ -254,15 +254,6 @@ class MemoryPool:
             machine.synchronize(device)
             machine.memories.forget_free(device)
 
-    def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
-        """Let all arrays together have at most so many bytes."""
-        faults = current.machine().faults
-        faults.limit = int(faults.limit * fraction) if fraction else size or 80 << 30
-
-    def get_limit(self) -> int:
-        """How many bytes arrays may have."""
-        return current.machine().faults.limit
-
 
 def alloc(size: int) -> MemoryPointer:
     """Memory of the pool."""
@@ -315,7 +306,3 @@ class PinnedMemoryPool:
 
     def free_all_blocks(self) -> None:
         """Nothing to do."""
-
-    def n_free_blocks(self) -> int:
-        """None."""
-        return 0

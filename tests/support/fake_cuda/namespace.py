@@ -32,7 +32,7 @@ def lookup(name: str) -> Any:
 
 
 def _make() -> dict[str, Any]:
-    from support.fake_cuda import creation, kernels, random_numbers, raw_kernels
+    from support.fake_cuda import creation, kernels, raw_kernels
     from support.fake_cuda.arrays import ndarray
     from support.fake_cuda.functions import FUNCTIONS, norm
     from support.fake_cuda.memory import MemoryPool, PinnedMemoryPool
@@ -57,6 +57,5 @@ def _make() -> dict[str, Any]:
         "RawModule": raw_kernels.RawModule,
         "get_default_memory_pool": lambda: pool,
         "get_default_pinned_memory_pool": lambda: pinned,
-        **{f"random.{name}": made for name, made in random_numbers.NAMES.items()},
     }
     return made

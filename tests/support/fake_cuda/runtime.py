@@ -97,27 +97,10 @@ def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
     copies.memset_async(ptr, value, size, stream)
 
 
-def memset(ptr: int, value: int, size: int) -> None:
-    copies.memset_async(ptr, value, size, 0)
-
-
 def streamSynchronize(stream: int) -> None:
     from support.fake_cuda.streams import _BaseStream
 
     _BaseStream(stream, -1).synchronize()
-
-
-def streamQuery(stream: int) -> int:
-    """0, or 600 for work that is under way, or what has failed: it raises nothing."""
-    from support.fake_cuda.streams import _BaseStream
-
-    return _BaseStream(stream, -1)._query()
-
-
-def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
-    from support.fake_cuda.streams import _BaseStream
-
-    _BaseStream(stream, -1).wait_event(_event(event))
 
 
 def eventQuery(event: int) -> int:
@@ -126,29 +109,11 @@ def eventQuery(event: int) -> int:
     return 400 if found is None else found._query()
 
 
-def eventRecord(event: int, stream: int) -> None:
-    from support.fake_cuda.streams import _BaseStream
-
-    _event(event).record(_BaseStream(stream, -1))
-
-
-def eventSynchronize(event: int) -> None:
-    _event(event).synchronize()
-
-
-def _event(handle: int) -> Any:
-    found = current.machine().events.get(handle)
-    if found is None:
-        raise CUDARuntimeError(400)
-    return found
-
-
 FUNCTIONS = {
     function.__name__: function
     for function in (
         getDeviceCount, getDevice, setDevice, getDeviceProperties, driverGetVersion,
         runtimeGetVersion, deviceSynchronize, deviceGetPCIBusId, memGetInfo, memcpyAsync, memcpy,
-        memsetAsync, memset, streamSynchronize, streamQuery, streamWaitEvent, eventQuery,
-        eventRecord, eventSynchronize,
+        memsetAsync, streamSynchronize, eventQuery,
     )
 }  # fmt: skip

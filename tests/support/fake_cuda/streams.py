@@ -134,11 +134,6 @@ class _BaseStream:
         return 0
 
     @property
-    def is_non_blocking(self) -> bool:
-        """Whether it does not wait for the null stream."""
-        return not current.machine().queue(self).blocking and self.ptr != 0
-
-    @property
     def priority(self) -> int:
         """The priority that it was made with."""
         return current.machine().queue(self).priority
@@ -151,10 +146,6 @@ class _BaseStream:
         clock = machine.order.clock_of(queue)
         queue.wait()
         machine.order.host_saw(clock)
-
-    def add_callback(self, callback: Callable[..., None], arg: object) -> None:
-        """Call ``callback(stream, 0, arg)`` behind what it has so far."""
-        current.machine().queue(self).put("callback", lambda: callback(self, 0, arg))
 
     def launch_host_func(self, callback: Callable[..., None], arg: object) -> None:
         """Call ``callback(arg)`` behind what it has so far."""
