@@ -4,10 +4,11 @@
 backend; ``FSDP`` shards a model over one. README.md shows all three.
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
 
-from fsdpcore import checkpoint, errors
-from fsdpcore.adapters.layers import Layer, LayerStack
+from fsdpcore import errors
 from fsdpcore.backend import Backend, Capabilities, SubBackend
 from fsdpcore.collectives import (
     Batch,
@@ -49,26 +50,30 @@ from fsdpcore.errors import (
     UnknownTransportError,
     UnsupportedError,
 )
-from fsdpcore.fsdp import initializers, optim
-from fsdpcore.fsdp.engine import FSDP
-from fsdpcore.fsdp.estimate import MemoryEstimate, memory_estimate
-from fsdpcore.fsdp.offload import Offload
-from fsdpcore.fsdp.plan import Plan, make_plan
-from fsdpcore.fsdp.plan_sizes import UnitSize
-from fsdpcore.fsdp.precision import LossScale, Precision
-from fsdpcore.fsdp.report import Report
-from fsdpcore.fsdp.schedule import Prefetch
-from fsdpcore.fsdp.spec import Spec
-from fsdpcore.fsdp.special import Tied
-from fsdpcore.fsdp.state import ArrayPiece, EngineState, ShardedArray
-from fsdpcore.fsdp.step import Step
-from fsdpcore.fsdp.strategy import Strategy
-from fsdpcore.fsdp.unit import Unit
 from fsdpcore.launch import init, launch
 from fsdpcore.mesh import Mesh
 from fsdpcore.recorder import dump_trace
 from fsdpcore.reduce_ops import ReduceOp
 from fsdpcore.work import Work
+
+if TYPE_CHECKING:
+    from fsdpcore import checkpoint
+    from fsdpcore.adapters.layers import Layer, LayerStack
+    from fsdpcore.fsdp import initializers, optim
+    from fsdpcore.fsdp.engine import FSDP
+    from fsdpcore.fsdp.estimate import MemoryEstimate, memory_estimate
+    from fsdpcore.fsdp.offload import Offload
+    from fsdpcore.fsdp.plan import Plan, make_plan
+    from fsdpcore.fsdp.plan_sizes import UnitSize
+    from fsdpcore.fsdp.precision import LossScale, Precision
+    from fsdpcore.fsdp.report import Report
+    from fsdpcore.fsdp.schedule import Prefetch
+    from fsdpcore.fsdp.spec import Spec
+    from fsdpcore.fsdp.special import Tied
+    from fsdpcore.fsdp.state import ArrayPiece, EngineState, ShardedArray
+    from fsdpcore.fsdp.step import Step
+    from fsdpcore.fsdp.strategy import Strategy
+    from fsdpcore.fsdp.unit import Unit
 
 __version__ = _version("fsdpcore")
 
@@ -144,3 +149,44 @@ __all__ = [
     "scatter",
     "scatter_v",
 ]
+
+# What a rank that only communicates has no use for, and what takes as long to import as all the
+# rest: modules by the names that are imported from them when they are first asked for.
+_LATER = {
+    "ArrayPiece": "fsdp.state",
+    "EngineState": "fsdp.state",
+    "FSDP": "fsdp.engine",
+    "Layer": "adapters.layers",
+    "LayerStack": "adapters.layers",
+    "LossScale": "fsdp.precision",
+    "MemoryEstimate": "fsdp.estimate",
+    "Offload": "fsdp.offload",
+    "Plan": "fsdp.plan",
+    "Precision": "fsdp.precision",
+    "Prefetch": "fsdp.schedule",
+    "Report": "fsdp.report",
+    "ShardedArray": "fsdp.state",
+    "Spec": "fsdp.spec",
+    "Step": "fsdp.step",
+    "Strategy": "fsdp.strategy",
+    "Tied": "fsdp.special",
+    "Unit": "fsdp.unit",
+    "UnitSize": "fsdp.plan_sizes",
+    "checkpoint": "checkpoint",
+    "initializers": "fsdp.initializers",
+    "make_plan": "fsdp.plan",
+    "memory_estimate": "fsdp.estimate",
+    "optim": "fsdp.optim",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = _import_module(f"{__name__}.{_LATER[name]}")
+        found = globals()[name] = getattr(module, name, module)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -70,3 +70,22 @@ def test_a_transport_is_imported_when_it_is_used():
     )
     done = finished(python("-c", statement))
     assert (done.code, done.out) == (0, "True\n"), done.err
+
+
+def test_engine_and_checkpoints_are_imported_when_they_are_used():
+    statement = (
+        "import fsdpcore as fc, sys; names = ('fsdpcore.fsdp', 'fsdpcore.checkpoint');"
+        "print([name in sys.modules for name in names]);"
+        "fc.FSDP, fc.checkpoint.save; print([name in sys.modules for name in names])"
+    )
+    done = finished(python("-c", statement))
+    assert (done.code, done.out) == (0, "[False, False]\n[True, True]\n"), done.err
+
+
+def test_every_public_name_is_there():
+    statement = (
+        "import fsdpcore as fc; assert set(fc.__all__) <= set(dir(fc));"
+        "print([name for name in fc.__all__ if not hasattr(fc, name)], hasattr(fc, 'nothing'))"
+    )
+    done = finished(python("-c", statement))
+    assert (done.code, done.out) == (0, "[] False\n"), done.err
