@@ -133,9 +133,15 @@ class Backend(ABC):
         return made
 
     def mover(self, array: object) -> Backend:
-        """Return the group whose collectives move such an array; for others, this one."""
+        """Return the group whose collectives move such an array; for others, this one.
+
+        Arrays of any GPU go where those of this rank's GPU do, which says what is wrong with them.
+        """
         device = self.root.device
-        return self.on_device if not device.on_host and device.owns(array) else self
+        if device.on_host or isinstance(array, np.ndarray):
+            return self
+        on_some = device.owns(array) or hasattr(array, "__cuda_array_interface__")
+        return self.on_device if on_some else self
 
     @functools.cached_property
     def calls(self) -> dict[Any, Call]:
@@ -284,8 +290,11 @@ class Backend(ABC):
 
         Messages have tags and may be received in any order, which a GPU's way of sending has not.
         """
-        owned = not self.device.on_host and self.device.owns(array)
-        return self.device.to_host(cast(Array, array)) if owned else array
+        if self.device.on_host or isinstance(array, np.ndarray):
+            return array
+        if self.device.owns(array):
+            return self.device.to_host(cast(Array, array))
+        return self.device.given(array, "array")
 
     def _limit(self, timeout: float | None) -> float:
         return Deadline(self.timeout if timeout is None else timeout).seconds

@@ -114,14 +114,18 @@ class Device(ABC):
         if elsewhere and self.owns(value):
             return cast(Array, value)
         if elsewhere and hasattr(value, "__cuda_array_interface__"):
-            raise ArgumentError(
-                f"{what} is an array of a GPU, but this rank computes on {self.name}: copy it to "
-                "the host (CuPy: array.get()), or use a transport for GPUs, with CuPy's arrays"
-            )
+            raise ArgumentError(f"{what} is {self.foreign(value)}")
         try:
             return np.asarray(value)
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"{what} is no array: {error}") from error
+
+    def foreign(self, array: object) -> str:
+        """Say of an array of some GPU, but not of this device, what it is and what to do."""
+        return (
+            f"an array of a GPU, but this rank computes on {self.name}: copy it to the host "
+            "(CuPy: array.get()), or use a transport for GPUs, with CuPy's arrays"
+        )
 
     def assign(self, target: Array, source: Array) -> None:
         """Copy what ``given`` has returned into an array of this device, rounded to its dtype.

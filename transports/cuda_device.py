@@ -134,6 +134,8 @@ class CudaDevice(Device):
         self.check_thread()
         array: Any = value
         if not self.owns(array):
+            if hasattr(array, "__cuda_array_interface__"):
+                raise ArgumentError(f"array is {self.foreign(array)}")
             raise ArgumentError(
                 f"expected an array of {self.name}, got {_in_words(value)}; "
                 "backend.device.from_host() copies a NumPy array there"
@@ -151,8 +153,24 @@ class CudaDevice(Device):
             raise ArgumentError(
                 f"out must have shape {shape} and dtype {dtype}, got {out.shape} and {out.dtype}"
             )
+        if not out.flags.c_contiguous and _is_repeated(out):
+            raise ArgumentError(
+                "out has several elements at one place in memory, as broadcast_to() makes them; "
+                "pass one that has room for each"
+            )
         found: Array = out
         return found
+
+    def foreign(self, array: object) -> str:
+        if isinstance(array, cupy.ndarray):
+            return (
+                f"{_in_words(array)}, but this rank computes on {self.name}: make it there, with "
+                f"cupy.cuda.Device({self.ordinal}).use() when the thread begins"
+            )
+        return (
+            f"{_in_words(array)}, on a GPU but not CuPy's: cupy.asarray() makes an array of CuPy "
+            "of it, without a copy"
+        )
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         if runtime.getDevice() == self.ordinal:  # a shortcut past what follows
@@ -270,6 +288,12 @@ def _is_ordinary(array: NDArray[Any]) -> bool:
     while isinstance(base.base, np.ndarray):
         base = base.base
     return base.base is None
+
+
+def _is_repeated(array: Any) -> bool:
+    """Whether all elements along some axis are the same one."""
+    axes = zip(array.shape, array.strides, strict=True)
+    return bool(array.size) and any(size > 1 and not stride for size, stride in axes)
 
 
 def _in_words(value: object) -> str:

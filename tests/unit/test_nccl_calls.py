@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -406,17 +406,51 @@ def test_messages_go_through_the_host(machine: Machine) -> None:
 
 
 def test_arrays_of_another_gpu_are_refused(machine: Machine) -> None:
-    def body(backend: Any) -> str:
+    def body(backend: Any) -> None:
         import cupy
 
-        with cupy.cuda.Device((backend.rank + 1) % P):
+        there, me = (backend.rank + 1) % P, backend.rank
+        with cupy.cuda.Device(there):
             x = cupy.ones(3, np.float32)
-        with pytest.raises(fc.ArgumentError) as caught:
-            fc.all_reduce(x, backend)
         y = device_array(backend, (3,))
+        found = rf"one of cuda:{there}, but this rank computes on cuda:{me}: .*Device\({me}\)"
+        for call in (
+            lambda: fc.all_reduce(x, backend),
+            lambda: fc.coalesce(backend).__enter__().all_reduce(x),
+            lambda: fc.all_reduce_many([y, x], backend),
+            lambda: backend.isend(x, there),
+        ):
+            with pytest.raises(fc.ArgumentError, match=found):
+                call()
         with pytest.raises(fc.ArgumentError, match="out must be an array of cuda"):
             fc.all_reduce(y, backend, out=x)
-        return str(caught.value)
 
-    for text in on_ranks(body):
-        assert "GPU" in text
+    on_ranks(body)
+
+
+def test_arrays_that_are_not_cupys_are_refused(machine: Machine) -> None:
+    class Tensor:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
+
+    def body(backend: Any) -> None:
+        for call in (
+            lambda: fc.all_reduce(Tensor(), backend),
+            lambda: backend.isend(Tensor(), (backend.rank + 1) % P),
+        ):
+            with pytest.raises(fc.ArgumentError, match=r"Tensor, on a GPU .*cupy\.asarray\(\)"):
+                call()
+
+    on_ranks(body)
+
+
+def test_results_are_not_written_over_each_other(machine: Machine) -> None:
+    """CuPy has no arrays that are read-only, as NumPy's of ``broadcast_to`` are."""
+
+    def body(backend: Any) -> None:
+        import cupy
+
+        out = cupy.broadcast_to(device_array(backend, (1, 3)), (4, 3))
+        with pytest.raises(fc.ArgumentError, match="several elements at one place"):
+            fc.all_reduce(device_array(backend, (4, 3)), backend, out=out)
+
+    on_ranks(body)
