@@ -198,13 +198,12 @@ class Agreement:
 
         Those that do not wait may have called something else long ago.
         """
-        entry = getattr(group.link, "entry", None)
-        if entry is None or entry.end:
+        entry, call = getattr(group.link, "entry", None), getattr(group.link, "call", None)
+        if entry is None or call is None or entry.end or entry.call is not call.record:
             return
-        call = next((c for c in list(group.calls.values()) if c.record is entry.call), None)
         for told in ahead:
             for sequence, digest, words in told.last:
-                if call is not None and sequence == entry.sequence and digest != call.digest:
+                if sequence == entry.sequence and digest != call.digest:
                     raise self._error(sequence, told.rank, words, str(call.fingerprint))
 
     def _mismatch(self, ledger: _Ledger, told: Told) -> MismatchError:

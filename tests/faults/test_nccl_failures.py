@@ -93,6 +93,21 @@ def test_a_rank_that_does_not_come_is_named(machine: Machine) -> None:
     assert machine.calls("nccl.abort")
 
 
+def test_a_batch_where_others_make_a_call_that_is_known(machine: Machine) -> None:
+    """One waits on the host for the others, who do not wait for it there."""
+
+    def body(backend: Any) -> None:
+        x = settled(backend)
+        if backend.rank == 1:
+            with fc.coalesce(backend) as batch:
+                batch.all_reduce(x)
+        else:
+            fc.all_reduce(x, backend, op="mean")
+            until_broken(backend)
+
+    expect(run_ranks(body, 3), *["MismatchError"] * 3, words=("rank 1: coalesce", "all_reduce("))
+
+
 def test_work_that_waits_in_a_stream_has_a_deadline_too(machine: Machine) -> None:
     """The collective itself does not begin, since what is before it does not end."""
 

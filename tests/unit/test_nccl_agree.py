@@ -40,7 +40,6 @@ class Side:
         self.channel, self.rank, self.world_size = CHANNEL, rank, size
         self.ranks = tuple(10 + rank for rank in range(size))
         self.group = Group(CHANNEL, self.ranks)
-        self.calls: dict[int, Call] = {}
         self.link: Any = None
 
 
@@ -130,8 +129,7 @@ def test_a_call_that_waits_for_others_is_compared(ranks: Ranks) -> None:
     ranks.call(2, 2)
     ranks.talk()
     side, waits_in = ranks.sides[1], Call(5)
-    side.calls[0] = waits_in
-    side.link = type("Link", (), {"entry": Running(waits_in, 2)})
+    side.link = type("Link", (), {"entry": Running(waits_in, 2), "call": waits_in})
     with pytest.raises(MismatchError, match=r"#2 .*\n  rank 10: .*\(2,\)\)\n  rank 11: .*\(5,\)\)"):
         ranks.all[1].compare()
     side.link.entry.end = 1  # it has ended: it will be compared when it is noted
