@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _missing() -> str:
     """What it takes to run here and is not there; empty if all is."""
     try:
-        cupy: Any = importlib.import_module("cupy")
-        nccl: Any = importlib.import_module("cupy.cuda.nccl")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy warns of what it does not find
+            cupy: Any = importlib.import_module("cupy")
+            nccl: Any = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
         return f"no CuPy: {error}"
     runtime: Any = cupy.cuda.runtime
