@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import fake_cuda
-from support.fsdp_device import Way, engine_of, one_pass, run
+from support.fsdp_device import Way, bits, engine_of, on_host, one_pass, run, trained
 from support.fsdp_programs import Player, everything
 
 import fsdpcore as fc
@@ -168,6 +169,21 @@ def test_collectives_of_a_step_are_all_on_one_stream(machine: Any) -> None:
         calls = [entry for entry in machine.log if entry.name in names and entry.thread == thread]
         assert len(calls) > 10
         assert {entry.stream for entry in calls} == {stream}
+
+
+def test_an_engine_may_live_on_any_stream(machine: Any) -> None:
+    """One that waits for the default stream no more than that for it."""
+    way = Way(2, optimizer="adafactor", parts=2, offload="all", clip=0.5)
+
+    def body(backend: fc.Backend) -> tuple[Any, list[Any]]:
+        stream = backend.device.xp.cuda.Stream(non_blocking=True)
+        with stream:
+            state, norms, _ = trained(backend, way)
+        stream.synchronize()
+        return bits(state), norms
+
+    state, norms, _ = on_host(trained, 2, dataclasses.replace(way, offload=""))[0]
+    assert run(body, 2) == [(bits(state), norms)] * 2
 
 
 # Whatever the order.
