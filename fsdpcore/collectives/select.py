@@ -75,7 +75,7 @@ def choose(
         dtype, op: of the call, where they are known; an algorithm may not support them.
 
     Raises:
-        ArgumentError: the collective has no such algorithm.
+        ArgumentError: the collective has no such algorithm, or on a GPU none at all for the call.
     """
     # Once: the group's thread may find more of them at any time, with the first collective.
     own = backend.own_algorithms.get(collective, {})
@@ -87,6 +87,11 @@ def choose(
         if not algorithm:
             allowed = _allowed(usable, own)
             if not backend.moves.on_host:
+                if not allowed:
+                    raise ArgumentError(
+                        f"{collective} of arrays on {backend.moves} has no algorithm for "
+                        f"{_in_words(dtype, op)} that may be used; copy the array to the host"
+                    )
                 return _choice(collective, next(iter(allowed)), known)
             algorithm = _measured(collective, nbytes, backend, allowed) or _cheapest(
                 allowed, nbytes, backend
@@ -95,8 +100,9 @@ def choose(
     elif not isinstance(algorithm, str) or algorithm not in known:
         raise unknown(collective, algorithm, [*known])
     elif not known[algorithm].supports(dtype, op):
-        what = f"{op} of {dtype}" if op else f"{dtype}"
-        raise ArgumentError(f"algorithm {algorithm!r} of {collective} has no {what}; use 'auto'")
+        raise ArgumentError(
+            f"algorithm {algorithm!r} of {collective} has no {_in_words(dtype, op)}; use 'auto'"
+        )
     choice = _choice(collective, algorithm, known)
     if lender is None or lender == algorithm:
         return choice
@@ -107,6 +113,10 @@ def _choice(collective: str, name: str, known: dict[str, Algorithm]) -> Choice:
     chosen = known[name]
     function, into = getattr(chosen.module, collective), f"{collective}_into"
     return Choice(name, function, chosen.agrees, getattr(chosen.module, into, None))
+
+
+def _in_words(dtype: np.dtype[Any] | None, op: str) -> str:
+    return f"{op} of {dtype}" if op else f"{dtype}"
 
 
 def unknown(collective: str, algorithm: object, known: list[str]) -> ArgumentError:

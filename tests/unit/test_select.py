@@ -250,3 +250,24 @@ def test_a_group_may_find_algorithms_of_its_own_while_another_thread_chooses() -
     backend: Any = Finding(**fields)
     assert choose("all_reduce", "auto", 100, backend).name in ALGORITHMS["all_reduce"]
     assert choose("all_reduce", "auto", 100, backend).name == "own"
+
+
+class _Gpu:
+    on_host = False
+
+
+def test_on_a_gpu_the_first_own_algorithm_is_taken_that_may_be_used() -> None:
+    own = {"all_reduce": {"native": NATIVE, "direct": ALGORITHMS["all_reduce"]["direct"]}}
+
+    def chosen(dtype: Any, policy: Policy | None = None, **own: Any) -> str:
+        backend = _backend(2, own=own, policy=policy)
+        backend.moves = _Gpu()
+        return choose("all_reduce", "auto", 4, backend, np.dtype(dtype), "sum").name
+
+    assert chosen(np.float32, **own) == "native"
+    assert chosen(np.int32, **own) == "direct"
+    assert chosen(np.float32, Policy(deterministic=True), **own) == "direct"
+    with pytest.raises(ArgumentError, match="no algorithm for sum of int32"):
+        chosen(np.int32, all_reduce={"native": NATIVE})
+    with pytest.raises(ArgumentError, match="all_reduce of arrays on"):
+        chosen(np.float32)
