@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from fsdpcore.backend import Backend
-from fsdpcore.buffers import bounds_of
+from fsdpcore.buffers import Array, bounds_of
 from fsdpcore.collectives import bruck
+from fsdpcore.collectives.api import all_gather
 from fsdpcore.collectives.link import Link
+from fsdpcore.work import Deadline
 
 from .nccl_comm import Communicator, Communicators
 
@@ -54,14 +58,24 @@ class GroupCommunicators:
 
     def _again(self, group: Backend, link: Link) -> Communicator | None:
         """Return one that is free on all ranks of a group, if there is one; all ranks call this."""
+
+        def gather(mine: Array) -> Array:
+            every = np.empty(link.size * _OFFERED, np.uint64)
+            bruck.all_gather(link, mine, every, bounds_of([_OFFERED] * link.size))
+            return every
+
+        return self._free_everywhere(group, gather)
+
+    def _free_everywhere(
+        self, group: Backend, gather: Callable[[Array], Array]
+    ) -> Communicator | None:
+        """Return what ``_again`` does; ``gather`` joins an array of each of the group's ranks."""
         free = self._free.get(group.ranks, {})
         mine = np.zeros(_OFFERED, np.uint64)
         offered = sorted(free)[:_OFFERED]
         mine[: len(offered)] = offered
-        every = np.empty(link.size * _OFFERED, np.uint64)
-        bruck.all_gather(link, mine, every, bounds_of([_OFFERED] * link.size))
         common = set(offered)
-        for row in every.reshape(link.size, _OFFERED).tolist():
+        for row in gather(mine).reshape(-1, _OFFERED).tolist():
             common.intersection_update(row)
         return free.pop(min(common)) if common else None
 
@@ -79,6 +93,9 @@ class GroupCommunicators:
     def split(self, group: Backend, made: Backend | None, seconds: float) -> None:
         """Divide the communicator of a group, all whose calls have ended, as it was divided itself.
 
+        Where all ranks of a part have closed another group of the same ranks, it gets what that
+        one had. Then they divide nothing, but take part, as the ranks of no part do.
+
         Args:
             group: one that ``can_split``, on all its ranks.
             made: the part that this rank is in.
@@ -87,10 +104,15 @@ class GroupCommunicators:
         Raises:
             CommunicationError: the others have not come, or NCCL refuses.
         """
-        color, key = -1, 0
+        deadline, color, key, again = Deadline(seconds), -1, 0, None
         if made is not None and made.world_size > 1:
-            color, key = min(group.ranks.index(rank) for rank in made.ranks), made.rank
+            with made.sub(range(made.world_size), name="nccl") as talk:
+                again = self._free_everywhere(
+                    made, lambda mine: all_gather(mine, talk, timeout=deadline.remaining())
+                )
+            if again is None:
+                color, key = min(group.ranks.index(rank) for rank in made.ranks), made.rank
         parent = self._found[group.on_device.channel]
-        part = self._communicators.split(parent, color, key, seconds)
+        part = self._communicators.split(parent, color, key, deadline.remaining()) or again
         if part is not None and made is not None:
             self.add(made.on_device.channel, part)

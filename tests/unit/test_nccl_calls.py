@@ -257,6 +257,25 @@ def test_a_communicator_is_used_again(machine: Machine) -> None:
     assert len(machine.calls("nccl.init")) in [P * n for n in (4, 5, 6, 7)]
 
 
+def test_a_part_of_a_split_is_given_what_a_closed_one_had(machine: Machine) -> None:
+    """NCCL's communicators take memory of the GPU, and last until the job ends."""
+
+    def body(backend: Any) -> list[float]:
+        x, found = device_array(backend, (4,)), []
+        for _ in range(4):
+            group = backend.split(None if backend.rank == 0 else 7, key=-backend.rank)
+            if group is not None:
+                with group:
+                    found.append(float(fc.all_reduce(x, group)[0]))
+            backend.barrier()
+        kept = [backend.split(0) for _ in range(2)]  # these are open at the same time
+        return [*found, *(float(fc.all_reduce(x, group)[0]) for group in kept)]
+
+    assert on_ranks(body) == [[3.0] * 2, *[[2.0] * 4 + [3.0] * 2] * 2]
+    splits = [e.args["color"] for e in machine.calls("nccl.commSplit") if e.device == 1]
+    assert splits == [1, -1, -1, -1, 0, 0]
+
+
 def test_a_batch_may_be_the_first_call_of_a_group(machine: Machine) -> None:
     def body(backend: Any) -> float:
         group, x = backend.sub(range(P)), device_array(backend, (4,))
