@@ -6,18 +6,25 @@ Gradients are products of parameters and noise; sums over ranks are the engine's
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from support import nccl_ranks
 
 import fsdpcore as fc
 
 Array = NDArray[Any]
+
+# Updates and norms are kernels, which the stand-in compiles.
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++ to compile the kernels with"
+)
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

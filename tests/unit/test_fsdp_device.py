@@ -10,9 +10,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.fsdp_device import Way, bits, on_gpus, on_host, trained
+from support.fsdp_device import Way, bits, needs_compiler, on_gpus, on_host, trained
 
 import fsdpcore as fc
+
+pytestmark = needs_compiler
 
 FULL = fc.Strategy("full_shard")
 STAYS = fc.Strategy("full_shard", reshard_after_forward=False)

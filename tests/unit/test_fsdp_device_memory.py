@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support import fake_cuda, nccl_ranks
-from support.fsdp_device import Way, bits, engine_of, on_host, one_pass, run
+from support.fsdp_device import Way, bits, engine_of, needs_compiler, on_host, one_pass, run
 
 import fsdpcore as fc
+
+pytestmark = needs_compiler
 
 # For what must happen.
 FOR_SURE = 60.0

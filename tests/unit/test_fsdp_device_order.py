@@ -12,11 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 from support import fake_cuda
-from support.fsdp_device import Way, bits, engine_of, on_host, one_pass, run, trained
+from support.fsdp_device import (
+    Way,
+    bits,
+    engine_of,
+    needs_compiler,
+    on_host,
+    one_pass,
+    run,
+    trained,
+)
 from support.fsdp_programs import Player, everything
 
 import fsdpcore as fc
 from fsdpcore.fsdp.passes import Passes
+
+pytestmark = needs_compiler
 
 # For what must happen.
 FOR_SURE = 60.0

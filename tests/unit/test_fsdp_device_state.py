@@ -9,9 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import fake_cuda, nccl_ranks
-from support.fsdp_device import Way, bits, engine_of, on_host, one_pass, run
+from support.fsdp_device import Way, bits, engine_of, needs_compiler, on_host, one_pass, run
 
 import fsdpcore as fc
+
+pytestmark = needs_compiler
 
 FULL = fc.Strategy("full_shard")
 GRADS = fc.Strategy("shard_grad_op")
