@@ -9,57 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.bodies import (
-    agreement,
-    asynchronous,
-    coalescing,
-    endings,
-    groups,
-    layouts,
-    movement,
-    reductions,
-    splitting,
-)
+from support.bodies import agreement, endings, movement, reductions
 from support.cases import bodies
+from support.device_bodies import EXACT, GROUPS, NATIVE
 from support.gpu_ranks import Together
 
-EXACT = [
-    reductions.every_shape,
-    reductions.special_values,
-    reductions.all_reduce_in_two_steps,
-    movement.every_shape,
-    movement.every_dtype,
-    movement.ragged_gather,
-    movement.ragged_rooted,
-    movement.ragged_reduction,
-    movement.ragged_exchange,
-    layouts.every_layout,
-    layouts.own_chunk_in_place,
-    asynchronous.between_blocking_calls,
-    asynchronous.every_collective,
-    asynchronous.into_out,
-    coalescing.as_single_calls,
-    coalescing.into_out,
-    coalescing.lists,
-]
-GROUPS = [
-    groups.any_members_in_any_order,
-    groups.nested,
-    groups.between_calls_of_the_parent,
-    splitting.by_color,
-    splitting.without_color,
-    splitting.split_again,
-    splitting.two_steps_on_a_mesh,
-]
 OF_THREE = [reductions.every_shape, movement.ragged_exchange, *GROUPS]
-NATIVE = [reductions.ring_to_rounding, movement.every_dtype, movement.ragged_exchange]
 
-
-Errors = dict[str, str]
+Errors = dict[Any, str]
 
 
 def _check(errors: Errors, body: Any) -> None:
-    assert not errors[body.__name__], errors[body.__name__]
+    assert not errors[body], errors[body]
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ class Together:
 
     def run_each(
         self, bodies: Sequence[Body], world_size: int, *, moved: bool = False, **options: Any
-    ) -> dict[str, str]:
+    ) -> dict[Body, str]:
         """Run bodies in turn, in as few jobs as that takes: making communicators takes long.
 
         Args:
@@ -99,21 +99,21 @@ class Together:
             **options: as of ``run``.
 
         Returns:
-            By the names of the bodies what went wrong on the ranks; empty where nothing did.
+            What went wrong with each body on the ranks; empty where nothing did.
         """
-        found: dict[str, str] = {}
+        found: dict[Body, str] = {}
         left = list(bodies)
         while left:
             run = self.run_moved if moved else self.run
             try:
                 ranks = run(_in_turn, world_size, left, **options)
             except spmd.RanksFailed as error:  # one of them hangs
-                return {**found, **dict.fromkeys((body.__name__ for body in left), str(error))}
+                return {**found, **dict.fromkeys(left, str(error))}
             count = min(len(errors) for errors in ranks)
             for number, body in enumerate(left[:count]):
                 errors = [f"rank {rank}: {each[number]}" for rank, each in enumerate(ranks)]
                 bad = any(each[number] for each in ranks)
-                found[body.__name__] = "\n".join(errors) if bad else ""
+                found[body] = "\n".join(errors) if bad else ""
             left = left[count:]
         return found
 

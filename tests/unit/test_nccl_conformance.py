@@ -5,48 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.bodies import (
-    agreement,
-    asynchronous,
-    coalescing,
-    endings,
-    groups,
-    layouts,
-    movement,
-    reductions,
-    splitting,
-)
+from support.bodies import agreement, coalescing, endings, layouts, movement, reductions
 from support.cases import bodies
+from support.device_bodies import EXACT, GROUPS, NATIVE
 from support.nccl_ranks import run
-
-EXACT = [
-    reductions.every_shape,
-    reductions.special_values,
-    reductions.all_reduce_in_two_steps,
-    movement.every_shape,
-    movement.every_dtype,
-    movement.ragged_gather,
-    movement.ragged_rooted,
-    movement.ragged_reduction,
-    movement.ragged_exchange,
-    layouts.every_layout,
-    layouts.own_chunk_in_place,
-    asynchronous.between_blocking_calls,
-    asynchronous.every_collective,
-    asynchronous.into_out,
-    coalescing.as_single_calls,
-    coalescing.into_out,
-    coalescing.lists,
-]
-GROUPS = [
-    groups.any_members_in_any_order,
-    groups.nested,
-    groups.between_calls_of_the_parent,
-    splitting.by_color,
-    splitting.without_color,
-    splitting.split_again,
-    splitting.two_steps_on_a_mesh,
-]
 
 
 @bodies(*EXACT)
@@ -69,11 +31,7 @@ def test_every_dtype_and_op(world_size: int) -> None:
     run(reductions.every_dtype_and_op, world_size, 3, 1, deterministic=True)
 
 
-@bodies(
-    reductions.ring_to_rounding,
-    movement.every_dtype,
-    movement.ragged_exchange,
-)
+@bodies(*NATIVE)
 def test_native(body: Any) -> None:
     run(body, 3)
 
