@@ -14,6 +14,7 @@ from fsdpcore.status import WORLD_CHANNEL, Group, Status, Wait, ordinal, shorten
 # Asks ranks how far they are on a channel; those that do not answer are left out.
 Ask = Callable[[Iterable[int], int], Mapping[int, Status]]
 
+SLOW = "; every rank has begun it: the data is slow, raise the timeout"
 _SILENT = "no answer; gone, or busy in code that does not let other threads run"
 _MAX_STEPS = 8
 _MAX_FOLLOWED = 3
@@ -40,7 +41,7 @@ def missing(me: int, group: Group, sequence: int, ask: Ask) -> str:
     known = chains.ask(ranks, group.channel)
     late = [rank for rank in ranks if rank not in known or known[rank].entered < sequence]
     if not late:
-        return "; every rank has begun it: the data is slow, raise the timeout"
+        return SLOW
     lines = [f"  rank {rank} is missing: {_text(known, rank)}" for rank in late]
     causes = [
         chains.other_group(rank, group) or chains.follow(rank) for rank in late[:_MAX_FOLLOWED]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdpcore.backend import Backend
+from fsdpcore.deadlock import SLOW
 from fsdpcore.errors import CommTimeoutError, CommunicationError, PeerFailedError, in_words
 from fsdpcore.status import shorten
 from fsdpcore.transport import Transport
@@ -35,6 +36,11 @@ _SOON = 0.002
 # Who waits on the host for the GPU looks again after so long, at first and at most.
 _LOOK, _LOOK_AT_MOST = 50e-6, 2e-3
 
+# What else it may be, of which the hosts know nothing.
+_ELSEWHERE = (
+    "; or what is before it on a GPU's stream has not ended, or the ranks call the collectives of "
+    "several groups in different orders, in which GPUs wait for each other"
+)
 
 # The stream that every thread has one of its own of: ``cudaStreamPerThread``.
 _PER_THREAD = 2
@@ -298,6 +304,8 @@ class Watch:
     def _late(self, flight: Flight, when: str) -> CommTimeoutError:
         group, root = flight.group, self._backend
         report = root.missing_from(group.ranks, group.channel, flight.sequence)
+        if report == SLOW:
+            report += _ELSEWHERE
         return CommTimeoutError(
             f"{flight.call.operation} #{flight.sequence} of GPU arrays on ranks "
             f"{shorten(group.ranks)} had not ended {when} on rank {root.rank}{report}"

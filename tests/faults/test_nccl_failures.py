@@ -127,6 +127,24 @@ def test_work_that_waits_in_a_stream_has_a_deadline_too(machine: Machine) -> Non
     assert any("every rank has begun it" in outcome.text for outcome in outcomes), outcomes
 
 
+def test_groups_whose_calls_cross_have_a_deadline_and_are_told_why() -> None:
+    """Each GPU waits in one of the groups for the other, and everything was enqueued."""
+
+    def body(backend: Any) -> None:
+        groups = [backend.sub(range(2)) for _ in range(2)]
+        for group in groups:
+            settled(group)
+        arrays = [ones(backend), ones(backend)]
+        for number in (0, 1) if backend.rank else (1, 0):
+            fc.all_reduce(arrays[number], groups[number], op="mean", timeout=0.3)
+        until_broken(backend)
+
+    with fake_cuda.installed(2, check=False):
+        outcomes = run_ranks(body, 2)
+    assert {outcome.error for outcome in outcomes} <= {"CommTimeoutError", "PeerFailedError"}
+    assert all("several groups in different orders" in outcome.text for outcome in outcomes)
+
+
 def test_a_thread_that_does_not_come_back_from_nccl(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
