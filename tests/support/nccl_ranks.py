@@ -44,13 +44,18 @@ def run_ranks(body: Body, world_size: int, **options: Any) -> list[Outcome]:
     return run_joined(join, body, world_size)
 
 
-def results(body: Body, world_size: int, **options: Any) -> list[Any]:
-    """The results of ``run_ranks``, none of whose ranks may fail; on a machine of its own."""
-    with fake_cuda.installed(world_size):
-        outcomes = run_ranks(body, world_size, **options)
+def results_of(body: Body, world_size: int, **options: Any) -> list[Any]:
+    """The results of ``run_ranks``, none of whose ranks may fail."""
+    outcomes = run_ranks(body, world_size, **options)
     failed = {rank: o for rank, o in enumerate(outcomes) if o.error}
     assert not failed, "\n".join(f"rank {r}: {o.error}: {o.text}" for r, o in failed.items())
     return [outcome.result for outcome in outcomes]
+
+
+def results(body: Body, world_size: int, **options: Any) -> list[Any]:
+    """The same on a machine of their own."""
+    with fake_cuda.installed(world_size):
+        return results_of(body, world_size, **options)
 
 
 class StandInRanks(ThreadRanks):

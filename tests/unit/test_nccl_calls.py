@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import fake_cuda
 from support.fake_cuda import Entry, Machine
-from support.nccl_ranks import run_ranks
+from support.nccl_ranks import results_of
 
 import fsdpcore as fc
 from fsdpcore.buffers import DTYPES
@@ -28,9 +28,7 @@ def machine() -> Iterator[Machine]:
 
 
 def on_ranks(body: Callable[[Any], Any], size: int = P, **options: Any) -> list[Any]:
-    outcomes = run_ranks(body, size, **options)
-    assert not any(outcome.error for outcome in outcomes), outcomes
-    return [outcome.result for outcome in outcomes]
+    return results_of(body, size, **options)
 
 
 def device_array(backend: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
