@@ -111,6 +111,7 @@ class Backend(ABC):
         self.closed = False
         self.executor: OrderedExecutor | None = None
         self._host_group: Backend | None = None
+        self._on_device: Backend | None = None
 
     # What collectives keep with a group: see collectives/call.py.
     link: Link | None = None
@@ -123,14 +124,17 @@ class Backend(ABC):
         """Where arrays are best: the host, or this rank's GPU."""
         return self.root.device
 
-    @functools.cached_property
+    @property
     def on_device(self) -> Backend:
         """The same ranks as a group that moves arrays of ``device``; collectives find it."""
-        from fsdpcore.collectives.on_device import DeviceGroup
+        if self._on_device is None:
+            from fsdpcore.collectives.on_device import DeviceGroup
 
-        made = DeviceGroup(self)
-        self.root.recorder.add_group(made)
-        return made
+            with self._groups_lock:  # two groups of one channel would mix their messages
+                if self._on_device is None:
+                    self._on_device = DeviceGroup(self)
+                    self.root.recorder.add_group(self._on_device)
+        return self._on_device
 
     def mover(self, array: object) -> Backend:
         """Return the group whose collectives move such an array; for others, this one.
@@ -560,8 +564,8 @@ class SubBackend(Backend):
     def close(self) -> None:
         """Let the group's asynchronous operations end. The job's backend stays open."""
         self.closed = True
-        if "on_device" in vars(self):
-            self.on_device.close()
+        if self._on_device is not None:
+            self._on_device.close()
         if self.executor is not None:
             self._root.end_executor(self.executor)
         # Another thread may be in a collective; if it does not end, the memory goes with the group.
