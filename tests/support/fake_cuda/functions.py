@@ -9,6 +9,7 @@ from support.fake_cuda.arrays import ndarray
 from support.fake_cuda.creation import array
 from support.fake_cuda.launch import launch, run
 from support.fake_cuda.lifting import (
+    HALVES,
     Function,
     accumulation,
     argument,
@@ -74,18 +75,28 @@ def copyto(dst: ndarray, src: Any, casting: Any = "same_kind", where: Any = None
     )
 
 
+def _without_bfloat16(function: Any) -> Any:
+    """What CuPy has in float32 at the least."""
+
+    def found(*args: Any) -> Any:
+        result = np.asarray(function(*args))
+        return result.astype(np.float32) if result.dtype == HALVES[1] else result
+
+    return found
+
+
 def where(condition: Any, x: Any = None, y: Any = None) -> Any:
     if (x is None) != (y is None):
         raise ValueError("Must provide both 'x' and 'y' or neither.")
     if x is None:
         return FUNCTIONS["nonzero"](condition)
     need_array("where", condition)
-    return run("where", np.where, [condition, x, y])
+    return run("where", _without_bfloat16(np.where), [condition, x, y])
 
 
 def clip(a: Any, a_min: Any, a_max: Any, out: Any = None) -> Any:
     need_array("clip", a)
-    return run("clip", np.clip, [a, a_min, a_max], out=out)
+    return run("clip", _without_bfloat16(np.clip), [a, a_min, a_max], out=out)
 
 
 def may_share_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
