@@ -19,6 +19,7 @@ import numpy as np
 from fsdpcore.buffers import Array, split_sizes
 from fsdpcore.collectives import all_reduce, reduce_scatter
 from fsdpcore.collectives.on_device import in_background
+from fsdpcore.device import HOST
 from fsdpcore.errors import CommunicationError, StateError
 from fsdpcore.fsdp import gpu_inplace
 from fsdpcore.fsdp.array_module import on_host
@@ -27,7 +28,7 @@ from fsdpcore.fsdp.checks import as_positive
 from fsdpcore.fsdp.offload import GRADIENTS, Kind, Shelf
 from fsdpcore.fsdp.precision import Dtypes
 from fsdpcore.fsdp.ranks import Ranks
-from fsdpcore.fsdp.views import Gradients, Places, round_into
+from fsdpcore.fsdp.views import Gradients, Places
 from fsdpcore.reduce_ops import BLOCK
 from fsdpcore.work import Work
 
@@ -377,4 +378,4 @@ def _divide(array: Array, divisor: float) -> None:
         return
     for start in range(0, array.size, BLOCK):
         block = array[start : start + BLOCK]
-        round_into(block, block.astype(np.float32) / np.float32(divisor))
+        HOST.write(block, block.astype(np.float32) / np.float32(divisor))

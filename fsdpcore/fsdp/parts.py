@@ -16,7 +16,7 @@ from fsdpcore.fsdp.ranks import Ranks
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.storage import Storage
 from fsdpcore.fsdp.storages import store
-from fsdpcore.fsdp.views import Places, read_only, round_into
+from fsdpcore.fsdp.views import Places, read_only
 
 # Elements that do not have the buffer's dtype, or go to a GPU, are made so many at a time.
 _BLOCK = 1 << 20
@@ -128,7 +128,7 @@ class Part:
     def publish(self) -> None:
         """Round the master shard into what is gathered, after it was written."""
         if self.mixed:
-            round_into(self.storage.own, self.master)
+            self._device.assign(self.storage.own, self.master)
 
     def load(self, values: Mapping[str, Array]) -> None:
         """Write this rank's master shard of those parameters that ``values`` has, in full shape.

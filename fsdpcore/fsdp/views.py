@@ -265,12 +265,3 @@ def locked(view: Array) -> None:
     """Have nobody write through a view any more, as far as arrays of its kind can be locked."""
     if on_host(view):
         view.flags.writeable = False
-
-
-def round_into(target: Array, values: Array) -> None:
-    """Copy ``values``, rounded to the dtype of ``target``; what is too large for it becomes inf."""
-    if target.dtype == values.dtype:
-        target[...] = values
-    else:
-        with np.errstate(over="ignore"):
-            target[...] = values

@@ -30,8 +30,8 @@ from fsdpcore.fsdp.gpu_pass import LANES, run_pass
 from fsdpcore.fsdp.gradients import _add_into, _divide
 from fsdpcore.fsdp.norm import all_finite, local_part
 from fsdpcore.fsdp.optim import SGD, Adafactor, AdamW, Optimizer, RMSprop, formulas, kernels
+from fsdpcore.fsdp.optim.arrays import round_into
 from fsdpcore.fsdp.update import _cut
-from fsdpcore.fsdp.views import round_into
 
 HALF, SINGLE, DOUBLE = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
 
