@@ -12,7 +12,6 @@ import string
 from typing import Any, Literal
 
 from fsdpcore.buffers import Array
-from fsdpcore.fsdp.array_module import array_module
 from fsdpcore.fsdp.gpu_pass import FOUR, LANES, Source, skew_of
 
 Kind = Literal["square", "absolute", "power", "largest"]
@@ -106,7 +105,7 @@ class Slots:
         if not array.size:
             return
         skew = skew_of(array)
-        add = _add_kernel(array_module(array), self._kind)
+        add = _add_kernel(self._cupy, self._kind)
         add(array, self._divisor, self._p, array.size, skew, self._slots, size=SLOTS)
 
     def total(self) -> Array:
