@@ -248,7 +248,7 @@ class Backend(ABC):
         return self._post(self.post_send, byte_view(source), dst, envelope, message, None)
 
     def _irecv(self, out: Array, src: int, tag: int) -> MessageWork:
-        device = self.device if self.device.owns(out) else HOST
+        device = self.mover(out).moves
         shape = tuple(getattr(out, "shape", ()))
         device.check_out(out, shape, getattr(out, "dtype", np.dtype(object)))
         dtype_code(out.dtype)

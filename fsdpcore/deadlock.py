@@ -80,6 +80,8 @@ def _other_group(rank: int, wait: Wait, group: Group, both: bool) -> str:
         return ""
     if other.channel == group.channel or set(other.ranks) != set(group.ranks):
         return ""
+    if other.moves_device != group.moves_device:  # it may well be the same group, by another way
+        return ""
     how = ""
     if other.ranks != group.ranks and not both:
         how = (

@@ -17,6 +17,9 @@ MAX_WAITS = 4
 _MAX_NAMED = 8
 
 
+_DEVICE = "GPU arrays"
+
+
 class Group(NamedTuple):
     """The name of a group: everything by which its members tell it from others.
 
@@ -39,6 +42,16 @@ class Group(NamedTuple):
         if self.name:
             words += f" {self.name!r}"
         return f"{words} (the {ordinal(self.position + 1)} of these)" if self.position else words
+
+    def for_device(self, channel: int) -> Group:
+        """The name of what moves this group's arrays of GPUs, so that messages tell them apart."""
+        name = f"{self.name}, {_DEVICE}" if self.name else _DEVICE
+        return self._replace(channel=channel, name=name)
+
+    @property
+    def moves_device(self) -> bool:
+        """Whether it was made by ``for_device``."""
+        return self.name.endswith(_DEVICE)
 
 
 @dataclass(frozen=True)

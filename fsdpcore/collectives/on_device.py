@@ -31,7 +31,7 @@ class DeviceGroup(SubBackend):
     def __init__(self, group: Backend) -> None:
         everyone = tuple(range(group.world_size))
         super().__init__(group, everyone, channel_of(group.channel, everyone, 0, "on device"))
-        self.group = group.group._replace(channel=self.channel)
+        self.group = group.group.for_device(self.channel)
         self.moves: Device = group.root.device
 
     def mover(self, array: object) -> Backend:

@@ -127,6 +127,28 @@ def test_work_that_waits_in_a_stream_has_a_deadline_too(machine: Machine) -> Non
     assert any("every rank has begun it" in outcome.text for outcome in outcomes), outcomes
 
 
+def test_arrays_of_the_host_where_others_have_them_on_gpus(machine: Machine) -> None:
+    """These are collectives of their own, so a rank waits in each; what it waits for is told."""
+    met = threading.Barrier(2)
+
+    def body(backend: Any) -> None:
+        x = settled(backend)
+        if backend.rank == 1:
+            met.wait(SOON)
+            fc.all_reduce(np.ones(100, np.float32), backend, op="mean", timeout=0.3)
+        else:
+            fc.all_reduce(x, backend, op="mean")
+            met.wait(SOON)
+            until_broken(backend)
+
+    expect(
+        run_ranks(body, 2),
+        "PeerFailedError",
+        "CommTimeoutError",
+        words=("all_reduce #1", "rank 0 is missing: ", "#3 of group [0, 1] 'GPU arrays'"),
+    )
+
+
 def test_groups_whose_calls_cross_have_a_deadline_and_are_told_why() -> None:
     """Each GPU waits in one of the groups for the other, and everything was enqueued."""
 

@@ -439,8 +439,12 @@ def test_arrays_of_another_gpu_are_refused(machine: Machine) -> None:
         ):
             with pytest.raises(fc.ArgumentError, match=found):
                 call()
-        with pytest.raises(fc.ArgumentError, match="out must be an array of cuda"):
-            fc.all_reduce(y, backend, out=x)
+        for refused in (
+            lambda: fc.all_reduce(y, backend, out=x),
+            lambda: backend.irecv(x, there),
+        ):
+            with pytest.raises(fc.ArgumentError, match="out must be an array of cuda"):
+                refused()
 
     on_ranks(body)
 
