@@ -84,7 +84,10 @@ class Device(ABC):
 
     @abstractmethod
     def to_host(self, array: Array) -> NDArray[Any]:
-        """Return the values as a NumPy array: a copy, or the array itself on the host. Blocks."""
+        """Return the values of what ``given`` returns as a NumPy array; blocks.
+
+        A copy of an array of a GPU, and an array of the host itself.
+        """
 
     @abstractmethod
     def from_host(self, array: NDArray[Any]) -> Array:

@@ -183,7 +183,9 @@ class CudaDevice(Device):
             made: Array = cupy.zeros(shape, dtype)
         return made
 
-    def to_host(self, array: Array) -> NDArray[Any]:
+    def to_host(self, array: Any) -> NDArray[Any]:
+        if isinstance(array, np.ndarray):
+            return array
         with self.entered():
             found: NDArray[Any] = cupy.asnumpy(array)
         self._check()

@@ -15,7 +15,6 @@ from fsdpcore.errors import ArgumentError, MismatchError, StateError
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.special import Tied, elements_of
 from fsdpcore.fsdp.unit import Unit
-from fsdpcore.fsdp.views import host_values
 
 
 def check_units(units: tuple[Unit, ...], device: Device) -> None:
@@ -113,5 +112,5 @@ def _digest(unit: Unit, device: Device) -> np.ndarray[tuple[int, ...], np.dtype[
         if isinstance(value, Spec):
             hasher.update(repr(value.init).encode())
         else:
-            hasher.update(byte_view(np.ascontiguousarray(host_values(value, device))).data)
+            hasher.update(byte_view(np.ascontiguousarray(device.to_host(value))).data)
     return np.frombuffer(hasher.digest(), np.uint8)

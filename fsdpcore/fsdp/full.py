@@ -18,7 +18,7 @@ from fsdpcore.errors import ArgumentError, MismatchError, StateError
 from fsdpcore.fsdp.entries import Entry, by_unit, ignored_of, param_entries
 from fsdpcore.fsdp.state_save import gathered
 from fsdpcore.fsdp.unit import ParamState, Unit
-from fsdpcore.fsdp.views import UnknownParameterError, host_values, read_only
+from fsdpcore.fsdp.views import UnknownParameterError, read_only
 from fsdpcore.registry import nearest
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _check_same(engine: FSDP, what: str, own: set[str], arrays: Mapping[str, Arr
     names = [entry.name for entry in _entries(engine, own)]
     digests = np.zeros((len(names), _DIGEST), np.uint8)
     for row, name in zip(digests, names, strict=True):
-        data = byte_view(host_values(arrays[name], engine.device)).data
+        data = byte_view(engine.device.to_host(arrays[name])).data
         row[:] = np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST).digest(), np.uint8)
     backend = engine.backend
     joined: Array = all_gather(digests, backend, label=f"{what}: the end")

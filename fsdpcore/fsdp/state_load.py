@@ -20,7 +20,7 @@ from fsdpcore.fsdp.consent import check_equal, consent
 from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import EngineState, LoadReport, Progress, ShardedArray
 from fsdpcore.fsdp.state_save import info_of, sharded
-from fsdpcore.fsdp.views import host_values, locked, read_only
+from fsdpcore.fsdp.views import locked, read_only
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -366,7 +366,7 @@ def _same(one: ShardedArray | Array, other: ShardedArray | Array, device: Device
 
 
 def _bits(array: Array, device: Device) -> Array:
-    return byte_view(np.ascontiguousarray(host_values(array, device)))
+    return byte_view(np.ascontiguousarray(device.to_host(array)))
 
 
 def _of_optimizer(name: str) -> bool:

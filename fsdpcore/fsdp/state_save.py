@@ -10,7 +10,7 @@ from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.fsdp.entries import Entry, by_unit, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import FORMAT, ArrayPiece, EngineState, ShardedArray
-from fsdpcore.fsdp.views import host_values, read_only
+from fsdpcore.fsdp.views import read_only
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -64,10 +64,10 @@ def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
         for entry in group:
             array = _gathered(engine, entry, root)
             if array is not None:
-                arrays[entry.name] = host_values(array, engine.device)
+                arrays[entry.name] = engine.device.to_host(array)
     if root in (None, backend.rank):
         for name, (unit, param) in ignored_of(engine).items():
-            arrays[name] = host_values(unit.ignored[param].copy(), engine.device)
+            arrays[name] = engine.device.to_host(unit.ignored[param].copy())
     return EngineState(arrays, info_of(engine))
 
 

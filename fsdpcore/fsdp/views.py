@@ -256,11 +256,6 @@ def read_only(flat: Array) -> Array:
     return shown.view(flat.dtype)
 
 
-def host_values(array: Array, device: Device) -> NDArray[Any]:
-    """Return the values of an array of the host or of a device as NumPy's; see ``to_host``."""
-    return array if on_host(array) else device.to_host(array)
-
-
 def locked(view: Array) -> None:
     """Have nobody write through a view any more, as far as arrays of its kind can be locked."""
     if on_host(view):
