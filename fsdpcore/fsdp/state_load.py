@@ -15,6 +15,7 @@ from fsdpcore.buffers import Array, byte_view
 from fsdpcore.collectives import broadcast, scatter_v
 from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.checks import as_int, rounds_into
 from fsdpcore.fsdp.consent import check_equal, consent
 from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of
@@ -295,8 +296,10 @@ class _Loading:
         array = now.copy()
         if value is not None:
             given = self._device.given(value, param)
-            # What a GPU cannot have has stayed with NumPy.
-            (HOST if isinstance(now, np.ndarray) else self._device).assign(array, given)
+            if on_host(now):  # as all is that does not travel, on a GPU too
+                HOST.assign(array, self._device.to_host(given))
+            else:
+                self._device.assign(array, given)
         if self._src is not None:
             broadcast(array, self._engine.backend, root=self._src, out=array)
         if not _same(array, now, self._device):  # else whoever shares the memory goes on doing so

@@ -155,8 +155,9 @@ def test_what_is_ignored_is_where_the_model_computes_if_it_can_be(machine: Any) 
             "mask": np.arange(4),
             "there": device.xp.arange(2),
             "odd": odd,
+            "wide": np.arange(2) * 1j,  # CuPy has such, but what communicates has not
         }
-        engine = one_unit(backend, params, ignored=("mask", "there", "odd"))
+        engine = one_unit(backend, params, ignored=("mask", "there", "odd", "wide"))
         (unit,) = engine.units
         before = unit.ignored["mask"]
         with engine.step() as step, step.forward(unit) as shown:
@@ -164,7 +165,8 @@ def test_what_is_ignored_is_where_the_model_computes_if_it_can_be(machine: Any) 
         state = {"u.w": np.ones(3, np.float32), "u.mask": np.arange(4), "u.odd": odd + odd}
         engine.load_full(state)
         kept = unit.ignored["mask"] is before  # as its values are the same
-        engine.load_full({**state, "u.mask": device.xp.arange(4)[::-1]})
+        wide = device.xp.asarray(np.arange(2) + 1j)
+        engine.load_full({**state, "u.mask": device.xp.arange(4)[::-1], "u.wide": wide})
         return owned, kept, bits(engine.state_dict(full=True))
 
     for owned, kept, found in run(body, 2):
@@ -175,6 +177,7 @@ def test_what_is_ignored_is_where_the_model_computes_if_it_can_be(machine: Any) 
             "u.mask": np.arange(4)[::-1],
             "u.there": np.arange(2),
             "u.odd": odd + odd,
+            "u.wide": np.arange(2) + 1j,
         }
         assert found == bits(expected)
 
