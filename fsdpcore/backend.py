@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -294,11 +294,9 @@ class Backend(ABC):
 
         Messages have tags and may be received in any order, which a GPU's way of sending has not.
         """
-        if self.device.on_host or isinstance(array, np.ndarray):
+        if self.device.on_host:
             return array
-        if self.device.owns(array):
-            return self.device.to_host(cast(Array, array))
-        return self.device.given(array, "array")
+        return self.device.to_host(self.device.given(array, "array"))
 
     def _limit(self, timeout: float | None) -> float:
         return Deadline(self.timeout if timeout is None else timeout).seconds
