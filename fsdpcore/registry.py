@@ -13,12 +13,16 @@ import inspect
 import re
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from fsdpcore.errors import ConfigError, MissingDependencyError, UnknownTransportError
 from fsdpcore.transport import Transport
 
 GROUP = "fsdpcore.transports"
+
+# Where our own are. The folder has another place in a checkout: only its installation has it here.
+_OURS = "fsdpcore.transports"
 
 
 def schemes() -> list[str]:
@@ -68,6 +72,12 @@ def import_transport(point: EntryPoint) -> type[Transport]:
     try:
         loaded: Any = point.load()
     except ModuleNotFoundError as error:
+        if error.name == _OURS:
+            raise ConfigError(
+                f"transport {point.name!r}: Python imports fsdpcore from the checkout in "
+                f"{Path(__file__).parent.parent}, which is not what is installed: work in another "
+                "folder, or install the checkout with: pip install -e ."
+            ) from error
         raise MissingDependencyError(
             f"transport {point.name!r} needs the module {error.name or error}, which is not "
             f"installed; install it with: {install_command(point)}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from support import fake_packages
+from support.jobs import finished, python
 
 import fsdpcore as fc
 from fsdpcore import registry
@@ -130,3 +132,19 @@ def test_nearest():
     assert "'timeout'" in registry.nearest("TIMOUT", ["timeout", "transport"])
     assert "'FSDPCORE_TIMEOUT'" in registry.nearest("fsdpcore_timout", ["FSDPCORE_TIMEOUT"])
     assert registry.nearest("qqq", ["timeout", "transport"]) == ""
+
+
+def test_a_checkout_that_shadows_the_installed_package_is_told(tmp_path):
+    (tmp_path / "fsdpcore").symlink_to(Path(registry.__file__).parent)
+    program = (
+        "import sys\n"
+        "editable = [finder for finder in sys.meta_path if 'editable' in repr(finder)]\n"
+        "sys.meta_path = [finder for finder in sys.meta_path if finder not in editable]\n"
+        f"sys.path[0] = {str(tmp_path)!r}\n"
+        "import fsdpcore as fc\n"
+        "fc.launch(print, world_size=1)\n"
+    )
+    done = finished(python("-c", program))
+    assert done.code == 1
+    assert done.err.splitlines()[-1].endswith("install the checkout with: pip install -e .")
+    assert str(tmp_path) in done.err.splitlines()[-1]
