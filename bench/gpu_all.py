@@ -141,7 +141,8 @@ def steps(wanted: Sequence[str], out: Path, *, quick: bool) -> Iterator[Step]:
     if "tests" in wanted:
         options = ["-m", "pytest", "-v", "-ra", "--tb=short", "--durations=12", "--color=no"]
         options += ["-p", "no:cacheprovider", "-p", "gpu_bench.instant"]
-        options += ["-o", "filterwarnings=default"]
+        # Not on several processes, for which the project's options ask: there is one GPU.
+        options += ["-o", "addopts=--strict-markers", "-o", "filterwarnings=default"]
         options += ["-o", "faulthandler_timeout=60"]
         if importlib.util.find_spec("pytest_timeout") is not None:
             options += ["--timeout=100"]

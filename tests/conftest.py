@@ -62,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)  # where tests run without pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Run the whole suite on two processes, and what the command line names on this one."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
