@@ -146,8 +146,9 @@ class CudaDevice(Device):
 
     def check_out(self, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         if type(out) is not cupy.ndarray or out.data.device_id != self.ordinal:
+            plain = "" if not self.owns(out) else f": {type(out).__name__}, which is not plain"
             raise ArgumentError(
-                f"out must be an array of {self.name}, as the input is, got {_in_words(out)}"
+                f"out must be an array of {self.name}, as the input is, got {_in_words(out)}{plain}"
             )
         if out.shape != shape or out.dtype != dtype:
             raise ArgumentError(
@@ -192,6 +193,8 @@ class CudaDevice(Device):
         return found
 
     def from_host(self, array: NDArray[Any]) -> Array:
+        if not isinstance(array, (np.ndarray, np.generic)):
+            raise ArgumentError(f"from_host() takes a NumPy array, got {_in_words(array)}")
         # Ordinary memory is staged before the call returns; of page-locked memory the device reads
         # when it comes to it, so that is waited for.
         with self.entered():

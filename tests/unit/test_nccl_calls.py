@@ -464,6 +464,17 @@ def test_arrays_that_are_not_cupys_are_refused(machine: Machine) -> None:
     on_ranks(body)
 
 
+def test_what_is_no_array_is_not_copied_to_a_gpu(machine: Machine) -> None:
+    def body(backend: Any) -> list[float]:
+        for value in ([1.0, 2.0], device_array(backend, (2,)), None):
+            with pytest.raises(fc.ArgumentError, match=r"from_host\(\) takes a NumPy array, got "):
+                backend.device.from_host(value)
+        found: list[float] = backend.device.from_host(np.ones(2, ">f4")).tolist()
+        return found
+
+    assert on_ranks(body) == [[1.0, 1.0]] * P
+
+
 def test_results_are_not_written_over_each_other(machine: Machine) -> None:
     """CuPy has no arrays that are read-only, as NumPy's of ``broadcast_to`` are."""
 

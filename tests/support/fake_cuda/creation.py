@@ -106,7 +106,7 @@ def array(
         return stacked if dtype is None else stacked.astype(dtype, copy=False)
     # Something with arrays of a device deeper inside is refused by their `__array__`.
     host = np.array(obj, dtype=dtype, ndmin=ndmin)
-    checked(host.dtype)
+    host = host.astype(checked(host.dtype).newbyteorder("<"), copy=False)
     if isinstance(obj, np.ndarray) and current.machine().memories.is_pinned(obj.ctypes.data):
         # The device may read it when it comes to it.
         host = np.array(obj, dtype=dtype, ndmin=ndmin, copy=None)
