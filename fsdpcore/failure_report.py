@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import stat
 from collections.abc import Mapping
 from types import TracebackType
@@ -18,9 +19,9 @@ from fsdpcore.errors import PeerFailedError, RankFailedError, in_one_line
 
 VARIABLE = "FSDPCORE_REPORT_FD"
 
-# A line must be written in one piece: shorter than PIPE_BUF, which is at least 512 anywhere and
-# 4096 on Linux.
-_MAX_ERROR = 200
+# Room for a message that ends with what to do. A line must be written in one piece, so that it is
+# no longer than PIPE_BUF either, which is 512 in some systems and 4096 on Linux.
+_MAX_ERROR = 600
 _MAX_READ = 1 << 20
 
 
@@ -73,12 +74,30 @@ def report(rank: int, error: BaseException, environ: Mapping[str, str]) -> None:
     descriptor, _, inode = environ.get(VARIABLE, "").partition(":")
     if not descriptor.isdecimal():
         return
-    line = json.dumps(Report(rank, in_one_line(error)[:_MAX_ERROR], is_consequence(error)))
+    line = _encoded(rank, in_one_line(error), is_consequence(error))
     with contextlib.suppress(OSError):
         # A process that a rank has started has the variable, but not the pipe.
         status = os.fstat(int(descriptor))
         if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
-            os.write(int(descriptor), line.encode() + b"\n")
+            os.write(int(descriptor), line)
+
+
+def _encoded(rank: int, error: str, consequence: bool) -> bytes:
+    """A report as a line that a pipe takes in one piece."""
+    width = _MAX_ERROR
+    while True:
+        line = json.dumps(Report(rank, _shortened(error, width), consequence)).encode() + b"\n"
+        if len(line) <= select.PIPE_BUF:
+            return line
+        width = width * 2 // 3  # a character may take twelve bytes
+
+
+def _shortened(text: str, width: int) -> str:
+    """``text``, or as much of it as fits; up to the end of a word, where words are of usual size."""
+    if len(text) <= width:
+        return text
+    words, _, _ = text[: width - 3].rpartition(" ")  # with the blank; " ..." is to fit, too
+    return f"{words if 2 * len(words) > width else text[: width - 4]} ..."
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -26,8 +26,34 @@ def test_a_long_error_is_cut_to_one_short_line():
         report(0, ValueError("a" * 10_000 + "\nsecond line"), {VARIABLE: reports.value})
         (told,) = reports.read().values()
         assert told.error.startswith("ValueError: aaa")
-        assert len(told.error) < 512
+        assert len(told.error) <= 600
         assert "second" not in told.error
+
+
+def test_a_long_error_ends_with_a_whole_word():
+    for before in range(20):
+        with Reports() as reports:
+            report(0, ValueError("b" * before + " again" * 200), {VARIABLE: reports.value})
+            (told,) = reports.read().values()
+        assert told.error.endswith(" again ...")
+        assert 590 < len(told.error) <= 600
+
+
+def test_an_error_with_advice_is_told_whole():
+    words = "no GPU can be used " + "(why) " * 50 + "install the driver"
+    with Reports() as reports:
+        report(0, RuntimeError(words), {VARIABLE: reports.value})
+        (told,) = reports.read().values()
+    assert told.error == f"RuntimeError: {words}"
+
+
+def test_an_error_in_any_writing_fits_the_pipe():
+    for letter in ("\N{GRINNING FACE}", "\u00e9", '"', "\udc80"):
+        with Reports() as reports:
+            report(0, ValueError(letter * 3000), {VARIABLE: reports.value})
+            (told,) = reports.read().values()
+        assert told.error.startswith(f"ValueError: {letter}")
+        assert told.error.endswith(" ...")
 
 
 def test_a_full_pipe_holds_nobody_up():
