@@ -40,6 +40,12 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": fc.optim.Adafactor(lr=0.01),
     "two": {"*.b": fc.optim.Lion(lr=0.001), "*": fc.optim.RMSprop(lr=0.01)},
 }
+STRATEGIES = [
+    fc.Strategy("full_shard"),
+    fc.Strategy("full_shard", reshard_after_forward=False),
+    fc.Strategy("shard_grad_op"),
+    fc.Strategy("no_shard"),
+]
 _STEPS = 3
 
 

@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 from support import fake_cuda, nccl_ranks
-from support.fsdp_device import Way, bits, engine_of, needs_compiler, on_host, one_pass, run
+from support.fsdp_device import (
+    STRATEGIES,
+    Way,
+    bits,
+    engine_of,
+    needs_compiler,
+    on_host,
+    one_pass,
+    run,
+)
+from support.zmq_ranks import PATIENCE
 
 import fsdpcore as fc
 
 pytestmark = needs_compiler
-
-# For what must happen.
-FOR_SURE = 60.0
-STRATEGIES = [
-    fc.Strategy("full_shard"),
-    fc.Strategy("full_shard", reshard_after_forward=False),
-    fc.Strategy("shard_grad_op"),
-    fc.Strategy("no_shard"),
-]
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_a_gpu_holds_what_the_engine_says(
                 step.update()
         backend.device.synchronize()
         expected = before + engine.held().on_device
-        end = time.monotonic() + FOR_SURE  # the arrays of calls go once somebody has looked
+        end = time.monotonic() + PATIENCE  # the arrays of calls go once somebody has looked
         while used() > 1.02 * expected and time.monotonic() < end:
             time.sleep(1e-2)
         return used(), expected

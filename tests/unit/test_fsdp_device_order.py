@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import fake_cuda
 from support.fsdp_device import (
+    STRATEGIES,
     Way,
     bits,
     engine_of,
@@ -23,20 +24,12 @@ from support.fsdp_device import (
     trained,
 )
 from support.fsdp_programs import Player, everything
+from support.zmq_ranks import PATIENCE
 
 import fsdpcore as fc
 from fsdpcore.fsdp.passes import Passes
 
 pytestmark = needs_compiler
-
-# For what must happen.
-FOR_SURE = 60.0
-STRATEGIES = [
-    fc.Strategy("full_shard"),
-    fc.Strategy("full_shard", reshard_after_forward=False),
-    fc.Strategy("shard_grad_op"),
-    fc.Strategy("no_shard"),
-]
 
 
 @pytest.fixture
@@ -98,7 +91,7 @@ def reached(device: Any) -> bool:
     """Wait until the GPU has come to what this thread has enqueued; False if it does not."""
     event = device.xp.cuda.Event()
     event.record()
-    end = time.monotonic() + FOR_SURE
+    end = time.monotonic() + PATIENCE
     while not event.done and time.monotonic() < end:
         time.sleep(1e-3)
     return bool(event.done)
