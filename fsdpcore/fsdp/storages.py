@@ -129,14 +129,12 @@ class Separate(_Pooled):
             return _gathering(source, group, flat, place, self._algorithm, label, async_op=async_op)
 
     def free(self, *, again: bool) -> None:
-        flat, self._flat, self._params = self._flat, None, None
-        if again and flat is not None and self._part is None:
-            self._keep_part(flat)
+        if again and self._flat is not None and self._part is None:
+            self._keep_part(self._flat)
         if self._part is not None and not again:
             self._pool.give(self._part)
             self._part = None
-        if flat is not None:
-            self._pool.give(flat)
+        super().free(again=again)
 
     def _keep_part(self, flat: Array) -> None:
         near = self._ranks.near
