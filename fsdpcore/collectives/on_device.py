@@ -68,9 +68,8 @@ class DeviceWork(Work):
 
     def _check(self) -> None:
         failure = self._root.failure
-        if failure is not None and not isinstance(
-            failure, ClosedError
-        ):  # before that all has ended
+        # A backend is closed when all has ended that was enqueued: the result is there.
+        if failure is not None and not isinstance(failure, ClosedError):
             raise fresh(failure)
 
 
