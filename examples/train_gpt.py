@@ -377,9 +377,9 @@ def cli(
         fc.launch(main, world_size=ranks, transport=transport, args=(options,))
     except (fc.ConfigError, fc.ArgumentError) as error:
         raise typer.BadParameter(str(error)) from None
-    except fc.RankFailedError as error:  # a rank may have found the option wrong
-        if isinstance(error.__cause__, fc.ArgumentError):
-            raise typer.BadParameter(str(error.__cause__)) from None
+    except fc.RankFailedError as error:  # a rank may be who finds the option wrong, or no GPU
+        if error.misuse:
+            raise typer.BadParameter(str(error)) from None
         raise
 
 

@@ -117,11 +117,21 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class RankFailedError(FsdpcoreError, RuntimeError):
-    """A rank of ``launch`` failed; ``rank`` says which, ``__cause__`` carries its traceback."""
+    """A rank of ``launch`` failed; ``rank`` says which, ``__cause__`` carries its traceback.
 
-    def __init__(self, message: str, rank: int = -1) -> None:
+    ``misuse``: it was an argument or the configuration that was wrong, so that the message, which
+    says what to do, is all that a program needs to show.
+    """
+
+    def __init__(self, message: str, rank: int = -1, *, misuse: bool = False) -> None:
         super().__init__(message)
         self.rank = rank  # with a default, so that the error can be copied and pickled
+        self.misuse = misuse
+
+
+def is_misuse(error: BaseException) -> bool:
+    """Whether an error is about an argument or the configuration."""
+    return isinstance(error, (ArgumentError, ConfigError))
 
 
 def in_words(error: BaseException) -> str:

@@ -170,6 +170,7 @@ def _failure(ranks: list[_Rank], first: _Rank) -> RankFailedError:
     if outcome is None:
         how = supervise.describe_exit(culprit.poll() or 0)
         return RankFailedError(f"rank {number} ended without a result: {how}", number)
-    failure = RankFailedError(f"rank {number} failed: {outcome.error}", number)
+    message = f"rank {number} failed: {outcome.error}"
+    failure = RankFailedError(message, number, misuse=outcome.misuse)
     failure.__cause__ = RemoteTraceback(outcome.traceback)
     return failure

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdpcore.config import Config
-from fsdpcore.errors import RankFailedError, in_words
+from fsdpcore.errors import RankFailedError, in_words, is_misuse
 from fsdpcore.failure_report import is_consequence
 from fsdpcore.rank import run_rank
 from fsdpcore.supervise import SLICE_SECONDS
@@ -121,7 +121,7 @@ def _failure(ranks: list[_Rank], first: _Rank, stuck: list[int]) -> RankFailedEr
     message = f"rank {culprit.backend.rank} failed: {in_words(error)}"
     if stuck:
         message += f" (the threads of ranks {stuck} are busy outside of Python and did not stop)"
-    failure = RankFailedError(message, culprit.backend.rank)
+    failure = RankFailedError(message, culprit.backend.rank, misuse=is_misuse(error))
     failure.__cause__ = error
     return failure
 

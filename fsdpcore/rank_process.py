@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdpcore.config import Config
 from fsdpcore.environment import Place
-from fsdpcore.errors import ArgumentError, StateError, in_one_line, in_words
+from fsdpcore.errors import ArgumentError, StateError, in_one_line, in_words, is_misuse
 from fsdpcore.failure_report import is_consequence
 from fsdpcore.rank import become
 from fsdpcore.supervise import admit_interrupts
@@ -46,6 +46,7 @@ class Outcome:
     error: str = ""
     traceback: str = ""
     consequence: bool = False
+    misuse: bool = False
 
 
 def main(job_fd: int, report_fd: int) -> None:
@@ -80,6 +81,7 @@ def _run(place: Place, job: Job) -> Outcome:
             error=in_words(error),
             traceback=traceback.format_exc(),
             consequence=is_consequence(error),
+            misuse=is_misuse(error),
         )
     try:
         return Outcome(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))

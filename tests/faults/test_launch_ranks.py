@@ -204,6 +204,15 @@ def test_a_rank_that_ends_without_a_word(how, words):
 
 @together
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_it_is_told_whether_arguments_were_wrong(transport):
+    error = failure(programs.fails, "misuse", transport=transport)
+    assert str(error) == "rank 1 failed: ArgumentError: rank one has too few sequences"
+    assert error.misuse
+    assert not failure(programs.fails, "raise", transport=transport).misuse
+
+
+@together
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_error_that_another_rank_caused_is_not_blamed(transport):
     error = failure(programs.wraps, transport=transport)
     assert error.rank == 0

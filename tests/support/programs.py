@@ -73,6 +73,8 @@ def fails(backend: Backend, how: str) -> None:
 def _fail(how: str) -> None:
     if how == "raise":
         raise ValueError("rank one is unwell")
+    if how == "misuse":
+        raise fc.ArgumentError("rank one has too few sequences")
     if how == "exit 3":
         sys.exit(3)
     if how == "exit text":
