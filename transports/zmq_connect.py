@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import importlib.util
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -141,10 +142,14 @@ def meeting_point(place: Place, config: Config) -> tuple[str, int]:
         return split_address(place.rendezvous)
     if config.port:
         return config.host, config.port
-    hint = '; or install mpi4py (pip install "fsdpcore[mpi]"), and use mpi' if place.mpi else ""
+    scheme = config.transport_class.transport_capabilities.transport
+    hint = ""
+    # What else is built on this transport does something that MPI does not.
+    if place.mpi and scheme == "zmq" and importlib.util.find_spec("mpi4py") is None:
+        hint = '; or install mpi4py (pip install "fsdpcore[mpi]"), and use mpi'
     raise ConfigError(
         f"{place.launcher} does not say where the ranks can meet over ZeroMQ: name an address that "
-        f"the host of rank 0 has, as in --transport zmq://HOST:PORT{hint}"
+        f"the host of rank 0 has, as in --transport {scheme}://HOST:PORT{hint}"
     )
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib.util
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 from fsdpcore.transports import zmq_connect
 from fsdpcore.transports.zmq_tcp import ZmqBackend
+from support import fake_cuda
 from support.zmq_ranks import PATIENCE, Outcome, config, listener, place, run_threads
 
 import fsdpcore as fc
+from fsdpcore.config import resolve
 from fsdpcore.environment import Place
 from fsdpcore.errors import ClosedError, CommunicationError, PeerFailedError, RendezvousError
 
@@ -246,6 +250,29 @@ def test_a_rank_that_finds_nobody_leaves_nothing() -> None:
 def test_a_rank_without_a_meeting_point_leaves_nothing() -> None:
     with pytest.raises(fc.ConfigError, match="does not say where the ranks can meet"):
         ZmqBackend.join(Place(0, 2, 0, 2, "a test"), config())
+
+
+@pytest.mark.parametrize("scheme", ["zmq", "nccl"])
+@pytest.mark.parametrize("there", [True, False])
+def test_what_to_do_where_mpirun_names_no_meeting_point(
+    scheme: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own scheme; and MPI, where ranks need no GPU and it is not there."""
+    original, found = importlib.util.find_spec, importlib.util.find_spec("zmq") if there else None
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, package=None: found if name == "mpi4py" else original(name, package),
+    )
+    by_mpi = Place(0, 2, 0, 2, "mpirun", mpi=True)
+    with (
+        fake_cuda.installed(1) if scheme == "nccl" else nullcontext(),
+        pytest.raises(fc.ConfigError) as caught,
+    ):
+        given = resolve({"transport": scheme}, {})
+        given.transport_class.join(by_mpi, given)
+    assert f"--transport {scheme}://HOST:PORT" in str(caught.value)
+    assert ("mpi4py" in str(caught.value)) == (scheme == "zmq" and not there)
 
 
 @pytest.mark.usefixtures("nothing_left")
