@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.array_module import address
 from fsdpcore.buffers import BFLOAT16, Array
-from fsdpcore.fsdp.array_module import address
 from fsdpcore.fsdp.gpu_pass import LANES, run_pass
 from fsdpcore.fsdp.optim import AdamW
 from fsdpcore.fsdp.optim.formulas import formula

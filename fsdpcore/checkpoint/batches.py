@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.catalog import Catalog
 from fsdpcore.checkpoint.fetching import aligned, fetch
@@ -20,7 +21,6 @@ from fsdpcore.checkpoint.plan_load import LoadPlan, Wanted, plan_load
 from fsdpcore.checkpoint.regions import Box, Range
 from fsdpcore.checkpoint.shards import Part
 from fsdpcore.device import Device
-from fsdpcore.fsdp.array_module import on_host
 
 STRETCH_BYTES = 16 << 20
 """Of the line, for a batch. A row that begins in it is taken as a whole: at most twice as much."""

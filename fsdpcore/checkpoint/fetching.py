@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.metadata import BLOCK_BYTES
 from fsdpcore.device import Device
 from fsdpcore.errors import CheckpointError
-from fsdpcore.fsdp.array_module import on_host
 
 WINDOW_BYTES = 128 * BLOCK_BYTES
 """Of the memory by way of which arrays are written to files; whole blocks of checksums."""

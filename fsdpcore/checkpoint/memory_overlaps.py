@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
+from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.shards import Shard, parts_of
 from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.array_module import on_host
 
 # Of NumPy's exact search. Views that slices and transpositions make need far less; the strides of
 # others may take exponential time, and are let through.

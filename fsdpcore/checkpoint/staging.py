@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array, Bytes
 from fsdpcore.checkpoint.fetching import aligned, fetch
 from fsdpcore.device import HOST, Device
-from fsdpcore.fsdp.array_module import on_host
 
 
 class Staging:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdpcore.array_module import on_host
 from fsdpcore.checkpoint.catalog import Catalog
 from fsdpcore.checkpoint.plan_load import Wanted
 from fsdpcore.checkpoint.shards import Shard, dtype_of, parts_of, shape_of
 from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.checks import rounds_into
 from fsdpcore.fsdp.state import OPTIMIZER_PREFIX
 

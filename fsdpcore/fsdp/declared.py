@@ -8,9 +8,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
-from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.parts import Part
 from fsdpcore.fsdp.precision import Dtypes, Precision

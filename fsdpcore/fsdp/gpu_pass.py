@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.array_module import address, array_module
 from fsdpcore.buffers import Array
-from fsdpcore.fsdp.array_module import address, array_module
 
 LANES = 4
 """Elements to a thread."""

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array, split_sizes
 from fsdpcore.collectives import all_reduce, reduce_scatter
 from fsdpcore.collectives.on_device import in_background
 from fsdpcore.device import HOST
 from fsdpcore.errors import CommunicationError, StateError
 from fsdpcore.fsdp import gpu_inplace
-from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.checks import as_positive
 from fsdpcore.fsdp.offload import GRADIENTS, Kind, Shelf

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpcore.array_module import array_module
 from fsdpcore.buffers import Array
-from fsdpcore.fsdp.array_module import array_module
 from fsdpcore.fsdp.gpu_sums import Kind, Slots
 
 _BLOCK = 32 * 1024

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from fsdpcore.array_module import address, array_module, place
 from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.array_module import address, array_module, place
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array, byte_view
 from fsdpcore.collectives import broadcast, scatter_v
 from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.checks import as_int, rounds_into
 from fsdpcore.fsdp.consent import check_equal, consent
 from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of

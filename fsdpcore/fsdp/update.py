@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array
 from fsdpcore.errors import NonFiniteGradientError
 from fsdpcore.fsdp import gpu_inplace
 from fsdpcore.fsdp.agreement import AGREED_BYTES, Wanted, agree
-from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.norm import NormPart, all_finite, joined, local_part
 from fsdpcore.fsdp.offload import GRADIENTS, UPDATED, in_turn
 

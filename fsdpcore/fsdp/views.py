@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array
 from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError, StateError
-from fsdpcore.fsdp.array_module import on_host
 from fsdpcore.fsdp.layout import FlatLayout
 
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from fsdpcore.array_module import array_module, on_host
 from fsdpcore.errors import ArgumentError, ConfigError
-from fsdpcore.fsdp.array_module import array_module, on_host
 from fsdpcore.fsdp.checks import as_finite, as_int
 from fsdpcore.fsdp.optim.arrays import check_arrays, check_names, round_into
 from fsdpcore.fsdp.optim.base import check_piece

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.fsdp.array_module import array_module
+from fsdpcore.array_module import array_module
 from fsdpcore.fsdp.optim.boxes import Box, Matrices, boxes
 from fsdpcore.fsdp.optim.pieces import ShardPiece
 
