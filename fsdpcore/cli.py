@@ -110,11 +110,12 @@ def run(
 def show_doctor() -> None:
     """Show which transports can run here, and what the others need.
 
-    The exit code is 1 if the configuration of this directory and environment is wrong.
+    The exit code is 1 if the configuration of this directory and environment is wrong, or names a
+    transport that cannot run here.
     """
     diagnosis = doctor.examine(os.environ, Path.cwd())
     doctor.show(diagnosis, Console())
-    raise typer.Exit(0 if diagnosis.configuration_error is None else 1)
+    raise typer.Exit(0 if diagnosis.well else 1)
 
 
 app.command("tune")(tune)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_info
 
 from fsdpcore import registry
 from fsdpcore.blas import available_cores
-from fsdpcore.config import Settings, resolve
+from fsdpcore.config import Config, Settings, parse_url, resolve
 from fsdpcore.environment import detect, launched_threads
 from fsdpcore.errors import FsdpcoreError, MissingDependencyError
 
@@ -82,6 +82,7 @@ class Diagnosis:
         settings: as a script in this directory would find them, with the transport's options and
             the overrides of algorithms.
         configuration_error: why they could not be resolved.
+        transport_error: why the configured transport cannot run here, where that is not why.
     """
 
     transports: tuple[TransportReport, ...]
@@ -93,14 +94,21 @@ class Diagnosis:
     launcher: str
     settings: tuple[Setting, ...]
     configuration_error: str | None
+    transport_error: str | None = None
+
+    @property
+    def well(self) -> bool:
+        """Whether a script in this directory and environment could run."""
+        return self.configuration_error is None and self.transport_error is None
 
 
 def examine(environ: Mapping[str, str], directory: Path) -> Diagnosis:
     """Look around; nothing that is found broken raises."""
     points = sorted(entry_points(group=registry.GROUP), key=lambda point: point.name)
-    settings, problem = _settings(environ, directory)
+    config, problem = _resolved(environ, directory)
+    transports = tuple(_examine_transport(point) for point in dict.fromkeys(points))
     return Diagnosis(
-        transports=tuple(_examine_transport(point) for point in dict.fromkeys(points)),
+        transports=transports,
         python=f"{platform.python_version()} ({platform.python_implementation()}, {sys.platform})",
         libraries={name: _version(name) for name in _LIBRARIES},
         cores=available_cores(),
@@ -111,9 +119,19 @@ def examine(environ: Mapping[str, str], directory: Path) -> Diagnosis:
         ),
         shared_memory=_shared_memory(),
         launcher=_launcher(environ),
-        settings=settings,
+        settings=() if config is None else _settings(config),
         configuration_error=problem,
+        transport_error=None if config is None else _cannot_run(config, transports),
     )
+
+
+def _cannot_run(config: Config, transports: Sequence[TransportReport]) -> str | None:
+    scheme = parse_url(config.transport).scheme
+    for report in transports:
+        if report.scheme == scheme and not report.usable:
+            source = config.sources.get("transport", "default")
+            return f"transport {scheme!r}, which is configured ({source}), cannot run here"
+    return None
 
 
 def _examine_transport(point: EntryPoint) -> TransportReport:
@@ -164,21 +182,27 @@ def _launcher(environ: Mapping[str, str]) -> str:
     return f"{place.launcher}: this is rank {place.rank} of {place.world_size}"
 
 
-def _settings(
-    environ: Mapping[str, str], directory: Path
-) -> tuple[tuple[Setting, ...], str | None]:
+def _resolved(environ: Mapping[str, str], directory: Path) -> tuple[Config | None, str | None]:
     try:
-        config = resolve({}, environ, directory)
+        return resolve({}, environ, directory), None
     except FsdpcoreError as error:
-        return (), str(error)
+        return None, str(error)
+
+
+def _settings(config: Config) -> tuple[Setting, ...]:
     names = [field.name for field in dataclasses.fields(Settings)]
     values = {name: getattr(config, name) for name in names}
-    values |= dataclasses.asdict(config.transport_options)
+    options = config.transport_options
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value == field.default:  # its value alone may say little
+            value = field.metadata.get("default", value)
+        values[field.name] = value
     values |= {name: str(ranges) for name, ranges in config.policy.overrides.items()}
     return tuple(
         Setting(name, str(value), config.sources.get(name, "default"))
         for name, value in values.items()
-    ), None
+    )
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
@@ -190,6 +214,8 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     else:
         problem = f"Configuration: {diagnosis.configuration_error}"
         console.print(Text(problem, style="red"), soft_wrap=True)
+    if diagnosis.transport_error is not None:
+        console.print(Text(f"Problem: {diagnosis.transport_error}", style="red"), soft_wrap=True)
     for transport in diagnosis.transports:
         if transport.install:
             # Outside of the table, where nothing breaks a line that is to be copied.

@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -40,13 +40,13 @@ from fsdpcore.errors import (
 from fsdpcore.transport import Transport
 from fsdpcore.work import Deadline, fresh
 
-from .nccl_missing import in_numbers, no_cupy, no_nccl
+from .nccl_missing import in_numbers, no_cupy, no_nccl, tells_nothing_more
 
 try:
     import cupy
     from cupy.cuda import runtime
 except ImportError as error:
-    raise no_cupy(error) from error
+    raise no_cupy(error) from (None if tells_nothing_more(error) else error)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # CuPy warns where it finds none; the error says what to do
     try:
@@ -84,7 +84,7 @@ class NcclOptions(ZmqOptions):
         share_gpu: let ranks have the same GPU, as far as NCCL lets them: for tests, on one GPU.
     """
 
-    device: int = -1
+    device: int = field(default=-1, metadata={"default": "by local rank"})
     share_gpu: bool = False
 
     def __post_init__(self) -> None:

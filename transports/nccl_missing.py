@@ -11,6 +11,11 @@ from fsdpcore.errors import MissingDependencyError
 
 # Of ``cudaError_t``.
 _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
+# Within a container, the driver is what the host lends.
+_NO_DRIVER = (
+    "there is no NVIDIA driver on this machine: install one, or start the container with access to "
+    "the GPUs of its host"
+)
 
 
 def driver_version() -> int:
@@ -31,12 +36,26 @@ def in_numbers(version: int) -> str:
 def no_cupy(error: ImportError) -> MissingDependencyError:
     """The error where CuPy cannot be imported."""
     problem = "CuPy is not installed"
-    if not isinstance(error, ModuleNotFoundError) or error.name != "cupy":
+    if not tells_nothing_more(error):
         problem = f"CuPy cannot be imported ({_first_line(error)})"
-    command = _extra(driver_version())
+    version = driver_version()
+    if not version:  # which comes first: without it, CuPy is of no use
+        return MissingDependencyError(
+            f"transport 'nccl' needs a GPU and its driver, and {_NO_DRIVER}; {problem} either: for a "
+            f"driver of CUDA 13 or newer, {_extra(13000)}, for one of CUDA 12 'cuda12' instead",
+            "",
+        )
+    command = _extra(version)
     return MissingDependencyError(
-        f"transport 'nccl': {problem}; {_driver_in_words()}install it with: {command}", command
+        f"transport 'nccl': {problem}; for the NVIDIA driver here, which supports CUDA "
+        f"{in_numbers(version)}, install it with: {command}",
+        command,
     )
+
+
+def tells_nothing_more(error: ImportError) -> bool:
+    """Whether it says just that CuPy is not installed."""
+    return isinstance(error, ModuleNotFoundError) and error.name == "cupy"
 
 
 def no_nccl(runtime_version: int) -> MissingDependencyError:
@@ -54,12 +73,7 @@ def no_gpu(status: int, text: str, runtime_version: int) -> MissingDependencyErr
     newest = driver_version()
     told = f"transport 'nccl': no GPU can be used ({text}): "
     if not newest:
-        # Within a container, the driver is what the host lends.
-        return MissingDependencyError(
-            f"{told}there is no NVIDIA driver on this machine; install one, or start the container "
-            "with access to the GPUs of its host",
-            "",
-        )
+        return MissingDependencyError(f"{told}{_NO_DRIVER}", "")
     if status == _INSUFFICIENT_DRIVER or newest // 1000 < runtime_version // 1000:
         command = _extra(newest)
         return MissingDependencyError(
@@ -76,20 +90,8 @@ def no_gpu(status: int, text: str, runtime_version: int) -> MissingDependencyErr
 
 
 def _extra(version: int) -> str:
-    """The command that installs CuPy and NCCL for a driver."""
-    if not version:
-        return "pip install 'fsdpcore[cuda13]'"
-    return f"pip install 'fsdpcore[cuda{13 if version >= 13000 else 12}]'"
-
-
-def _driver_in_words() -> str:
-    version = driver_version()
-    if not version:
-        return (
-            "there is no NVIDIA driver here that would say for which CUDA (the extra 'cuda12' is "
-            "for drivers of CUDA 12, 'cuda13' for newer ones); "
-        )
-    return f"for the driver here, which supports CUDA {in_numbers(version)}, "
+    """The command that installs CuPy and NCCL for a driver of this version."""
+    return f'pip install "fsdpcore[cuda{13 if version >= 13000 else 12}]"'
 
 
 def _first_line(error: ImportError) -> str:

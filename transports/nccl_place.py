@@ -58,7 +58,7 @@ def count_gpus() -> int:
     try:
         count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
-        raise no_gpu(error.status, str(error), runtime.runtimeGetVersion()) from error
+        raise no_gpu(error.status, str(error), runtime.runtimeGetVersion()) from None
     if not count:
         raise no_gpu(0, "CUDA finds no device", runtime.runtimeGetVersion())
     return count

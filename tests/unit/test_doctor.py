@@ -75,6 +75,17 @@ def test_a_transport_that_fails_in_another_way_is_no_reason_to_fail(tmp_path):
     assert reports["sim"].usable
 
 
+@pytest.mark.usefixtures("packages")
+def test_a_configured_transport_that_cannot_run_is_a_problem(tmp_path):
+    diagnosis = examine(tmp_path, FSDPCORE_TRANSPORT="versionless")
+    assert diagnosis.configuration_error is None
+    assert not diagnosis.well
+    assert "FSDPCORE_TRANSPORT" in diagnosis.transport_error
+    assert "transport 'versionless', which is configured" in shown(diagnosis)
+    assert examine(tmp_path).well
+    assert not examine(tmp_path, FSDPCORE_TRANSPORT="raising").well
+
+
 def test_it_describes_the_machine(tmp_path):
     diagnosis = examine(tmp_path)
     assert diagnosis.cores >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,6 @@ def report() -> doctor.TransportReport:
 @pytest.mark.parametrize(
     ("version", "extra", "words"),
     [
-        (0, "cuda13", "there is no NVIDIA driver"),
         (12040, "cuda12", "supports CUDA 12.4"),
         (13000, "cuda13", "supports CUDA 13.0"),
     ],
@@ -51,11 +51,24 @@ def test_no_cupy(monkeypatch: pytest.MonkeyPatch, version: int, extra: str, word
     driver(monkeypatch, version)
     with pytest.raises(MissingDependencyError) as caught:
         registry.load("nccl")
-    for word in ("CuPy is not installed", words, f"pip install 'fsdpcore[{extra}]'"):
+    for word in ("CuPy is not installed", words, f'pip install "fsdpcore[{extra}]"'):
         assert word in str(caught.value)
+    assert caught.value.__suppress_context__
     found = report()
-    assert (found.usable, found.install) == (False, f"pip install 'fsdpcore[{extra}]'")
+    assert (found.usable, found.install) == (False, f'pip install "fsdpcore[{extra}]"')
     assert words in found.problem
+
+
+@pytest.mark.usefixtures("no_cupy")
+def test_no_driver_is_told_before_anything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(monkeypatch, 0)
+    found = report()
+    assert (found.usable, found.install) == (False, "")
+    first, _, then = found.problem.partition("there is no NVIDIA driver")
+    assert "needs a GPU and its driver" in first
+    assert "pip" not in first
+    for word in ("CuPy is not installed", 'pip install "fsdpcore[cuda13]"', "'cuda12'"):
+        assert word in then
 
 
 @pytest.mark.parametrize("nccl_at", ["missing", "unavailable"])
@@ -92,6 +105,17 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.usable
     assert "no GPU can be used" in found.problem
     assert found.install == ""
+
+
+def test_a_configured_transport_without_a_gpu_is_a_problem(tmp_path: Path) -> None:
+    """Whatever is missing; and its options are shown as they are meant."""
+    with fake_cuda.installed(1) as machine:
+        found = [doctor.examine({"FSDPCORE_TRANSPORT": "nccl"}, tmp_path)]
+        machine.faults.devices = 0
+        found.append(doctor.examine({"FSDPCORE_TRANSPORT": "nccl://?device=1"}, tmp_path))
+    assert [diagnosis.well for diagnosis in found] == [True, False]
+    devices = [{s.name: s.value for s in diagnosis.settings}["device"] for diagnosis in found]
+    assert devices == ["by local rank", "1"]
 
 
 def test_versions() -> None:
