@@ -29,7 +29,10 @@ def _missing() -> str:
             cupy: Any = importlib.import_module("cupy")
             nccl: Any = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
-        return f"no CuPy: {error}"
+        return (
+            f"no CuPy ({error}): on a machine with a GPU, pip install -e '.[cuda13,test]', or "
+            "cuda12 for a driver of CUDA 12"
+        )
     runtime: Any = cupy.cuda.runtime
     try:
         count = runtime.getDeviceCount()
