@@ -93,7 +93,7 @@ def _encoded(rank: int, error: str, consequence: bool) -> bytes:
 
 
 def _shortened(text: str, width: int) -> str:
-    """``text``, or as much of it as fits; up to the end of a word, where words are of usual size."""
+    """``text``, or as much of it as fits; up to the end of a word, where words are not too long."""
     if len(text) <= width:
         return text
     words, _, _ = text[: width - 3].rpartition(" ")  # with the blank; " ..." is to fit, too
