@@ -5,7 +5,8 @@
 
 ``gpu.rows.jsonl`` in the folder has each row as soon as it is there, ``gpu.json`` and ``gpu.txt``
 have all of it after each part. bench/README.md says what is measured, and how. What fails is
-recorded and the rest goes on: the exit code is 0 even then.
+recorded and the rest goes on: the exit code is 0 even then. Without a GPU it is 1, and nothing is
+begun.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model
 
 from gpu_bench import parts, report
 from gpu_bench.facts import facts
+from gpu_bench.usable import in_words, why_not
 
 from fsdpcore.bench import record
 from fsdpcore.commands.usage import one_line
@@ -35,6 +37,10 @@ def main(
     ranks: Annotated[int, typer.Option(min=1, max=2, help="At most.")] = 2,
     seconds: Annotated[float, typer.Option(min=1, help="For everything.")] = 300.0,
     quick: Annotated[bool, typer.Option("--quick", help="Just see whether it can be run.")] = False,
+    without_gpu: Annotated[
+        bool,
+        typer.Option("--without-gpu", help="Try all parts where there is no GPU, too."),
+    ] = False,
 ) -> None:
     """Measure on a GPU; what fails is recorded, and the rest goes on."""
     with one_line():
@@ -42,6 +48,9 @@ def main(
         for name in wanted:
             if name not in _ALL:
                 raise ArgumentError(f"--parts knows no {name!r}; it knows {', '.join(_ALL)}")
+        if not without_gpu and (reason := why_not()):
+            typer.echo(in_words(reason), err=True)
+            raise typer.Exit(1)
         out.mkdir(parents=True, exist_ok=True)
         started, machine = record.started_now(), facts()
         gpus = len(machine.get("gpus", []))

@@ -9,7 +9,7 @@ wheel would install it. Each step has a limit of time, and whatever it leaves be
 
 The folder gets a few files, each complete up to the moment at which anything ends: ``summary.txt``,
 ``log.txt``, ``probes.json``, and those of ``bench/gpu.py``. The exit code is 0 if every step could
-be run, whatever it found.
+be run, whatever it found, and 1 at once where there is no GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ TESTS = {
     ("test_gpt", "test_engine", "test_optimizers", "test_checkpoints"): 0.19,
     ("test_failures", "test_several_ranks"): 0.17,
 }
+STEPS = ("probes", "tests", "bench")
 _SECONDS = "SECONDS"
+# What finds out whether there is a GPU, in how many seconds at most, and its exit code if not.
+_USABLE = ("-m", "gpu_bench.usable")
+_USABLE_SECONDS = 60.0
+_NOT_USABLE = 3
 # Of a step's limit, what it is told that it has.
 _OWN_SHARE = 0.93
 _LEFT_BEHIND = ("__pycache__", ".git", "*.egg-info", "results")
@@ -133,7 +138,26 @@ def environment(folder: Path, site: Path) -> dict[str, str]:
     }
 
 
-def steps(wanted: Sequence[str], out: Path, *, quick: bool) -> Iterator[Step]:
+def why_no_gpu(environ: dict[str, str], cwd: Path) -> str:
+    """Why nothing can be run on a GPU here, in a line; empty if it can, or is not known."""
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the probes say more of that
+        done = subprocess.run(  # noqa: S603 (it is our own)
+            [sys.executable, *_USABLE],
+            cwd=cwd,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_USABLE_SECONDS,
+        )
+        if done.returncode == _NOT_USABLE:
+            return done.stdout.strip()
+    return ""
+
+
+def steps(
+    wanted: Sequence[str], out: Path, *, quick: bool, without_gpu: bool = False
+) -> Iterator[Step]:
     """All steps that are wanted, in order."""
     if "probes" in wanted:
         probes = ("-m", "gpu_bench.probes", str(out / "probes.json"), _SECONDS)
@@ -153,7 +177,8 @@ def steps(wanted: Sequence[str], out: Path, *, quick: bool) -> Iterator[Step]:
                 yield Step(f"tests {number}", (*options, *present), share)
     if "bench" in wanted:
         bench = ("bench/gpu.py", "--out", str(out), "--seconds", _SECONDS)
-        yield Step("bench", (*bench, *(["--quick"] if quick else [])), 0.38)
+        flags = {"--quick": quick, "--without-gpu": without_gpu}
+        yield Step("bench", (*bench, *(flag for flag, given in flags.items() if given)), 0.38)
 
 
 def perform(step: Step, seconds: float, environ: dict[str, str], cwd: Path, log: Log) -> bool:
@@ -215,13 +240,27 @@ def _killed(wanted: bytes) -> int:
     return count
 
 
+def _names(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in STEPS:
+            raise argparse.ArgumentTypeError(
+                f"there is no step {name!r}; the steps are {', '.join(STEPS)}"
+            )
+    return names
+
+
 def main() -> int:
     """Do all of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
     parser.add_argument("--seconds", type=float, default=520.0, help="for everything")
-    parser.add_argument("--steps", default="probes,tests,bench", help="which, comma-separated")
+    every = ",".join(STEPS)
+    parser.add_argument("--steps", type=_names, default=every, help=f"some of {every}")
     parser.add_argument("--quick", action="store_true", help="just see whether it can be run")
+    parser.add_argument(
+        "--without-gpu", action="store_true", help="try all steps where there is no GPU, too"
+    )
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
     log = Log(given.out.resolve())
@@ -233,7 +272,11 @@ def main() -> int:
         site = Path(name) / "site"
         install(ROOT / ".whl", site, log)
         environ = environment(folder, site)
-        todo = list(steps(given.steps.split(","), log.folder, quick=given.quick))
+        if not given.without_gpu and (reason := why_no_gpu(environ, folder)):
+            log.say(reason)
+            return 1
+        flags = {"quick": given.quick, "without_gpu": given.without_gpu}
+        todo = list(steps(given.steps, log.folder, **flags))
         well = True
         for number, step in enumerate(todo):
             # What a step does not use is for those after it.

@@ -41,8 +41,8 @@ def no_cupy(error: ImportError) -> MissingDependencyError:
     version = driver_version()
     if not version:  # which comes first: without it, CuPy is of no use
         return MissingDependencyError(
-            f"transport 'nccl' needs a GPU and its driver, and {_NO_DRIVER}; {problem} either: for a "
-            f"driver of CUDA 13 or newer, {_extra(13000)}, for one of CUDA 12 'cuda12' instead",
+            f"transport 'nccl' needs a GPU and its driver, and {_NO_DRIVER}; {problem} either: for "
+            f"a driver of CUDA 13 or newer, {_extra(13000)}, for one of CUDA 12 'cuda12' instead",
             "",
         )
     command = _extra(version)

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -146,6 +147,58 @@ def test_steps_name_tests_that_exist_and_their_shares_are_all_the_time(everythin
     assert there == named, "a file of tests that nobody runs"
     steps = list(everything.steps(["probes", "tests", "bench"], Path("out"), quick=False))
     assert sum(step.share for step in steps) == pytest.approx(1.0)
+
+
+def test_without_a_gpu_nothing_is_begun(
+    everything: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # where there is one
+    monkeypatch.setattr(sys, "argv", ["gpu_all.py", "--out", str(tmp_path / "all")])
+    assert everything.main() == 1
+    told = capsys.readouterr().out
+    assert "there is no usable GPU: transport 'nccl'" in told
+    assert "===" not in told, "a step was begun"
+    found = _measure(tmp_path / "some")
+    assert found.returncode == 1
+    (line,) = found.stderr.splitlines()
+    assert line.startswith("there is no usable GPU: transport 'nccl'")
+    assert not (tmp_path / "some").exists()
+
+
+def test_who_wants_it_tries_everything_without_a_gpu(
+    everything: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = _measure(tmp_path, "--parts", "optimizer", "--seconds", "20", "--without-gpu")
+    assert found.returncode == 0, found.stderr
+    (part,) = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert part["error"]
+    (step,) = everything.steps(["bench"], tmp_path, quick=True, without_gpu=True)
+    assert step.command[-2:] == ("--quick", "--without-gpu")
+
+
+def test_steps_that_there_are_not(
+    everything: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for arguments, code in ((["--steps", "probes,nothing"], 2), (["--help"], 0)):
+        monkeypatch.setattr(sys, "argv", ["gpu_all.py", "--out", str(tmp_path), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            everything.main()
+        assert ended.value.code == code
+        told = capsys.readouterr()
+        for name in everything.STEPS:
+            assert name in told.out + told.err
+        assert ("no step 'nothing'" in told.err) == (code == 2)
+
+
+def _measure(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCH / "gpu.py"), "--out", str(out), "--ranks", "1", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
 
 
 def test_a_step_is_ended_with_all_that_it_started(everything: Any, tmp_path: Path) -> None:
