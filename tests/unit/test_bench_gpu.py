@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import fake_cuda
 from support.jobs import SOON
 
 ROOT = Path(__file__).parents[2]
@@ -163,6 +164,13 @@ def test_without_a_gpu_nothing_is_begun(
     (line,) = found.stderr.splitlines()
     assert line.startswith("there is no usable GPU: transport 'nccl'")
     assert not (tmp_path / "some").exists()
+
+
+def test_where_there_is_a_gpu_nothing_is_in_the_way(module: Any) -> None:
+    with fake_cuda.installed(1) as machine:
+        assert module("usable").why_not() == ""
+        machine.faults.devices = 0
+        assert "no GPU can be used" in module("usable").why_not()
 
 
 def test_who_wants_it_tries_everything_without_a_gpu(
