@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import threading
 from collections.abc import Iterator, Sequence
 
 from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.metadata import BLOCK_BYTES
-from fsdpcore.device import Device
+from fsdpcore.device import Device, Ticket
 from fsdpcore.errors import CheckpointError
 
 WINDOW_BYTES = 128 * BLOCK_BYTES
@@ -42,10 +45,19 @@ def fetch(pairs: Sequence[tuple[Array, Array]], device: Device) -> None:
         for target, source in pairs:
             device.fetch(target, source)
     if not copied.block(_PATIENCE):
+        # The device may come to it yet, when others have long been given this memory.
+        held = (copied, tuple(pairs))
+        threading.Thread(target=_hold, args=held, name="fsdpcore-held", daemon=True).start()
         raise CheckpointError(
             f"{device} has not come to the arrays to be saved for {_PATIENCE:g} s: it is busy with "
             "what was enqueued before, or hangs"
         )
+
+
+def _hold(copied: Ticket, held: object) -> None:
+    """Keep what is copied until it is; whatever error ends that, nothing is copied after it."""
+    with contextlib.suppress(Exception):
+        copied.block(math.inf)
 
 
 def fetched(arrays: Sequence[Array], device: Device) -> Iterator[Sequence[Array]]:
