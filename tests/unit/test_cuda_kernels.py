@@ -44,13 +44,6 @@ def machine() -> Iterator[Any]:
         yield machine
 
 
-@pytest.fixture
-def cupy(machine: Any) -> Any:
-    import cupy
-
-    return cupy
-
-
 def launched(machine: Any) -> list[Any]:
     """All kernels that our own sources made."""
     return [entry for entry in machine.log if entry.name.startswith("kernel ")]

@@ -20,13 +20,6 @@ def machine() -> Iterator[fake_cuda.Machine]:
         yield machine
 
 
-@pytest.fixture
-def cupy(machine: fake_cuda.Machine) -> Any:
-    import cupy
-
-    return cupy
-
-
 def streams(cupy: Any, **kind: bool) -> list[Any]:
     return [cupy.cuda.Stream(**kind) for _ in range(2)]
 

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from support import fake_cuda
 from support.fake_cuda.nccl_moves import DTYPES
 from support.fake_cuda.ranks import on_comms
 
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
-
-
-@pytest.fixture
-def machine() -> Iterator[fake_cuda.Machine]:
-    with fake_cuda.installed(4) as machine:
-        yield machine
-
-
-@pytest.fixture
-def cupy(machine: fake_cuda.Machine) -> Any:
-    import cupy
-
-    return cupy
-
-
-@pytest.fixture
-def nccl(machine: fake_cuda.Machine) -> Any:
-    from cupy.cuda import nccl
-
-    return nccl
 
 
 def here() -> int:

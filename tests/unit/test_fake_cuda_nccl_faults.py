@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from support import fake_cuda
 from support.fake_cuda.ranks import PATIENCE, on_comms, on_ranks
-
-
-@pytest.fixture
-def machine() -> Iterator[fake_cuda.Machine]:
-    with fake_cuda.installed(4) as machine:
-        yield machine
-
-
-@pytest.fixture
-def cupy(machine: fake_cuda.Machine) -> Any:
-    import cupy
-
-    return cupy
-
-
-@pytest.fixture
-def nccl(machine: fake_cuda.Machine) -> Any:
-    from cupy.cuda import nccl
-
-    return nccl
 
 
 def until(what: Callable[[], Any]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support import fake_cuda, nccl_ranks
+from support import nccl_ranks
 from support.fsdp_device import (
     STRATEGIES,
     Way,
@@ -25,12 +24,6 @@ from support.zmq_ranks import PATIENCE
 import fsdpcore as fc
 
 pytestmark = needs_compiler
-
-
-@pytest.fixture
-def machine() -> Iterator[Any]:
-    with fake_cuda.installed(4) as made:
-        yield made
 
 
 # Memory.

@@ -6,12 +6,10 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support import fake_cuda
 from support.fsdp_device import (
     STRATEGIES,
     Way,
@@ -30,12 +28,6 @@ import fsdpcore as fc
 from fsdpcore.fsdp.passes import Passes
 
 pytestmark = needs_compiler
-
-
-@pytest.fixture
-def machine() -> Iterator[Any]:
-    with fake_cuda.installed(4) as made:
-        yield made
 
 
 def waits_of(machine: Any) -> int:

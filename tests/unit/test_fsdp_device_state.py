@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from support import fake_cuda, nccl_ranks
+from support import nccl_ranks
 from support.fsdp_device import Way, bits, engine_of, needs_compiler, on_host, one_pass, run
 
 import fsdpcore as fc
@@ -22,14 +22,19 @@ HYBRID = fc.Strategy("hybrid_shard", shard_group_size=2)
 Array = Any
 
 
-@pytest.fixture
-def machine() -> Iterator[Any]:
-    with fake_cuda.installed(4) as made:
-        yield made
-
-
 def errors(body: Callable[[fc.Backend], Any], ranks: int) -> list[tuple[str, str]]:
-    return [(o.error, o.text) for o in nccl_ranks.run_ranks(body, ranks)]
+    """What each rank raises. A rank that left by it would break the others before they are there.
+
+    These errors are agreed on and leave the backend usable, so the ranks wait for each other then.
+    """
+
+    def caught(backend: fc.Backend) -> tuple[str, str]:
+        with pytest.raises(fc.FsdpcoreError) as raised:
+            body(backend)
+        backend.barrier()
+        return type(raised.value).__name__, str(raised.value)
+
+    return nccl_ranks.results_of(caught, ranks)
 
 
 def stepped(engine: fc.FSDP, seed: int) -> None:
