@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from fsdpcore import checkpoint
     from fsdpcore.adapters.layers import Layer, LayerStack
     from fsdpcore.fsdp import initializers, optim
+    from fsdpcore.fsdp.boxes import BoxShard
     from fsdpcore.fsdp.engine import FSDP
     from fsdpcore.fsdp.estimate import MemoryEstimate, memory_estimate
     from fsdpcore.fsdp.offload import Offload
@@ -83,6 +84,7 @@ __all__ = [
     "ArrayPiece",
     "Backend",
     "Batch",
+    "BoxShard",
     "Capabilities",
     "CheckpointError",
     "CheckpointNotFoundError",
@@ -154,6 +156,7 @@ __all__ = [
 # rest: modules by the names that are imported from them when they are first asked for.
 _LATER = {
     "ArrayPiece": "fsdp.state",
+    "BoxShard": "fsdp.boxes",
     "EngineState": "fsdp.state",
     "FSDP": "fsdp.engine",
     "Layer": "adapters.layers",

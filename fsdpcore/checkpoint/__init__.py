@@ -26,9 +26,9 @@ from fsdpcore.checkpoint.regions import Box, Range
 from fsdpcore.checkpoint.retention import Retention
 from fsdpcore.checkpoint.rewrite import rewrite
 from fsdpcore.checkpoint.save import save
-from fsdpcore.checkpoint.shards import BoxShard
 from fsdpcore.checkpoint.steps import steps
 from fsdpcore.checkpoint.verify import Problem, Verified, verify
+from fsdpcore.fsdp.boxes import BoxShard
 
 __all__ = [
     "AsyncCheckpointer",

@@ -10,8 +10,9 @@ import numpy as np
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.regions import Box, Range, Region, as_range
 from fsdpcore.checkpoint.shard_specs import ShardMetadata, TensorShardSpec
-from fsdpcore.checkpoint.shards import BoxShard, Shard, dtype_of, parts_of
+from fsdpcore.checkpoint.shards import Shard, dtype_of, parts_of
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.state import ArrayPiece, ShardedArray
 
 

@@ -2,56 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpcore.buffers import Array
-from fsdpcore.checkpoint.regions import Box, Range, Region, check_region, whole
+from fsdpcore.checkpoint.regions import Box, Range, Region, boxes_of, whole
 from fsdpcore.checkpoint.strict_json import check_text
 from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.checks import as_shape
+from fsdpcore.fsdp.boxes import ArrayBox, BoxShard, is_array
 from fsdpcore.fsdp.state import ShardedArray
-
-
-@dataclass(frozen=True, eq=False)
-class BoxShard:
-    """A box of an array that is cut along any of its axes: rows, columns, blocks.
-
-    Attributes:
-        shape: of the whole array.
-        start: index of the box's first element, along every axis.
-        array: the box, in NumPy or on a GPU; its shape says how far it goes. It may be empty, and
-            need not be contiguous.
-
-    Raises:
-        ArgumentError: the box does not lie in the array.
-    """
-
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    array: Array
-
-    def __post_init__(self) -> None:
-        shape = as_shape(self.shape, "a BoxShard")
-        start = as_shape(self.start, "the start of a BoxShard")
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "start", start)
-        if not _is_array(self.array) or not len(shape) == len(start) == self.array.ndim:
-            raise ArgumentError(
-                f"a BoxShard of an array of shape {shape} needs {len(shape)} indices as start, and "
-                f"an array of {len(shape)} dimensions; got {start} and {_described(self.array)}"
-            )
-        check_region(self.region, shape, "a BoxShard")
-
-    @property
-    def region(self) -> Box:
-        """Where the box lies."""
-        return Box(self.start, tuple(map(sum, zip(self.start, self.array.shape, strict=True))))
-
 
 Shard = Array | ShardedArray | BoxShard
 """What a rank has of one array: all of it, flat ranges of it, or a box."""
@@ -87,14 +50,30 @@ def parts_of(shard: Shard) -> list[Part]:
     A whole array is one ``Range`` if it is contiguous in C order, else one ``Box``.
     """
     if isinstance(shard, ShardedArray):
-        return [Part(Range(start, stop), array) for start, stop, array in shard.pieces]
+        if shard.box is None or shard.box.is_whole:
+            return [Part(Range(start, stop), array) for start, stop, array in shard.pieces]
+        return [
+            part
+            for start, stop, array in shard.pieces
+            for part in _boxed(shard.box, start, stop, array)
+        ]
     if isinstance(shard, BoxShard):
-        return [Part(shard.region, shard.array)] if shard.array.size else []
+        box = shard.box
+        return [Part(Box(box.start, box.stop), shard.array)] if box.size else []
     if not shard.size:
         return []
     if shard.flags.c_contiguous:
         return [Part(whole(shard.shape), shard.reshape(-1))]
     return [Part(Box((0,) * shard.ndim, shard.shape), shard)]
+
+
+def _boxed(box: ArrayBox, start: int, stop: int, array: Array) -> Iterator[Part]:
+    """Cut elements ``[start, stop)`` of a box, which lie in ``array``, into boxes of the whole."""
+    for found in boxes_of(Range(start, stop), box.shape):
+        first = tuple(map(operator.add, box.start, found.start))
+        last = tuple(map(operator.add, box.start, found.stop))
+        yield Part(Box(first, last), array[: found.size].reshape(found.shape))
+        array = array[found.size :]
 
 
 def checked_state(state: object, device: Device = HOST) -> dict[str, Shard]:
@@ -140,7 +119,7 @@ def _check_place(name: str, array: object, device: Device) -> None:
     if isinstance(array, np.ndarray) or device.owns(array):
         return
     kind = type(array)
-    if _is_array(array):
+    if is_array(array):
         raise ArgumentError(
             f"{name!r} is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but what is saved "
             f"and loaded here is on the device {device}; convert it to NumPy, as cupy.asnumpy does"
@@ -149,19 +128,3 @@ def _check_place(name: str, array: object, device: Device) -> None:
         f"{name!r} is a {kind.__name__}; convert it to a NumPy array, or pass plain values as "
         "extra="
     )
-
-
-def _is_array(value: object) -> TypeGuard[Array]:
-    """Whether it has what an array of NumPy has, wherever its elements are."""
-    if isinstance(value, np.ndarray):
-        return True
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    return (
-        isinstance(dtype, np.dtype)
-        and isinstance(shape, tuple)
-        and not isinstance(value, (np.generic, ShardedArray, BoxShard))
-    )
-
-
-def _described(value: object) -> str:
-    return f"shape {value.shape}" if _is_array(value) else type(value).__name__

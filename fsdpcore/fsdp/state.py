@@ -16,6 +16,7 @@ import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int, as_shape
 
 FORMAT = 1
@@ -52,6 +53,8 @@ class ShardedArray:
         replica: which of the copies this rank has a part of, from 0. Where every rank holds all of
             an array, each of them is a replica.
         replicas: how many copies there are.
+        box: the box of the array that the pieces are ranges of, flattened in C order; the ranks of
+            a replica have boxes that do not overlap. None for the whole array.
 
     Raises:
         ArgumentError: it does not fit together.
@@ -62,6 +65,7 @@ class ShardedArray:
     pieces: tuple[ArrayPiece, ...]
     replica: int = 0
     replicas: int = 1
+    box: ArrayBox | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", as_shape(self.shape, "a ShardedArray"))
@@ -81,13 +85,18 @@ class ShardedArray:
                 f"replica {self.replica} of a ShardedArray does not exist; there are "
                 f"{self.replicas}, counted from 0"
             )
+        if self.box is not None and self.box.whole != self.shape:
+            raise ArgumentError(
+                f"the box of a ShardedArray of shape {self.shape} lies in one of {self.box.whole}"
+            )
+        size = self.size if self.box is None else self.box.size
         behind = 0
         for start, stop, array in self.pieces:
             as_int(start, "start of a piece", minimum=0)
             as_int(stop, "stop of a piece", minimum=0)
-            if not behind <= start < stop <= self.size:
+            if not behind <= start < stop <= size:
                 raise ArgumentError(
-                    f"a piece [{start}, {stop}) of an array of {self.size} elements, behind "
+                    f"a piece [{start}, {stop}) of an array of {size} elements, behind "
                     f"element {behind}; pieces ascend, do not overlap and are not empty"
                 )
             found = (getattr(array, "shape", None), getattr(array, "dtype", None))

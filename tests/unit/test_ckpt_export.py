@@ -29,7 +29,6 @@ from fsdpcore.checkpoint.read import read
 from fsdpcore.checkpoint.rewrite import rewrite
 from fsdpcore.checkpoint.safetensors_files import PartialFile
 from fsdpcore.checkpoint.save import save
-from fsdpcore.checkpoint.shards import BoxShard
 from fsdpcore.checkpoint.verify import verify
 from fsdpcore.errors import (
     ArgumentError,
@@ -37,6 +36,7 @@ from fsdpcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
+from fsdpcore.fsdp.boxes import BoxShard
 
 INDEX = "model.safetensors.index.json"
 

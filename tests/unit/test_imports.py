@@ -54,7 +54,7 @@ def test_no_optional_package_is_imported(names):
 
 
 def test_checkpoints_know_nothing_of_the_engine():
-    allowed = {"checks", "consent", "layout", "state"}
+    allowed = {"boxes", "checks", "consent", "layout", "state"}
     folder = Path(fsdpcore.checkpoint.__file__).parent
     known = {
         name
