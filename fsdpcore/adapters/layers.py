@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.spec import Spec
+from fsdpcore.fsdp.special import Tied
 from fsdpcore.fsdp.step import Step
 from fsdpcore.fsdp.unit import Unit
+from fsdpcore.parallel.scope import Scope, prefixed
+
+Initial: TypeAlias = Array | Spec | BoxShard | Tied
 
 
 class Layer(Protocol):
@@ -19,9 +24,12 @@ class Layer(Protocol):
 
     On a GPU all arrays but those of ``init`` are CuPy's: parameters and gradients come so from the
     engine, and inputs are best made so, by ``engine.xp.asarray(batch)``.
+
+    A layer whose ``backward`` reads parameters that its ``forward`` was given, as a tape does, says
+    so by an attribute ``holds_params = True``; see ``LayerStack``.
     """
 
-    def init(self, rng: np.random.Generator) -> Mapping[str, Array | Spec]:
+    def init(self, rng: np.random.Generator) -> Mapping[str, Initial]:
         """Return the initial parameters by name, always in the same order.
 
         NumPy arrays are fine on a GPU, too: the engine moves them.
@@ -36,6 +44,65 @@ class Layer(Protocol):
         """Write the parameters' gradients into ``grads``, return the input's gradient."""
 
 
+class Chain:
+    """Several layers one after the other as one layer, and so as one unit.
+
+    A parameter has the name of its layer before its own: ``norm.gain``.
+
+    Args:
+        layers: pairs of a name and a layer, in order.
+
+    Attributes:
+        layers: as given.
+        holds_params: one of the layers does.
+
+    Raises:
+        ArgumentError: a name occurs twice, or is the beginning of another one, up to a dot.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, Layer]]) -> None:
+        self.layers = _named(layers)
+        prefixes = [f"{name}." for name, _ in self.layers]
+        for outer in prefixes:
+            within = [
+                inner[:-1] for inner in prefixes if inner != outer and inner.startswith(outer)
+            ]
+            if within:
+                raise ArgumentError(
+                    f"parameters of layer {within[0]!r} would be among those of layer "
+                    f"{outer[:-1]!r}; rename one of them"
+                )
+        self.holds_params = any(_holds_params(layer) for _, layer in self.layers)
+
+    def init(self, rng: np.random.Generator) -> dict[str, Initial]:
+        """Initialise all layers, in order, with one generator."""
+        entries: dict[str, Initial] = {}
+        for name, layer in self.layers:
+            entries.update(prefixed(f"{name}.", layer.init(rng)))
+        return entries
+
+    def forward(self, params: Mapping[str, Array], x: Any) -> tuple[Any, list[Any]]:
+        """Run all layers; returns the output and what ``backward`` needs."""
+        saved = []
+        for name, layer in self.layers:
+            x, kept = layer.forward(Scope(params, f"{name}."), x)
+            saved.append(kept)
+        return x, saved
+
+    def backward(
+        self,
+        params: Mapping[str, Array],
+        saved: list[Any],
+        dy: Any,
+        grads: MutableMapping[str, Array],
+    ) -> Any:
+        """Run all layers backwards; returns the gradient of the input."""
+        for (name, layer), kept in zip(reversed(self.layers), reversed(saved), strict=True):
+            prefix = f"{name}."
+            dy = layer.backward(Scope(params, prefix), kept, dy, Scope(grads, prefix))
+        return dy
+
+
 class LayerStack:
     """Layers one after the other, each gathered for its own forward and backward pass only.
 
@@ -44,14 +111,11 @@ class LayerStack:
     """
 
     def __init__(self, layers: Sequence[tuple[str, Layer]]) -> None:
-        names = [name for name, _ in layers]
-        if len(set(names)) != len(names):
-            raise ArgumentError(f"the names of layers must be unique, got {names}")
-        self.layers = tuple(layers)
+        self.layers = _named(layers)
 
     def units(self, rng: np.random.Generator) -> list[Unit]:
         """Initialise all layers, in order, with one generator."""
-        return [Unit(name, layer.init(rng)) for name, layer in self.layers]
+        return [Unit(name, cast(Mapping[str, Any], layer.init(rng))) for name, layer in self.layers]
 
     def forward(self, step: Step, x: Any) -> tuple[Any, list[Any]]:
         """Run all layers; returns the output and what ``backward`` needs."""
@@ -68,3 +132,14 @@ class LayerStack:
             with step.backward(name) as unit:
                 dy = layer.backward(unit.params, saved.pop(), dy, unit.grads)
         return dy
+
+
+def _named(layers: Sequence[tuple[str, Layer]]) -> tuple[tuple[str, Layer], ...]:
+    names = [name for name, _ in layers]
+    if len(set(names)) != len(names):
+        raise ArgumentError(f"the names of layers must be unique, got {names}")
+    return tuple(layers)
+
+
+def _holds_params(layer: Layer) -> bool:
+    return bool(getattr(layer, "holds_params", False))
