@@ -1,0 +1,165 @@
+"""The collectives of tensor parallelism: arrays of a group that are cut along some axis.
+
+An axis is cut as ``splits`` says: contiguous parts, the first ones one longer. All ranks of the
+group call the same function in the same order; with one rank nothing is communicated or copied.
+Arrays are NumPy's, or CuPy's where the group's device is a GPU; contiguous ones are moved without
+further copies where everything before the cut axis has an extent of one, and with one otherwise.
+The errors are those of ``fsdpcore.collectives.api``. Every function blocks until this rank's result
+is complete.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from fsdpcore import collectives
+from fsdpcore.array_module import array_module
+from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError, MismatchError
+from fsdpcore.parallel.splits import bounds, split
+
+
+def reduce(x: Array, group: Backend, *, op: str = "sum", label: str = "parallel sum") -> Array:
+    """Combine the arrays of all ranks elementwise: one all_reduce.
+
+    ``x`` belongs to the call and may be overwritten by it. The result, on every rank the same bits,
+    is returned.
+    """
+    if group.world_size == 1:
+        return x
+    out = x if x.flags.c_contiguous else None
+    result: Array = collectives.all_reduce(x, group, op=op, out=out, label=label)
+    return result
+
+
+def own(x: Array, group: Backend, axis: int) -> Array:
+    """Return this rank's part along ``axis`` of an array that all ranks have: a view.
+
+    Without communication; the derivative of ``gather`` where all ranks have the same gradient.
+    """
+    start, stop = split(x.shape[axis], group.world_size, group.rank)
+    part: Array = x[(slice(None),) * _place(x, axis) + (slice(start, stop),)]
+    return part
+
+
+def gather(
+    x: Array, group: Backend, axis: int, *, size: int | None = None, label: str = "parallel join"
+) -> Array:
+    """Join the parts of all ranks along ``axis``: one all_gather.
+
+    Args:
+        x: this rank's part; the other axes are the same on all ranks.
+        group: the ranks that have the parts.
+        axis: the one that is cut.
+        size: its whole extent, if that is known. It spares the ranks from telling each other.
+        label: what it is for, in traces and errors.
+
+    Returns:
+        A contiguous array, the same on every rank; ``x`` itself in a group of one.
+
+    Raises:
+        MismatchError: this rank's part is not the one that ``splits`` gives it.
+    """
+    parts = group.world_size
+    if parts == 1:
+        return x
+    place = _place(x, axis)
+    before, after = math.prod(x.shape[:place]), math.prod(x.shape[place + 1 :])
+    if size is not None:
+        _check_part(x.shape[place], size, group)
+    if size is not None and size % parts == 0:
+        flat: Array = collectives.all_gather(x.reshape(-1), group, label=label)
+    else:
+        # With as many rows as the axis is long, the ranks learn each other's extents.
+        rows = x.reshape(x.shape[place], before * after)
+        flat = collectives.all_gather_v(rows, group, label=label)
+        size = flat.shape[0]
+        _check_part(x.shape[place], size, group)
+        flat = flat.reshape(-1)
+    shape = (*x.shape[:place], size, *x.shape[place + 1 :])
+    return (
+        flat.reshape(shape)
+        if before == 1
+        else _unpacked(flat, (before, size, after), parts).reshape(shape)
+    )
+
+
+def reduce_scatter(
+    x: Array, group: Backend, axis: int, *, label: str = "parallel sum of parts"
+) -> Array:
+    """Sum the arrays of all ranks, and keep this rank's part along ``axis``: one reduce_scatter.
+
+    Args:
+        x: of equal shape on all ranks; not changed.
+        group: the ranks.
+        axis: the one that is cut.
+        label: what it is for, in traces and errors.
+
+    Returns:
+        A contiguous array; ``x`` itself in a group of one.
+    """
+    parts = group.world_size
+    if parts == 1:
+        return x
+    place = _place(x, axis)
+    before, after = math.prod(x.shape[:place]), math.prod(x.shape[place + 1 :])
+    size = x.shape[place]
+    start, stop = split(size, parts, group.rank)
+    shape = (*x.shape[:place], stop - start, *x.shape[place + 1 :])
+    if before == 1:
+        summed: Array = collectives.reduce_scatter(x.reshape(size, after), group, label=label)
+    else:
+        packed = _packed(x.reshape(before, size, after), parts)
+        counts = [(high - low) * before * after for low, high in pairwise(bounds(size, parts))]
+        if size % parts == 0:
+            summed = collectives.reduce_scatter(packed, group, label=label)
+        else:
+            summed = collectives.reduce_scatter_v(packed, group, counts, label=label)
+    return summed.reshape(shape)
+
+
+def check_group(group: object, what: str) -> Backend:
+    """Return ``group`` if it is one; raise ``ArgumentError`` otherwise."""
+    if not isinstance(group, Backend):
+        raise ArgumentError(
+            f"{what}: the group is a Backend, such as mesh['tensor']; got {type(group).__name__}"
+        )
+    return group
+
+
+def _packed(x: Array, parts: int) -> Array:
+    """Return a flat array in which the parts along axis 1 follow each other, each contiguous."""
+    before, size, after = x.shape
+    packed: Array = array_module(x).empty(x.size, x.dtype)
+    for start, stop in pairwise(bounds(size, parts)):
+        part = packed[start * before * after : stop * before * after]
+        part.reshape(before, stop - start, after)[...] = x[:, start:stop]
+    return packed
+
+
+def _unpacked(flat: Array, shape: tuple[int, int, int], parts: int) -> Array:
+    """Return an array of ``shape`` from what ``_packed`` makes of it."""
+    before, size, after = shape
+    whole: Array = array_module(flat).empty(shape, flat.dtype)
+    for start, stop in pairwise(bounds(size, parts)):
+        part = flat[start * before * after : stop * before * after]
+        whole[:, start:stop] = part.reshape(before, stop - start, after)
+    return whole
+
+
+def _place(x: Array, axis: int) -> int:
+    """Return ``axis`` counted from the front."""
+    if not -x.ndim <= axis < x.ndim:
+        raise ArgumentError(f"an array of shape {x.shape} has no axis {axis} to be cut along")
+    return axis % x.ndim
+
+
+def _check_part(extent: int, size: int, group: Backend) -> None:
+    start, stop = split(size, group.world_size, group.rank)
+    if extent != stop - start:
+        raise MismatchError(
+            f"rank {group.rank} of {group.world_size} has {extent} indices of an axis of {size}, "
+            f"where [{start}, {stop}) is its part; cut it as fsdpcore.parallel.split does"
+        )

@@ -1,0 +1,273 @@
+"""Matrix products of which each rank of a group computes a part.
+
+With the columns of the matrix cut, each rank has all inputs and makes some outputs; with the rows
+cut, it has some inputs and makes a summand of all outputs. A column-parallel layer and then a
+row-parallel one need one all_reduce in each pass (Shoeybi et al., 2019, Megatron-LM). With
+``sequence_parallel`` what lies between such pairs is cut along the sequence, and each all_reduce
+becomes an all_gather before the first layer and a reduce_scatter after the second (Korthikanti et
+al., 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int
+from fsdpcore.parallel import exchange
+from fsdpcore.parallel.arrays import column_sum, matmul, narrow
+from fsdpcore.parallel.splits import split
+from fsdpcore.parallel.weights import cut, gradient, normal
+
+
+class _Linear:
+    """What the two have in common."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        group: Backend,
+        bias: bool,
+        sequence_parallel: bool,
+        std: float | None,
+        dtype: DTypeLike,
+    ) -> None:
+        what = type(self).__name__
+        self.inputs = as_int(inputs, f"{what}: inputs", minimum=1)
+        self.outputs = as_int(outputs, f"{what}: outputs", minimum=1)
+        self.group = exchange.check_group(group, what)
+        self.bias = bias
+        self.sequence_parallel = sequence_parallel
+        default = 1.0 / math.sqrt(self.inputs)
+        self.std = default if std is None else as_finite(std, f"{what}: std", minimum=0)
+        self.dtype = as_dtype(dtype, f"{what}: a parameter")
+
+    def _check(self, x: Array, features: int) -> None:
+        least = 2 if self.sequence_parallel else 1
+        if x.ndim < least or x.shape[-1] != features:
+            axes = "(..., sequence, {})" if self.sequence_parallel else "(..., {})"
+            raise ArgumentError(
+                f"{type(self).__name__}: the input has the shape {axes.format(features)} on rank "
+                f"{self.group.rank} of {self.group.world_size}, got {x.shape}"
+            )
+
+    def _own(self, size: int) -> int:
+        """How many of ``size`` are this rank's."""
+        start, stop = split(size, self.group.world_size, self.group.rank)
+        return stop - start
+
+
+class ColumnParallelLinear(_Linear):
+    """``y = x w + b`` with the outputs cut over the ranks of ``group``.
+
+    Parameters: ``w`` (inputs, outputs), cut along axis 1, normal with ``std``, and ``b``
+    (outputs,), cut, zeros. Every rank draws all of ``w``, so that it does not depend on the number
+    of ranks. Outputs that do not divide evenly are cut as by ``split``; a rank may have none.
+
+    Every rank has the same input (..., inputs), and makes its own outputs (..., own outputs). The
+    backward pass sums the input's gradient over the group: one all_reduce of its size.
+
+    Args:
+        inputs: features of the input.
+        outputs: features of the whole output.
+        group: ranks that share the work, such as ``mesh["tensor"]``.
+        bias: whether there is ``b``.
+        gather_output: every rank gets all outputs: one more all_gather, in the forward pass. The
+            gradient of the output is then the same on all ranks.
+        sequence_parallel: the input is this rank's part along the sequence, axis -2, which is
+            joined in the forward pass (one all_gather) and kept whole for the backward one. There
+            the gradient is summed and cut again (one reduce_scatter instead of the all_reduce).
+        std: of the initial weights; 1 / sqrt(inputs) by default, with which outputs have the
+            variance of inputs (LeCun et al., 1998).
+        dtype: of the parameters.
+
+    Raises:
+        ArgumentError: a size below one, or no group.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        group: Backend,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        std: float | None = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        super().__init__(inputs, outputs, group, bias, sequence_parallel, std, dtype)
+        self.gather_output = gather_output
+
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+        """Return this rank's columns of ``w``, and its part of ``b``."""
+        weight = normal(rng, (self.inputs, self.outputs), self.std, self.dtype)
+        params = {"w": cut(weight, 1, self.group)}
+        if self.bias:
+            params["b"] = cut(np.zeros(self.outputs, self.dtype), 0, self.group)
+        return params
+
+    def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        """Return (..., own outputs), or (..., outputs) with ``gather_output``."""
+        self._check(x, self.inputs)
+        weight = params["w"]
+        x = narrow(x, weight.dtype)
+        if self.sequence_parallel:
+            x = exchange.gather(x, self.group, -2, label="parallel linear, sequence")
+        y = _product(x, weight)
+        if self.bias:
+            y += params["b"]
+        if self.gather_output:
+            y = exchange.gather(
+                y, self.group, -1, size=self.outputs, label="parallel linear, outputs"
+            )
+        return y, x
+
+    def backward(
+        self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
+    ) -> Array:
+        """Write the gradients of this rank's parameters, return that of the input.
+
+        It is complete on every rank: (..., inputs), or this rank's part of the sequence.
+        """
+        x: Array = saved
+        weight = params["w"]
+        if self.gather_output:
+            dy = exchange.own(dy, self.group, -1)
+        dy = narrow(dy, weight.dtype)
+        dx = _product(dy, weight.T)
+        _weight_gradient(x, dy, grads)
+        if self.bias:
+            _bias_gradient(dy, grads)
+        if self.sequence_parallel:
+            return exchange.reduce_scatter(
+                dx, self.group, -2, label="parallel linear, gradient of the sequence"
+            )
+        return exchange.reduce(dx, self.group, label="parallel linear, gradient")
+
+
+class RowParallelLinear(_Linear):
+    """``y = x w + b`` with the inputs cut over the ranks of ``group``.
+
+    Parameters: ``w`` (inputs, outputs), cut along axis 0, normal with ``std``, and ``b``
+    (outputs,), whole on every rank, zeros. Every rank draws all of ``w``, so that it does not
+    depend on the number of ranks. Inputs that do not divide evenly are cut as by ``split``; a rank
+    may have none.
+
+    Every rank has its own features of the input, as a column-parallel layer makes them, and gets
+    the sum over all ranks (..., outputs): one all_reduce of its size. ``b`` is added to that, so
+    its gradient is the same on all ranks. The backward pass needs no communication.
+
+    Args:
+        inputs: features of the whole input.
+        outputs: features of the output.
+        group: ranks that share the work, such as ``mesh["tensor"]``.
+        bias: whether there is ``b``.
+        input_is_split: False if every rank has all inputs (..., inputs), the same: each takes its
+            own, and the backward pass joins the gradient (one all_gather).
+        sequence_parallel: the output is this rank's part along the sequence, axis -2 (one
+            reduce_scatter instead of the all_reduce), and its gradient is joined in the backward
+            pass (one all_gather).
+        std: of the initial weights; 1 / sqrt(inputs) by default, with which outputs have the
+            variance of inputs (LeCun et al., 1998).
+        dtype: of the parameters.
+
+    Raises:
+        ArgumentError: a size below one, or no group.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        group: Backend,
+        *,
+        bias: bool = True,
+        input_is_split: bool = True,
+        sequence_parallel: bool = False,
+        std: float | None = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        super().__init__(inputs, outputs, group, bias, sequence_parallel, std, dtype)
+        self.input_is_split = input_is_split
+
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+        """Return this rank's rows of ``w``, and all of ``b``."""
+        weight = normal(rng, (self.inputs, self.outputs), self.std, self.dtype)
+        params = {"w": cut(weight, 0, self.group)}
+        if self.bias:
+            params["b"] = np.zeros(self.outputs, self.dtype)
+        return params
+
+    def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        """Return (..., outputs), or this rank's part of the sequence."""
+        self._check(x, self._own(self.inputs) if self.input_is_split else self.inputs)
+        weight = params["w"]
+        if not self.input_is_split:
+            x = exchange.own(x, self.group, -1)
+        x = narrow(x, weight.dtype)
+        y = _product(x, weight)
+        if self.sequence_parallel:
+            y = exchange.reduce_scatter(y, self.group, -2, label="parallel linear, sequence")
+        else:
+            y = exchange.reduce(y, self.group, label="parallel linear, outputs")
+        if self.bias:
+            y += params["b"]
+        return y, x
+
+    def backward(
+        self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
+    ) -> Array:
+        """Write the gradients of this rank's parameters, return that of the input.
+
+        It is that of this rank's features, or of all of them without ``input_is_split``.
+        """
+        x: Array = saved
+        weight = params["w"]
+        dy = narrow(dy, weight.dtype)
+        if self.sequence_parallel:
+            dy = exchange.gather(
+                dy, self.group, -2, size=x.shape[-2], label="parallel linear, gradient"
+            )
+        dx = _product(dy, weight.T)
+        _weight_gradient(x, dy, grads)
+        if self.bias:
+            _bias_gradient(dy, grads)
+        if self.input_is_split:
+            return dx
+        return exchange.gather(
+            dx, self.group, -1, size=self.inputs, label="parallel linear, gradient of the input"
+        )
+
+
+def _rows(x: Array) -> Array:
+    """Return (N, features): one matrix product instead of one for every leading index."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _product(x: Array, weight: Array) -> Array:
+    """Return ``x @ weight``, a new array."""
+    y = matmul(_rows(x), weight)
+    return y.reshape(*x.shape[:-1], weight.shape[1])
+
+
+def _weight_gradient(x: Array, dy: Array, grads: MutableMapping[str, Array]) -> None:
+    out = gradient(grads, "w")
+    if out is not None:
+        matmul(_rows(x).T, _rows(dy), out=out)
+
+
+def _bias_gradient(dy: Array, grads: MutableMapping[str, Array]) -> None:
+    out = gradient(grads, "b")
+    if out is not None:
+        column_sum(_rows(dy), out)
