@@ -13,7 +13,13 @@ import numpy as np
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.dtypes import stored_as
 from fsdpcore.checkpoint.plan_save import HeldArray, Rows, held_of
-from fsdpcore.checkpoint.shards import checked_state, dtype_of, parts_of, shape_of
+from fsdpcore.checkpoint.shards import (
+    checked_state,
+    dtype_of,
+    parts_of,
+    replica_of,
+    shape_of,
+)
 from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.state import EngineState
@@ -68,7 +74,8 @@ def holding_of(state: object, device: Device = HOST) -> Holding:
         for part in parts_of(shard):
             held.append(held_of(part.region, shape_of(shard)))
             sources.append(part.array)
-        arrays.append(HeldArray(name, _dtype(name, dtype_of(shard)), shape_of(shard), tuple(held)))
+        dtype, shape = _dtype(name, dtype_of(shard)), shape_of(shard)
+        arrays.append(HeldArray(name, dtype, shape, tuple(held), replica_of(shard)))
     return Holding(tuple(arrays), tuple(sources), info)
 
 

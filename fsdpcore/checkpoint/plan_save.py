@@ -41,12 +41,21 @@ class Held(NamedTuple):
 
 
 class HeldArray(NamedTuple):
-    """What a rank holds of an array; ``dtype`` by name."""
+    """What a rank holds of an array.
+
+    Attributes:
+        name: of the array.
+        dtype: by name.
+        shape: of the whole array.
+        pieces: what this rank holds.
+        replica: of which copy they are, see ``ShardedArray``.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Held, ...]
+    replica: int = 0
 
 
 class Rows(NamedTuple):
@@ -93,8 +102,14 @@ def held_of(region: Region, shape: tuple[int, ...]) -> Held:
 def encode(held: Iterable[HeldArray]) -> str:
     """Write down what a rank holds."""
     rows = [
-        [name, dtype, shape, [[_told(piece.region), piece.rows, piece.row] for piece in pieces]]
-        for name, dtype, shape, pieces in held
+        [
+            name,
+            dtype,
+            shape,
+            [[_told(piece.region), piece.rows, piece.row] for piece in pieces],
+            replica,
+        ]
+        for name, dtype, shape, pieces, replica in held
     ]
     return json.dumps(rows, separators=(",", ":"))
 
@@ -107,8 +122,9 @@ def decode(text: str) -> list[HeldArray]:
             dtype,
             tuple(shape),
             tuple(Held(_region(told), rows, row) for told, rows, row in pieces),
+            replica,
         )
-        for name, dtype, shape, pieces in json.loads(text)
+        for name, dtype, shape, pieces, replica in json.loads(text)
     ]
 
 
@@ -146,6 +162,7 @@ class _Copies:
         self.region = region
         self.nbytes = region.size * itemsize
         self.holders: list[tuple[int, int, Held]] = []  # rank, number of the piece, piece
+        self.replicas: set[int] = set()  # of which copies of the array it is a part
 
     def cuts(self) -> list[int] | None:
         """Return where to cut the rows, for each holder a share; None to leave them together."""
@@ -161,18 +178,21 @@ class _Copies:
 def plan(held: Sequence[Sequence[HeldArray]]) -> SavePlan:
     """Decide who writes what.
 
+    Several ranks may hold the same piece. Where the copies of an array are cut differently, so that
+    their pieces overlap without being the same, those of the first copy are written.
+
     Args:
         held: by all ranks, of each the arrays.
 
     Raises:
-        ArgumentError: the ranks disagree about an array, hold parts of it that overlap, or have
-            not all of it.
+        ArgumentError: the ranks disagree about an array, hold parts of one copy of it that overlap,
+            or have not all of it.
     """
     arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
     regions: dict[str, dict[Region, _Copies]] = {}
     for rank, mine in enumerate(held):
         number = 0
-        for name, dtype, shape, pieces in mine:
+        for name, dtype, shape, pieces, replica in mine:
             # Not of a file: another rank may know more dtypes.
             itemsize = named_dtype(dtype, ArgumentError).itemsize
             known = arrays.setdefault(name, (dtype, shape))
@@ -187,26 +207,45 @@ def plan(held: Sequence[Sequence[HeldArray]]) -> SavePlan:
                 if copies is None:
                     copies = found[piece.region] = _Copies(piece.region, itemsize)
                 copies.holders.append((rank, number, piece))
+                copies.replicas.add(replica)
                 number += 1
     for name, found in regions.items():
-        _check_covered(name, arrays[name][1], list(found))
+        regions[name] = _chosen(name, arrays[name][1], found)
     return SavePlan(arrays, _shared_out(arrays, regions, len(held)))
 
 
-def _check_covered(name: str, shape: tuple[int, ...], regions: list[Region]) -> None:
-    overlap = first_overlap(regions, shape) if len(regions) > 1 else None
+def _chosen(
+    name: str, shape: tuple[int, ...], found: dict[Region, _Copies]
+) -> dict[Region, _Copies]:
+    """Return the pieces that are to be written, which make up the array, each element once."""
+    of_one = ""
+    if len(found) > 1 and first_overlap(list(found), shape) is not None:
+        replicas = sorted(set().union(*(copies.replicas for copies in found.values())))
+        by_replica = [
+            {region: copies for region, copies in found.items() if replica in copies.replicas}
+            for replica in replicas
+        ]
+        for theirs in by_replica:
+            _check_disjoint(name, shape, list(theirs))
+        found = by_replica[0]
+        of_one = f" of replica {replicas[0]}"
+    size = Range(0, _size(shape))
+    missing = 0 if list(found) == [size] else missing_elements(size, list(found), shape)
+    if missing:
+        raise ArgumentError(
+            f"{name} of shape {shape} is not complete: no rank{of_one} has {missing} of its "
+            f"{size.size} elements"
+        )
+    return found
+
+
+def _check_disjoint(name: str, shape: tuple[int, ...], regions: list[Region]) -> None:
+    overlap = first_overlap(regions, shape)
     if overlap is not None:
         one, other = (regions[index] for index in overlap)
         raise ArgumentError(
             f"{name}: {one} and {other} share elements, so that it is not clear which rank's are "
             "to be kept; parts of an array are equal on several ranks, or do not overlap"
-        )
-    size = Range(0, _size(shape))
-    missing = 0 if regions == [size] else missing_elements(size, regions, shape)
-    if missing:
-        raise ArgumentError(
-            f"{name} of shape {shape} is not complete: no rank has {missing} of its {size.size} "
-            "elements"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpcore.buffers import Array
-from fsdpcore.checkpoint.regions import Box, Range, Region, boxes_of, whole
+from fsdpcore.checkpoint.regions import Box, Range, Region, as_range, boxes_of, whole
 from fsdpcore.checkpoint.strict_json import check_text
 from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
@@ -44,19 +44,28 @@ def dtype_of(shard: Shard) -> np.dtype[Any]:
     return shard.array.dtype if isinstance(shard, BoxShard) else shard.dtype
 
 
+def replica_of(shard: Shard) -> int:
+    """Return of which copy of the array it is a part; 0 where nothing says so."""
+    return shard.replica if isinstance(shard, ShardedArray) else 0
+
+
 def parts_of(shard: Shard) -> list[Part]:
     """Return the pieces that a rank has, none of them empty.
 
-    A whole array is one ``Range`` if it is contiguous in C order, else one ``Box``.
+    A whole array is one ``Range`` if it is contiguous in C order, else one ``Box``. A flat range of
+    a box of whole rows is a ``Range`` too; of another box it becomes at most ``2 * ndim - 1`` of
+    them. All are views.
     """
     if isinstance(shard, ShardedArray):
-        if shard.box is None or shard.box.is_whole:
-            return [Part(Range(start, stop), array) for start, stop, array in shard.pieces]
-        return [
-            part
-            for start, stop, array in shard.pieces
-            for part in _boxed(shard.box, start, stop, array)
-        ]
+        box = shard.box
+        run = whole(shard.shape) if box is None else as_range(Box(box.start, box.stop), box.whole)
+        if run is not None:
+            return [
+                Part(Range(run.start + start, run.start + stop), array)
+                for start, stop, array in shard.pieces
+            ]
+        assert box is not None
+        return [part for piece in shard.pieces for part in _boxed(box, *piece)]
     if isinstance(shard, BoxShard):
         box = shard.box
         return [Part(Box(box.start, box.stop), shard.array)] if box.size else []
