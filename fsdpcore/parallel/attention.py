@@ -1,0 +1,158 @@
+"""Multi-head attention whose heads are cut over the ranks of a group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.fsdp.checks import as_finite, as_int
+from fsdpcore.parallel.arrays import column_sum, matmul, narrow
+from fsdpcore.parallel.exchange import check_group, gather, reduce, reduce_scatter
+from fsdpcore.parallel.heads import attend, attend_backward
+from fsdpcore.parallel.weights import cut, gradient, normal
+
+
+class ParallelAttention:
+    """Multi-head attention and the projections around it: (B, T, width) to (B, T, width).
+
+    Each rank computes the heads that ``split(heads, ranks, rank)`` gives it, from their queries,
+    keys and values alone, so that nothing is exchanged before the output projection, whose partial
+    results are summed (Shoeybi et al., 2019, Megatron-LM). There is one all_reduce in each pass: of
+    the output in the forward pass, of the input's gradient in the backward pass. With
+    ``sequence_parallel`` it is an all_gather and a reduce_scatter in each (Korthikanti et al.,
+    2022, Reducing Activation Recomputation in Large Transformer Models).
+
+    Parameters, in whole shapes that do not depend on the number of ranks; d is ``width // heads``:
+
+    - ``qkv.w`` (width, 3, heads, d), ``qkv.b`` (3, heads, d): queries, keys, values; cut by heads.
+    - ``proj.w`` (heads, d, width): the output projection; cut by heads.
+    - ``proj.b`` (width,): whole on every rank, added once.
+
+    Args:
+        width: features of input and output; a multiple of ``heads``.
+        heads: at least as many as the group has ranks.
+        group: the ranks that share the heads.
+        causal: position t sees positions up to t only.
+        sequence_parallel: input and output, and their gradients, are this rank's part of the
+            sequence, ``split(T, ranks, rank)``; otherwise they are whole and equal on all ranks.
+        std: standard deviation of the initial ``qkv.w``, by default 1 / sqrt(width).
+        out_std: that of ``proj.w``, with the same default. Biases begin as zeros.
+        dtype: of the initial values.
+
+    Raises:
+        ArgumentError: the sizes do not split.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        group: Backend,
+        *,
+        causal: bool = True,
+        sequence_parallel: bool = False,
+        std: float | None = None,
+        out_std: float | None = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        self.width = as_int(width, "the width of an attention", minimum=1)
+        self.heads = as_int(heads, "the heads of an attention", minimum=1)
+        self.group = check_group(group, "ParallelAttention")
+        self.causal = causal
+        self.sequence_parallel = sequence_parallel
+        if self.width % self.heads:
+            raise ArgumentError(
+                f"a width of {width} does not split into {heads} heads; choose a width that is a "
+                "multiple of the heads"
+            )
+        if self.heads < group.world_size:
+            raise ArgumentError(
+                f"{heads} heads are not enough for the {group.world_size} ranks of the group, "
+                "each of which needs one; choose more heads, or fewer tensor-parallel ranks"
+            )
+        default = 1.0 / math.sqrt(self.width)
+        self.std = default if std is None else as_finite(std, "an attention's std", minimum=0)
+        self.out_std = (
+            default if out_std is None else as_finite(out_std, "an attention's out_std", minimum=0)
+        )
+        self.dtype = np.dtype(dtype)
+
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+        """Return this rank's heads; all ranks draw the whole parameters."""
+        size = self.width // self.heads
+        qkv = normal(rng, (self.width, 3, self.heads, size), self.std, self.dtype)
+        proj = normal(rng, (self.heads, size, self.width), self.out_std, self.dtype)
+        return {
+            "qkv.w": cut(qkv, 2, self.group),
+            "qkv.b": cut(np.zeros(qkv.shape[1:], self.dtype), 1, self.group),
+            "proj.w": cut(proj, 0, self.group),
+            "proj.b": np.zeros(self.width, self.dtype),
+        }
+
+    def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        """Map (B, T, width), or this rank's part of the sequence, to the same shape."""
+        if x.ndim != 3 or x.shape[-1] != self.width:
+            raise ArgumentError(
+                f"an attention maps arrays (B, T, {self.width}), got the shape {x.shape}"
+            )
+        weight, bias = params["qkv.w"], params["qkv.b"]
+        x = narrow(x, weight.dtype)
+        if self.sequence_parallel:
+            x = gather(x, self.group, 1, label="parallel attention, sequence")
+        qkv = matmul(x.reshape(-1, self.width), weight.reshape(self.width, -1))
+        qkv += bias.reshape(-1)
+        attended = attend(qkv.reshape(*x.shape[:2], *bias.shape), causal=self.causal)
+        mixed = attended.mixed.reshape(len(qkv), -1)
+        y = self._summed(matmul(mixed, self._proj(params)).reshape(x.shape), "output")
+        y += params["proj.b"]
+        return y, (x, attended)
+
+    def backward(
+        self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
+    ) -> Array:
+        """Write the gradients of this rank's parameters, return that of the input.
+
+        They are complete: no rank has a part of another one's, and those of ``proj.b`` are equal.
+        """
+        x, attended = saved
+        weight = params["qkv.w"]
+        dy = narrow(dy, weight.dtype)
+        if self.sequence_parallel:
+            size = x.shape[1]
+            dy = gather(dy, self.group, 1, size=size, label="parallel attention, output gradient")
+        dy = dy.reshape(-1, self.width)
+        _write(grads, "proj", attended.mixed.reshape(len(dy), -1), dy)
+        dmixed = matmul(dy, self._proj(params).T)
+
+        dqkv = attend_backward(attended, dmixed.reshape(attended.mixed.shape))
+        dqkv = dqkv.reshape(len(dy), -1)
+        _write(grads, "qkv", x.reshape(-1, self.width), dqkv)
+        dx = matmul(dqkv, weight.reshape(self.width, -1).T)
+        return self._summed(dx.reshape(x.shape), "input gradient")
+
+    def _proj(self, params: Mapping[str, Array]) -> Array:
+        return params["proj.w"].reshape(-1, self.width)
+
+    def _summed(self, x: Array, what: str) -> Array:
+        """Sum over the ranks, each of which has it from its own heads."""
+        label = f"parallel attention, {what}"
+        if self.sequence_parallel:
+            return reduce_scatter(x, self.group, 1, label=label)
+        return reduce(x, self.group, label=label)
+
+
+def _write(grads: MutableMapping[str, Array], name: str, x: Array, dy: Array) -> None:
+    """Write the gradients of a matrix and its bias, whatever axes they have, from rows."""
+    weight, bias = gradient(grads, f"{name}.w"), gradient(grads, f"{name}.b")
+    if weight is not None:
+        matmul(x.T, dy, out=weight.reshape(x.shape[1], dy.shape[1]))
+    if bias is not None:
+        column_sum(dy, bias.reshape(-1))

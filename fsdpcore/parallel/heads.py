@@ -1,0 +1,94 @@
+"""Scaled dot-product attention over some heads, and its derivative; no parameters, no ranks.
+
+Shapes: B sequences, T positions, H heads of d features each. Arrays are NumPy's or CuPy's. With 16
+bits, matrix products and what is kept for the derivative have these; scores, their exponentials and
+sums are computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from fsdpcore.array_module import array_module
+from fsdpcore.buffers import Array
+from fsdpcore.parallel.arrays import matmul, narrow, row_dot, row_sum, wide
+
+
+class Attended(NamedTuple):
+    """What the derivative needs.
+
+    Attributes:
+        qkv: queries (scaled), keys and values, (B, T, 3, H, d).
+        weights: exponentials of the scores, (B, H, T, T).
+        total: their sums along the last axis, (B, H, T, 1).
+        mixed: the result, (B, T, H, d).
+    """
+
+    qkv: Array
+    weights: Array
+    total: Array
+    mixed: Array
+
+
+def attend(qkv: Array, *, causal: bool) -> Attended:
+    """Mix the values of all positions by softmax(queries keys^T / sqrt(d)) (Vaswani et al., 2017).
+
+    The softmax is not divided out: the division by the sums is done on the result, which is T / d
+    times smaller than the weights.
+
+    Args:
+        qkv: (B, T, 3, H, d); owned from here on, its queries are scaled in place.
+        causal: position t sees positions up to t only.
+    """
+    xp = array_module(qkv)
+    query, key, value = _split(qkv)
+    query *= 1.0 / math.sqrt(qkv.shape[-1])
+    weights = wide(matmul(query, key.swapaxes(-1, -2)))
+    if causal:
+        weights += _unseen(xp, qkv.shape[1], weights.dtype)
+    weights -= weights.max(axis=-1, keepdims=True)  # so that no exponential overflows
+    xp.exp(weights, out=weights)
+    total = row_sum(weights)
+    weights = narrow(weights, qkv.dtype)
+
+    mixed = xp.empty((*qkv.shape[:2], *qkv.shape[3:]), qkv.dtype)
+    out = mixed.swapaxes(1, 2)
+    matmul(weights, value, out=out)
+    out /= total
+    return Attended(qkv, weights, total, mixed)
+
+
+def attend_backward(saved: Attended, dmixed: Array) -> Array:
+    """Return the gradient of the ``qkv`` that was passed, (B, T, 3, H, d), from (B, T, H, d).
+
+    With p the softmax of the scores and o = p v, the gradient of the scores is
+    p * (do v^T - rowsum(do * o)) (Dao et al., 2022, FlashAttention, appendix B.2).
+    """
+    qkv, weights, total, mixed = saved
+    query, key, value = _split(qkv)
+    dout = narrow(dmixed.swapaxes(1, 2) / total, qkv.dtype)
+    dqkv: Array = array_module(qkv).empty_like(qkv)
+    dquery, dkey, dvalue = _split(dqkv)
+
+    matmul(weights.swapaxes(-1, -2), dout, out=dvalue)
+    dscores = wide(matmul(dout, value.swapaxes(-1, -2)))
+    dscores -= row_dot(dout, mixed.swapaxes(1, 2))
+    dscores *= weights
+    dscores = narrow(dscores, qkv.dtype)
+    matmul(dscores, key, out=dquery)
+    dquery *= 1.0 / math.sqrt(qkv.shape[-1])
+    matmul(dscores.swapaxes(-1, -2), query, out=dkey)
+    return dqkv
+
+
+def _split(qkv: Array) -> tuple[Array, Array, Array]:
+    """Return three views (B, H, T, d)."""
+    query, key, value = (qkv[:, :, i].swapaxes(1, 2) for i in range(3))
+    return query, key, value
+
+
+def _unseen(xp: Any, length: int, dtype: Any) -> Array:
+    """Return (T, T) with -inf where a position must not see another, and zeros."""
+    mask: Array = xp.triu(xp.full((length, length), -math.inf, dtype), k=1)
+    return mask

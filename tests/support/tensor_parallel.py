@@ -1,0 +1,125 @@
+"""Run a tensor-parallel layer on the ranks of a job, and join what they have to whole arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from support.spmd import run
+
+import fsdpcore as fc
+
+SEED = 3
+
+
+def started(build, backend):
+    return build(backend).init(np.random.default_rng(SEED))
+
+
+def own_values(initial, whole):
+    """This rank's parts of whole parameters, read-only as an engine's are."""
+    found = {}
+    for name, value in initial.items():
+        part = whole[name][value.box.slices] if isinstance(value, fc.BoxShard) else whole[name]
+        found[name] = np.ascontiguousarray(part)
+        found[name].flags.writeable = False
+    return found
+
+
+def _own_sequence(array, backend, along_sequence):
+    if not along_sequence:
+        return array
+    return np.array_split(array, backend.world_size, axis=-2)[backend.rank]
+
+
+def _passes(backend, build, whole, x, dy, along_sequence):
+    layer = build(backend)
+    initial = layer.init(np.random.default_rng(SEED))
+    params = own_values(initial, whole)
+    grads = {name: np.zeros_like(value) for name, value in params.items()}
+    x, dy = (_own_sequence(array, backend, along_sequence).copy() for array in (x, dy))
+    before = x.copy(), dy.copy()
+    y, saved = layer.forward(params, x)
+    y = y.copy()
+    dx = layer.backward(params, saved, dy, grads)
+    assert np.array_equal(x, before[0])
+    assert np.array_equal(dy, before[1])
+    return y, dx, {name: _shard(initial[name], grads[name]) for name in grads}
+
+
+def _shard(initial, array):
+    if isinstance(initial, fc.BoxShard):
+        return fc.BoxShard(initial.shape, initial.start, array)
+    return array
+
+
+def _initial(backend, build):
+    return dict(started(build, backend))
+
+
+def joined(parts):
+    """Whole arrays by name, from every rank's: boxes side by side, the others equal."""
+    whole = {}
+    for name, first in parts[0].items():
+        if not isinstance(first, fc.BoxShard):
+            assert all(np.array_equal(part[name], first) for part in parts), name
+            whole[name] = first
+            continue
+        seen = np.zeros(first.shape, int)
+        array = whole[name] = np.zeros(first.shape, first.array.dtype)
+        for part in parts:
+            array[part[name].box.slices] = part[name].array
+            seen[part[name].box.slices] += 1
+        assert (seen == 1).all(), f"{name}: the boxes of the ranks do not tile the whole"
+    return whole
+
+
+def initial_values(build, world_size, transport="sim"):
+    """Initial values of all ranks, as whole arrays."""
+    return joined(run(_initial, transport=transport, world_size=world_size, args=(build,)))
+
+
+def passes(build, whole, x, dy, world_size, *, along_sequence=False, transport="sim"):
+    """Output, gradient of the input and gradients of the parameters, as whole arrays.
+
+    The layer is made by ``build(group)``. With ``along_sequence`` every rank gets its part of ``x``
+    and of ``dy`` along the sequence, and returns such parts.
+    """
+    args = (build, whole, x, dy, along_sequence)
+    ranks = run(_passes, transport=transport, world_size=world_size, args=args)
+    found = []
+    for arrays in zip(*(rank[:2] for rank in ranks), strict=True):
+        if along_sequence:
+            found.append(np.concatenate(arrays, axis=-2))
+        else:
+            assert all(np.array_equal(array, arrays[0]) for array in arrays)
+            found.append(arrays[0])
+    return (*found, joined([rank[2] for rank in ranks]))
+
+
+def random_values(shapes, rng, dtype=np.float64):
+    """Values of order one everywhere, so that no term of a gradient hides behind a zero."""
+    return {
+        name: (0.5 * rng.standard_normal(shape) + name.endswith("gain")).astype(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def assert_close(got, wanted, dtype, what=""):
+    """Equal to the rounding of ``dtype``, relative to the largest value.
+
+    A value is a chain of a few sums of up to a hundred terms, each rounded: 100 units in the last
+    place leave room.
+    """
+    wanted = np.asarray(wanted)
+    assert got.shape == wanted.shape, what
+    assert got.dtype == dtype, what
+    limit = 100 * np.finfo(dtype).eps * max(1.0, float(np.abs(wanted).max(initial=0.0)))
+    assert float(np.abs(got - wanted).max(initial=0.0)) <= limit, what
+
+
+def assert_passes_equal(got, wanted, dtype):
+    """Compare what ``passes`` of this module and of the oracle return."""
+    assert_close(got[0], wanted[0], dtype, "output")
+    assert_close(got[1], wanted[1], dtype, "gradient of the input")
+    assert got[2].keys() == wanted[2].keys()
+    for name, gradient in wanted[2].items():
+        assert_close(got[2][name], gradient, dtype, f"gradient of {name}")
