@@ -1,1 +1,47 @@
-"""Tensor-parallel layers: a matrix is cut over the ranks of a group, and so is the work."""
+"""Tensor-parallel layers: a matrix is cut over the ranks of a group, and so is the work.
+
+A layer is one of ``fsdpcore.Layer`` that knows its group, such as ``mesh["tensor"]``. Its ``init``
+returns this rank's boxes of the parameters (``BoxShard``), and whole arrays of what every rank has;
+an engine made with ``tensor=`` that group shards those over the data-parallel ranks.
+
+==================================  ================================================================
+``linear``, ``embedding``,          layers, each cut in a way of its own
+``norm``, ``attention``, ``mlp``,
+``block``, ``sequence``
+``loss``                            cross entropy of logits that are cut
+``exchange``                        the collectives between them; all communication is there
+``splits``                          which part is whose
+``scope``                           several layers in one mapping of parameters
+``weights``, ``indices``            initial values and gradients; integers that count rows
+``arrays``, ``heads``,              arithmetic of NumPy and CuPy
+``activations``
+==================================  ================================================================
+"""
+
+from fsdpcore.parallel.embedding import VocabParallelEmbedding
+from fsdpcore.parallel.exchange import gather, own, reduce, reduce_scatter
+from fsdpcore.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from fsdpcore.parallel.loss import cross_entropy
+from fsdpcore.parallel.norm import LayerNorm, RMSNorm
+from fsdpcore.parallel.scope import Scope, prefixed
+from fsdpcore.parallel.sequence import GatherSequence, ScatterSequence
+from fsdpcore.parallel.splits import bounds, split
+
+__all__ = [
+    "ColumnParallelLinear",
+    "GatherSequence",
+    "LayerNorm",
+    "RMSNorm",
+    "RowParallelLinear",
+    "ScatterSequence",
+    "Scope",
+    "VocabParallelEmbedding",
+    "bounds",
+    "cross_entropy",
+    "gather",
+    "own",
+    "prefixed",
+    "reduce",
+    "reduce_scatter",
+    "split",
+]

@@ -1,0 +1,121 @@
+"""A table of vectors whose rows are cut over the ranks (Shoeybi et al., 2019, Megatron-LM)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fsdpcore.array_module import array_module
+from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int
+from fsdpcore.parallel import exchange, indices
+from fsdpcore.parallel.arrays import narrow, sum_by_index
+from fsdpcore.parallel.weights import cut, gradient, normal
+
+
+class VocabParallelEmbedding:
+    """Integers (..., T) to rows of a table (..., T, width), which is cut over the ranks.
+
+    Parameter: ``w`` (vocab, width), cut along axis 0, normal with ``std``. Every rank draws all of
+    it, so that it does not depend on the number of ranks. A vocabulary that does not divide evenly
+    is cut as by ``split``; a rank may have no rows.
+
+    All ranks of the group have the same integers. Each looks up those that are its own, and the sum
+    over the ranks, one all_reduce, is the result. The backward pass needs no communication.
+
+    Args:
+        vocab: rows of the table.
+        width: features.
+        group: ranks that share the table, such as ``mesh["tensor"]``.
+        sequence_parallel: the result is this rank's part along the sequence, (..., own T, width):
+            one reduce_scatter instead, and an all_gather in the backward pass.
+        std: of the initial values; 1 / sqrt(width) by default.
+        dtype: of the parameter.
+
+    Raises:
+        ArgumentError: a size below one, or no group.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        width: int,
+        group: Backend,
+        *,
+        sequence_parallel: bool = False,
+        std: float | None = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        what = type(self).__name__
+        self.vocab = as_int(vocab, f"{what}: vocab", minimum=1)
+        self.width = as_int(width, f"{what}: width", minimum=1)
+        self.group = exchange.check_group(group, what)
+        self.sequence_parallel = sequence_parallel
+        default = 1.0 / math.sqrt(self.width)
+        self.std = default if std is None else as_finite(std, f"{what}: std", minimum=0)
+        self.dtype = as_dtype(dtype, f"{what}: a parameter")
+
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+        """Return this rank's rows of ``w``."""
+        table = normal(rng, (self.vocab, self.width), self.std, self.dtype)
+        return {"w": cut(table, 0, self.group)}
+
+    def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        """Look up.
+
+        Raises:
+            ArgumentError: ``x`` is no array of integers in [0, vocab). On a GPU, where a look at
+                them would wait for it, rows of others are NaN instead.
+        """
+        what = "VocabParallelEmbedding: indices"
+        x = indices.checked(x, self.vocab, what)
+        if self.sequence_parallel and x.ndim < 1:
+            raise ArgumentError(f"{what} are (..., sequence), got a single one")
+        y = self._own_rows(params["w"], x)
+        if self.sequence_parallel:
+            y = exchange.reduce_scatter(y, self.group, -2, label="parallel embedding, sequence")
+        else:
+            y = exchange.reduce(y, self.group, label="parallel embedding")
+        return y, x
+
+    def _own_rows(self, table: Array, x: Array) -> Array:
+        """Return (..., width): the rows that are this rank's, and zeros for others."""
+        xp = array_module(table)
+        if not len(table):
+            y: Array = xp.zeros((*x.shape, self.width), table.dtype)
+        else:
+            local, mine = indices.localised(x, self.vocab, self.group)
+            y = table[xp.where(mine, local, 0)]
+            if self.group.world_size > 1:
+                y[~mine] = 0
+        lost = indices.outside(x, self.vocab)
+        if lost is not None:
+            y[lost] = math.nan
+        return y
+
+    def backward(
+        self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
+    ) -> Array:
+        """Write the gradient of this rank's rows; that of the integers, no variables, is zero."""
+        x: Array = saved
+        dx: Array = array_module(dy).zeros(x.shape, dy.dtype)
+        if self.sequence_parallel:
+            dy = exchange.gather(
+                narrow(dy, params["w"].dtype),
+                self.group,
+                -2,
+                size=x.shape[-1],
+                label="parallel embedding, gradient",
+            )
+        out = gradient(grads, "w")
+        if out is not None:
+            local, _ = indices.localised(x, self.vocab, self.group)
+            sum_by_index(local.reshape(-1), dy.reshape(x.size, self.width), out)
+        return dx

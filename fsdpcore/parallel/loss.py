@@ -1,0 +1,98 @@
+"""Cross entropy of logits whose vocabulary is cut over the ranks (Shoeybi et al., 2019)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.array_module import array_module
+from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.checks import as_int
+from fsdpcore.parallel import exchange, indices
+from fsdpcore.parallel.arrays import row_sum, wide
+from fsdpcore.parallel.splits import split
+
+
+def cross_entropy(
+    logits: Array, targets: Array, group: Backend, *, vocab: int
+) -> tuple[Any, Array]:
+    """Return the mean of -log softmax(logits)[target] over all targets, and its gradient.
+
+    Two small all_reduces instead of one of the logits: the largest logit of every row (N floats, so
+    that no exponential overflows), then the sum of exponentials together with the target's logit
+    (2 N floats). Statistics are in float32 at least.
+
+    Args:
+        logits: (..., own part of the vocabulary), as a ``ColumnParallelLinear`` makes them; of any
+            floating-point type, not changed.
+        targets: (...) integers in [0, vocab), the same on all ranks.
+        group: ranks that the vocabulary is cut over.
+        vocab: the whole number of classes, cut as by ``split``.
+
+    Returns:
+        The loss in nats, a float64 scalar of the arrays' module, the same bits on all ranks, and
+        the gradient of this rank's logits: a new array of their type, but float32 for 16 bits,
+        where it is too small before it is multiplied by a scale of the loss.
+
+    Raises:
+        ArgumentError: shapes that do not fit, or targets that are none of the classes; on all ranks
+            alike. On a GPU, where a look at the targets would wait for it, the loss is NaN instead.
+    """
+    what = "cross_entropy"
+    exchange.check_group(group, what)
+    vocab = as_int(vocab, f"{what}: vocab", minimum=1)
+    own = _own_part(vocab, group)
+    targets = indices.checked(targets, vocab, f"{what}: targets")
+    if logits.shape != (*targets.shape, own) or not targets.size:
+        raise ArgumentError(
+            f"{what}: rank {group.rank} of {group.world_size} has logits (..., {own}) of a "
+            f"vocabulary of {vocab}, and at least one target (...); got {logits.shape} and "
+            f"{targets.shape}"
+        )
+    rows = wide(logits.reshape(targets.size, own))
+    loss, gradient = _of_rows(rows, targets.reshape(-1), group, vocab)
+    return loss, gradient.reshape(logits.shape)
+
+
+def _of_rows(rows: Array, targets: Array, group: Backend, vocab: int) -> tuple[Any, Array]:
+    """Do so for logits (N, own) and targets (N,)."""
+    xp = array_module(rows)
+    count, own = rows.shape
+    probability = rows - _largest(xp, rows, group)[:, None]
+    local, mine = indices.localised(targets, vocab, group)
+    place = (xp.arange(count), xp.where(mine, local, 0))
+
+    sums: Array = xp.zeros((2, count), rows.dtype)
+    total, wanted = sums
+    if own:
+        wanted[...] = xp.where(mine, probability[place], rows.dtype.type(0))
+    lost = indices.outside(targets, vocab)
+    if lost is not None:
+        wanted[lost] = math.nan
+    xp.exp(probability, out=probability)
+    total[...] = row_sum(probability)[:, 0]
+    total, wanted = exchange.reduce(sums, group, label="parallel loss, sums")
+
+    loss = xp.mean(xp.log(total) - wanted, dtype=np.float64)
+    probability /= total[:, None] * count
+    if own:  # every row once, so that no index occurs twice
+        probability[place] -= xp.where(mine, 1.0 / count, 0.0).astype(rows.dtype)
+    return loss, probability
+
+
+def _largest(xp: Any, rows: Array, group: Backend) -> Array:
+    """Return (N,): the largest logit of each row on any rank."""
+    if rows.shape[1]:
+        top: Array = rows.max(axis=-1)
+    else:
+        top = xp.full(rows.shape[0], -math.inf, rows.dtype)
+    return exchange.reduce(top, group, op="max", label="parallel loss, maximum")
+
+
+def _own_part(vocab: int, group: Backend) -> int:
+    start, stop = split(vocab, group.world_size, group.rank)
+    return stop - start

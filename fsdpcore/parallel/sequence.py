@@ -1,0 +1,84 @@
+"""Layers without parameters that begin and end a stretch which is cut along the sequence.
+
+The sequence is axis -2 of (..., T, features), cut as by ``split``: T need not divide evenly. Inside
+the stretch every rank has its own positions, outside of it all ranks of the group have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.parallel import exchange
+
+
+class ScatterSequence:
+    """Each rank keeps its part of the sequence: nothing is communicated in the forward pass.
+
+    The backward pass joins the parts of the gradient: one all_gather.
+
+    Args:
+        group: ranks that share a sequence, such as ``mesh["tensor"]``.
+    """
+
+    def __init__(self, group: Backend) -> None:
+        self.group = exchange.check_group(group, type(self).__name__)
+
+    def init(self, rng: np.random.Generator) -> dict[str, Array]:
+        """Return no parameters."""
+        return {}
+
+    def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        """Map (..., T, features) to (..., own T, features), a copy."""
+        length = _length(x, type(self).__name__)
+        part = exchange.own(x, self.group, -2)
+        return (part if self.group.world_size == 1 else part.copy()), length
+
+    def backward(
+        self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
+    ) -> Array:
+        """Map (..., own T, features) to (..., T, features)."""
+        label = "parallel sequence, gradient"
+        return exchange.gather(dy, self.group, -2, size=saved, label=label)
+
+
+class GatherSequence:
+    """Every rank gets the whole sequence: one all_gather in the forward pass.
+
+    What follows is the same on all ranks of the group, and so is the gradient that comes back, of
+    which each rank takes its part without communication.
+
+    Args:
+        group: ranks that share a sequence, such as ``mesh["tensor"]``.
+    """
+
+    def __init__(self, group: Backend) -> None:
+        self.group = exchange.check_group(group, type(self).__name__)
+
+    def init(self, rng: np.random.Generator) -> dict[str, Array]:
+        """Return no parameters."""
+        return {}
+
+    def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        """Map (..., own T, features) to (..., T, features)."""
+        _length(x, type(self).__name__)
+        return exchange.gather(x, self.group, -2, label="parallel sequence"), None
+
+    def backward(
+        self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
+    ) -> Array:
+        """Map (..., T, features) to (..., own T, features), a copy."""
+        part = exchange.own(dy, self.group, -2)
+        return part if self.group.world_size == 1 else part.copy()
+
+
+def _length(x: Array, what: str) -> int:
+    if x.ndim < 2:
+        raise ArgumentError(f"{what}: the input is (..., sequence, features), got {x.shape}")
+    length: int = x.shape[-2]
+    return length
