@@ -7,9 +7,11 @@ an engine made with ``tensor=`` that group shards those over the data-parallel r
 ==================================  ================================================================
 ``linear``, ``embedding``,          layers, each cut in a way of its own
 ``norm``, ``attention``, ``mlp``,
-``block``, ``sequence``
+``block``, ``sequence``,
+``positions``
 ``loss``                            cross entropy of logits that are cut
 ``exchange``                        the collectives between them; all communication is there
+``traffic``                         what a block exchanges, as a formula
 ``splits``                          which part is whose
 ``scope``                           several layers in one mapping of parameters
 ``weights``, ``indices``            initial values and gradients; integers that count rows
@@ -18,19 +20,30 @@ an engine made with ``tensor=`` that group shards those over the data-parallel r
 ==================================  ================================================================
 """
 
+from fsdpcore.parallel.attention import ParallelAttention
+from fsdpcore.parallel.block import ParallelBlock
 from fsdpcore.parallel.embedding import VocabParallelEmbedding
 from fsdpcore.parallel.exchange import gather, own, reduce, reduce_scatter
 from fsdpcore.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from fsdpcore.parallel.loss import cross_entropy
+from fsdpcore.parallel.mlp import ParallelMLP
 from fsdpcore.parallel.norm import LayerNorm, RMSNorm
+from fsdpcore.parallel.positions import PositionEmbedding
 from fsdpcore.parallel.scope import Scope, prefixed
 from fsdpcore.parallel.sequence import GatherSequence, ScatterSequence
 from fsdpcore.parallel.splits import bounds, split
+from fsdpcore.parallel.traffic import BlockTraffic, PassTraffic
 
 __all__ = [
+    "BlockTraffic",
     "ColumnParallelLinear",
     "GatherSequence",
     "LayerNorm",
+    "ParallelAttention",
+    "ParallelBlock",
+    "ParallelMLP",
+    "PassTraffic",
+    "PositionEmbedding",
     "RMSNorm",
     "RowParallelLinear",
     "ScatterSequence",

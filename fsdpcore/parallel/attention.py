@@ -110,8 +110,9 @@ class ParallelAttention:
         qkv = matmul(x.reshape(-1, self.width), weight.reshape(self.width, -1))
         qkv += bias.reshape(-1)
         attended = attend(qkv.reshape(*x.shape[:2], *bias.shape), causal=self.causal)
-        mixed = attended.mixed.reshape(len(qkv), -1)
-        y = self._summed(matmul(mixed, self._proj(params)).reshape(x.shape), "output")
+        proj = self._proj(params)
+        y = matmul(attended.mixed.reshape(len(qkv), len(proj)), proj)
+        y = self._summed(y.reshape(x.shape), "output")
         y += params["proj.b"]
         return y, (x, attended)
 
@@ -129,11 +130,12 @@ class ParallelAttention:
             size = x.shape[1]
             dy = gather(dy, self.group, 1, size=size, label="parallel attention, output gradient")
         dy = dy.reshape(-1, self.width)
-        _write(grads, "proj", attended.mixed.reshape(len(dy), -1), dy)
-        dmixed = matmul(dy, self._proj(params).T)
+        proj = self._proj(params)
+        _write(grads, "proj", attended.mixed.reshape(len(dy), len(proj)), dy)
+        dmixed = matmul(dy, proj.T)
 
         dqkv = attend_backward(attended, dmixed.reshape(attended.mixed.shape))
-        dqkv = dqkv.reshape(len(dy), -1)
+        dqkv = dqkv.reshape(len(dy), 3 * len(proj))
         _write(grads, "qkv", x.reshape(-1, self.width), dqkv)
         dx = matmul(dqkv, weight.reshape(self.width, -1).T)
         return self._summed(dx.reshape(x.shape), "input gradient")

@@ -1,0 +1,76 @@
+"""Learned positions, added to a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int
+from fsdpcore.parallel.arrays import column_sum, narrow, wide
+from fsdpcore.parallel.weights import gradient, normal
+
+
+class PositionEmbedding:
+    """``x + w[:T]``: (B, T, width) to the same shape, with T at most ``context``.
+
+    Parameter: ``w`` (context, width), normal with ``std``, whole on every rank: nothing is
+    communicated, all ranks of a group have the same input. To go on in parts of the sequence, put
+    ``ScatterSequence`` behind it.
+
+    Args:
+        context: positions that there are.
+        width: features.
+        std: of the initial values; 1 / sqrt(width) by default.
+        dtype: of the parameter.
+
+    Raises:
+        ArgumentError: a size below one.
+    """
+
+    def __init__(
+        self,
+        context: int,
+        width: int,
+        *,
+        std: float | None = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        self.context = as_int(context, "PositionEmbedding: context", minimum=1)
+        self.width = as_int(width, "PositionEmbedding: width", minimum=1)
+        default = 1.0 / math.sqrt(self.width)
+        self.std = default if std is None else as_finite(std, "PositionEmbedding: std", minimum=0)
+        self.dtype = as_dtype(dtype, "PositionEmbedding: a parameter")
+
+    def init(self, rng: np.random.Generator) -> dict[str, Array]:
+        """Return ``w``."""
+        return {"w": normal(rng, (self.context, self.width), self.std, self.dtype)}
+
+    def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        """Add the positions.
+
+        Raises:
+            ArgumentError: a sequence is longer than the context, or another shape.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.width or x.shape[1] > self.context:
+            raise ArgumentError(
+                f"positions are added to (B, T, {self.width}) with T at most {self.context}, got "
+                f"the shape {x.shape}; cut the sequence, or choose a longer context"
+            )
+        table = params["w"]
+        return narrow(x, table.dtype) + table[: x.shape[1]], x.shape[1]
+
+    def backward(
+        self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
+    ) -> Array:
+        """Write the gradient of the positions; that of the input is ``dy`` itself."""
+        out = gradient(grads, "w")
+        if out is not None:
+            column_sum(wide(dy), out[:saved])
+            out[saved:] = 0
+        return dy
