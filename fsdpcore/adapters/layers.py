@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
+from fsdpcore.errors import ArgumentError, StateError
 from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.special import Tied
@@ -106,6 +106,9 @@ class Chain:
 class LayerStack:
     """Layers one after the other, each gathered for its own forward and backward pass only.
 
+    A layer with ``holds_params`` needs parameters that stay from its forward to its backward pass;
+    see ``Step.keeps_params``.
+
     Args:
         layers: pairs of a unit's name and its layer, in order.
     """
@@ -118,7 +121,13 @@ class LayerStack:
         return [Unit(name, cast(Mapping[str, Any], layer.init(rng))) for name, layer in self.layers]
 
     def forward(self, step: Step, x: Any) -> tuple[Any, list[Any]]:
-        """Run all layers; returns the output and what ``backward`` needs."""
+        """Run all layers; returns the output and what ``backward`` needs.
+
+        Raises:
+            StateError: a layer holds parameters, which the strategy frees after the forward pass.
+        """
+        if step.training and not step.keeps_params:
+            _check_letting_go(self.layers)
         saved = []
         for name, layer in self.layers:
             with step.forward(name) as params:
@@ -143,3 +152,14 @@ def _named(layers: Sequence[tuple[str, Layer]]) -> tuple[tuple[str, Layer], ...]
 
 def _holds_params(layer: Layer) -> bool:
     return bool(getattr(layer, "holds_params", False))
+
+
+def _check_letting_go(layers: Sequence[tuple[str, Layer]]) -> None:
+    """Raise StateError if a layer holds parameters beyond its forward pass."""
+    holding = [name for name, layer in layers if _holds_params(layer)]
+    if holding:
+        raise StateError(
+            f"layers {holding} hold their parameters until the backward pass, but the strategy "
+            "frees them after the forward pass; have them recompute (recompute=True), or keep the "
+            "parameters: Strategy('full_shard', reshard_after_forward=False)"
+        )

@@ -88,7 +88,7 @@ class Passes:
         members = _members(unit)
         for ahead in self._ahead:
             if ahead not in members and ahead not in following:
-                self._free(ahead)  # the guess was wrong
+                self.free(ahead)  # the guess was wrong
         with self.waiting():
             for member in members:
                 self._count(member)
@@ -99,6 +99,10 @@ class Passes:
         for number in upcoming[len(following) : near] if unit.shelf.depth else ():
             if self._units[number].state is ParamState.SHARDED:
                 self._units[number].shelf.ahead(GATHERED)
+
+    def went(self, unit: Unit, phase: Phase) -> None:
+        """Take note of a pass of a unit for which nothing has to be gathered."""
+        self._schedule.enter(phase, self._number[unit.name])
 
     def _fetch(self, following: list[Unit]) -> None:
         limit = self._prefetch.max_bytes
@@ -122,9 +126,10 @@ class Passes:
     def release(self, unit: Unit) -> None:
         """End the use of ``unit`` in a pass; what happens to its parameters, the strategy says."""
         for member in _members(unit):
-            self._free(member)
+            self.free(member)
 
-    def _free(self, unit: Unit) -> None:
+    def free(self, unit: Unit) -> None:
+        """Free one unit, unless the strategy keeps it for a backward pass to come."""
         again = self.step is not None and self.step.awaits_backward(unit)
         if not (again and self._keep is Keep.BACKWARD):
             unit.reshard(again=again)

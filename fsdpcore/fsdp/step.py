@@ -13,12 +13,17 @@ from fsdpcore.errors import ArgumentError, StateError
 from fsdpcore.fsdp.checks import as_finite, as_positive
 from fsdpcore.fsdp.gradients import check_divisor
 from fsdpcore.fsdp.schedule import Phase
+from fsdpcore.fsdp.storage import keeps_all
+from fsdpcore.fsdp.strategy import Keep
 from fsdpcore.fsdp.unit import Unit
 from fsdpcore.fsdp.update import apply_update
 from fsdpcore.fsdp.views import Gradients
+from fsdpcore.fsdp.whole import Whole, WholeGradients
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
+
+_NO_BACKWARD = "an evaluation has no backward pass; use engine.step()"
 
 
 class BackwardUnit(NamedTuple):
@@ -48,6 +53,7 @@ class Step:
         self._engine = engine
         self._forwards: Counter[str] = Counter()
         self._open: Unit | None = None
+        self._whole = False
         self._phase: Phase = "forward"
         self._synchronising = True
         self._reduced = False
@@ -80,6 +86,21 @@ class Step:
     def awaits_backward(self, unit: Unit) -> bool:
         """Whether a forward pass of the unit has not had its backward pass so far."""
         return self.training and self._forwards[unit.name] > 0
+
+    @property
+    def keeps_params(self) -> bool:
+        """Whether a unit's parameters stay where they are from its forward to its backward pass.
+
+        Arrays that ``forward`` gave can be read in ``backward`` then: the strategy keeps them, or
+        they are in a window. Not so in an evaluation, which has no backward pass.
+        """
+        engine = self._engine
+        if not self.training:
+            return False
+        if engine.windowed or engine.placement.keep is Keep.BACKWARD:
+            return True
+        brought = engine.offload is not None and not engine.device.on_host
+        return keeps_all(engine.placement) and not brought
 
     # Passes.
 
@@ -120,9 +141,9 @@ class Step:
         background if the engine's ``prefetch`` says so; inside ``no_sync`` they are kept.
         """
         if not self.training:
-            raise StateError("an evaluation has no backward pass; use engine.step()")
+            raise StateError(_NO_BACKWARD)
         member = self._engine[unit]
-        if self._open is None and self._active and not self._forwards[member.name]:
+        if not self._context and self._active and not self._forwards[member.name]:
             raise StateError(
                 f"backward of unit {member.name!r} without a forward pass in this step; call "
                 "step.forward(unit) first, once for each backward"
@@ -145,6 +166,73 @@ class Step:
         finally:
             if self._leave(member):
                 member.drop_local_gradients()
+
+    @contextmanager
+    def whole(self) -> Iterator[Whole]:
+        """Gather all units at once; the body gets all parameters, and gives all gradients.
+
+        For a function of the whole model: it takes as much memory as the model. It is a forward and
+        a backward pass of every unit. At the end of the body units are freed one after the other,
+        the last one first, while their gradients are reduced, or kept inside ``no_sync``. In an
+        evaluation there are no gradients. ::
+
+            with engine.step() as step:
+                with step.whole() as (params, grads):
+                    loss, found = loss_and_grads(params, batch)
+                    grads.update(found)
+                step.update()
+
+        Raises:
+            ArgumentError: in the body, where gradients are given that do not fit.
+            StateError: outside of the step, after ``update``, or inside another context.
+        """
+        self._check_entering("whole()")
+        units, passes = self._engine.units, self._engine.passes
+        for unit in units:
+            self._check_written(unit)
+        given = WholeGradients(units, "" if self.training else _NO_BACKWARD)
+        params: dict[str, dict[str, Array]] = {}
+        self._whole = True
+        for unit in units:
+            unit.in_use = True
+        try:
+            for unit in units:
+                passes.gather(unit, "forward")
+            params.update((unit.name, dict(unit.params)) for unit in units)
+            yield Whole(params, given)
+            if self.training:
+                given.part_from({unit.name: dict(unit.params) for unit in units})
+                self._clear(params)
+                for unit in reversed(units):
+                    self._hand_over(unit, given)
+        finally:
+            self._clear(params)
+            given.close()
+            if self._active:
+                self._whole = False
+                for unit in units:
+                    unit.in_use = False
+                    passes.free(unit)
+                    unit.drop_local_gradients()
+
+    @staticmethod
+    def _clear(params: dict[str, dict[str, Array]]) -> None:
+        """Have nobody find parameters that are about to be freed."""
+        for named in params.values():
+            named.clear()
+        params.clear()
+
+    def _hand_over(self, unit: Unit, given: WholeGradients) -> None:
+        """Free a unit, and reduce or keep its gradients."""
+        passes = self._engine.passes
+        passes.went(unit, "backward")
+        given.hand_over(unit.name, unit.begin_gradients())
+        passes.free(unit)
+        if self._synchronising:
+            passes.reduce(unit, self.divisor)
+        else:
+            unit.keep_gradients()
+        self._reduced = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -210,10 +298,8 @@ class Step:
     def _check_update(self) -> None:
         if self._updated:
             raise StateError("update() was called already in this step; begin a new step")
-        if self._open is not None:
-            raise StateError(
-                f"update() inside the context of unit {self._open.name!r}; leave it first"
-            )
+        if self._context:
+            raise StateError(f"update() inside the context of {self._context}; leave it first")
         if not self._active or not self._reduced:
             raise StateError(
                 "update() without gradients; run step.forward and step.backward of the units first"
@@ -239,16 +325,29 @@ class Step:
         return True
 
     def _enter(self, member: Unit, phase: Phase) -> None:
-        if not self._active:
-            raise StateError(f"{phase} outside of the step; use it inside 'with engine.step()'")
-        if self._updated:
-            raise StateError(f"{phase} after update(); begin a new step")
-        if self._open is not None:
-            raise StateError(
-                f"{phase} of unit {member.name!r} inside the context of unit "
-                f"{self._open.name!r}; leave that one first"
-            )
-        if member.gradients.writable is not None:
-            raise StateError(f"unit {member.name!r} has gradients that were not reduced")
+        self._check_entering(phase, f" of unit {member.name!r}")
+        self._check_written(member)
         self._open, self._phase = member, phase
         member.in_use = True
+
+    @staticmethod
+    def _check_written(member: Unit) -> None:
+        if member.gradients.writable is not None:
+            raise StateError(f"unit {member.name!r} has gradients that were not reduced")
+
+    def _check_entering(self, what: str, which: str = "") -> None:
+        if not self._active:
+            raise StateError(f"{what} outside of the step; use it inside 'with engine.step()'")
+        if self._updated:
+            raise StateError(f"{what} after update(); begin a new step")
+        if self._context:
+            raise StateError(
+                f"{what}{which} inside the context of {self._context}; leave that one first"
+            )
+
+    @property
+    def _context(self) -> str:
+        """What the step is inside of; empty if nothing."""
+        if self._whole:
+            return "whole()"
+        return "" if self._open is None else f"unit {self._open.name!r}"

@@ -171,14 +171,8 @@ class Gradients(MutableMapping[str, Array]):
             view = self._view(name)
         if value is not view:
             value = self._device.given(value, f"the gradient of {self._places.unit}.{name}")
-        if value.shape != view.shape or value.dtype not in (view.dtype, self._computed):
-            also = f" (or {self._computed})" if self._computed not in (None, view.dtype) else ""
-            raise ArgumentError(
-                f"gradient of {self._places.unit}.{name} must have shape {view.shape} and dtype "
-                f"{view.dtype}{also}, got {value.shape} and {value.dtype}; convert it with "
-                "astype, or write into the array that grads[name] gives"
-            )
-        if value is not view:
+            where = f"{self._places.unit}.{name}"
+            check_gradient(where, value, view.shape, view.dtype, self._computed)
             self._device.assign(view, value)
         self._views[name] = view
 
@@ -230,6 +224,31 @@ class Gradients(MutableMapping[str, Array]):
                 "before, and get new ones with begin_gradients() or step.backward(unit)"
             )
         return self._flat
+
+
+def check_gradient(
+    where: str,
+    value: Array,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    computed: np.dtype[Any] | None,
+) -> None:
+    """Raise ArgumentError if an array cannot be the gradient of the parameter ``where``.
+
+    Args:
+        where: the parameter's name, with its unit's.
+        value: the array.
+        shape: of the parameter.
+        dtype: of its gradient.
+        computed: another dtype that it may have.
+    """
+    if value.shape != shape or value.dtype not in (dtype, computed):
+        also = f" (or {computed})" if computed not in (None, dtype) else ""
+        raise ArgumentError(
+            f"gradient of {where} must have shape {shape} and dtype {dtype}{also}, got "
+            f"{value.shape} and {value.dtype}; convert it with astype, or write into the array "
+            "that grads[name] gives"
+        )
 
 
 def unknown(unit: str, name: object, known: Iterable[str]) -> UnknownParameterError:
