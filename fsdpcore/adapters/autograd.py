@@ -26,7 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.autograd_tape import Tape, check_installed, is_variable, leaves, map_leaves
+from fsdpcore.adapters.autograd_tape import (
+    BFLOAT16,
+    Tape,
+    check_installed,
+    is_variable,
+    leaves,
+    map_leaves,
+)
 from fsdpcore.array_module import address
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
@@ -206,11 +213,16 @@ def _check_in_place(given: Mapping[str, Array], params: Mapping[str, Array]) -> 
 
 
 def _one(value: Any) -> Array:
-    """Return the gradient of a loss by itself."""
-    if isinstance(value, (Mapping, tuple, list)) or np.shape(value) != ():
+    """Return the gradient of a loss by itself; raise ArgumentError if it is no real number."""
+    nested = isinstance(value, (Mapping, tuple, list))
+    if nested or np.shape(value) != () or not _is_real(np.asarray(value).dtype):
         kind = f"an array of shape {np.shape(value)}" if hasattr(value, "shape") else repr(value)
         raise ArgumentError(f"the loss must be a single number, got {kind}; sum it, or average it")
     return np.ones(())
+
+
+def _is_real(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "fiu" or dtype == BFLOAT16
 
 
 def _like(tree: Any, gradients: Any) -> Any:

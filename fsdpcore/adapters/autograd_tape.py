@@ -25,7 +25,7 @@ Array = NDArray[Any]
 # and takes -1 for none: so what the function differentiates by itself lies inside of ours.
 _LEVEL = -0.5
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def check_installed() -> None:
@@ -69,7 +69,7 @@ def is_variable(leaf: Any) -> bool:
     Raises UnsupportedError for an array of a GPU, with which autograd cannot compute.
     """
     if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind in "fc" or leaf.dtype == _BFLOAT16
+        return leaf.dtype.kind in "fc" or leaf.dtype == BFLOAT16
     if hasattr(leaf, "__cuda_array_interface__"):
         raise UnsupportedError(
             "autograd computes with NumPy, and got an array of a GPU; choose a transport whose "
