@@ -29,7 +29,7 @@ class Whole(NamedTuple):
     grads: WholeGradients
 
 
-class WholeGradients(MutableMapping[str, MutableMapping[str, Array]]):
+class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
     """Gradients of all units, to be given as arrays: ``grads.update(found)``.
 
     ``grads[unit] = {name: array}`` keeps the arrays, which are read at the end of the block, and

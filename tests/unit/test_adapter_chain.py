@@ -65,6 +65,36 @@ def test_a_chain_trains_as_its_layers_do_unsharded(world_size):
                 assert_allclose(params[unit][name], array, atol=2e-5)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_no_more_units_are_gathered_than_one_and_those_ahead(prefetch):
+    def body(backend):
+        square = mlp.Dense(6, 6, True)
+        stack = LayerStack([(f"u{i}", Chain([("a", square), ("b", square)])) for i in range(5)])
+        engine = fc.FSDP(
+            stack.units(np.random.default_rng(0)),
+            backend,
+            optimizer=fc.optim.SGD(lr=0.1),
+            prefetch=prefetch,
+            window=False,
+        )
+        x = np.ones((2, 6), np.float32)
+        peaks = []
+        with engine.evaluation() as step:
+            stack.forward(step, x)
+        peaks.append(engine.gathered_peak)
+        with engine.step() as step:
+            y, saved = stack.forward(step, x)
+            stack.backward(step, saved, y)
+            step.update()
+        peaks.append(engine.gathered_peak)
+        unit = engine.units[0].layout.padded_size * 4
+        return [peak / unit for peak in peaks]
+
+    ahead = prefetch + 1
+    # A backward pass has the gradients of its unit besides.
+    assert fc.launch(body, world_size=2, transport="sim") == [[ahead, ahead + 1]] * 2
+
+
 def test_the_generator_is_drawn_from_in_the_order_of_the_layers():
     rng = np.random.default_rng(5)
     found = {name: layer.init(rng) for name, layer in chained().layers}
