@@ -1,0 +1,175 @@
+"""Classes of objects whose arrays are sharded: the user's own, that say so where one is missing.
+
+An object gets a class of its own, derived from its class, so that ``isinstance`` holds. Arrays stay
+where they are stored in attributes; what is guarded is read past the guard by ``Place``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from fsdpcore.adapters.attributes import MARK, MISSING, Place
+from fsdpcore.errors import ArgumentError, StateError
+
+# What to do instead of calling a method, given the call without its arguments left to pass.
+Run = Callable[[Callable[[], Any]], Any]
+
+
+class ShardedAttributeError(StateError, AttributeError):
+    """An attribute is sharded over the ranks; the message says when it is there."""
+
+
+class Guard:
+    """A descriptor before an attribute that is not always there.
+
+    Args:
+        attribute: its name.
+        missing: what is said where it is read and not there.
+        fixed: what is said where it is assigned to or deleted; None where that is allowed.
+    """
+
+    def __init__(self, attribute: str, missing: str, fixed: str | None) -> None:
+        self._attribute = attribute
+        self._missing = missing
+        self._fixed = fixed
+
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
+        if owner is None:
+            return self
+        value = Place(owner, self._attribute).get()
+        if value is MISSING:
+            raise ShardedAttributeError(self._missing)
+        return value
+
+    def __set__(self, owner: object, value: object) -> None:
+        if self._fixed is not None:
+            raise ShardedAttributeError(self._fixed)
+        Place(owner, self._attribute).put(value)
+
+    def __delete__(self, owner: object) -> None:
+        if self._fixed is not None:
+            raise ShardedAttributeError(self._fixed)
+        _ = self.__get__(owner)
+        Place(owner, self._attribute).clear()
+
+    @property
+    def missing(self) -> str:
+        """What is said where it is not there."""
+        return self._missing
+
+
+class Placeholder:
+    """Is in a list or dict where an array is sharded; whatever is done with it is an error.
+
+    Args:
+        says: what the error says.
+    """
+
+    __slots__ = ("_says",)
+
+    def __init__(self, says: str) -> None:
+        self._says = says
+
+    def _fail(self, *_: object, **__: object) -> NoReturn:
+        raise ShardedAttributeError(self._says)
+
+    def __getattr__(self, name: str) -> Any:
+        raise ShardedAttributeError(self._says)
+
+    def __repr__(self) -> str:
+        return f"<{self._says}>"
+
+    __array__ = __len__ = __iter__ = __getitem__ = __setitem__ = __bool__ = __float__ = _fail
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _fail
+    __matmul__ = __rmatmul__ = __rtruediv__ = __pow__ = __neg__ = _fail
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __reduce_ex__ = _fail
+
+
+def guarded_class(
+    owner: object, name: str, guards: Mapping[str, Guard], methods: Mapping[str, Run]
+) -> type:
+    """Return a class for one object, derived from its own.
+
+    Args:
+        owner: the object; it keeps its class so far.
+        name: what messages call it.
+        guards: of its attributes.
+        methods: what is done instead of calling some of its methods.
+
+    Raises:
+        ArgumentError: objects of such a class cannot change their class, or it cannot be derived.
+    """
+    kind = type(owner)
+    namespace: dict[str, Any] = {
+        "__slots__": (),
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        MARK: name,
+        "__repr__": _repr(kind, name),
+        **dict.fromkeys(("__copy__", "__deepcopy__", "__reduce_ex__"), _refusal(name)),
+        **{method: _method(kind, method, run) for method, run in methods.items()},
+        **guards,
+    }
+    own = getattr(kind, "__getattr__", None)
+    if own is not None:
+        namespace["__getattr__"] = _getattr(own, guards)
+    try:
+        metaclass: Any = type(kind)
+        derived: type = metaclass(f"Sharded{kind.__name__}", (kind,), namespace)
+        change_class(owner, derived)
+        change_class(owner, kind)
+    except Exception as error:  # the class's own __init_subclass__ may raise anything
+        raise ArgumentError(
+            f"{name} is a {kind.__name__}, whose parameters cannot be taken out of its "
+            f"attributes: {error}; make its unit with fc.Unit, or name it in ignored="
+        ) from error
+    return derived
+
+
+def change_class(owner: object, kind: type) -> None:
+    """Make ``owner`` an object of another class of the same layout."""
+    object.__setattr__(owner, "__class__", kind)
+
+
+def _method(kind: type, name: str, run: Run) -> Callable[..., Any]:
+    """Return a method that passes the user's own to ``run``."""
+    original = inspect.getattr_static(kind, name)
+
+    def method(self: object, *args: Any, **kwargs: Any) -> Any:
+        return run(functools.partial(original.__get__(self, kind), *args, **kwargs))
+
+    return functools.wraps(getattr(kind, name))(method)
+
+
+def _repr(kind: Any, name: str) -> Callable[[object], str]:
+    def shown(self: object) -> str:
+        try:
+            return str(kind.__repr__(self))
+        except ShardedAttributeError:  # it shows its parameters
+            return f"<{kind.__name__} {name!r}, sharded>"
+
+    return shown
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: object, *_: object) -> NoReturn:
+        raise StateError(
+            f"{name} cannot be copied or pickled while its parameters are sharded; call restore() "
+            "first, or save sharded.engine with fc.checkpoint"
+        )
+
+    return refuse
+
+
+def _getattr(own: Callable[[object, str], Any], guards: Mapping[str, Guard]) -> Any:
+    """Let the class's own ``__getattr__`` see no attribute that is guarded."""
+
+    def find(self: object, name: str) -> Any:
+        if name in guards:
+            raise ShardedAttributeError(guards[name].missing)
+        return own(self, name)
+
+    return find
