@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.checkpoint.metadata import Metadata, StoredTensor
-from fsdpcore.checkpoint.regions import as_range
+from fsdpcore.checkpoint.regions import Region, as_range, bounding_box
 from fsdpcore.errors import CheckpointError
 
 Ints = NDArray[np.int64]
@@ -65,6 +65,7 @@ class Catalog:
             flat.append(runs)
         table = np.array(rows, np.int64).reshape(-1, 6)
         order = np.lexsort((table[:, 1], table[:, 0]))
+        self._bounds: dict[int, tuple[Ints, Ints]] = {}
         self._begins = begins
         self._place = np.empty(len(rows), np.int64)
         self._place[order] = np.arange(len(rows))
@@ -91,6 +92,24 @@ class Catalog:
         begin = self._begins[tensor]
         count = len(self.tensors[tensor].pieces)
         return [int(piece) for piece in self._place[begin : begin + count]]
+
+    def near(self, tensor: int, region: Region) -> Ints:
+        """Return which of a tensor's pieces may share elements with a region that is not empty.
+
+        Ascending positions among them: the others need not be looked at, of which there are many
+        where each rank of a large mesh has a part.
+        """
+        shape = self.tensors[tensor].shape
+        bounds = self._bounds.get(tensor)
+        if bounds is None:
+            boxes = [bounding_box(each.region, shape) for each in self.tensors[tensor].pieces]
+            starts = np.array([box.start for box in boxes], np.int64).reshape(-1, len(shape))
+            stops = np.array([box.stop for box in boxes], np.int64).reshape(-1, len(shape))
+            bounds = self._bounds[tensor] = starts, stops
+        starts, stops = bounds
+        box = bounding_box(region, shape)
+        hit = (starts < np.array(box.stop, np.int64)) & (stops > np.array(box.start, np.int64))
+        return np.flatnonzero(hit.all(axis=1))
 
     def dtype_of(self, piece: int) -> np.dtype[Any]:
         """Return the dtype of a piece's elements."""

@@ -73,10 +73,11 @@ def save_distributed(
 
     Args:
         state: this rank's part of every array, by name, of the dtype and the regions in
-            ``metadata.shards[rank]``: a ``ShardedArray`` for ranges, a ``BoxShard`` for a box; or
-            a plain array, for a box of its shape, for ranges flat with one behind the other, for
-            all of an array of the array's shape. All of them are NumPy's: what is on a GPU is to
-            be copied before. Nothing needs to be contiguous; it is only read.
+            ``metadata.shards[rank]``: a ``ShardedArray`` for ranges, of a box or of the whole, a
+            ``BoxShard`` for a box; or a plain array, for a box of its shape, for ranges flat with
+            one behind the other, for all of an array of the array's shape. All of them are
+            NumPy's: what is on a GPU is to be copied before. Nothing needs to be contiguous; it is
+            only read.
         path: of this one checkpoint, a folder or a URL. ``step_`` and the step in eight digits,
             such as ``run/step_00000030``, make it one that ``latest("run")`` finds.
         rank: this one, from 0.
@@ -254,7 +255,7 @@ def _load(
         for spec in found.shards[rank]:
             # Before there is memory for it: a shape may say more than there is.
             tensor = saved.tensors[spec.name]
-            if not all(is_covered(tensor, region) for region in spec.regions):
+            if not all(is_covered(tensor, region) for region in spec.parts):
                 raise CheckpointError(
                     f"{directory}: not all elements were saved of {spec.name!r:.80}"
                 )

@@ -32,6 +32,8 @@ def load(
 ) -> Loaded:
     """Load a checkpoint, however it was sharded when it was saved; a collective, which blocks.
 
+    Ranks, strategy and mesh may be others than those that saved it, or none.
+
     Every rank reads the bytes that it needs, straight into its arrays, or by way of a window of
     the host's memory to those on a GPU, and checks them. What
     several ranks need small parts of is read by one of them and passed on. All ranks first check
@@ -44,7 +46,8 @@ def load(
             ``BoxShard``, which are filled in place, in NumPy or on ``backend.device``. Ranks may
             have different names, and parts of arrays that overlap or leave something out; but no
             two of a rank share memory.
-        backend: all ranks that call.
+        backend: all ranks that call; with a mesh those of all its axes, the tensor-parallel ones
+            included.
         step: which one, else it is an error; by default the newest that is valid. If the arrays of
             that turn out to be damaged, the next older one is loaded; but none is passed over that
             the system cannot read at the moment.

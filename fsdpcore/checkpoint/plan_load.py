@@ -136,9 +136,12 @@ def _match(catalog: Catalog, direct: Ints) -> Ints:
 def _cuts(catalog: Catalog, number: int, part: Part) -> Iterator[tuple[int, list[Scatter]]]:
     """Give for each piece of a tensor what ``part`` needs of it."""
     tensor = catalog.tensors[number]
-    for piece, stored in zip(catalog.pieces_of(number), tensor.pieces, strict=True):
-        cuts = list(_pairs(tensor.shape, stored.region, part, tensor.dtype.itemsize))
+    pieces = catalog.pieces_of(number)
+    for place in catalog.near(number, part.region).tolist():
+        stored = tensor.pieces[place].region
+        cuts = list(_pairs(tensor.shape, stored, part, tensor.dtype.itemsize))
         if cuts:
+            piece = pieces[place]
             yield piece, [Scatter(piece, cut, target) for cut, target in cuts]
 
 

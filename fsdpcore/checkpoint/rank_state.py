@@ -53,35 +53,42 @@ def _matched(spec: TensorShardSpec, shard: Shard, rank: int) -> list[Array]:
             f"{what} has dtype {dtype_of(shard)} in the state, but {spec.dtype} in the metadata"
         )
     arrays: list[Array] = []
+    wanted = spec.parts
     if isinstance(shard, (ShardedArray, BoxShard)):
         parts = parts_of(shard)
         theirs = [_canonical(part.region, shard.shape) for part in parts]
-        ours = [_canonical(region, spec.shape) for region in spec.regions]
+        ours = [_canonical(region, spec.shape) for region in wanted]
         if shard.shape == spec.shape and theirs == ours:
             arrays = [part.array for part in parts]
-    elif len(spec.regions) == 1 and shard.shape == spec.shape and _is_all(spec):
+    elif len(wanted) == 1 and shard.shape in _shapes(spec):
         arrays = [shard]
-    elif len(spec.regions) == 1 and isinstance(spec.regions[0], Box):
-        arrays = [shard] if shard.shape == _shape(spec.regions[0]) else []
-    elif shard.shape == (spec.size,):
-        ends = np.cumsum([region.size for region in spec.regions])[:-1]
-        arrays = np.split(shard, ends) if spec.regions else []
-    if len(arrays) != len(spec.regions) or (not arrays and parts_of(shard)):
+    elif shard.shape == (spec.size,) and not (spec.box is None and _has_box(spec)):
+        ends = np.cumsum([region.size for region in wanted])[:-1]
+        arrays = np.split(shard, ends) if wanted else []
+    if len(arrays) != len(wanted) or (not arrays and parts_of(shard)):
         raise ArgumentError(
-            f"{what} is {_told(shard)} in the state, but by the metadata it is {spec.regions} of "
+            f"{what} is {_told(shard)} in the state, but by the metadata it is {wanted} of "
             f"shape {spec.shape}"
         )
-    return [
-        array.reshape(_shape(region)) for array, region in zip(arrays, spec.regions, strict=True)
-    ]
+    return [array.reshape(_shape(region)) for array, region in zip(arrays, wanted, strict=True)]
 
 
 def _canonical(region: Region, shape: tuple[int, ...]) -> Region:
     return as_range(region, shape) or region
 
 
-def _is_all(spec: TensorShardSpec) -> bool:
-    return _canonical(spec.regions[0], spec.shape) == Range(0, math.prod(spec.shape))
+def _has_box(spec: TensorShardSpec) -> bool:
+    return any(isinstance(region, Box) for region in spec.parts)
+
+
+def _shapes(spec: TensorShardSpec) -> list[tuple[int, ...]]:
+    """Return the shapes that a plain array may have which is the only region of a spec."""
+    shapes = [_shape(spec.parts[0])]
+    if spec.size == math.prod(spec.shape):
+        shapes.append(spec.shape)
+    if spec.box is not None and spec.size == spec.box.size:
+        shapes.append(spec.box.shape)
+    return shapes
 
 
 def _shape(region: Region) -> tuple[int, ...]:
@@ -97,7 +104,7 @@ def _told(shard: Shard) -> str:
 
 def empty_shard(spec: TensorShardSpec) -> Shard:
     """Return new memory for what a rank has of an array, its contents undefined."""
-    if any(isinstance(region, Box) for region in spec.regions):
+    if spec.box is None and _has_box(spec):
         (box,) = spec.regions
         assert isinstance(box, Box)
         return BoxShard(spec.shape, box.start, np.empty(box.shape, spec.dtype))
@@ -106,4 +113,4 @@ def empty_shard(spec: TensorShardSpec) -> Shard:
         for region in spec.regions
         if isinstance(region, Range)
     )
-    return ShardedArray(spec.shape, spec.dtype, pieces)
+    return ShardedArray(spec.shape, spec.dtype, pieces, spec.replica, spec.replicas, spec.box)

@@ -157,6 +157,20 @@ def _rows(index: tuple[int, ...], axis: int, start: int, stop: int, shape: Seque
     )
 
 
+def bounding_box(region: Region, shape: Sequence[int]) -> Box:
+    """Return the smallest box around a region, which is not empty, of an array of ``shape``."""
+    if isinstance(region, Box):
+        return region
+    first, last = _index(region.start, shape), _index(region.stop - 1, shape)
+    start, stop = list(first), [index + 1 for index in last]
+    for axis, (low, high) in enumerate(zip(first, last, strict=True)):
+        if low != high:  # from one row to another: all that is within them
+            start[axis + 1 :] = [0] * (len(shape) - axis - 1)
+            stop[axis + 1 :] = shape[axis + 1 :]
+            break
+    return Box(tuple(start), tuple(stop))
+
+
 def common_boxes(a: Region, b: Region, shape: Sequence[int]) -> list[Box]:
     """Return disjoint boxes, none of them empty, that make up what two regions have in common.
 
@@ -170,8 +184,28 @@ def common_boxes(a: Region, b: Region, shape: Sequence[int]) -> list[Box]:
     box, run = (a, b) if isinstance(a, Box) else (b, a)
     assert isinstance(box, Box)
     assert isinstance(run, Range)
-    inside = _inside(run, box, shape)
-    return [_moved(part, box.start) for part in boxes_of(inside, box.shape)]
+    return _boxes_inside(box, _inside(run, box, shape))
+
+
+def regions_inside(box: Box, run: Range, shape: Sequence[int]) -> list[Region]:
+    """Return disjoint regions of an array that make up a run of the elements of one of its boxes.
+
+    One range where the box itself is a run of the array, as whole rows are; else boxes, none of
+    them empty, in C order, at most ``max(1, 2 * n - 1)`` of them for an array of ``n`` axes.
+
+    Args:
+        box: of an array of ``shape``.
+        run: of the box flattened in C order by itself.
+        shape: of the array.
+    """
+    outer = as_range(box, shape)
+    if outer is not None:
+        return [Range(outer.start + run.start, outer.start + run.stop)]
+    return [*_boxes_inside(box, run)]
+
+
+def _boxes_inside(box: Box, run: Range) -> list[Box]:
+    return [_moved(part, box.start) for part in boxes_of(run, box.shape)]
 
 
 def _inside(run: Range, box: Box, shape: Sequence[int]) -> Range:

@@ -38,11 +38,13 @@ def save(
         path: a folder that all ranks see, or a URL of fsspec. It may hold other steps; saving a
             step again replaces it once that is done.
         state: an engine; or a mapping from names to arrays (of which each rank has all),
-            ``ShardedArray`` (flat ranges) and ``BoxShard`` (boxes). The arrays are NumPy's, or
-            those of ``backend.device``, as they are after all that this thread has enqueued there.
-            Only read. What several ranks have must be equal there, which is not checked: one of
-            them writes it.
-        backend: all ranks that call.
+            ``ShardedArray`` (flat ranges, of all or of a box) and ``BoxShard`` (boxes). The arrays
+            are NumPy's, or those of ``backend.device``, as they are after all that this thread has
+            enqueued there. Only read. What several ranks have must be equal there, which is not
+            checked: one of them writes it. They have the same parts, or none that overlap; those of
+            different replicas of a ``ShardedArray`` may: then the first replica's are written.
+        backend: all ranks that call; with a mesh those of all its axes, the tensor-parallel ones
+            included.
         step: by default the engine's number of updates.
         extra: anything that JSON can hold, equal on all ranks: the position in the data, options.
         generators: random generators by name, whose states are saved for each rank. ``load``

@@ -17,9 +17,10 @@ from fsdpcore.checkpoint.dtypes import stored_as
 from fsdpcore.checkpoint.marker import check_save_id
 from fsdpcore.checkpoint.metadata import MAX_STEP
 from fsdpcore.checkpoint.plan_save import HeldArray, SavePlan, encode, held_of, plan
-from fsdpcore.checkpoint.regions import Range, Region, check_region
+from fsdpcore.checkpoint.regions import Box, Range, Region, check_region, regions_inside
 from fsdpcore.checkpoint.strict_json import check_json, check_text
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.checks import as_dtype, as_int, as_shape
 from fsdpcore.fsdp.layout import FlatLayout, ParamRange
 
@@ -52,6 +53,9 @@ class TensorShardSpec:
         shape: of the whole array.
         regions: ranges of the array flattened in C order, ascending; or one box. Empty ones are
             left out, so that this is empty where the rank has nothing of the array.
+        box: as of a ``ShardedArray``: the box of the array that the regions are ranges of, instead
+            of the whole.
+        replica, replicas: as of a ``ShardedArray``: which of how many copies this is a part of.
 
     Raises:
         ArgumentError: this dtype cannot be stored, or the regions are none of such an array.
@@ -61,6 +65,9 @@ class TensorShardSpec:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     regions: tuple[Region, ...] = ()
+    box: ArrayBox | None = None
+    replica: int = 0
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         check_text(self.name, "the name of an array")
@@ -76,18 +83,45 @@ class TensorShardSpec:
         check_shape(shape, dtype.itemsize, self.name, ArgumentError)
         if not isinstance(self.regions, (tuple, list)):
             raise ArgumentError(f"regions of {what} must be a tuple, got {self.regions!r:.80}")
+        self._check_copy(shape, what)
+        of = shape if self.box is None else self.box.shape
         for region in self.regions:
-            check_region(region, shape, f"a region of {what}")
+            check_region(region, of, f"a region of {what}")
+            if self.box is not None and not isinstance(region, Range):
+                raise ArgumentError(f"regions of {what} are ranges of its box, got {region}")
         regions = tuple(region for region in self.regions if region.size)
         _check_ascending(regions, what)
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "regions", regions)
 
+    def _check_copy(self, shape: tuple[int, ...], what: str) -> None:
+        if self.box is not None and getattr(self.box, "whole", None) != shape:
+            raise ArgumentError(f"the box of {what} of shape {shape} is none of it: {self.box!r}")
+        as_int(self.replicas, f"replicas of {what}", minimum=1)
+        if as_int(self.replica, f"replica of {what}", minimum=0) >= self.replicas:
+            raise ArgumentError(
+                f"replica {self.replica} of {what} does not exist; there are {self.replicas}, "
+                "counted from 0"
+            )
+
     @property
     def size(self) -> int:
         """Elements of this rank's part."""
         return sum(region.size for region in self.regions)
+
+    @cached_property
+    def parts(self) -> tuple[Region, ...]:
+        """The regions as regions of the whole array."""
+        if self.box is None:
+            return self.regions
+        box = Box(self.box.start, self.box.stop)
+        return tuple(
+            part
+            for run in self.regions
+            if isinstance(run, Range)
+            for part in regions_inside(box, run, self.shape)
+        )
 
 
 def _check_ascending(regions: Sequence[Region], what: str) -> None:
@@ -110,8 +144,8 @@ class ShardMetadata:
     """What all ranks save together; every rank makes the same one.
 
     The parts of the ranks cover every array. Several ranks may have the same region: then their
-    elements are equal, and one of them, or each a share, writes it. Otherwise no two regions of an
-    array share an element.
+    elements are equal, and one of them, or each a share, writes it. Otherwise no two regions of a
+    replica share an element; where those of different replicas do, the first replica is written.
 
     Attributes:
         step: updates before the save.
@@ -190,8 +224,8 @@ def _checked_shards(shards: object, world_size: int) -> tuple[tuple[TensorShardS
 
 
 def _held_array(spec: TensorShardSpec) -> HeldArray:
-    held = tuple(held_of(region, spec.shape) for region in spec.regions)
-    return HeldArray(spec.name, spec.dtype.name, spec.shape, held)
+    held = tuple(held_of(region, spec.shape) for region in spec.parts)
+    return HeldArray(spec.name, spec.dtype.name, spec.shape, held, spec.replica)
 
 
 def flat_shard_metadata(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpcore.buffers import Array
-from fsdpcore.checkpoint.regions import Box, Range, Region, as_range, boxes_of, whole
+from fsdpcore.checkpoint.regions import Box, Range, Region, regions_inside, whole
 from fsdpcore.checkpoint.strict_json import check_text
 from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
@@ -57,15 +56,9 @@ def parts_of(shard: Shard) -> list[Part]:
     them. All are views.
     """
     if isinstance(shard, ShardedArray):
-        box = shard.box
-        run = whole(shard.shape) if box is None else as_range(Box(box.start, box.stop), box.whole)
-        if run is not None:
-            return [
-                Part(Range(run.start + start, run.start + stop), array)
-                for start, stop, array in shard.pieces
-            ]
-        assert box is not None
-        return [part for piece in shard.pieces for part in _boxed(box, *piece)]
+        if shard.box is None:
+            return [Part(Range(start, stop), array) for start, stop, array in shard.pieces]
+        return list(_boxed(shard, shard.box))
     if isinstance(shard, BoxShard):
         box = shard.box
         return [Part(Box(box.start, box.stop), shard.array)] if box.size else []
@@ -76,13 +69,13 @@ def parts_of(shard: Shard) -> list[Part]:
     return [Part(Box((0,) * shard.ndim, shard.shape), shard)]
 
 
-def _boxed(box: ArrayBox, start: int, stop: int, array: Array) -> Iterator[Part]:
-    """Cut elements ``[start, stop)`` of a box, which lie in ``array``, into boxes of the whole."""
-    for found in boxes_of(Range(start, stop), box.shape):
-        first = tuple(map(operator.add, box.start, found.start))
-        last = tuple(map(operator.add, box.start, found.stop))
-        yield Part(Box(first, last), array[: found.size].reshape(found.shape))
-        array = array[found.size :]
+def _boxed(shard: ShardedArray, outer: ArrayBox) -> Iterator[Part]:
+    """Give the pieces of a box as regions of the whole array."""
+    box = Box(outer.start, outer.stop)
+    for start, stop, array in shard.pieces:
+        for region in regions_inside(box, Range(start, stop), outer.whole):
+            part, array = array[: region.size], array[region.size :]
+            yield Part(region, part.reshape(region.shape) if isinstance(region, Box) else part)
 
 
 def checked_state(state: object, device: Device = HOST) -> dict[str, Shard]:

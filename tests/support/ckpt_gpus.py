@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def moved(shard: Any, move: Callable[[Any], Any]) -> Any:
     """The same share with arrays elsewhere."""
     if isinstance(shard, fc.ShardedArray):
         pieces = tuple(each._replace(array=move(each.array)) for each in shard.pieces)
-        return fc.ShardedArray(shard.shape, shard.dtype, pieces, shard.replica, shard.replicas)
+        return replace(shard, pieces=pieces)
     if isinstance(shard, fc.checkpoint.BoxShard):
         return fc.checkpoint.BoxShard(shard.shape, shard.start, move(shard.array))
     return move(shard)
