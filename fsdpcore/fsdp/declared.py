@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.fsdp.boxes import ArrayBox, BoxShard
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.parts import Part
 from fsdpcore.fsdp.precision import Dtypes, Precision
@@ -31,6 +32,10 @@ class Declared:
         frozen: names of those that are not trained.
         ignored: arrays that are left as they are, read-only.
         ties: which parameters are others.
+        boxes: which of its own parameters are boxes of whole ones, and where these lie. An engine
+            leaves out those that turn out to be whole on every rank.
+        tilings: of each of these the boxes of all ranks of the engine's ``tensor`` group, in their
+            order; set by the engine.
         dtype: of the trained parameters.
         parts: the flat buffers: what is trained, then what is frozen, by dtype; empty before
             ``lay_out``.
@@ -39,7 +44,7 @@ class Declared:
     def __init__(
         self,
         name: str,
-        params: Mapping[str, Array | Spec | Tied],
+        params: Mapping[str, Array | BoxShard | Spec | Tied],
         frozen: str | Iterable[str],
         ignored: str | Iterable[str],
     ) -> None:
@@ -58,9 +63,15 @@ class Declared:
             for key, value in params.items()
             if not isinstance(value, Tied)
         }
+        self.boxes = {
+            key: value.box
+            for key, value in params.items()
+            if isinstance(value, (BoxShard, Spec)) and value.box is not None
+        }
+        self.tilings: dict[str, tuple[ArrayBox, ...]] = {}
         left = chosen(name, own, ignored, "ignored")
         self.ignored = {
-            key: _as_it_is(name, key, own.pop(key)) for key in tuple(own) if key in left
+            key: _as_it_is(name, key, own.pop(key), self.boxes) for key in tuple(own) if key in left
         }
         self.frozen = frozenset(chosen(name, own, frozen, "frozen"))
         self.initial: dict[str, Array | Spec] | None = own
@@ -72,6 +83,7 @@ class Declared:
         """Make a parameter another one's alias; called by the engine, before ``lay_out``."""
         assert self.initial is not None
         del self.initial[name]
+        self.boxes.pop(name, None)
         self.frozen -= {name}
         self.ties[name] = tie
 
@@ -101,13 +113,20 @@ class Declared:
         return [part.layout for part in parts]
 
 
-def _array(value: ArrayLike) -> Array:
+def _array(value: ArrayLike | BoxShard) -> Array:
     """Return an array of NumPy, or of a GPU as it is: which one it should be, the engine knows."""
+    if isinstance(value, BoxShard):
+        value = value.array
     on_gpu = not isinstance(value, np.ndarray) and hasattr(value, "__cuda_array_interface__")
     return cast(Array, value) if on_gpu else np.asarray(value)
 
 
-def _as_it_is(unit: str, name: str, value: Array | Spec) -> Array:
+def _as_it_is(unit: str, name: str, value: Array | Spec, boxes: Mapping[str, ArrayBox]) -> Array:
+    if name in boxes:
+        raise ArgumentError(
+            f"{unit}.{name} is ignored, which arrays are that every rank has whole, but it is a "
+            "box; freeze it, or leave it out of the unit"
+        )
     if isinstance(value, Spec):
         raise ArgumentError(f"{unit}.{name} is ignored, and needs an array instead of a Spec")
     if not on_host(value):

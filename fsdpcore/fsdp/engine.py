@@ -10,7 +10,7 @@ from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.collectives.algorithms import ALGORITHMS
 from fsdpcore.errors import ArgumentError, StateError
-from fsdpcore.fsdp.agree_units import check_same, check_units
+from fsdpcore.fsdp.agree_units import check_same, check_units, settle_boxes
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.fsdp.engine_plan import plan_of, report_of
@@ -32,6 +32,7 @@ from fsdpcore.fsdp.state_save import full_state, sharded_state
 from fsdpcore.fsdp.stats import StepStats
 from fsdpcore.fsdp.step import Step
 from fsdpcore.fsdp.strategy import Strategy
+from fsdpcore.fsdp.tensor import check_tensor, everyone_of
 from fsdpcore.fsdp.unit import Binding, ParamState, Unit
 from fsdpcore.fsdp.updates import Optimizers
 from fsdpcore.fsdp.window import open_window
@@ -71,13 +72,18 @@ class FSDP:
             background. In a window there is nothing to fetch.
         window: False keeps the parameters out of shared memory.
         offload: what is out of memory while it is not in use; see ``Offload``. Without ``window``.
+        tensor: the ranks whose engines have the other boxes of the same parameters, where units
+            have such (``BoxShard``), for instance ``mesh["tensor"]`` beside ``mesh["shard"]``.
+            All of these engines take the same steps. Gradients are not reduced over them: of a
+            parameter that is no box, layers give the same gradient on all of them.
         seed: of the initialisers of deferred parameters (``Spec``).
         algorithm: of all collectives; "auto", or one that every one of them has. On GPUs, one of
             those that the transport has for their arrays.
 
     Attributes:
         units: in order; verbs can be called on them directly.
-        backend, strategy, precision, prefetching, algorithm, offload: as given.
+        backend, strategy, precision, prefetching, algorithm, offload, tensor: as given.
+        everyone: the ranks of ``backend``, and those with the other boxes.
         device: where the arrays are: the host, or this rank's GPU.
         host_algorithm: of collectives that move arrays of the host.
         placement: what the strategy comes to with these ranks.
@@ -106,6 +112,7 @@ class FSDP:
         prefetch: Prefetch | int = 1,
         window: bool = True,
         offload: Offload | None = None,
+        tensor: Backend | None = None,
         seed: int = 0,
         algorithm: str = "auto",
     ) -> None:
@@ -124,17 +131,23 @@ class FSDP:
         self.prefetching = Prefetch.of(prefetch)
         self.algorithm = algorithm
         self.offload = offload
+        self.tensor = tensor
         self.device = backend.device
         self.host_algorithm = algorithm if self.device.on_host else "auto"
         self.steps = 0
         _check_algorithm(algorithm, backend)
-        check_units(self.units, self.device)
+        check_tensor(tensor, backend)
+        cut = tensor is not None and tensor.world_size > 1
+        check_units(self.units, self.device, cut=cut)
         optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
         self.optimizers = optimizers
         self.lent = self.torn = False
         options = (optimizers, self.strategy, self.precision, self.prefetching, seed, algorithm)
-        check_same(self.units, backend, repr((*options, window, offload)))
-        self.ranks = Ranks.of(backend, self.placement)
+        self.everyone = everyone_of(backend, tensor)
+        check_same(self.units, backend, repr((*options, window, offload)), self.everyone)
+        self.ranks = Ranks.of(backend, self.placement, self.everyone, tensor)
+        if self.ranks.tensor is not None:
+            settle_boxes(self.units, self.ranks.tensor, self.device)
         self._index = {unit.name: number for number, unit in enumerate(self.units)}
         self._pool = BufferPool(backend)
         self._scaler = Scaler(self.precision.scaling)
@@ -318,7 +331,8 @@ class FSDP:
                 Ignored arrays are plain arrays. Arrays of a GPU cannot be made read-only, and must
                 not be written nevertheless.
             optimizer: with the optimizer's arrays.
-            to: of ``full``: the rank that gets the arrays; the others get ``info`` only.
+            to: of ``full``: the rank of ``backend`` that gets the arrays, the others get ``info``
+                only. Of several such ranks, the first in their ``tensor`` group.
 
         Raises:
             ArgumentError: two arrays have the same name, or there is no such rank.
@@ -350,7 +364,7 @@ class FSDP:
             optimizer: False loads parameters only: optimizer state, the number of steps and
                 the scale of the loss stay as they are, and need not be in the state.
             src: the rank that has the (full) state, which deals it out array by array; what the
-                others pass is ignored.
+                others pass is ignored. It counts as ``to`` of ``state_dict``.
 
         Raises:
             ArgumentError: something does not fit on some rank; on all ranks, nothing was changed.

@@ -35,6 +35,7 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
         windowed=engine.windowed,
         brought=pinned is not None and keeps_all(engine.placement),
         rank=engine.backend.rank,
+        tensor=engine.everyone.world_size // engine.backend.world_size,
         costs=engine.backend.capabilities,
     )
     # By the optimizers themselves: not all have as many arrays for each parameter.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.layout import FlatLayout, ParamRange
 from fsdpcore.fsdp.offload import WRITTEN, Kind
 from fsdpcore.fsdp.state import optimizer_name
@@ -27,12 +28,14 @@ class Entry:
     Attributes:
         name: of the whole engine: ``unit.param``, ``optimizer/exp_avg/unit.param``.
         unit: that it belongs to.
-        shape: of the whole array.
+        shape: of what the ranks that share a copy have together: the array, or the box.
         bounds: where each shard begins in the flattened array, and the end; empty if every rank
             holds all of it.
         start, stop: what this rank holds; equal if nothing.
         data: that part, flat, writable, the engine's own memory.
         kinds: what it is among, for the unit's shelf.
+        box: where it lies in a whole array of which it is a box; None if it is none.
+        boxes: of all ranks of the ``tensor`` group; empty if it is none.
     """
 
     name: str
@@ -43,6 +46,23 @@ class Entry:
     stop: int
     data: Array
     kinds: tuple[Kind, ...]
+    box: ArrayBox | None = None
+    boxes: tuple[ArrayBox, ...] = ()
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Shape of the whole array."""
+        return self.shape if self.box is None else self.box.whole
+
+    @property
+    def size(self) -> int:
+        """Elements of ``shape``."""
+        return math.prod(self.shape)
+
+    def cut(self, array: Array) -> Array:
+        """Return what a whole array has for this rank: elements ``[start, stop)``, flat."""
+        own = array if self.box is None else array[self.box.slices]
+        return own.reshape(-1)[self.start : self.stop]
 
     @property
     def split(self) -> bool:
@@ -78,7 +98,8 @@ def param_entries(unit: Unit) -> Iterator[Entry]:
             bounds = bounds_in(part.layout, param)
             data = _cut(part.master, part.layout, param, bounds, part.rank)
             name = f"{unit.name}.{param.name}"
-            yield _entry(name, unit, param.shape, bounds, part.rank, data, WRITTEN)
+            entry = _entry(name, unit, param.shape, bounds, part.rank, data, WRITTEN)
+            yield _boxed(entry, unit, param.name)
 
 
 def optimizer_entries(unit: Unit) -> Iterator[Entry]:
@@ -102,7 +123,8 @@ def optimizer_entries(unit: Unit) -> Iterator[Entry]:
                 data = _cut(update.state[state], unit.layout, param, bounds, unit.shard_rank)
             else:
                 data = update.whole_state[param.name][state]
-            yield _entry(name, unit, shape, bounds, unit.shard_rank, data, (Kind.STATE,))
+            entry = _entry(name, unit, shape, bounds, unit.shard_rank, data, (Kind.STATE,))
+            yield _boxed(entry, unit, param.name)
 
 
 def _states(update: ShardUpdate) -> list[str]:
@@ -131,6 +153,13 @@ def _entry(
     whole = (0, math.prod(shape))
     start, stop = bounds[rank : rank + 2] if bounds else whole
     return Entry(name, unit, shape, bounds, start, stop, data, kinds)
+
+
+def _boxed(entry: Entry, unit: Unit, param: str) -> Entry:
+    """Say of an array that is cut as a parameter is where it lies."""
+    if param not in unit.boxes:
+        return entry
+    return replace(entry, box=unit.boxes[param], boxes=unit.tilings[param])
 
 
 def by_unit(entries: Iterable[Entry]) -> Iterator[list[Entry]]:

@@ -105,7 +105,7 @@ def full_params(
     what = f"full_params(write={write})"
     engine.check_idle(what)
     hashed = hashlib.blake2b(repr(chosen).encode(), digest_size=8).hexdigest()
-    barrier(engine.backend, label=f"{what} of {len(chosen)} parameters, {hashed}")
+    barrier(engine.everyone, label=f"{what} of {len(chosen)} parameters, {hashed}")
     engine.lent = True
     opened: list[Unit] = []
     arrays: dict[str, Array] = {}
@@ -161,7 +161,7 @@ def _own(engine: FSDP, own: set[str], opened: list[Unit], *, write: bool) -> dic
         for name in unit.ignored:
             arrays[f"{unit.name}.{name}"] = unit.ignored[name]
         here = [entry for entry in param_entries(unit) if entry.name in own]
-        if here and not write and _is_there(unit):
+        if here and not write and _is_there(unit) and not any(each.boxes for each in here):
             if unit.state is not ParamState.UNSHARDED:
                 unit.unshard()
                 opened.append(unit)
@@ -190,7 +190,7 @@ def _check_same(engine: FSDP, what: str, own: set[str], arrays: Mapping[str, Arr
     for row, name in zip(digests, names, strict=True):
         data = byte_view(engine.device.to_host(arrays[name])).data
         row[:] = np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST).digest(), np.uint8)
-    backend = engine.backend
+    backend = engine.everyone
     joined: Array = all_gather(digests, backend, label=f"{what}: the end")
     table = joined.reshape(backend.world_size, *digests.shape)
     differing = (table != table[0]).any(axis=2)
@@ -211,7 +211,7 @@ def _keep(engine: FSDP, own: set[str], arrays: Mapping[str, Array]) -> None:
         if here:
             with unit.rewriting():
                 for entry in here:
-                    entry.data[:] = arrays[entry.name].reshape(-1)[entry.start : entry.stop]
+                    entry.data[:] = entry.cut(arrays[entry.name])
 
 
 def _entries(engine: FSDP, own: set[str]) -> list[Entry]:

@@ -97,7 +97,7 @@ def update_shards(engine: FSDP, shards: Mapping[str, Array]) -> None:
     except ArgumentError as error:
         problem = str(error)
     units = [unit.name for unit in engine.units if unit.name in found]
-    told = consent(engine.backend, what, problem, repr(units))
-    check_equal(engine.backend, told, f"{what}: the units differ between ranks")
+    told = consent(engine.everyone, what, problem, repr(units))
+    check_equal(engine.everyone, told, f"{what}: the units differ between ranks")
     for name in units:
         update_shard(engine[name], found[name])

@@ -10,6 +10,7 @@ import numpy as np
 from fsdpcore.buffers import Array
 from fsdpcore.device import HOST, Device
 from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.filling import fill
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.offload import Kind, Shelf
 from fsdpcore.fsdp.ranks import Ranks
@@ -17,9 +18,6 @@ from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.storage import Storage
 from fsdpcore.fsdp.storages import store
 from fsdpcore.fsdp.views import Places, read_only
-
-# Elements that do not have the buffer's dtype, or go to a GPU, are made so many at a time.
-_BLOCK = 1 << 20
 
 
 class Part:
@@ -92,7 +90,7 @@ class Part:
             target = self.master[piece.shard_start : piece.shard_stop]
             if isinstance(value, Spec):
                 name = f"{self._unit}.{piece.name}"
-                _fill(self._device, target, value, piece.param_start, seed, name)
+                fill(self._device, target, value, piece.param_start, seed=seed, name=name)
             else:
                 flat = value.reshape(-1)
                 self._device.assign(target, flat[piece.param_start : piece.param_stop])
@@ -140,15 +138,3 @@ class Part:
                 flat = values[piece.name].reshape(-1)
                 target = self.master[piece.shard_start : piece.shard_stop]
                 self._device.assign(target, flat[piece.param_start : piece.param_stop])
-
-
-def _fill(device: Device, target: Array, spec: Spec, start: int, seed: int, name: str) -> None:
-    """Initialise elements of a parameter, on the host and in its own dtype first."""
-    if device.on_host and spec.dtype == target.dtype:
-        spec.init.fill(target, start, seed=seed, name=name)
-        return
-    scratch = np.empty(min(_BLOCK, target.size), spec.dtype)
-    for done in range(0, target.size, _BLOCK):
-        block = target[done : done + _BLOCK]
-        spec.init.fill(scratch[: block.size], start + done, seed=seed, name=name)
-        device.write(block, scratch[: block.size])

@@ -53,6 +53,7 @@ class Plan:
         compute_seconds: forward and backward passes of all units; None if not given.
         times: of the step, with the communication that nothing hides; None if not known.
         pinned: how much of ``persistent`` is in the memory of the host, while a GPU computes.
+        tensor: ranks that have the boxes of the same parameters; units are those of one of them.
     """
 
     strategy: Strategy
@@ -67,6 +68,7 @@ class Plan:
     compute_seconds: float | None = None
     times: Times | None = None
     pinned: int = 0
+    tensor: int = 1
 
     @property
     def peak_live_bytes(self) -> int:
@@ -130,6 +132,7 @@ class Plan:
             "placement": dataclasses.asdict(place) | {"keep": place.keep.name.lower()},
             "world_size": self.world_size,
             "rank": self.rank,
+            "tensor": self.tensor,
             "microbatches": self.microbatches,
             "units": [_unit_as_dict(unit) for unit in self.units],
             "persistent": dataclasses.asdict(self.persistent),
@@ -171,6 +174,7 @@ def make_plan(
     windowed: bool = False,
     brought: bool = False,
     rank: int = 0,
+    tensor: int = 1,
     costs: Costs | Capabilities | None = None,
     compute_seconds: Sequence[float] | None = None,
 ) -> Plan:
@@ -192,6 +196,8 @@ def make_plan(
         brought: a GPU computes, and gets all parameters from the memory of the host, where each
             rank has them.
         rank: whose memory is told; the last ranks may have less of the optimizer's state.
+        tensor: number of ranks over which parameters are cut, each with ``world_size`` ranks that
+            shard its boxes; ``units`` have the sizes of the boxes.
         costs: of the transport, for ``seconds``.
         compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
             ``costs``, for ``step_seconds`` and ``exposed_seconds``.
@@ -220,6 +226,7 @@ def make_plan(
         deferred=sync == "last",
         windowed=windowed,
         brought=brought,
+        tensor=as_int(tensor, "tensor", minimum=1),
     )
     walk = Walk(job)
     walk.run()
@@ -234,6 +241,7 @@ def make_plan(
         operations=tuple(walk.operations),
         persistent=persistent(layouts, place, rank, optimizer_states=states, windowed=windowed),
         peak_live=walk.peak,
+        tensor=job.tensor,
         compute_seconds=None if compute is None else 3 * job.microbatches * sum(compute),
     )
     return plan if costs is None else _timed(plan, walk, costs, compute)

@@ -105,6 +105,7 @@ class Job:
         windowed: the ranks of a host have the parameters in a window.
         brought: each rank has all parameters in the memory of the host, from where they are copied
             to a GPU to be used.
+        tensor: ranks that have the other boxes of the same parameters, this one included.
     """
 
     units: Sequence[UnitBytes]
@@ -115,6 +116,7 @@ class Job:
     deferred: bool
     windowed: bool
     brought: bool = False
+    tensor: int = 1
 
     @property
     def world_size(self) -> int:
@@ -172,7 +174,7 @@ class Walk:
                 self._backward(unit)
         self._end_reduction()
         self._phase = "update"
-        ranks = self._job.world_size
+        ranks = self._job.world_size * self._job.tensor
         if ranks > 1:
             nbytes = ranks * AGREED_BYTES
             self._wait(self._issue("all_gather", "", ranks, nbytes, 0, background=False))

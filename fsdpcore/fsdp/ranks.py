@@ -22,6 +22,9 @@ class Ranks:
 
     Attributes:
         placement: what it follows from.
+        tensor: the ranks that have the other boxes of the same parameters; None for no others.
+        everyone: all that train together: ``whole``, and for each of its ranks those of
+            ``tensor``; rank ``tensor.rank * whole.world_size + whole.rank`` of it.
     """
 
     placement: Placement
@@ -29,9 +32,17 @@ class Ranks:
     shards: Backend
     replicas: Backend
     near: Backend
+    everyone: Backend
+    tensor: Backend | None = None
 
     @classmethod
-    def of(cls, backend: Backend, placement: Placement) -> Ranks:
+    def of(
+        cls,
+        backend: Backend,
+        placement: Placement,
+        everyone: Backend | None = None,
+        tensor: Backend | None = None,
+    ) -> Ranks:
         """Make the groups; does not communicate."""
         size, rank = backend.world_size, backend.rank
         first = rank - rank % placement.shards
@@ -50,11 +61,13 @@ class Ranks:
             shards,
             replicas,
             shards if same else _group(backend, members[2], "near"),
+            backend if everyone is None else everyone,
+            tensor if tensor is not None and tensor.world_size > 1 else None,
         )
 
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
-        for group in (self.shards, self.replicas, self.near):
+        for group in (self.shards, self.replicas, self.near, self.everyone):
             if group is not self.whole:
                 group.close()
 
@@ -72,6 +85,11 @@ class Ranks:
     def replica(self) -> int:
         """Number of the group of ranks that share this copy."""
         return self.replicas.rank
+
+    @property
+    def leads(self) -> bool:
+        """Whether what all ranks of ``tensor`` have alike is counted, and given, by this one."""
+        return self.tensor is None or self.tensor.rank == 0
 
 
 def _group(backend: Backend, members: range, name: str) -> Backend:

@@ -16,11 +16,13 @@ from fsdpcore.buffers import Array, byte_view
 from fsdpcore.collectives import broadcast, scatter_v
 from fsdpcore.device import HOST, Device
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.checks import as_int, rounds_into
 from fsdpcore.fsdp.consent import check_equal, consent
 from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import EngineState, LoadReport, Progress, ShardedArray
 from fsdpcore.fsdp.state_save import info_of, sharded
+from fsdpcore.fsdp.tensor import dealt, described
 from fsdpcore.fsdp.views import locked, read_only
 
 if TYPE_CHECKING:
@@ -109,7 +111,8 @@ class _Loading:
             raise ArgumentError(f"src={src}, but there are {engine.backend.world_size} ranks")
         self._entries = entries_of(engine, optimizer=optimizer)
         self._ignored = ignored_of(engine)
-        self.reads = self._src in (None, engine.backend.rank)
+        here = self._src == engine.backend.rank and engine.ranks.leads
+        self.reads = self._src is None or here
         self.problems: list[str] = []
         self.stale = False
 
@@ -189,11 +192,13 @@ class _Loading:
         if isinstance(value, ShardedArray) and self._src is not None:
             return "is sharded, but with src one rank gives whole arrays"
         wanted = entry.data.dtype
-        if value.shape != entry.shape:
-            return f"has shape {value.shape}, but here it is {entry.shape}"
+        if value.shape != entry.whole:
+            return f"has shape {value.shape}, but here it is {entry.whole}"
         if not rounds_into(value.dtype, wanted):
             return f"has dtype {value.dtype}, but here it is {wanted}"
         if isinstance(value, ShardedArray):
+            if _cut(value.box) != _cut(entry.box):
+                return _other_box(value.box, entry.box)
             have = [(piece.start, piece.stop) for piece in value.pieces]
             needed = [(entry.start, entry.stop)] if entry.data.size else []
             if have != needed:
@@ -245,7 +250,7 @@ class _Loading:
             told = ""
         shown, more = self.problems[:_SHOWN], len(self.problems) - _SHOWN
         problem = "; ".join(shown) + (f"; and {more} problems more" if more > 0 else "")
-        backend = self._engine.backend
+        backend = self._engine.everyone
         everyone = consent(backend, self._what, problem, told)
         if self._src is not None:
             return _Plan(*json.loads(everyone[self._src]))
@@ -277,16 +282,19 @@ class _Loading:
             for piece in value.pieces:  # one, with what this rank holds
                 self._device.assign(entry.data, piece.array)
             return
-        flat = None if value is None else self._device.given(value, entry.name).reshape(-1)
+        whole = None if value is None else self._device.given(value, entry.name)
         if self._src is None:
-            assert flat is not None
-            self._device.assign(entry.data, flat[entry.start : entry.stop])
+            assert whole is not None
+            self._device.assign(entry.data, entry.cut(whole))
             return
-        if flat is not None and not (self._device.owns(flat) and flat.dtype == entry.data.dtype):
-            rounded = self._device.empty(flat.size, entry.data.dtype)
-            self._device.assign(rounded, flat)
-            flat = rounded
-        _deal(self._engine, entry, flat, self._src)
+        if whole is not None and not (self._device.owns(whole) and whole.dtype == entry.data.dtype):
+            rounded = self._device.empty(whole.shape, entry.data.dtype)
+            self._device.assign(rounded, whole)
+            whole = rounded
+        tensor = self._engine.ranks.tensor
+        if tensor is not None and self._engine.backend.rank == self._src:
+            whole = dealt(self._device, entry, whole, tensor)
+        _deal(self._engine, entry, None if whole is None else whole.reshape(-1), self._src)
 
     def _replace(
         self, ignored: dict[str, Array], param: str, value: ShardedArray | Array | None
@@ -301,7 +309,7 @@ class _Loading:
             else:
                 self._device.assign(array, given)
         if self._src is not None:
-            broadcast(array, self._engine.backend, root=self._src, out=array)
+            broadcast(array, self._engine.everyone, root=self._src, out=array)
         if not _same(array, now, self._device):  # else whoever shares the memory goes on doing so
             ignored[param] = read_only(array.reshape(-1)).reshape(array.shape)
 
@@ -370,6 +378,19 @@ def _same(one: ShardedArray | Array, other: ShardedArray | Array, device: Device
 
 def _bits(array: Array, device: Device) -> Array:
     return byte_view(np.ascontiguousarray(device.to_host(array)))
+
+
+def _cut(box: ArrayBox | None) -> ArrayBox | None:
+    """Return a box unless it is all there is."""
+    return None if box is None or box.is_whole else box
+
+
+def _other_box(given: ArrayBox | None, here: ArrayBox | None) -> str:
+    have, needed = ("whole" if box is None else described(box) for box in (given, here))
+    return (
+        f"comes as {have}, but what this rank has is {needed}: that is another number of ranks in "
+        "tensor; a checkpoint loads into any, and so does state_dict(full=True)"
+    )
 
 
 def _of_optimizer(name: str) -> bool:

@@ -10,6 +10,7 @@ from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.fsdp.entries import Entry, by_unit, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import FORMAT, ArrayPiece, EngineState, ShardedArray
+from fsdpcore.fsdp.tensor import joined
 from fsdpcore.fsdp.views import read_only
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ def sharded(engine: FSDP, entry: Entry, data: Array) -> ShardedArray:
     copy = (ranks.replica, ranks.placement.replicas)
     if not entry.split:
         copy = (engine.backend.rank, engine.backend.world_size)
-    return ShardedArray(entry.shape, data.dtype, pieces, *copy)
+    if ranks.tensor is not None and entry.box is None:  # all of these have it alike
+        copy = (ranks.tensor.rank * copy[1] + copy[0], copy[1] * ranks.tensor.world_size)
+    return ShardedArray(entry.whole, data.dtype, pieces, *copy, entry.box)
 
 
 def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
@@ -46,7 +49,8 @@ def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
     Args:
         engine: whose state.
         optimizer: with the optimizer's.
-        to: the one rank that gets arrays, or "all".
+        to: the one rank that gets arrays, or "all"; with ``tensor``, the first of it that there is
+            at this rank of the engine's backend.
     """
     engine.check_whole()
     backend = engine.backend
@@ -58,21 +62,24 @@ def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
         if root >= backend.world_size:
             raise ArgumentError(f"to={root}, but there are {backend.world_size} ranks, from 0")
     entries = entries_of(engine, optimizer=optimizer)
-    barrier(backend, label=f"state_dict(full=True, optimizer={optimizer}, to={to!r})")
+    barrier(engine.everyone, label=f"state_dict(full=True, optimizer={optimizer}, to={to!r})")
     arrays: dict[str, ShardedArray | Array] = {}
     for group in by_unit(entries):
         for entry in group:
             array = _gathered(engine, entry, root)
             if array is not None:
                 arrays[entry.name] = engine.device.to_host(array)
-    if root in (None, backend.rank):
+    if root is None or (root == backend.rank and engine.ranks.leads):
         for name, (unit, param) in ignored_of(engine).items():
             arrays[name] = engine.device.to_host(unit.ignored[param].copy())
     return EngineState(arrays, info_of(engine))
 
 
 def gathered(engine: FSDP, entry: Entry) -> Array:
-    """Return a copy of all of an array; a collective of the ranks that share a copy."""
+    """Return a copy of all of an array; a collective of the ranks that share a copy.
+
+    Of those with the other boxes too, if it is cut.
+    """
     array = _gathered(engine, entry, None)
     assert array is not None
     return array
@@ -80,6 +87,17 @@ def gathered(engine: FSDP, entry: Entry) -> Array:
 
 def _gathered(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
     """Return all of an array on the root, or everywhere if that is None; else None."""
+    tensor = engine.ranks.tensor
+    if tensor is None or not entry.boxes:
+        return _shared(engine, entry, root) if root is None or engine.ranks.leads else None
+    box = _shared(engine, entry, root)
+    if box is None:
+        return None
+    return joined(engine.device, entry, box, tensor, None if root is None else 0)
+
+
+def _shared(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
+    """Return what the ranks that share a copy have of an array: all, or a box of it."""
     shards, placement = engine.ranks.shards, engine.placement
     mine = root in (None, engine.backend.rank)
     if not entry.split or shards.world_size == 1:
@@ -104,6 +122,6 @@ def info_of(engine: FSDP) -> dict[str, Any]:
         "loss_scale": None if scaler.policy is None else scale,
         "optimizer": None if optimizers is None else repr(optimizers),
         "strategy": engine.strategy.name,
-        "world_size": engine.backend.world_size,
+        "world_size": engine.everyone.world_size,
         "ties": ties_of(engine),
     }

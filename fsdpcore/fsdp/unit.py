@@ -25,6 +25,7 @@ import numpy as np
 from fsdpcore.buffers import DTYPES, Array
 from fsdpcore.device import Device
 from fsdpcore.errors import CommunicationError, StateError
+from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.declared import Declared
 from fsdpcore.fsdp.given_arrays import load_arrays, update_shard
@@ -73,10 +74,12 @@ class Unit(Declared):
     Args:
         name: unique in the engine, equal on all ranks.
         params: maps names to arrays of NumPy, or on a GPU of CuPy as well (copied when the engine
-            is made), to ``Spec`` for deferred
-            initialisation, where each rank makes its own shard only, or to ``Tied`` for a parameter
-            that is another one. The trained ones are all float32 or all float64. An array that
-            occurs again in the engine is tied to where it occurs first.
+            is made), to ``Spec`` for deferred initialisation, where each rank makes its own shard
+            only, or to ``Tied`` for a parameter that is another one. A ``BoxShard``, or a ``Spec``
+            that was cut, is the box that a tensor-parallel rank has of a parameter: for all that
+            computes it is the parameter, and the engine needs the ranks with the other boxes.
+            The trained ones are all float32 or all float64. An array that occurs again in the
+            engine is tied to where it occurs first.
         frozen: names, or patterns of the shell such as ``"*.bias"``, of parameters that are sharded
             like others, but have no gradients and no optimizer state; of any dtype.
         ignored: the same of arrays that are left as they are, whole, on every rank. On a GPU they
@@ -92,7 +95,7 @@ class Unit(Declared):
     def __init__(
         self,
         name: str,
-        params: Mapping[str, Array | Spec | Tied],
+        params: Mapping[str, Array | BoxShard | Spec | Tied],
         *,
         frozen: str | Iterable[str] = (),
         ignored: str | Iterable[str] = (),
@@ -392,6 +395,8 @@ class Unit(Declared):
 
     def load(self, values: Mapping[str, Array]) -> None:
         """Replace parameters by ``values``, whole arrays by name; others stay as they are.
+
+        Of a parameter that is a box, the box.
 
         All ranks call it with the same names, and keep their shards. Arrays of another floating
         dtype are rounded; those for tied parameters go to their owner, in a ``load`` of its own.

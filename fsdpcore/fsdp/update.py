@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +15,13 @@ from fsdpcore.fsdp import gpu_inplace
 from fsdpcore.fsdp.agreement import AGREED_BYTES, Wanted, agree
 from fsdpcore.fsdp.norm import NormPart, all_finite, joined, local_part
 from fsdpcore.fsdp.offload import GRADIENTS, UPDATED, in_turn
+from fsdpcore.fsdp.tensor import spans
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
+    from fsdpcore.fsdp.unit import Unit
+
+    _Ranges = Callable[[FSDP, Unit], list[slice]]
 
 
 def apply_update(
@@ -53,7 +57,7 @@ def apply_update(
         if clip is not None and norm is not None and norm > clip:
             factor *= clip / norm
         if clip_value is not None:
-            _cut(_Shards(engine, written=True), clip_value * engine.loss_scale)
+            _cut(_Shards(engine, _all, written=True), clip_value * engine.loss_scale)
         engine.torn = True
         for unit in in_turn(engine.units, UPDATED, GRADIENTS):
             unit.update(step=engine.steps + 1, lr=lr, grad_scale=factor)
@@ -67,16 +71,17 @@ def apply_update(
 def _judge(engine: FSDP, wanted: Wanted, p: float | None) -> tuple[float | None, list[int]]:
     """Return the global Lp norm, unless p is None, and the ranks whose shards are not finite."""
     # What several ranks hold alike is read by one of them, and counted once.
-    counted = _Shards(engine, counted=True)
     if p is None:
-        part, finite = NormPart(1.0, 0.0), all_finite(counted)
+        part, finite = NormPart(1.0, 0.0), all_finite(_Shards(engine, _held_by_one))
     else:
-        part = local_part(counted, p)
+        part = local_part(_Shards(engine, _counted), p)
         finite = math.isfinite(part.largest)
-    engine.stats.bytes_sent += AGREED_BYTES * (engine.backend.world_size - 1)
+        if not engine.ranks.leads:  # what is no box was counted by another, but is it the same?
+            finite = finite and all_finite(_Shards(engine, _not_counted))
+    engine.stats.bytes_sent += AGREED_BYTES * (engine.everyone.world_size - 1)
     with engine.passes.waiting():
         told = agree(
-            engine.backend,
+            engine.everyone,
             wanted,
             engine.passes.events,
             [unit.name for unit in engine.units],
@@ -88,7 +93,7 @@ def _judge(engine: FSDP, wanted: Wanted, p: float | None) -> tuple[float | None,
         parts = [NormPart(*row) for row in told[:, :2].tolist()]
         single = all(unit.dtypes.grad.itemsize <= 4 for unit in engine.units)
         norm = joined(parts, p, single=single) / engine.loss_scale
-    return norm, [engine.backend.ranks[rank] for rank in np.flatnonzero(told[:, 2] == 0)]
+    return norm, [engine.everyone.ranks[rank] for rank in np.flatnonzero(told[:, 2] == 0)]
 
 
 def _not_finite(where: list[int], norm: float | None) -> NonFiniteGradientError:
@@ -102,11 +107,17 @@ def _not_finite(where: list[int], norm: float | None) -> NonFiniteGradientError:
 
 
 class _Shards:
-    """Shards of reduced gradients, each of them in memory while it is its turn."""
+    """Shards of reduced gradients, each of them in memory while it is its turn.
 
-    def __init__(self, engine: FSDP, *, counted: bool = False, written: bool = False) -> None:
+    Args:
+        engine: whose.
+        ranges: which parts of a unit's shard.
+        written: they are changed.
+    """
+
+    def __init__(self, engine: FSDP, ranges: _Ranges, *, written: bool = False) -> None:
         self._engine = engine
-        self._counted = counted
+        self._ranges = ranges
         self._written = written
 
     def __iter__(self) -> Iterator[Array]:
@@ -114,11 +125,37 @@ class _Shards:
         for unit in in_turn(units, GRADIENTS):
             assert unit.gradients.shard is not None
             shard = unit.gradients.shard[: unit.valid_size]
+            ranges = self._ranges(self._engine, unit)
             unit.shelf.begin(GRADIENTS, write=self._written)
             try:
-                yield shard[self._engine.ranks.part(shard.size)] if self._counted else shard
+                for each in ranges:
+                    yield shard[each]
             finally:
                 unit.shelf.end(GRADIENTS, written=self._written)
+
+
+def _all(engine: FSDP, unit: Unit) -> list[slice]:
+    return [slice(None)]
+
+
+def _held_by_one(engine: FSDP, unit: Unit) -> list[slice]:
+    """What this rank reads of a shard that all replicas have."""
+    return [engine.ranks.part(unit.valid_size)]
+
+
+def _counted(engine: FSDP, unit: Unit) -> list[slice]:
+    """Of that, what no other rank of ``tensor`` counts."""
+    here = _held_by_one(engine, unit)[0]
+    return [here] if engine.ranks.leads else _within(here, spans(unit, boxed=True))
+
+
+def _not_counted(engine: FSDP, unit: Unit) -> list[slice]:
+    return _within(_held_by_one(engine, unit)[0], spans(unit, boxed=False))
+
+
+def _within(outer: slice, parts: Iterable[slice]) -> list[slice]:
+    cut = [slice(max(outer.start, each.start), min(outer.stop, each.stop)) for each in parts]
+    return [each for each in cut if each.start < each.stop]
 
 
 def _cut(shards: Iterable[Array], limit: float) -> None:

@@ -1,0 +1,172 @@
+"""Parameters that are cut over a group of ranks, beside the sharding: each rank's engine has a box.
+
+With two axes of a mesh, 3 ranks that shard and 2 that cut, rank 3 has::
+
+    backend     1 3 5          shard its boxes between them
+    tensor          2 3        have the other boxes of the same parameters
+    everyone    0 2 4 1 3 5    number ``tensor.rank * backend.world_size + backend.rank``
+
+What is no box is the same on all ranks of ``tensor``, but not at the same place of their flat
+buffers, since boxes may be of different sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdpcore.backend import Backend
+from fsdpcore.buffers import Array
+from fsdpcore.collectives import all_gather, all_gather_v, broadcast, gather_v, scatter_v
+from fsdpcore.device import Device
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import ArrayBox
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.entries import Entry
+    from fsdpcore.fsdp.unit import Unit
+
+
+def check_tensor(tensor: Any, backend: Backend) -> None:
+    """Raise ArgumentError unless it can be the ``tensor`` group of an engine on ``backend``."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, Backend):
+        raise ArgumentError(
+            "tensor must be the group of ranks that have the other boxes of the same parameters, "
+            f"such as mesh['tensor'], got {type(tensor).__name__}"
+        )
+    me = backend.ranks[backend.rank]
+    common = sorted(set(tensor.ranks) & set(backend.ranks))
+    if tensor.root is not backend.root or common != [me]:
+        raise ArgumentError(
+            f"the ranks that shard ({list(backend.ranks)}) and those of tensor "
+            f"({list(tensor.ranks)}) must be of one job, with rank {me} alone in both: take two "
+            "axes of one mesh"
+        )
+
+
+def everyone_of(backend: Backend, tensor: Backend | None) -> Backend:
+    """Return the group of all ranks that train together; a collective where there is a ``tensor``.
+
+    Raises:
+        ArgumentError: the groups of the ranks make no grid.
+    """
+    if tensor is None or tensor.world_size == 1:
+        return backend
+    told = all_gather(np.array(tensor.ranks, np.int64), backend, label="ranks of tensor")
+    table = told.reshape(backend.world_size, tensor.world_size)
+    members = table.T.reshape(-1).tolist()
+    if table[:, tensor.rank].tolist() != list(backend.ranks) or len(set(members)) < len(members):
+        raise ArgumentError(
+            f"the ranks {list(backend.ranks)}, which shard, have the groups {table.tolist()} as "
+            "tensor; they must be rows of a grid of ranks, of which those that shard are a column: "
+            "take two axes of one mesh"
+        )
+    return backend.root.sub(members, name="fsdp everyone")
+
+
+def check_boxed(units: Sequence[Unit]) -> None:
+    """Leave out boxes that are all there is, where no group has others.
+
+    Raises:
+        ArgumentError: there are others.
+    """
+    for unit in units:
+        for name, box in list(unit.boxes.items()):
+            if not box.is_whole:
+                raise ArgumentError(
+                    f"{unit.name}.{name} is {described(box)}, and no rank of this engine has the "
+                    "rest; pass the group of ranks that do: FSDP(..., tensor=mesh['tensor'])"
+                )
+            del unit.boxes[name]
+
+
+def described(box: ArrayBox) -> str:
+    """Return a box in words."""
+    ranges = ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
+    return f"the box [{ranges}] of an array of shape {box.whole}"
+
+
+def untiled(boxes: Sequence[ArrayBox]) -> str:
+    """Say why the boxes of one array do not cover it once; "" if they do."""
+    starts = np.array([box.start for box in boxes])[:, None]
+    stops = np.array([box.stop for box in boxes])[:, None]
+    least, most = np.minimum(stops, stops[:, 0]), np.maximum(starts, starts[:, 0])
+    overlaps = np.triu((most < least).all(axis=2), 1)
+    if overlaps.any():
+        one, other = np.argwhere(overlaps)[0].tolist()
+        return f"ranks {one} and {other} of tensor have the same elements"
+    missing = math.prod(boxes[0].whole) - sum(box.size for box in boxes)
+    return f"no rank of tensor has {missing} of its elements" if missing else ""
+
+
+def spans(unit: Unit, *, boxed: bool) -> Iterator[slice]:
+    """Give the parts of this rank's shard that are boxes, or those that are not."""
+    for piece in unit.layout.pieces(unit.shard_rank):
+        if (piece.name in unit.boxes) is boxed:
+            yield slice(piece.shard_start, piece.shard_stop)
+
+
+# Whole arrays.
+
+
+def joined(
+    device: Device, entry: Entry, box: Array, tensor: Backend, root: int | None
+) -> Array | None:
+    """Put an array together from the boxes of all ranks of ``tensor``; a collective of these.
+
+    Args:
+        device: where the arrays are.
+        entry: what it is.
+        box: this rank's.
+        tensor: the ranks.
+        root: the one that gets it; None for all.
+    """
+    if root is None:
+        flat = all_gather_v(box.reshape(-1), tensor, label=f"state, {entry.name}")
+    else:
+        total = sum(each.size for each in entry.boxes)
+        out = device.empty(total, box.dtype) if tensor.rank == root else None
+        flat = gather_v(box.reshape(-1), tensor, root=root, out=out)
+        if tensor.rank != root:
+            return None
+    if _lie_in_order(entry.boxes):
+        return flat.reshape(entry.whole)  # type: ignore[no-any-return]
+    whole, start = device.empty(entry.whole, box.dtype), 0
+    for each in entry.boxes:
+        whole[each.slices] = flat[start : start + each.size].reshape(each.shape)
+        start += each.size
+    return whole
+
+
+def dealt(device: Device, entry: Entry, whole: Array | None, tensor: Backend) -> Array:
+    """Return this rank's box, flat, of an array that rank 0 of ``tensor`` has; a collective.
+
+    Of an array that is not cut it is all of it.
+    """
+    dtype = entry.data.dtype
+    if not entry.boxes:
+        flat = device.empty(entry.size, dtype) if whole is None else whole.reshape(-1)
+        broadcast(flat, tensor, root=0, out=flat if whole is None else None)
+        return flat
+    sizes = [each.size for each in entry.boxes]
+    given = None
+    if whole is not None:
+        given, start = device.empty(sum(sizes), dtype), 0
+        for each in entry.boxes:
+            given[start : start + each.size] = whole[each.slices].reshape(-1)
+            start += each.size
+    out = device.empty(sizes[tensor.rank], dtype)
+    scatter_v(given, tensor, None if given is None else sizes, root=0, out=out)
+    return out
+
+
+def _lie_in_order(boxes: Sequence[ArrayBox]) -> bool:
+    """Whether boxes that cover an array lie in it one behind the other, rank by rank."""
+    rows = all(box.shape[1:] == box.whole[1:] for box in boxes)
+    starts = [box.start[:1] for box in boxes if box.size]
+    return rows and starts == sorted(starts)
