@@ -57,8 +57,10 @@ from fsdpcore.reduce_ops import ReduceOp
 from fsdpcore.work import Work
 
 if TYPE_CHECKING:
-    from fsdpcore import checkpoint
-    from fsdpcore.adapters.layers import Layer, LayerStack
+    from fsdpcore import adapters, checkpoint, parallel
+    from fsdpcore.adapters.fully_shard import ShardedLayers, fully_shard
+    from fsdpcore.adapters.function import train_step
+    from fsdpcore.adapters.layers import Chain, Layer, LayerStack
     from fsdpcore.fsdp import initializers, optim
     from fsdpcore.fsdp.boxes import BoxShard
     from fsdpcore.fsdp.engine import FSDP
@@ -86,6 +88,7 @@ __all__ = [
     "Batch",
     "BoxShard",
     "Capabilities",
+    "Chain",
     "CheckpointError",
     "CheckpointNotFoundError",
     "ClosedError",
@@ -114,6 +117,7 @@ __all__ = [
     "RendezvousError",
     "Report",
     "ShardedArray",
+    "ShardedLayers",
     "Spec",
     "StateError",
     "Step",
@@ -125,6 +129,7 @@ __all__ = [
     "UnknownTransportError",
     "UnsupportedError",
     "Work",
+    "adapters",
     "all_gather",
     "all_gather_v",
     "all_reduce",
@@ -137,6 +142,7 @@ __all__ = [
     "coalesce",
     "dump_trace",
     "errors",
+    "fully_shard",
     "gather",
     "gather_v",
     "init",
@@ -145,11 +151,13 @@ __all__ = [
     "make_plan",
     "memory_estimate",
     "optim",
+    "parallel",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_v",
     "scatter",
     "scatter_v",
+    "train_step",
 ]
 
 # What a rank that only communicates has no use for, and what takes as long to import as all the
@@ -157,6 +165,7 @@ __all__ = [
 _LATER = {
     "ArrayPiece": "fsdp.state",
     "BoxShard": "fsdp.boxes",
+    "Chain": "adapters.layers",
     "EngineState": "fsdp.state",
     "FSDP": "fsdp.engine",
     "Layer": "adapters.layers",
@@ -169,17 +178,22 @@ _LATER = {
     "Prefetch": "fsdp.schedule",
     "Report": "fsdp.report",
     "ShardedArray": "fsdp.state",
+    "ShardedLayers": "adapters.fully_shard",
     "Spec": "fsdp.spec",
     "Step": "fsdp.step",
     "Strategy": "fsdp.strategy",
     "Tied": "fsdp.special",
     "Unit": "fsdp.unit",
     "UnitSize": "fsdp.plan_sizes",
+    "adapters": "adapters",
     "checkpoint": "checkpoint",
+    "fully_shard": "adapters.fully_shard",
     "initializers": "fsdp.initializers",
     "make_plan": "fsdp.plan",
     "memory_estimate": "fsdp.estimate",
     "optim": "fsdp.optim",
+    "parallel": "parallel",
+    "train_step": "adapters.function",
 }
 
 if not TYPE_CHECKING:
