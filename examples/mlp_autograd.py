@@ -20,41 +20,35 @@ import fsdpcore as fc
 from fsdpcore.adapters import autograd
 
 TRAIN, BATCH = 1500, 250  # of 1797 digits; the others are for the test
-SIZES = [64, 128, 128, 128, 10]
 
 
-def dense(params: dict[str, Any], x: Any) -> Any:
+def linear(params: dict[str, Any], x: Any) -> Any:
     return x @ params["w"] + params["b"]
 
 
-def dense_tanh(params: dict[str, Any], x: Any) -> Any:
-    return np.tanh(dense(params, x))
+def hidden(params: dict[str, Any], x: Any) -> Any:
+    return np.tanh(linear(params, x))
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:
     return np.sum(logsumexp(logits, axis=1) - logits[np.arange(len(labels)), labels])
 
 
-def start(inputs: int, outputs: int) -> dict[str, fc.Spec]:
+def layer(function: Any, inputs: int, outputs: int) -> fc.Layer:
     normal = fc.initializers.normal(std=inputs**-0.5)
-    return {"w": fc.Spec((inputs, outputs), init=normal), "b": fc.Spec(outputs)}
+    start = {"w": fc.Spec((inputs, outputs), init=normal), "b": fc.Spec(outputs)}
+    return autograd.layer(function, start)
 
 
 def main(backend: fc.Backend, steps: int = 200) -> float:
     """Train on one rank; returns how many of the unseen digits are recognised."""
     digits = load_digits()
     x, labels = (digits.data / 16).astype(np.float32), digits.target
-    functions = [dense_tanh] * (len(SIZES) - 2) + [dense]
-    stack = fc.LayerStack(
-        [
-            (f"layer{i}", autograd.layer(function, start(SIZES[i], SIZES[i + 1])))
-            for i, function in enumerate(functions)
-        ]
-    )
+    layers = [(f"hidden{i}", layer(hidden, n, 128)) for i, n in enumerate([64, 128, 128])]
+    stack = fc.LayerStack([*layers, ("out", layer(linear, 128, 10))])
     loss = autograd.loss(cross_entropy)
     rng = np.random.default_rng(0)
     engine = fc.FSDP(stack.units(rng), backend, optimizer=fc.optim.AdamW(lr=2e-3))
-
     for _ in range(steps):
         rows = rng.choice(TRAIN, BATCH, replace=False)
         mine = np.array_split(rows, backend.world_size)[backend.rank]

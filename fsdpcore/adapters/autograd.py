@@ -22,7 +22,7 @@ processes (``zmq``, ``mpi``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -34,17 +34,17 @@ from fsdpcore.adapters.autograd_tape import (
     leaves,
     map_leaves,
 )
+from fsdpcore.adapters.layers import Initial
 from fsdpcore.array_module import address
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
-from fsdpcore.fsdp.spec import Spec
 
-Initial = Mapping[str, Array | Spec]
+Initials: TypeAlias = Mapping[str, Initial]
 
 
 def layer(
     function: Callable[[dict[str, Array], Any], Any],
-    init: Initial | Callable[[np.random.Generator], Initial],
+    init: Initials | Callable[[np.random.Generator], Initials],
     *,
     recompute: bool = True,
 ) -> AutogradLayer:
@@ -54,7 +54,8 @@ def layer(
         function: ``function(params, x) -> y``, with parameters by name in a dict. ``x`` and ``y``
             are arrays, or nested tuples, lists and mappings of arrays. With ``recompute`` it is
             called in either pass and must do the same in both: what is random belongs into ``x``.
-        init: initial parameters by name, or what makes them from a NumPy generator.
+        init: initial parameters by name, or what makes them from a NumPy generator. Layers that are
+            given the same arrays share them: they are tied.
         recompute: the forward pass keeps ``x`` only, and the backward pass evaluates the function
             once more, under the parameters that are gathered for it. False keeps the record of the
             evaluation, with all that was computed and the gathered parameters: faster, and only
@@ -78,7 +79,7 @@ class AutogradLayer:
     def __init__(
         self,
         function: Callable[[dict[str, Array], Any], Any],
-        init: Initial | Callable[[np.random.Generator], Initial],
+        init: Initials | Callable[[np.random.Generator], Initials],
         recompute: bool,
     ) -> None:
         check_installed()
@@ -92,7 +93,7 @@ class AutogradLayer:
         self._init = init
         self.holds_params = not recompute
 
-    def init(self, rng: np.random.Generator) -> Initial:
+    def init(self, rng: np.random.Generator) -> Initials:
         """Return the initial parameters by name."""
         return self._init(rng) if callable(self._init) else self._init
 
