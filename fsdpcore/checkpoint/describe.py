@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.checkpoint.dtypes import stored_as
 from fsdpcore.checkpoint.plan_save import HeldArray, Rows, held_of
@@ -38,6 +39,23 @@ class Engine(Protocol):
 
     def load_info(self, info: Mapping[str, Any]) -> None:
         """Take over the number of steps, and what else is in ``EngineState.info``."""
+
+
+def check_ranks(state: object, backend: Backend) -> None:
+    """Raise ArgumentError for an engine of which ranks with the other boxes are not in ``backend``.
+
+    A checkpoint without these boxes would not be complete, and loads of theirs could find another.
+    """
+    tensor, everyone = getattr(state, "tensor", None), getattr(state, "everyone", None)
+    if not isinstance(tensor, Backend) or not isinstance(everyone, Backend):
+        return
+    absent = sorted(set(everyone.ranks) - set(backend.ranks))
+    if absent and everyone.root is backend.root:
+        raise ArgumentError(
+            f"this engine and those of its tensor group are on ranks {sorted(everyone.ranks)}, of "
+            f"which {absent} do not take part; pass the backend that the mesh was made of, so that "
+            "all of them do it together"
+        )
 
 
 @dataclass(frozen=True)

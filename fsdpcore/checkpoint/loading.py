@@ -15,7 +15,7 @@ from fsdpcore.agree import agree
 from fsdpcore.backend import Backend
 from fsdpcore.checkpoint.batches import Batch, planned
 from fsdpcore.checkpoint.catalog import Catalog
-from fsdpcore.checkpoint.describe import Engine
+from fsdpcore.checkpoint.describe import Engine, check_ranks
 from fsdpcore.checkpoint.finding import Finder, Which, chosen_step
 from fsdpcore.checkpoint.finding_together import Shared, find_together
 from fsdpcore.checkpoint.generators import Generators, restore, states_of
@@ -168,6 +168,7 @@ class Loading:
         request, error, told = self._request, None, ""
         storage: Storage | None = None
         try:
+            check_ranks(target, self._backend)
             storage, self._which = chosen_step(path, request.step)
             if request.generators is not None:
                 states_of(request.generators)  # for the types

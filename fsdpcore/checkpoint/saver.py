@@ -14,7 +14,7 @@ import numpy as np
 from fsdpcore.agree import agree
 from fsdpcore.backend import Backend
 from fsdpcore.checkpoint.committing import Commit, Prepared
-from fsdpcore.checkpoint.describe import Holding, holding_of, rows_of
+from fsdpcore.checkpoint.describe import Holding, check_ranks, holding_of, rows_of
 from fsdpcore.checkpoint.generators import Generators, states_of
 from fsdpcore.checkpoint.plan_save import (
     HeldArray,
@@ -81,6 +81,7 @@ class Saver:
         numbers: dict[str, float] = {}
         mine: dict[str, Any] = {}
         try:
+            check_ranks(state, self._backend)
             holding = holding_of(state, self._backend.device)
             number = _step_of(step, holding)
             numbers = _checked_metrics(metrics)
