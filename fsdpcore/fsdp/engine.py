@@ -32,7 +32,7 @@ from fsdpcore.fsdp.state_save import full_state, sharded_state
 from fsdpcore.fsdp.stats import StepStats
 from fsdpcore.fsdp.step import Step
 from fsdpcore.fsdp.strategy import Strategy
-from fsdpcore.fsdp.tensor import check_tensor, everyone_of
+from fsdpcore.fsdp.tensor import check_optimizers, check_tensor, everyone_of
 from fsdpcore.fsdp.unit import Binding, ParamState, Unit
 from fsdpcore.fsdp.updates import Optimizers
 from fsdpcore.fsdp.window import open_window
@@ -148,6 +148,7 @@ class FSDP:
         self.ranks = Ranks.of(backend, self.placement, self.everyone, tensor)
         if self.ranks.tensor is not None:
             settle_boxes(self.units, self.ranks.tensor, self.device)
+            check_optimizers(self.units, optimizers)
         self._index = {unit.name: number for number, unit in enumerate(self.units)}
         self._pool = BufferPool(backend)
         self._scaler = Scaler(self.precision.scaling)

@@ -111,20 +111,26 @@ def optimizer_entries(unit: Unit) -> Iterator[Entry]:
         (param, bounds_in(unit.layout, param), update.policies[param.name])
         for param in unit.layout.params
     ]
-    shapes = {param.name: policy.state_shapes(param.shape) for param, _, policy in places}
+    wholes = {
+        param.name: unit.boxes[param.name].whole if param.name in unit.boxes else param.shape
+        for param in unit.layout.params
+    }
+    shapes = {param.name: policy.state_shapes(wholes[param.name]) for param, _, policy in places}
     for state in _states(update):
         for param, whole_bounds, policy in places:
             shape = shapes[param.name].get(state)
             if shape is None:
                 continue
             name = optimizer_name(state, f"{unit.name}.{param.name}")
-            bounds = whole_bounds if shape == param.shape else ()
+            alike = shape == wholes[param.name]  # cut as the parameter is
+            bounds = whole_bounds if alike else ()
             if policy.elementwise:
                 data = _cut(update.state[state], unit.layout, param, bounds, unit.shard_rank)
             else:
                 data = update.whole_state[param.name][state]
+            shape = param.shape if alike else shape
             entry = _entry(name, unit, shape, bounds, unit.shard_rank, data, (Kind.STATE,))
-            yield _boxed(entry, unit, param.name)
+            yield _boxed(entry, unit, param.name) if alike else entry
 
 
 def _states(update: ShardUpdate) -> list[str]:

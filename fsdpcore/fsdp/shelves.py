@@ -70,7 +70,7 @@ def open_shelves(
     for need in needs:
         starts.append(total)
         total += sum(pages(nbytes) for sizes in need.values() for nbytes in sizes)
-    files = Files(policy, _open(policy, ranks.whole, max(total, PAGE)))
+    files = Files(policy, _open(policy, ranks.everyone, max(total, PAGE)))
     made = [
         FileShelf(files, policy, empty, start, need)
         for start, need in zip(starts, needs, strict=True)
@@ -94,7 +94,8 @@ def needs_of(
         needs[Kind.MASTER].append(layout.shard_size * master)
     needs[Kind.GRADIENT].append(layout.shard_size * dtypes.grad.itemsize)
     if optimizers is not None and unit.trainable:
-        sizes = state_sizes(layout, ranks.shards.rank, optimizers.of_unit(unit.name))
+        rank, found = ranks.shards.rank, optimizers.of_unit(unit.name)
+        sizes = state_sizes(layout, rank, found, unit.boxes)
         needs[Kind.STATE].extend(elements * master for elements in sizes)
     return needs
 

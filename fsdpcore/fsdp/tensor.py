@@ -28,6 +28,7 @@ from fsdpcore.fsdp.boxes import ArrayBox
 if TYPE_CHECKING:
     from fsdpcore.fsdp.entries import Entry
     from fsdpcore.fsdp.unit import Unit
+    from fsdpcore.fsdp.updates import Optimizers
 
 
 def check_tensor(tensor: Any, backend: Backend) -> None:
@@ -83,6 +84,19 @@ def check_boxed(units: Sequence[Unit]) -> None:
                     "rest; pass the group of ranks that do: FSDP(..., tensor=mesh['tensor'])"
                 )
             del unit.boxes[name]
+
+
+def check_optimizers(units: Sequence[Unit], optimizers: Optimizers | None) -> None:
+    """Raise ArgumentError for a box with an optimizer that has to know the whole parameter."""
+    for unit in units:
+        found = {} if optimizers is None else optimizers.of_unit(unit.name)
+        for name in unit.boxes:
+            policy = found.get(name)
+            if policy is not None and not (policy.elementwise or policy.takes_boxes):
+                raise ArgumentError(
+                    f"{unit.name}.{name} is cut over the ranks of tensor, but "
+                    f"{type(policy).__name__} updates whole parameters; give it another optimizer"
+                )
 
 
 def described(box: ArrayBox) -> str:

@@ -145,6 +145,7 @@ class Unit(Declared):
                 binding.ranks,
                 binding.algorithm,
                 shelf.allocate(Kind.STATE),
+                self.boxes,
             )
         shelf.end(INITIAL, written=True)
         self._binding, self.initial = binding, None

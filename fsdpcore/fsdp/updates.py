@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
-from fsdpcore.collectives import all_reduce
+from fsdpcore.collectives import all_reduce, broadcast
+from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.buffers import Allocate
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.optim import Optimizer, ParamGroups
 from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
-from fsdpcore.fsdp.optim.pieces import ShardPiece
+from fsdpcore.fsdp.optim.pieces import PieceSpec, ShardPiece
 from fsdpcore.fsdp.parts import Part
 from fsdpcore.fsdp.ranks import Ranks
 
@@ -68,15 +69,17 @@ class ShardUpdate:
         ranks: Ranks,
         algorithm: str,
         allocate: Allocate,
+        boxes: Mapping[str, ArrayBox],
     ) -> None:
         self._unit = unit
         self._algorithm = algorithm
         self._part = part
         self._shards = ranks.shards
+        self._tensor = ranks.tensor
         self._device = ranks.device
         self.policies = found = optimizers.of_unit(unit)
         self.ranges = elementwise_ranges(part.layout.pieces(part.rank), found)
-        self.specs = whole_parameter_specs(part.layout, part.rank, found)
+        self.specs = whole_parameter_specs(part.layout, part.rank, found, boxes)
         dtype, size = part.master.dtype, part.valid_size
         self.state: dict[str, Array] = {}
         for name in _elementwise_names(found):
@@ -110,9 +113,9 @@ class ShardUpdate:
 
     @property
     def whole_size(self) -> int:
-        """Elements of ``whole_state`` if one rank had all of it."""
+        """Elements of ``whole_state`` if one rank had all of it; of boxes theirs."""
         shapes = [
-            shape
+            spec.box.shape if spec.box is not None and shape == spec.shape else shape
             for policy, specs in self.specs.items()
             for spec in specs
             for shape in policy.state_shapes(spec.shape).values()
@@ -133,47 +136,65 @@ class ShardUpdate:
                 grad_scale=grad_scale,
                 out=None if out is None else out[start:stop],
             )
-        for policy in self.specs:
-            policy.update_pieces(
-                self._pieces(policy, grad, out),
-                step=step,
-                reduce=self._sum,
-                lr=lr,
-                grad_scale=grad_scale,
-            )
+        for policy, specs in self.specs.items():
+            for boxed, reduce in ((False, self._sum), (True, self._sum_boxes)):
+                chosen = [spec for spec in specs if (spec.box is not None) is boxed]
+                if chosen:
+                    policy.update_pieces(
+                        self._pieces(chosen, grad, out),
+                        step=step,
+                        reduce=reduce,
+                        lr=lr,
+                        grad_scale=grad_scale,
+                    )
 
-    def _pieces(self, policy: Optimizer, grad: Array, out: Array | None) -> list[ShardPiece]:
+    def _pieces(self, specs: list[PieceSpec], grad: Array, out: Array | None) -> list[ShardPiece]:
         starts = {p.name: p.shard_start for p in self._part.layout.pieces(self._part.rank)}
         pieces = []
-        for spec in self.specs[policy]:
+        for spec in specs:
             start = starts.get(spec.name, 0)
             here = slice(start, start + spec.size)
             pieces.append(
                 ShardPiece(
-                    **dataclasses.asdict(spec),
+                    spec.name,
+                    spec.shape,
+                    spec.start,
+                    spec.stop,
                     param=self._part.master[here],
                     grad=grad[here],
                     state=self.whole_state[spec.name],
                     out=None if out is None else out[here],
+                    box=spec.box,
                 )
             )
         return pieces
 
     def _sum(self, array: NDArray[np.float64]) -> None:
-        all_reduce(
-            array,
-            self._shards,
-            out=array,
-            algorithm=self._algorithm,
-            label=f"optimizer of unit {self._unit}",
-        )
+        """Sum over the shards; these lie elsewhere on other ranks of ``tensor``, which get it."""
+        self._all_reduce(array, self._shards)
+        if self._tensor is not None:
+            broadcast(array, self._tensor, out=array)
+
+    def _sum_boxes(self, array: NDArray[np.float64]) -> None:
+        self._all_reduce(array, self._shards)
+        assert self._tensor is not None
+        self._all_reduce(array, self._tensor)
+
+    def _all_reduce(self, array: NDArray[np.float64], group: Backend) -> None:
+        label = f"optimizer of unit {self._unit}"
+        all_reduce(array, group, out=array, algorithm=self._algorithm, label=label)
 
 
-def state_sizes(layout: FlatLayout, rank: int, optimizers: Mapping[str, Optimizer]) -> list[int]:
+def state_sizes(
+    layout: FlatLayout,
+    rank: int,
+    optimizers: Mapping[str, Optimizer],
+    boxes: Mapping[str, ArrayBox],
+) -> list[int]:
     """Return the sizes, in elements, of what ``ShardUpdate`` allocates for one shard, in order."""
     sizes = [layout.valid_size(rank)] * len(_elementwise_names(optimizers))
     whole = 0
-    for policy, specs in whole_parameter_specs(layout, rank, optimizers).items():
+    for policy, specs in whole_parameter_specs(layout, rank, optimizers, boxes).items():
         for spec in specs:
             for shape in policy.state_shapes(spec.shape).values():
                 whole += spec.size if shape == spec.shape else math.prod(shape)

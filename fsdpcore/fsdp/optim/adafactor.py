@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -60,6 +60,8 @@ class Adafactor(WholeParameterOptimizer):
     are finite and not negative, ``eps[0]`` is at least 1e-37, ``beta1`` below 1, and ``decay_rate``
     and ``clip_threshold`` above 0.
     """
+
+    takes_boxes: ClassVar[bool] = True
 
     lr: float | Schedule = _RELATIVE_STEP
     eps: tuple[float, float] = (1e-30, 1e-3)

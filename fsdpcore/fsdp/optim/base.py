@@ -55,6 +55,9 @@ class Optimizer(ABC):
     elementwise: ClassVar[bool] = True
     """Whether ``update`` may be given any range of the shard, across parameters."""
 
+    takes_boxes: ClassVar[bool] = False
+    """Whether ``update_pieces`` understands pieces of a box; does not matter if elementwise."""
+
     lr: float | Schedule
 
     def __post_init__(self) -> None:
@@ -288,11 +291,11 @@ class Optimizer(ABC):
 
 def check_piece(piece: ShardPiece) -> None:
     """Raise ArgumentError unless the piece is a part of its parameter and has its size."""
-    total = math.prod(piece.shape)
+    total = math.prod(piece.shape) if piece.box is None else piece.box.size
     if not 0 <= piece.start <= piece.stop <= total:
         raise ArgumentError(
             f"the piece of {piece.name!r} is [{piece.start}, {piece.stop}), but a parameter of "
-            f"shape {piece.shape} has {total} elements"
+            f"shape {piece.shape if piece.box is None else piece.box.shape} has {total} elements"
         )
     if array_module(piece.param) is None or piece.param.size != piece.size:
         raise ArgumentError(

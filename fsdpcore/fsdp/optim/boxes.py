@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fsdpcore.fsdp.boxes import ArrayBox
+
 
 class Matrices(NamedTuple):
     """A shape as a batch of matrices: the last two axes are rows and columns."""
@@ -46,6 +48,29 @@ class Box(NamedTuple):
         """First element of the flattened array behind it."""
         batches, rows, columns = self.shape
         return self.start + batches * rows * columns
+
+
+def placed(box: Box, part: ArrayBox) -> Iterator[Box]:
+    """Give a box of an array that is itself a box of another, by the indices in that one.
+
+    It is cut where its matrices are no neighbours there.
+
+    Args:
+        box: cut out of ``part``, whose elements ``start`` still counts.
+        part: the array, of two axes at least.
+    """
+    row, column = part.start[-2:]
+    rows = slice(box.rows.start + row, box.rows.stop + row)
+    columns = slice(box.columns.start + column, box.columns.stop + column)
+    numbers = np.arange(box.batches.start, box.batches.stop)
+    if len(part.shape) > 2:
+        inside = np.unravel_index(numbers, part.shape[:-2])
+        indices = [index + first for index, first in zip(inside, part.start, strict=False)]
+        numbers = np.ravel_multi_index(tuple(indices), part.whole[:-2])
+    start, matrix = box.start, box.shape[1] * box.shape[2]
+    for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1):
+        yield Box(start, slice(int(run[0]), int(run[-1]) + 1), rows, columns)
+        start += len(run) * matrix
 
 
 def boxes(start: int, stop: int, whole: Matrices, limit: int) -> Iterator[Box]:

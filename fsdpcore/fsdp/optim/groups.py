@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.layout import FlatLayout, Piece
 from fsdpcore.fsdp.optim.base import Optimizer
 from fsdpcore.fsdp.optim.pieces import PieceSpec
@@ -148,7 +149,10 @@ def elementwise_ranges(
 
 
 def whole_parameter_specs(
-    layout: FlatLayout, rank: int, optimizers: Mapping[str, Optimizer]
+    layout: FlatLayout,
+    rank: int,
+    optimizers: Mapping[str, Optimizer],
+    boxes: Mapping[str, ArrayBox] | None = None,
 ) -> dict[Optimizer, list[PieceSpec]]:
     """Return what ``init_pieces`` and ``update_pieces`` need, by optimizer that is not elementwise.
 
@@ -159,12 +163,16 @@ def whole_parameter_specs(
         layout: of the unit.
         rank: whose shard it is.
         optimizers: by the names that the layout has, as in ``elementwise_ranges``.
+        boxes: of the parameters that are boxes, where these lie.
     """
+    boxes = boxes or {}
     held = {piece.name: (piece.param_start, piece.param_stop) for piece in layout.pieces(rank)}
     specs: dict[Optimizer, list[PieceSpec]] = {}
     for param in layout.params:
         optimizer = optimizers.get(param.name)
         if optimizer is not None and not optimizer.elementwise:
             start, stop = held.get(param.name, (0, 0))
-            specs.setdefault(optimizer, []).append(PieceSpec(param.name, param.shape, start, stop))
+            box = boxes.get(param.name)
+            whole = param.shape if box is None else box.whole
+            specs.setdefault(optimizer, []).append(PieceSpec(param.name, whole, start, stop, box))
     return specs

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.array_module import array_module
-from fsdpcore.fsdp.optim.boxes import Box, Matrices, boxes
+from fsdpcore.fsdp.optim.boxes import Box, Matrices, boxes, placed
 from fsdpcore.fsdp.optim.pieces import ShardPiece
 
 BLOCK = 64 * 1024
@@ -120,6 +120,7 @@ class Factored(SecondMoments):
     def __init__(self, piece: ShardPiece, grad_scale: float, scratch: Scratch):
         super().__init__(piece, grad_scale, scratch)
         self._whole = Matrices.of(piece.shape)
+        self._own = self._whole if piece.box is None else Matrices.of(piece.box.shape)
         self._row_scale: Float64 | None = None
         self._column_scale: Float64 | None = None
 
@@ -166,6 +167,7 @@ class Factored(SecondMoments):
         return first, sums[batches * rows :].reshape(batches, columns)
 
     def _boxes(self) -> Iterator[tuple[Box, slice]]:
-        start, stop = self._piece.start, self._piece.stop
-        for box in boxes(start, stop, self._whole, self._scratch.first.size):
-            yield box, slice(box.start - start, box.stop - start)
+        start, stop, part = self._piece.start, self._piece.stop, self._piece.box
+        for found in boxes(start, stop, self._own, self._scratch.first.size):
+            for box in [found] if part is None else placed(found, part):
+                yield box, slice(box.start - start, box.stop - start)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdpcore.fsdp.boxes import ArrayBox
+
 Reduce = Callable[[NDArray[np.float64]], None]
 """Sums a 1-D array in place over the ranks that share the parameters.
 
@@ -25,12 +27,15 @@ class PieceSpec:
         name: of the parameter; unique among those that are passed together.
         shape: of the whole parameter.
         start, stop: in elements of the flattened parameter; equal where the rank holds nothing.
+        box: of which they count the elements, if the rank has to do with a box of the parameter
+            only; None for all of it.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    box: ArrayBox | None = None
 
     @property
     def size(self) -> int:
@@ -43,7 +48,7 @@ class ShardPiece:
     """A ``PieceSpec`` with its arrays, which belong to the caller.
 
     Attributes:
-        name, shape, start, stop: as in ``PieceSpec``.
+        name, shape, start, stop, box: as in ``PieceSpec``.
         param: float32 or float64, ``(stop - start,)``, contiguous; written by the update.
         grad: likewise, of that or a narrower floating dtype; only read.
         state: of this parameter, from ``init_pieces``; written.
@@ -59,6 +64,7 @@ class ShardPiece:
     grad: NDArray[Any]
     state: Mapping[str, NDArray[Any]]
     out: NDArray[Any] | None = None
+    box: ArrayBox | None = None
 
     @property
     def size(self) -> int:
