@@ -179,7 +179,7 @@ def attributes(owner: object) -> Iterator[tuple[str, Any]]:
     yield from list(getattr(owner, "__dict__", {}).items())
     for kind in reversed(type(owner).__mro__):
         for name, member in vars(kind).items():
-            if isinstance(member, MemberDescriptorType):
+            if isinstance(member, MemberDescriptorType) and _member(owner, name) is member:
                 value = _stored(owner, name)
                 if value is not MISSING:
                     yield name, value
@@ -227,9 +227,10 @@ def _item(container: Any, key: Any) -> Any:
 def _member(owner: object, name: str) -> Any:
     """Return the slot of that name, or None if the attribute is in the object's ``__dict__``."""
     for kind in type(owner).__mro__:
-        member = vars(kind).get(name)
-        if isinstance(member, MemberDescriptorType):
-            return member
+        inside = vars(kind)
+        if name in inside and MARK not in inside:  # there it is the guard
+            member = inside[name]
+            return member if isinstance(member, MemberDescriptorType) else None
     return None
 
 
