@@ -1,0 +1,224 @@
+"""Functions written with JAX in place of hand-written passes; computed on the host.
+
+``layer`` makes a function a unit of a ``LayerStack``, gathered for its own passes only::
+
+    import jax.numpy as jnp
+    from fsdpcore.adapters import jax as adapter
+
+    def dense(params, x):
+        return jnp.tanh(x @ params["w"] + params["b"])
+
+    stack = fc.LayerStack([("a", adapter.layer(dense, start_a)), ("b", adapter.layer(...))])
+
+``loss`` gives a stack's backward pass what it begins with. ``loss_and_grads`` is for a loss that is
+one function of all parameters; ``fc.train_step`` gathers all units at once for it.
+
+Parameters reach JAX without a copy where their alignment allows (see ``jax_host.py``), gradients
+come back with one, into the engine's buffer. Functions are compiled by ``jax.jit`` once for every
+shape; layers of one function share what is compiled, so name it once, outside of loops.
+
+Arrays that go in decide what comes out: where inputs (``x``, ``dy``, ``y``) are NumPy's, so are
+results, read-only, in JAX's memory; if any of them is JAX's, results are. All is there when a call
+returns: nothing is computed in the background.
+
+JAX has threads of its own, as many as the process may use cores, which ``blas_threads`` does not
+limit. Where several ranks are processes of one host, set ``NPROC`` (in JAX's own terms) in the
+environment to each one's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.adapters.jax_host import Lent, has_jax_arrays, import_jax, on_host, to_numpy
+from fsdpcore.adapters.jax_passes import Backward, Ended, Forward, Pass, Taped, Untaped, Valued
+from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.spec import Spec
+
+Initial = Mapping[str, Array | Spec]
+Named = dict[str, dict[str, Array]]
+
+
+def layer(
+    function: Callable[[dict[str, Any], Any], Any],
+    init: Initial | Callable[[np.random.Generator], Initial],
+    *,
+    recompute: bool = True,
+    jit: bool = True,
+) -> JaxLayer:
+    """Make a ``Layer`` of a function.
+
+    Args:
+        function: ``function(params, x) -> y``, with parameters by name in a dict. ``x`` and ``y``
+            are arrays, or trees of them, such as tuples. It must do the same whenever it is called:
+            what is random belongs into ``x``, as a key of ``jax.random``.
+        init: initial parameters by name (arrays of NumPy or JAX, or ``Spec``), or what makes them
+            from a NumPy generator.
+        recompute: the forward pass keeps ``x`` only, and the backward pass evaluates the function
+            once more. False keeps what JAX needs of the evaluation: faster, and more memory from
+            one pass to the other. Parameters and ``x`` are not part of that, but what was computed
+            from a parameter alone, such as its transpose in another dtype, is. It works with every
+            strategy.
+        jit: compile. False runs the function operation by operation, to debug it.
+
+    Raises:
+        ArgumentError: ``function`` or ``init`` is of another kind.
+        MissingDependencyError: JAX is not installed.
+    """
+    return JaxLayer(function, init, recompute, jit)
+
+
+class JaxLayer:
+    """A function and its derivative, as ``layer`` describes it."""
+
+    def __init__(
+        self,
+        function: Callable[[dict[str, Any], Any], Any],
+        init: Initial | Callable[[np.random.Generator], Initial],
+        recompute: bool,
+        jit: bool,
+    ) -> None:
+        self._jax = import_jax()
+        _check_callable(function, "layer(function, init)", "params, x")
+        if not isinstance(init, Mapping) and not callable(init):
+            raise ArgumentError(
+                "init must be a mapping from names to arrays, or a function of a generator that "
+                f"returns one, got {type(init).__name__}"
+            )
+        self._init = init
+        self._recompute, self._jit = recompute, jit
+        passes = (Forward, Backward) if recompute else (Taped, Untaped)
+        self._forward, self._backward = (_prepared(self._jax, p(function), jit) for p in passes)
+
+    def init(self, rng: np.random.Generator) -> Initial:
+        """Return the initial parameters by name."""
+        found = self._init(rng) if callable(self._init) else self._init
+        return {
+            name: np.asarray(value) if isinstance(value, self._jax.Array) else value
+            for name, value in found.items()
+        }
+
+    def forward(self, params: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
+        """Evaluate the function; the output does not lie in the memory of parameters.
+
+        Raises:
+            ArgumentError: a float64 parameter, while JAX computes with 32 bits.
+            UnsupportedError: a parameter is on a GPU.
+        """
+        with Lent(dict(params), compiled=self._jit) as lent:
+            found = lent.settled(self._forward(lent.arrays, x))
+        y, tape = (found, None) if self._recompute else found
+        return _like(self._jax, y, x), (tape, x)
+
+    def backward(
+        self, params: Mapping[str, Array], saved: Any, dy: Any, grads: MutableMapping[str, Array]
+    ) -> Any:
+        """Write the gradients into ``grads`` and return that of ``x``, nested like it.
+
+        Each is of the dtype of what it belongs to. Parameters that ``grads`` has no name for are
+        left out. The gradient of integers and random keys is None; so may be ``dy``, or parts of
+        it.
+
+        Raises:
+            ArgumentError: ``dy`` is not nested or shaped like the output; or as ``forward``.
+            UnsupportedError: as ``forward``.
+        """
+        tape, x = saved
+        trained = {name: array for name, array in params.items() if _varies(self._jax, array)}
+        trained = {name: array for name, array in trained.items() if name in grads}
+        fixed = {name: array for name, array in params.items() if name not in trained}
+        kept = () if self._recompute else (tape,)
+        with Lent({"trained": trained, "fixed": fixed}, compiled=self._jit) as lent:
+            given = lent.arrays["trained"], lent.arrays["fixed"]
+            gradients, dx = lent.settled(self._backward(*kept, *given, x, dy))
+        for name, gradient in gradients.items():
+            grads[name] = np.asarray(gradient)
+        return _like(self._jax, dx, dy, x)
+
+
+def loss_and_grads(
+    loss_fn: Callable[..., Any], *, jit: bool = True
+) -> Callable[..., tuple[Any, Named]]:
+    """Make of a loss what ``fc.train_step`` takes: ``(params, *batch) -> (loss, grads)``.
+
+    Args:
+        loss_fn: ``loss_fn(params, *batch)`` returns a number; ``params[unit][name]`` are arrays, in
+            dicts. What it is summed or averaged over has to go with the ``divisor`` of the step.
+            Its batch may be anything that ``jax.jit`` takes.
+        jit: compile.
+
+    Returns:
+        A function that returns a NumPy number, and gradients nested like ``params``: read-only
+        NumPy arrays of the parameters' dtypes, none of integers. It raises ArgumentError if the
+        loss is no number or JAX would round float64 parameters, and UnsupportedError for arrays of
+        a GPU.
+
+    Raises:
+        ArgumentError: ``loss_fn`` cannot be called.
+        MissingDependencyError: JAX is not installed.
+    """
+    jax = import_jax()
+    _check_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
+    valued = _prepared(jax, Valued(loss_fn), jit)
+
+    def compute(params: Mapping[str, Mapping[str, Array]], *batch: Any) -> tuple[Any, Named]:
+        split: dict[str, Named] = {"trained": {}, "fixed": {}}
+        for unit, named in params.items():
+            split["trained"][unit] = {n: a for n, a in named.items() if _varies(jax, a)}
+            split["fixed"][unit] = {n: a for n, a in named.items() if not _varies(jax, a)}
+        with Lent(split, compiled=jit) as lent:
+            value, grads = lent.settled(valued(lent.arrays["trained"], lent.arrays["fixed"], batch))
+        found: Named = to_numpy(jax, grads)
+        return np.asarray(value)[()], found
+
+    return compute
+
+
+def loss(loss_fn: Callable[..., Any], *, jit: bool = True) -> Callable[..., tuple[Any, Any]]:
+    """Make of a loss what a backward pass begins with: ``(y, *targets) -> (loss, dy)``.
+
+    Args:
+        loss_fn: ``loss_fn(y, *targets)`` returns a number.
+        jit: compile.
+
+    Returns:
+        A function that returns a NumPy number, and ``dy``, nested like ``y`` and of its dtypes. It
+        raises ArgumentError if the loss is no number.
+
+    Raises:
+        ArgumentError: ``loss_fn`` cannot be called.
+        MissingDependencyError: JAX is not installed.
+    """
+    jax = import_jax()
+    _check_callable(loss_fn, "loss(loss_fn)", "y, *targets")
+    ended = _prepared(jax, Ended(loss_fn), jit)
+
+    def compute(y: Any, *targets: Any) -> tuple[Any, Any]:
+        with on_host(jax):
+            value, dy = jax.block_until_ready(ended(y, targets))
+        return np.asarray(value)[()], _like(jax, dy, y)
+
+    return compute
+
+
+def _prepared(jax: Any, computation: Pass, jit: bool) -> Any:
+    return jax.jit(computation) if jit else computation
+
+
+def _like(jax: Any, results: Any, *given: Any) -> Any:
+    """Return results as arrays of JAX if any of what was given is, and of NumPy otherwise."""
+    return results if has_jax_arrays(jax, given) else to_numpy(jax, results)
+
+
+def _varies(jax: Any, array: Any) -> bool:
+    """Whether it is an array with a gradient."""
+    return bool(jax.numpy.issubdtype(array.dtype, jax.numpy.inexact))
+
+
+def _check_callable(function: object, where: str, takes: str) -> None:
+    if not callable(function):
+        raise ArgumentError(f"{where} needs a function of ({takes}), got {type(function).__name__}")
