@@ -35,9 +35,10 @@ def batch(step):
     return corpus.batch(text(), step=step, seed=3, batch_size=BATCH, context=MODEL.context)
 
 
-def initial():
+def initial(dtype=np.float32):
     rng = np.random.default_rng(11)
-    return {name: layer.init(rng) for name, layer in build(MODEL)}
+    drawn = {name: layer.init(rng) for name, layer in build(MODEL)}
+    return {u: {n: array.astype(dtype) for n, array in p.items()} for u, p in drawn.items()}
 
 
 def train(backend, steps, algorithm, prefetch=1, parts=1, clip=CLIP):
@@ -86,10 +87,11 @@ def trained(transport, world_size, algorithm="auto", prefetch=1, parts=1, steps=
     )
 
 
-def reference(steps, clip=CLIP, lr=3e-3, decay=0.01):
+@functools.cache
+def reference(steps, clip=CLIP, lr=3e-3, decay=0.01, dtype=np.float32):
     """The same training without the engine: one process, whole batch, AdamW written out."""
     layers = build(MODEL)
-    params = initial()
+    params = initial(dtype)
     first = {u: {n: np.zeros_like(a) for n, a in p.items()} for u, p in params.items()}
     second = {u: {n: np.zeros_like(a) for n, a in p.items()} for u, p in params.items()}
     losses, norms = [], []
@@ -107,7 +109,7 @@ def reference(steps, clip=CLIP, lr=3e-3, decay=0.01):
         norm = float(np.sqrt(sum(squares)))
         for unit, named in params.items():
             for name, p in named.items():
-                g = grads[unit][name] * np.float32(min(1.0, clip / norm))
+                g = grads[unit][name] * dtype(min(1.0, clip / norm))
                 m, v = first[unit][name], second[unit][name]
                 m[...] = 0.9 * m + 0.1 * g
                 v[...] = 0.999 * v + 0.001 * g * g

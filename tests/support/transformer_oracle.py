@@ -48,6 +48,24 @@ def block(params, x, *, causal=True, activation="gelu"):
     return middle + mlp(params, normed, activation=activation, prefix="mlp.")
 
 
+def block_shapes(width, heads, hidden):
+    size = width // heads
+    return {
+        "norm1.gain": (width,),
+        "norm1.bias": (width,),
+        "attention.qkv.w": (width, 3, heads, size),
+        "attention.qkv.b": (3, heads, size),
+        "attention.proj.w": (heads, size, width),
+        "attention.proj.b": (width,),
+        "norm2.gain": (width,),
+        "norm2.bias": (width,),
+        "mlp.up.w": (width, hidden),
+        "mlp.up.b": (hidden,),
+        "mlp.down.w": (hidden, width),
+        "mlp.down.b": (width,),
+    }
+
+
 def passes(function, params, x, dy):
     """Return the output, the gradient of the input and those of the parameters."""
     backward, y = autograd.make_vjp(lambda both: function(*both))((params, x))

@@ -23,30 +23,13 @@ from fsdpcore.parallel.block import ParallelBlock
 from fsdpcore.parallel.positions import PositionEmbedding
 
 WIDTH, HEADS, HIDDEN, BATCH, LENGTH = 10, 5, 13, 3, 6
-
-
-def shapes(width=WIDTH, heads=HEADS, hidden=HIDDEN):
-    size = width // heads
-    return {
-        "norm1.gain": (width,),
-        "norm1.bias": (width,),
-        "attention.qkv.w": (width, 3, heads, size),
-        "attention.qkv.b": (3, heads, size),
-        "attention.proj.w": (heads, size, width),
-        "attention.proj.b": (width,),
-        "norm2.gain": (width,),
-        "norm2.bias": (width,),
-        "mlp.up.w": (width, hidden),
-        "mlp.up.b": (hidden,),
-        "mlp.down.w": (hidden, width),
-        "mlp.down.b": (width,),
-    }
+SHAPES = oracle.block_shapes(WIDTH, HEADS, HIDDEN)
 
 
 def case(dtype, width=WIDTH, heads=HEADS, hidden=HIDDEN, batch=BATCH, length=LENGTH):
     rng = np.random.default_rng(9)
     x, dy = rng.standard_normal((2, batch, length, width)).astype(dtype)
-    return random_values(shapes(width, heads, hidden), rng, dtype), x, dy
+    return random_values(oracle.block_shapes(width, heads, hidden), rng, dtype), x, dy
 
 
 def build(group, *, width=WIDTH, heads=HEADS, hidden=HIDDEN, **options):
@@ -127,7 +110,7 @@ def test_16_bits_differ_by_their_rounding(dtype, along_sequence):
 def test_initial_values_do_not_depend_on_the_number_of_ranks():
     few = functools.partial(build, residual_scale=0.5, dtype=np.float64)
     alone = initial_values(few, 1)
-    assert {name: value.shape for name, value in alone.items()} == shapes()
+    assert {name: value.shape for name, value in alone.items()} == SHAPES
     for name, value in initial_values(few, 3).items():
         np.testing.assert_array_equal(value, alone[name])
 

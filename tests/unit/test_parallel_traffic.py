@@ -7,7 +7,7 @@ import pytest
 from support.counting import CountingSim
 from support.spmd import run_on
 from support.tensor_parallel import own_values
-from test_parallel_block import shapes
+from support.transformer_oracle import block_shapes
 
 from fsdpcore.parallel.block import ParallelBlock
 from fsdpcore.parallel.traffic import BlockTraffic, PassTraffic
@@ -29,7 +29,7 @@ def block_passes(backend, batch, length, along_sequence):
     """The formula; then collectives and bytes sent of either pass."""
     layer = ParallelBlock(WIDTH, HEADS, HIDDEN, backend, sequence_parallel=along_sequence)
     initial = layer.init(np.random.default_rng(0))
-    whole = {name: np.ones(s, np.float32) for name, s in shapes(WIDTH, HEADS, HIDDEN).items()}
+    whole = {name: np.ones(s, np.float32) for name, s in block_shapes(WIDTH, HEADS, HIDDEN).items()}
     params = own_values(initial, whole)
     grads = {name: np.zeros_like(value) for name, value in params.items()}
     x = np.ones((batch, length, WIDTH), np.float32)
