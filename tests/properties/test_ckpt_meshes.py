@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.arrays import array_of
 from support.cases import only_if_asked_for
-from support.ckpt_mesh import Cut, Grid, check_whole, load_on, save_on
+from support.ckpt_mesh import Cut, Grid, box_of, check_whole, load_on, save_on
 from support.ckpt_regions import boxes, elements, mask, regions, shapes
+from support.fsdp_random import take_a_step
 
 import fsdpcore as fc
 from fsdpcore.checkpoint.regions import Box, Range, bounding_box, regions_inside
@@ -60,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Array], Grid, Grid]:
 
 
 @settings(
-    max_examples=40,
+    max_examples=25,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -95,10 +96,73 @@ def check(arrays: dict[str, Array], one: Grid, other: Grid) -> None:
     assert sum(each.bytes_read for each in reports) <= 1.02 * needed
 
 
+# Engines.
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> tuple[dict[str, Array], Grid, Grid]:
+    """Arrays that can be trained, and two meshes."""
+    arrays = {
+        name: array.astype(np.float64) if array.itemsize < 4 else array
+        for name, array in draw(models()).items()
+    }
+    return arrays, draw(grids(arrays)), draw(grids(arrays))
+
+
+def engine_of(backend: fc.Backend, arrays: dict[str, Array], grid: Grid, factor: int) -> fc.FSDP:
+    sizes = {"replicate": grid.replicate, "shard": grid.shard, "tensor": grid.tensor}
+    mesh = fc.Mesh(backend, sizes)
+    rank = mesh.coordinates["tensor"]
+    units = []
+    for name, whole in arrays.items():
+        cut = grid.cuts.get(name)
+        box = box_of(whole.shape, cut, rank)
+        part = (factor * whole)[box.slices]
+        shard = part if cut is None else fc.BoxShard(whole.shape, box.start, part)
+        unit, param = name.split(".")
+        bias = np.full(3, factor, whole.dtype)  # whole on every rank
+        units.append(fc.Unit(unit, {param: shard, "b": bias}))
+    strategy = fc.Strategy("hybrid_shard", shard_group_size=grid.shard)
+    optimizer = fc.optim.AdamW(lr=0.1)
+    data = mesh["replicate", "shard"]
+    engine = fc.FSDP(units, data, strategy=strategy, optimizer=optimizer, tensor=mesh["tensor"])
+    take_a_step(engine)
+    return engine
+
+
+@settings(
+    max_examples=12,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(case=engines())
+def test_an_engine_on_any_mesh_loads_what_any_other_saved(
+    case: tuple[dict[str, Array], Grid, Grid],
+) -> None:
+    arrays, one, other = case
+
+    def save(backend: fc.Backend) -> Any:
+        engine = engine_of(backend, arrays, one, 1)
+        fc.checkpoint.save(path, engine, backend)
+        return dict(engine.state_dict(full=True).arrays)  # by collectives, of no checkpoint
+
+    def load(backend: fc.Backend) -> Any:
+        engine = engine_of(backend, arrays, other, -2)
+        fc.checkpoint.load(path, engine, backend)
+        return dict(engine.state_dict(full=True).arrays)
+
+    with tempfile.TemporaryDirectory() as path:
+        expected = fc.launch(save, world_size=one.ranks, transport="sim", timeout=30)[0]
+        check_whole(expected, fc.checkpoint.read(path))
+        for found in fc.launch(load, world_size=other.ranks, transport="sim", timeout=30):
+            check_whole(expected, found)
+
+
 # The geometry below.
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(data=st.data())
 def test_a_run_of_a_box_is_found_in_the_array(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -113,7 +177,7 @@ def test_a_run_of_a_box_is_found_in_the_array(data: st.DataObject) -> None:
     assert is_run or all(isinstance(each, Box) for each in found)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(data=st.data())
 def test_the_box_around_a_region_is_the_smallest(data: st.DataObject) -> None:
     shape = data.draw(shapes().filter(lambda shape: 0 not in shape))
