@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from fsdpcore.buffers import Array, Bytes, check_out, input_array
 from fsdpcore.errors import ArgumentError
+from fsdpcore.foreign import as_numpy
 
 
 class Ticket(ABC):
@@ -107,7 +108,7 @@ class Device(ABC):
         """Return what a caller passed as an array of the host or of this device, where it is.
 
         Args:
-            value: an array, or what NumPy makes one of.
+            value: an array, also of another library on the host, or what NumPy makes one of.
             what: the words that messages use for it.
 
         Raises:
@@ -118,10 +119,7 @@ class Device(ABC):
             return cast(Array, value)
         if elsewhere and hasattr(value, "__cuda_array_interface__"):
             raise ArgumentError(f"{what} is {self.foreign(value)}")
-        try:
-            return np.asarray(value)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"{what} is no array: {error}") from error
+        return as_numpy(value, what)
 
     def foreign(self, array: object) -> str:
         """Say of an array of some GPU, but not of this device, what it is and what to do."""

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from fsdpcore.array_module import on_host
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.foreign import as_numpy
 from fsdpcore.fsdp.boxes import ArrayBox, BoxShard
 from fsdpcore.fsdp.layout import FlatLayout
 from fsdpcore.fsdp.parts import Part
@@ -59,7 +60,7 @@ class Declared:
         self.names = tuple(params)
         self.ties = {key: value for key, value in params.items() if isinstance(value, Tied)}
         own = {
-            key: value if isinstance(value, Spec) else _array(value)
+            key: value if isinstance(value, Spec) else _array(value, f"parameter {name}.{key}")
             for key, value in params.items()
             if not isinstance(value, Tied)
         }
@@ -113,12 +114,15 @@ class Declared:
         return [part.layout for part in parts]
 
 
-def _array(value: ArrayLike | BoxShard) -> Array:
-    """Return an array of NumPy, or of a GPU as it is: which one it should be, the engine knows."""
+def _array(value: ArrayLike | BoxShard, what: str) -> Array:
+    """Return an array of NumPy, or of a GPU as it is: which one it should be, the engine knows.
+
+    Those of other libraries on the host are shown as NumPy's.
+    """
     if isinstance(value, BoxShard):
         value = value.array
     on_gpu = not isinstance(value, np.ndarray) and hasattr(value, "__cuda_array_interface__")
-    return cast(Array, value) if on_gpu else np.asarray(value)
+    return cast(Array, value) if on_gpu else as_numpy(value, what)
 
 
 def _as_it_is(unit: str, name: str, value: Array | Spec, boxes: Mapping[str, ArrayBox]) -> Array:
