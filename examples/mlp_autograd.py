@@ -40,7 +40,7 @@ def layer(function: Any, inputs: int, outputs: int) -> fc.Layer:
     return autograd.layer(function, start)
 
 
-def main(backend: fc.Backend, steps: int = 200) -> float:
+def main(backend: fc.Backend, steps: int = 100) -> float:
     """Train on one rank; returns how many of the unseen digits are recognised."""
     digits = load_digits()
     x, labels = (digits.data / 16).astype(np.float32), digits.target
