@@ -7,20 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fsdpcore import __version__, doctor
-from fsdpcore.commands.bench import show_bench
-from fsdpcore.commands.ckpt import app as ckpt
-from fsdpcore.commands.plan import show_plan
-from fsdpcore.commands.trace import trace
-from fsdpcore.commands.tune import tune
+from fsdpcore import __version__
+from fsdpcore.commands.later import CommandsLater
 from fsdpcore.commands.usage import one_line
 from fsdpcore.config import PREFIX, resolve
 from fsdpcore.errors import ConfigError
 from fsdpcore.launch_scripts import run_script, script_command
 
 app = typer.Typer(
+    cls=CommandsLater,
     help="Start the ranks of a program that uses fsdpcore, and see what can run here.",
     no_args_is_help=True,
     add_completion=False,
@@ -113,13 +109,10 @@ def show_doctor() -> None:
     The exit code is 1 if the configuration of this directory and environment is wrong, or names a
     transport that cannot run here.
     """
+    from rich.console import Console
+
+    from fsdpcore import doctor
+
     diagnosis = doctor.examine(os.environ, Path.cwd())
     doctor.show(diagnosis, Console())
     raise typer.Exit(0 if diagnosis.well else 1)
-
-
-app.command("tune")(tune)
-app.command("trace")(trace)
-app.command("bench")(show_bench)
-app.command("plan")(show_plan)
-app.add_typer(ckpt, name="ckpt")

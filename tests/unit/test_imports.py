@@ -74,7 +74,7 @@ def test_a_transport_is_imported_when_it_is_used():
 
 def test_engine_and_checkpoints_are_imported_when_they_are_used():
     statement = (
-        "import fsdpcore as fc, sys; names = ('fsdpcore.fsdp', 'fsdpcore.checkpoint');"
+        "import fsdpcore.cli, fsdpcore as fc, sys; names = ('fsdpcore.fsdp', 'fsdpcore.checkpoint');"
         "print([name in sys.modules for name in names]);"
         "fc.FSDP, fc.checkpoint.save; print([name in sys.modules for name in names])"
     )
