@@ -73,7 +73,7 @@ def test_every_dtype_and_op(transport: str, world_size: int) -> None:
     run(reductions.every_dtype_and_op, transport=transport, world_size=world_size, args=args)
 
 
-@jobs(2, 3, 4, 7, 8, large_if_costly=True)
+@jobs(2, 3, 4, 7, 8, of_processes=[3])
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays(body: Any, transport: str, world_size: int) -> None:
     elements = 40_000 if world_size in LARGE else 300_000
@@ -87,7 +87,7 @@ def test_short_messages_the_long_way(body: Any, transport: str, world_size: int)
 
 
 @pytest.mark.campaign
-@jobs(1, 2, 7, 8, every_large=True)
+@jobs(1, 2, 4, 7, 8, every_large=True)
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays_on_other_numbers_of_ranks(
     request: pytest.FixtureRequest, body: Any, transport: str, world_size: int

@@ -27,7 +27,7 @@ from fsdpcore.fsdp.state import ArrayPiece, ShardedArray
 
 SETTINGS = settings(
     deadline=None,
-    max_examples=60,
+    max_examples=40,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

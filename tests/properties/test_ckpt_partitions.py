@@ -123,7 +123,7 @@ def values_of(shard: Any) -> Array:
 
 
 @settings(
-    max_examples=120,
+    max_examples=60,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

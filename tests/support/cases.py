@@ -14,6 +14,7 @@ LARGE = (7, 8)
 
 def jobs(
     *sizes: int,
+    of_processes: Container[int] | None = None,
     large_if_costly: bool = False,
     every_large: bool = False,
     on: Container[str] = TRANSPORTS,
@@ -22,6 +23,8 @@ def jobs(
 
     Args:
         *sizes: numbers of ranks; by default all.
+        of_processes: those of them to be had where ranks are processes; by default all but large
+            ones.
         large_if_costly: keep a large number also where ranks are processes: one of them, not the
             same for all transports.
         every_large: keep all large numbers there, for a campaign.
@@ -32,9 +35,9 @@ def jobs(
         for name, transport in TRANSPORTS.items()
         if name in on
         for size in sizes or WORLD_SIZES
-        if size not in LARGE
-        or not transport.costly
+        if not transport.costly
         or every_large
+        or (size not in LARGE if of_processes is None else size in of_processes)
         or (large_if_costly and size == transport.large)
     ]
     return pytest.mark.parametrize(("transport", "world_size"), chosen)
