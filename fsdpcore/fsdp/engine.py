@@ -442,14 +442,15 @@ class FSDP:
 
     # Plans and measurements.
 
-    def plan(self, *, microbatches: int = 1, sync: Sync = "each") -> Plan:
+    def plan(self, *, microbatches: int = 1, sync: Sync = "each", whole: bool = False) -> Plan:
         """Return a step of this engine as data: operations, bytes, peak; it can be printed.
 
         Args:
             microbatches: forward and backward passes before the update.
             sync: "each" reduces in each of them; "last" in the last one, with ``no_sync`` before.
+            whole: all units are gathered at once, by ``Step.whole``.
         """
-        return plan_of(self, microbatches, sync)
+        return plan_of(self, microbatches, sync, whole=whole)
 
     def report(self) -> Report:
         """Compare the last step with its plan, on this rank; it can be printed."""

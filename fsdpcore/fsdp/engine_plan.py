@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
 
 
-def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
+def plan_of(engine: FSDP, microbatches: int, sync: Sync, *, whole: bool) -> Plan:
     """Plan a step of the engine as it is; with the transport's own costs, no tuned ones."""
     updates = [unit.updater for unit in engine.units if unit.updater is not None]
     ahead = engine.prefetching
@@ -36,6 +36,7 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync) -> Plan:
         brought=pinned is not None and keeps_all(engine.placement),
         rank=engine.backend.rank,
         tensor=engine.everyone.world_size // engine.backend.world_size,
+        whole=whole,
         costs=engine.backend.capabilities,
     )
     # By the optimizers themselves: not all have as many arrays for each parameter.
@@ -55,7 +56,7 @@ def report_of(engine: FSDP) -> Report:
     reduced = sum(count for unit, count in passes.items() if engine.units[unit].trainable)
     sync: Sync = "each" if stats.reductions >= reduced else "last"
     return Report(
-        plan_of(engine, microbatches, sync),
+        plan_of(engine, microbatches, sync, whole=stats.whole),
         Measured(
             peak_bytes=held.parameters + held.gradients + held.optimizer + stats.peak_buffers,
             bytes_sent=stats.bytes_sent,

@@ -54,6 +54,7 @@ class Plan:
         times: of the step, with the communication that nothing hides; None if not known.
         pinned: how much of ``persistent`` is in the memory of the host, while a GPU computes.
         tensor: ranks that have the boxes of the same parameters; units are those of one of them.
+        whole: each pass is that of a function that gets all units at once.
     """
 
     strategy: Strategy
@@ -69,6 +70,7 @@ class Plan:
     times: Times | None = None
     pinned: int = 0
     tensor: int = 1
+    whole: bool = False
 
     @property
     def peak_live_bytes(self) -> int:
@@ -134,6 +136,7 @@ class Plan:
             "rank": self.rank,
             "tensor": self.tensor,
             "microbatches": self.microbatches,
+            "whole": self.whole,
             "units": [_unit_as_dict(unit) for unit in self.units],
             "persistent": dataclasses.asdict(self.persistent),
             "peak_live": dataclasses.asdict(self.peak_live),
@@ -175,6 +178,7 @@ def make_plan(
     brought: bool = False,
     rank: int = 0,
     tensor: int = 1,
+    whole: bool = False,
     costs: Costs | Capabilities | None = None,
     compute_seconds: Sequence[float] | None = None,
 ) -> Plan:
@@ -198,6 +202,7 @@ def make_plan(
         rank: whose memory is told; the last ranks may have less of the optimizer's state.
         tensor: number of ranks over which parameters are cut, each with ``world_size`` ranks that
             shard its boxes; ``units`` have the sizes of the boxes.
+        whole: all units are gathered at once, as by ``Step.whole``.
         costs: of the transport, for ``seconds``.
         compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
             ``costs``, for ``step_seconds`` and ``exposed_seconds``.
@@ -227,6 +232,7 @@ def make_plan(
         windowed=windowed,
         brought=brought,
         tensor=as_int(tensor, "tensor", minimum=1),
+        whole=bool(whole),
     )
     walk = Walk(job)
     walk.run()
@@ -242,6 +248,7 @@ def make_plan(
         persistent=persistent(layouts, place, rank, optimizer_states=states, windowed=windowed),
         peak_live=walk.peak,
         tensor=job.tensor,
+        whole=job.whole,
         compute_seconds=None if compute is None else 3 * job.microbatches * sum(compute),
     )
     return plan if costs is None else _timed(plan, walk, costs, compute)

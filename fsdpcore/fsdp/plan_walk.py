@@ -12,6 +12,9 @@ backward    The same in reverse order; nothing is fetched ahead of the first uni
             its buffer stays. Gradients of all microbatches but the last may be added up instead.
 update      All ranks are told the norm of each one's gradients, and whether they are finite.
 
+Where a function is given the whole model, all units are gathered before it, and none is freed until
+it has returned; then each is freed and its gradients are reduced, in the reverse order.
+
 Parameters that are tied to another unit's are gathered with that unit. Their gradients lie apart,
 and wait for those of that unit.
 """
@@ -106,6 +109,7 @@ class Job:
         brought: each rank has all parameters in the memory of the host, from where they are copied
             to a GPU to be used.
         tensor: ranks that have the other boxes of the same parameters, this one included.
+        whole: each pass is that of a function that gets all units at once.
     """
 
     units: Sequence[UnitBytes]
@@ -117,6 +121,7 @@ class Job:
     windowed: bool
     brought: bool = False
     tensor: int = 1
+    whole: bool = False
 
     @property
     def world_size(self) -> int:
@@ -158,26 +163,43 @@ class Walk:
 
     def run(self) -> None:
         """Go through all passes, and the update."""
-        order = range(len(self._job.units))
         for microbatch in range(self._job.microbatches):
             self._microbatch = microbatch
-            self._phase = "forward"
-            for unit in order:
-                self._awaiting.add(unit)
-                self._enter(unit, order[unit + 1 :])
-                self.events.append(Compute(unit, 1))
-                self._release(unit)
-            self._phase = "backward"
-            for unit in reversed(order):
-                self._awaiting.remove(unit)
-                self._enter(unit, order[:unit][::-1])
-                self._backward(unit)
+            if self._job.whole:
+                self._all_at_once()
+            else:
+                self._unit_by_unit()
         self._end_reduction()
         self._phase = "update"
         ranks = self._job.world_size * self._job.tensor
         if ranks > 1:
             nbytes = ranks * AGREED_BYTES
             self._wait(self._issue("all_gather", "", ranks, nbytes, 0, background=False))
+
+    def _unit_by_unit(self) -> None:
+        order = range(len(self._job.units))
+        self._phase = "forward"
+        for unit in order:
+            self._awaiting.add(unit)
+            self._enter(unit, order[unit + 1 :])
+            self.events.append(Compute(unit, 1))
+            self._release(self._members(unit))
+        self._phase = "backward"
+        for unit in reversed(order):
+            self._awaiting.remove(unit)
+            self._enter(unit, order[:unit][::-1])
+            self._backward(unit, Compute(unit, _BACKWARD))
+
+    def _all_at_once(self) -> None:
+        order = range(len(self._job.units))
+        self._phase = "forward"
+        for unit in order:
+            self._enter(unit, order[unit + 1 :])
+        self.events.extend(Compute(unit, 1) for unit in order)
+        self._phase = "backward"
+        self.events.extend(Compute(unit, _BACKWARD) for unit in reversed(order))
+        for unit in reversed(order):
+            self._backward(unit)
 
     # Parameters.
 
@@ -223,9 +245,9 @@ class Walk:
             for each in found
         ]
 
-    def _release(self, unit: int) -> None:
-        """End the use of a unit, and of those that it is tied to, in a pass."""
-        for member in self._members(unit):
+    def _release(self, units: Sequence[int]) -> None:
+        """End the use of units in a pass."""
+        for member in units:
             again = member in self._awaiting
             if self._takes and not (again and self._job.placement.keep is Keep.BACKWARD):
                 self._free(member, again=again)
@@ -245,15 +267,17 @@ class Walk:
 
     # Gradients.
 
-    def _backward(self, unit: int) -> None:
+    def _backward(self, unit: int, compute: Compute | None = None) -> None:
+        """End the backward pass of a unit, which computes now if it has not before."""
         this = self._job.units[unit]
         tied = {
             (owner, param): size * self._job.units[owner].dtypes.grad.itemsize
             for owner, param, size in this.ties
         }
         self._live(gradients=this.gradients + sum(tied.values()))
-        self.events.append(Compute(unit, _BACKWARD))
-        self._release(unit)
+        if compute is not None:
+            self.events.append(compute)
+        self._release(self._members(unit) if compute is not None else [unit])
         last = self._job.microbatches - 1
         if not self._job.deferred or self._microbatch == last:
             self._end_reduction()

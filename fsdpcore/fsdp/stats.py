@@ -18,6 +18,7 @@ class StepStats:
         gathers: flat buffers that were gathered, apart from those in a window.
         reductions: how often gradients of a unit were reduced.
         bytes_sent: for these by this rank, if by algorithms that send no byte twice.
+        whole: all units were gathered at once, by ``Step.whole``.
         began: when, on the clock ``time.perf_counter``.
     """
 
@@ -27,4 +28,5 @@ class StepStats:
     gathers: int = 0
     reductions: int = 0
     bytes_sent: int = 0
+    whole: bool = False
     began: float = 0.0

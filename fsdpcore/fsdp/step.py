@@ -192,7 +192,7 @@ class Step:
             self._check_written(unit)
         given = WholeGradients(units, "" if self.training else _NO_BACKWARD)
         params: dict[str, dict[str, Array]] = {}
-        self._whole = True
+        self._whole = passes.stats.whole = True
         for unit in units:
             unit.in_use = True
         try:

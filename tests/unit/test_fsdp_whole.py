@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support import mlp
 from support.fsdp_steps import (
     STRATEGIES,
+    WORLD,
     by_strategy,
     cause_of,
     everywhere,
@@ -286,6 +289,46 @@ def test_it_takes_the_model_and_the_gradients_of_a_unit(prefetch):
         return engine.gathered_peak / unit, engine.stats.gathers, engine.stats.reductions
 
     assert launch(body, 2) == [(4 + 1, 4, 4)] * 2
+
+
+@everywhere
+@by_strategy
+@pytest.mark.parametrize(("parts", "prefetch"), [(1, 1), (2, fc.Prefetch(0)), (3, 2)])
+def test_it_moves_and_takes_what_the_plan_says(strategy, window, parts, prefetch):
+    def body(backend):
+        rng = np.random.default_rng(0)
+        shared = rng.normal(size=(4, 3)).astype(np.float32)
+        units = [
+            fc.Unit("a", {"w": shared, "f": np.ones(5)}, frozen="f"),
+            fc.Unit("b", {"w": rng.normal(size=7).astype(np.float32)}),
+            fc.Unit("c", {"w": shared, "x": np.ones(2, np.float32)}),
+        ]
+        options = {"strategy": strategy, "window": window, "prefetch": prefetch}
+        engine = fc.FSDP(units, backend, optimizer=fc.optim.AdamW(lr=0.1), **options)
+        for _ in range(2):
+            with engine.step() as step:
+                for part in range(parts):
+                    with contextlib.ExitStack() as stack:
+                        if part < parts - 1:
+                            stack.enter_context(step.no_sync())
+                        with step.whole():
+                            pass
+                step.update()
+        report = engine.report()
+        plan = engine.plan(microbatches=parts, sync="last", whole=True)
+        assert report.plan.whole
+        assert report.plan.bytes_sent == plan.bytes_sent
+        assert plan.as_dict()["whole"]
+        assert plan.peak_live_bytes == engine.gathered_peak
+        ratios = {row.name: row.ratio for row in report.rows if "seconds" not in row.name}
+        train(engine)
+        assert not engine.report().plan.whole
+        return ratios
+
+    assert (
+        launch(body)
+        == [dict.fromkeys(("peak_bytes", "bytes_sent", "gathers", "reductions"), 1.0)] * WORLD
+    )
 
 
 def test_one_pass_unit_by_unit_takes_no_more_than_before():
