@@ -145,7 +145,7 @@ def gradients_into(grads: Any, unit: str, whole: Mapping[str, Array], engine: fc
     boxes = engine[unit].boxes
     for name in grads:
         value = whole[f"{unit}.{name}"]
-        grads[name][...] = value[boxes[name].slices] if name in boxes else value
+        grads[name] = value[boxes[name].slices] if name in boxes else value
 
 
 def step_on(engine: fc.FSDP, whole: Mapping[str, Array], **update: Any) -> tuple[Any, Any]:
