@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -118,7 +118,7 @@ class LayerStack:
 
     def units(self, rng: np.random.Generator) -> list[Unit]:
         """Initialise all layers, in order, with one generator."""
-        return [Unit(name, cast(Mapping[str, Any], layer.init(rng))) for name, layer in self.layers]
+        return [Unit(name, layer.init(rng)) for name, layer in self.layers]
 
     def forward(self, step: Step, x: Any) -> tuple[Any, list[Any]]:
         """Run all layers; returns the output and what ``backward`` needs.

@@ -61,6 +61,7 @@ class Way:
         deferred: all but the last are kept by ``no_sync``.
         clip, clip_value: of the update.
         divisor: of the step.
+        whole: all units are gathered at once.
     """
 
     ranks: int = 2
@@ -76,6 +77,7 @@ class Way:
     clip_value: float | None = None
     divisor: float | None = None
     algorithm: str = "direct"
+    whole: bool = False
 
     def __str__(self) -> str:
         changed = [
@@ -133,22 +135,34 @@ def engine_of(backend: fc.Backend, way: Way) -> fc.FSDP:
     )
 
 
-def one_pass(engine: fc.FSDP, step: fc.Step, noise: np.random.Generator) -> None:
+def one_pass(
+    engine: fc.FSDP, step: fc.Step, noise: np.random.Generator, whole: bool = False
+) -> None:
     """Go forward and back; the parameters that a rank sees decide its gradients."""
-    xp, scale = engine.xp, np.float32(engine.loss_scale)
+    if whole:
+        with step.whole() as (params, grads):
+            assert all(engine.device.owns(a) for named in params.values() for a in named.values())
+            for unit in reversed(engine.units):
+                _give(engine, params[unit.name], grads[unit.name], noise)
+        return
     for unit in engine.units:
         with step.forward(unit) as params:
             assert all(engine.device.owns(array) for array in params.values())
     for unit in reversed(engine.units):
         with step.backward(unit) as (params, grads):
-            for number, name in enumerate(grads):
-                values = params[name]
-                factor = noise.normal(size=values.shape).astype(np.float32) * scale
-                product = values * xp.asarray(factor.astype(values.dtype))
-                if number % 3 == 2:  # written in place
-                    grads[name][...] = product
-                else:
-                    grads[name] = product
+            _give(engine, params, grads, noise)
+
+
+def _give(engine: fc.FSDP, params: Any, grads: Any, noise: np.random.Generator) -> None:
+    xp, scale = engine.xp, np.float32(engine.loss_scale)
+    for number, name in enumerate(grads):
+        values = params[name]
+        factor = noise.normal(size=values.shape).astype(np.float32) * scale
+        product = values * xp.asarray(factor.astype(values.dtype))
+        if number % 3 == 2:  # written in place
+            grads[name][...] = product
+        else:
+            grads[name] = product
 
 
 def trained(backend: fc.Backend, way: Way) -> tuple[dict[str, Any], list[Any], Any]:
@@ -160,10 +174,10 @@ def trained(backend: fc.Backend, way: Way) -> tuple[dict[str, Any], list[Any], A
             for _ in range(way.parts - 1):
                 if way.deferred:
                     with step.no_sync():
-                        one_pass(engine, step, noise)
+                        one_pass(engine, step, noise, way.whole)
                 else:
-                    one_pass(engine, step, noise)
-            one_pass(engine, step, noise)
+                    one_pass(engine, step, noise, way.whole)
+            one_pass(engine, step, noise, way.whole)
             norms.append(step.update(clip=way.clip, clip_value=way.clip_value))
     report, held = engine.report().as_dict(), engine.held()
     assert held.buffers == 0

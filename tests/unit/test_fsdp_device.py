@@ -47,6 +47,9 @@ WAYS = [
     Way(4, HYBRID, offload="all", clip=0.5),
     Way(4, HYBRID_STAYS, precision="bf16 reduced"),
     Way(4, ALONE, optimizer="sgd", parts=2, deferred=True),
+    Way(2, FULL, precision="fp16", parts=2, whole=True),
+    Way(3, NONE, offload="all", whole=True),
+    Way(4, HYBRID, parts=2, deferred=True, prefetch=2, whole=True),
 ]
 
 

@@ -256,6 +256,28 @@ def test_with_half_precision_gradients_have_either_dtype():
     assert launch(body, 2) == [pytest.approx(np.sqrt(2 * 15))] * 2
 
 
+def test_of_boxes_there_are_those_of_this_rank():
+    def body(backend):
+        mesh = fc.Mesh(backend, {"shard": 2, "tensor": 2})
+        whole = np.arange(20, dtype=np.float32).reshape(4, 5)
+        columns = slice(0, 3) if mesh["tensor"].rank == 0 else slice(3, 5)
+        box = fc.BoxShard((4, 5), (0, columns.start), whole[:, columns])
+        unit = fc.Unit("u", {"w": box, "b": np.ones(3, np.float32)})
+        optimizer = fc.optim.SGD(lr=1.0)
+        engine = fc.FSDP([unit], mesh["shard"], tensor=mesh["tensor"], optimizer=optimizer)
+        with engine.step() as step:
+            with step.whole() as (params, grads):
+                assert_array_equal(params["u"]["w"], whole[:, columns])
+                grads["u"] = {"w": params["u"]["w"]}
+            norm = step.update(clip=1e6)
+        assert norm == pytest.approx(np.linalg.norm(whole))
+        with engine.full_params() as after:
+            assert_array_equal(after["u.w"], np.zeros((4, 5)))
+        return True
+
+    assert launch(body) == [True] * WORLD
+
+
 def test_offloaded_parameters_come_back_and_go(tmp_path):
     def body(backend):
         results = []
