@@ -61,6 +61,8 @@ def placed(plan: Plan) -> str:
         shape += f", {place.replicas} replicas"
     if place.regather != place.shards:
         shape += f", {place.regather} gather again"
+    if plan.tensor > 1:
+        shape += f", parameters cut over {plan.tensor}"
     return (
         f"{plan.strategy.name}, rank {plan.rank} of {plan.world_size} ({shape}): "
         f"{len(plan.units)} units, {count(elements)} parameters"

@@ -211,6 +211,7 @@ def test_the_plan_is_what_happens(grid):
         assert plan.reductions == (measured.reductions if grid.data > 1 else 0)
         assert plan.operations[-1].group_size == grid.ranks
         assert plan.as_dict()["tensor"] == grid.tensor
+        assert f", parameters cut over {grid.tensor}): 3 units" in str(plan)
 
 
 def test_a_group_of_one_costs_nothing():

@@ -6,9 +6,11 @@ import math
 import tracemalloc
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
+from support.cases import only_if_asked_for
 from support.fsdp_steps import launch
 from support.fsdp_tensor import Grid, Model, PlainAdamW, assert_state, engine_on, train
 
@@ -48,9 +50,24 @@ def models(draw):
     return Model(shapes, axes, bounds=bounds)
 
 
-@settings(max_examples=40, deadline=None)
-@given(grid=GRIDS, model=models(), clip=st.sampled_from([None, 0.5]))
+CASES = {"grid": GRIDS, "model": models(), "clip": st.sampled_from([None, 0.5])}
+
+
+@settings(max_examples=25, deadline=None)
+@given(**CASES)
 def test_training_on_any_mesh(grid, model, clip):
+    check(grid, model, clip)
+
+
+@pytest.mark.campaign
+def test_training_on_any_mesh_at_length(request):
+    only_if_asked_for(request)
+    settings(max_examples=2000, deadline=None)(given(**CASES)(check))()
+
+
+def check(grid, model, clip):
+    """Norms, states and what is dealt out again are those of whole arrays."""
+
     def body(backend):
         engine = engine_on(grid, backend, model)
         norms = train(engine, model, range(2), clip=clip)
@@ -81,7 +98,7 @@ def cut_boxes(draw, extents, least_axes):
 LARGE = st.one_of(st.integers(1, 9), st.integers(40, 90))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(box=cut_boxes(LARGE, 0), data=st.data())
 def test_elements_of_a_deferred_box_are_those_of_the_whole(box, data):
     spec = fc.Spec(box.whole, np.float32, fc.initializers.uniform())
@@ -109,7 +126,7 @@ def test_a_deferred_box_takes_memory_for_blocks_only():
         tracemalloc.stop()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(box=cut_boxes(st.integers(1, 5), 2), limit=st.integers(1, 60), data=st.data())
 def test_boxes_of_a_box_are_boxes_of_the_whole(box, limit, data):
     whole = np.arange(math.prod(box.whole)).reshape(box.whole)
