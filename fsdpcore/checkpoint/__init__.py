@@ -28,9 +28,10 @@ from fsdpcore.checkpoint.rewrite import rewrite
 from fsdpcore.checkpoint.save import save
 from fsdpcore.checkpoint.steps import steps
 from fsdpcore.checkpoint.verify import Problem, Verified, verify
-from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.fsdp.boxes import ArrayBox, BoxShard
 
 __all__ = [
+    "ArrayBox",
     "AsyncCheckpointer",
     "Box",
     "BoxShard",

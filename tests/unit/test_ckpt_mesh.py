@@ -51,6 +51,7 @@ from fsdpcore.cli import app
 
 # A layer of a transformer, in odd sizes: columns, heads, rows, and what is whole on every rank.
 ARRAYS = {
+    "block.table": array_of(7, (400,), np.float32),  # more than half of the buffer
     "block.norm": array_of(0, (13,), np.float32),
     "block.qkv.w": array_of(1, (13, 3, 5, 2), np.float32),
     "block.qkv.b": array_of(2, (3, 5, 2), np.float32),
@@ -66,7 +67,7 @@ AXES = {
     "block.up.w": 1,
     "optimizer/exp_avg/block.up.w": 1,
 }
-BUFFERS = (tuple(ARRAYS)[:5], tuple(ARRAYS)[5:6], tuple(ARRAYS)[6:])
+BUFFERS = (tuple(ARRAYS)[:6], tuple(ARRAYS)[6:7], tuple(ARRAYS)[7:])
 
 
 def grid(replicate: int, shard: int, tensor: int) -> Grid:
@@ -369,6 +370,13 @@ def test_plain_arrays_for_the_parts_of_boxes(tmp_path):
     assert state["w"].pieces[0].array.tobytes() == whole.tobytes()
     with pytest.raises(fc.ArgumentError, match=r"shape \(5, 6\) in the state"):
         alone.save_distributed({"w": whole.T}, tmp_path / "d", 0, 3, metadata)
+
+    rows = [box_of((6, 5), Cut(0, (0, 2, 6)), rank) for rank in range(2)]
+    metadata = ShardMetadata(0, 2, "r", tuple(spec(box, Range(0, box.size)) for box in rows))
+    for rank, box in enumerate(rows):
+        alone.save_distributed({"w": whole[box.slices]}, tmp_path / "r", rank, 2, metadata)
+    state, _ = alone.load_distributed(tmp_path / "r", 0, 1)
+    assert state["w"].pieces[0].array.tobytes() == whole.tobytes()
 
 
 @pytest.mark.parametrize(
