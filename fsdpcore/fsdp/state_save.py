@@ -10,7 +10,7 @@ from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.fsdp.entries import Entry, by_unit, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import FORMAT, ArrayPiece, EngineState, ShardedArray
-from fsdpcore.fsdp.tensor import joined
+from fsdpcore.fsdp.tensor import dealt, joined
 from fsdpcore.fsdp.views import read_only
 
 if TYPE_CHECKING:
@@ -88,12 +88,18 @@ def gathered(engine: FSDP, entry: Entry) -> Array:
 def _gathered(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
     """Return all of an array on the root, or everywhere if that is None; else None."""
     tensor = engine.ranks.tensor
-    if tensor is None or not entry.boxes:
-        return _shared(engine, entry, root) if root is None or engine.ranks.leads else None
-    box = _shared(engine, entry, root)
-    if box is None:
-        return None
-    return joined(engine.device, entry, box, tensor, None if root is None else 0)
+    if tensor is None:
+        return _shared(engine, entry, root)
+    if entry.boxes:
+        box = _shared(engine, entry, root)
+        only = None if root is None else 0
+        return None if box is None else joined(engine.device, entry, box, tensor, only)
+    # All ranks of tensor have it alike, or nearly so: where sums over ranks depend on the place in
+    # a buffer, as by "ring", places differ. So that it is one array, one of them gives it.
+    found = _shared(engine, entry, root) if engine.ranks.leads else None
+    if root is not None:
+        return found
+    return dealt(engine.device, entry, found, tensor).reshape(entry.shape)
 
 
 def _shared(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
