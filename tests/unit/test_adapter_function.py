@@ -69,10 +69,6 @@ def test_so_it_does_with_every_strategy(strategy, window):
     assert_as_unsharded(run(train, transport="sim", world_size=WORLD, args=(options,)))
 
 
-def test_and_between_processes():
-    assert_as_unsharded(run(train, transport="zmq", world_size=2))
-
-
 def test_it_takes_the_model_and_the_gradients_of_the_largest_unit():
     for world_size in (2, 3):
         sizes = [
