@@ -13,6 +13,7 @@ from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.checks import as_finite, as_int
+from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.attention import ParallelAttention
 from fsdpcore.parallel.mlp import ParallelMLP
 from fsdpcore.parallel.norm import LayerNorm
@@ -91,7 +92,7 @@ class ParallelBlock:
             for _ in range(2)
         )
 
-    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:
         """Return this rank's parameters; all ranks draw the whole ones."""
         return {
             **prefixed("norm1.", self.norm1.init(rng)),

@@ -14,10 +14,12 @@ from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int
+from fsdpcore.fsdp.checks import as_dtype, as_int
+from fsdpcore.fsdp.initializers import Initializer
+from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel import exchange, indices
 from fsdpcore.parallel.arrays import narrow, sum_by_index
-from fsdpcore.parallel.weights import cut, gradient, normal
+from fsdpcore.parallel.weights import gradient, spread, weight
 
 
 class VocabParallelEmbedding:
@@ -37,6 +39,8 @@ class VocabParallelEmbedding:
         sequence_parallel: the result is this rank's part along the sequence, (..., own T, width):
             one reduce_scatter instead, and an all_gather in the backward pass.
         std: of the initial values; 1 / sqrt(width) by default.
+        initializer: of ``w`` instead: it is a ``Spec`` then, of which an engine makes only what
+            this rank keeps, and the generator is not used.
         dtype: of the parameter.
 
     Raises:
@@ -51,6 +55,7 @@ class VocabParallelEmbedding:
         *,
         sequence_parallel: bool = False,
         std: float | None = None,
+        initializer: Initializer | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
         what = type(self).__name__
@@ -58,14 +63,13 @@ class VocabParallelEmbedding:
         self.width = as_int(width, f"{what}: width", minimum=1)
         self.group = exchange.check_group(group, what)
         self.sequence_parallel = sequence_parallel
-        default = 1.0 / math.sqrt(self.width)
-        self.std = default if std is None else as_finite(std, f"{what}: std", minimum=0)
+        self.initial = spread(std, initializer, 1.0 / math.sqrt(self.width), what)
         self.dtype = as_dtype(dtype, f"{what}: a parameter")
 
-    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:
         """Return this rank's rows of ``w``."""
-        table = normal(rng, (self.vocab, self.width), self.std, self.dtype)
-        return {"w": cut(table, 0, self.group)}
+        shape = (self.vocab, self.width)
+        return {"w": weight(rng, shape, 0, self.group, self.initial, self.dtype)}
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Look up.

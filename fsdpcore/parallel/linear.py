@@ -21,11 +21,13 @@ from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int
+from fsdpcore.fsdp.checks import as_dtype, as_int
+from fsdpcore.fsdp.initializers import Initializer
+from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
 from fsdpcore.parallel.splits import split
-from fsdpcore.parallel.weights import cut, gradient, normal
+from fsdpcore.parallel.weights import cut, gradient, spread, weight
 
 
 class _Linear:
@@ -39,6 +41,7 @@ class _Linear:
         bias: bool,
         sequence_parallel: bool,
         std: float | None,
+        initializer: Initializer | None,
         dtype: DTypeLike,
     ) -> None:
         what = type(self).__name__
@@ -47,8 +50,7 @@ class _Linear:
         self.group = exchange.check_group(group, what)
         self.bias = bias
         self.sequence_parallel = sequence_parallel
-        default = 1.0 / math.sqrt(self.inputs)
-        self.std = default if std is None else as_finite(std, f"{what}: std", minimum=0)
+        self.initial = spread(std, initializer, 1.0 / math.sqrt(self.inputs), what)
         self.dtype = as_dtype(dtype, f"{what}: a parameter")
 
     def _check(self, x: Array, features: int) -> None:
@@ -88,6 +90,8 @@ class ColumnParallelLinear(_Linear):
             the gradient is summed and cut again (one reduce_scatter instead of the all_reduce).
         std: of the initial weights; 1 / sqrt(inputs) by default, with which outputs have the
             variance of inputs (LeCun et al., 1998).
+        initializer: of ``w`` instead: it is a ``Spec`` then, of which an engine makes only what
+            this rank keeps, and the generator is not used.
         dtype: of the parameters.
 
     Raises:
@@ -104,15 +108,16 @@ class ColumnParallelLinear(_Linear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         std: float | None = None,
+        initializer: Initializer | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
-        super().__init__(inputs, outputs, group, bias, sequence_parallel, std, dtype)
+        super().__init__(inputs, outputs, group, bias, sequence_parallel, std, initializer, dtype)
         self.gather_output = gather_output
 
-    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:
         """Return this rank's columns of ``w``, and its part of ``b``."""
-        weight = normal(rng, (self.inputs, self.outputs), self.std, self.dtype)
-        params = {"w": cut(weight, 1, self.group)}
+        shape = (self.inputs, self.outputs)
+        params = {"w": weight(rng, shape, 1, self.group, self.initial, self.dtype)}
         if self.bias:
             params["b"] = cut(np.zeros(self.outputs, self.dtype), 0, self.group)
         return params
@@ -120,11 +125,11 @@ class ColumnParallelLinear(_Linear):
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Return (..., own outputs), or (..., outputs) with ``gather_output``."""
         self._check(x, self.inputs)
-        weight = params["w"]
-        x = narrow(x, weight.dtype)
+        w = params["w"]
+        x = narrow(x, w.dtype)
         if self.sequence_parallel:
             x = exchange.gather(x, self.group, -2, label="parallel linear, sequence")
-        y = _product(x, weight)
+        y = _product(x, w)
         if self.bias:
             y += params["b"]
         if self.gather_output:
@@ -141,11 +146,11 @@ class ColumnParallelLinear(_Linear):
         It is complete on every rank: (..., inputs), or this rank's part of the sequence.
         """
         x: Array = saved
-        weight = params["w"]
+        w = params["w"]
         if self.gather_output:
             dy = exchange.own(dy, self.group, -1)
-        dy = narrow(dy, weight.dtype)
-        dx = _product(dy, weight.T)
+        dy = narrow(dy, w.dtype)
+        dx = _product(dy, w.T)
         _weight_gradient(x, dy, grads)
         if self.bias:
             _bias_gradient(dy, grads)
@@ -180,6 +185,8 @@ class RowParallelLinear(_Linear):
             pass (one all_gather).
         std: of the initial weights; 1 / sqrt(inputs) by default, with which outputs have the
             variance of inputs (LeCun et al., 1998).
+        initializer: of ``w`` instead: it is a ``Spec`` then, of which an engine makes only what
+            this rank keeps, and the generator is not used.
         dtype: of the parameters.
 
     Raises:
@@ -196,15 +203,16 @@ class RowParallelLinear(_Linear):
         input_is_split: bool = True,
         sequence_parallel: bool = False,
         std: float | None = None,
+        initializer: Initializer | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
-        super().__init__(inputs, outputs, group, bias, sequence_parallel, std, dtype)
+        super().__init__(inputs, outputs, group, bias, sequence_parallel, std, initializer, dtype)
         self.input_is_split = input_is_split
 
-    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:
         """Return this rank's rows of ``w``, and all of ``b``."""
-        weight = normal(rng, (self.inputs, self.outputs), self.std, self.dtype)
-        params = {"w": cut(weight, 0, self.group)}
+        shape = (self.inputs, self.outputs)
+        params = {"w": weight(rng, shape, 0, self.group, self.initial, self.dtype)}
         if self.bias:
             params["b"] = np.zeros(self.outputs, self.dtype)
         return params
@@ -212,11 +220,11 @@ class RowParallelLinear(_Linear):
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Return (..., outputs), or this rank's part of the sequence."""
         self._check(x, self._own(self.inputs) if self.input_is_split else self.inputs)
-        weight = params["w"]
+        w = params["w"]
         if not self.input_is_split:
             x = exchange.own(x, self.group, -1)
-        x = narrow(x, weight.dtype)
-        y = _product(x, weight)
+        x = narrow(x, w.dtype)
+        y = _product(x, w)
         if self.sequence_parallel:
             y = exchange.reduce_scatter(y, self.group, -2, label="parallel linear, sequence")
         else:
@@ -233,13 +241,13 @@ class RowParallelLinear(_Linear):
         It is that of this rank's features, or of all of them without ``input_is_split``.
         """
         x: Array = saved
-        weight = params["w"]
-        dy = narrow(dy, weight.dtype)
+        w = params["w"]
+        dy = narrow(dy, w.dtype)
         if self.sequence_parallel:
             dy = exchange.gather(
                 dy, self.group, -2, size=x.shape[-2], label="parallel linear, gradient"
             )
-        dx = _product(dy, weight.T)
+        dx = _product(dy, w.T)
         _weight_gradient(x, dy, grads)
         if self.bias:
             _bias_gradient(dy, grads)
@@ -255,10 +263,10 @@ def _rows(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _product(x: Array, weight: Array) -> Array:
-    """Return ``x @ weight``, a new array."""
-    y = matmul(_rows(x), weight)
-    return y.reshape(*x.shape[:-1], weight.shape[1])
+def _product(x: Array, w: Array) -> Array:
+    """Return ``x @ w``, a new array."""
+    y = matmul(_rows(x), w)
+    return y.reshape(*x.shape[:-1], w.shape[1])
 
 
 def _weight_gradient(x: Array, dy: Array, grads: MutableMapping[str, Array]) -> None:

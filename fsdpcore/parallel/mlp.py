@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.activations import activation as activation_of
 from fsdpcore.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from fsdpcore.parallel.scope import Scope, prefixed
@@ -61,7 +62,7 @@ class ParallelMLP:
             hidden, width, group, sequence_parallel=sequence_parallel, std=out_std, dtype=dtype
         )
 
-    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:
         """Return this rank's hidden features; all ranks draw the whole parameters."""
         return {**prefixed("up.", self.up.init(rng)), **prefixed("down.", self.down.init(rng))}
 

@@ -14,7 +14,11 @@ from numpy.typing import DTypeLike
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.fsdp.checks import as_finite
+from fsdpcore.fsdp.initializers import Initializer
+from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.splits import split
 
 
@@ -29,6 +33,47 @@ def normal(
     values: Array = rng.standard_normal(shape, dtype=drawn)
     values *= std
     return values.astype(dtype, copy=False)
+
+
+def weight(
+    rng: np.random.Generator,
+    shape: tuple[int, int],
+    axis: int,
+    group: Backend,
+    how: float | Initializer,
+    dtype: DTypeLike,
+) -> Array | BoxShard | Spec:
+    """Return this rank's part along ``axis`` of a parameter of that whole shape.
+
+    ``how`` is its standard deviation, or an initialiser: then it is a ``Spec``, nothing is drawn
+    from ``rng``, and the engine makes this rank's elements only.
+    """
+    if not isinstance(how, Initializer):
+        return cut(normal(rng, shape, how, dtype), axis, group)
+    whole = Spec(shape, dtype, how)
+    if group.world_size == 1:
+        return whole
+    start, stop = split(shape[axis], group.world_size, group.rank)
+    return whole[(slice(None),) * axis + (slice(start, stop),)]
+
+
+def spread(
+    std: float | None, initializer: Initializer | None, default: float, what: str
+) -> float | Initializer:
+    """Return what a layer's arguments say of its initial values, as ``weight`` takes it.
+
+    Raises:
+        ArgumentError: both are given, or one is not what it should be.
+    """
+    if initializer is None:
+        return default if std is None else as_finite(std, f"{what}: std", minimum=0)
+    if not isinstance(initializer, Initializer):
+        raise ArgumentError(
+            f"{what}: initializer is one of fsdpcore.initializers, got {initializer!r}"
+        )
+    if std is not None:
+        raise ArgumentError(f"{what}: give std or initializer, not both")
+    return initializer
 
 
 def cut(whole: Array, axis: int, group: Backend) -> Array | BoxShard:

@@ -97,7 +97,7 @@ def _whole(arrays, axis):
 
 def wanted(case, dtype):
     """What ``ran`` has to return, from float64; and the gradient of the output to run it with."""
-    layer = case.build(_Alone(), dtype)
+    layer = case.build(Alone(), dtype)
     shapes = whole_shapes(layer.init(np.random.default_rng(SEED)))
     whole = random_values(shapes, np.random.default_rng(SEED), dtype)
     params = {name: value.astype(np.float64) for name, value in whole.items()}
@@ -123,7 +123,7 @@ def check(case, world_size, *, transport="sim", dtypes=(np.float64, np.float32))
     return issued
 
 
-class _Alone(fc.SubBackend):
+class Alone(fc.SubBackend):
     """A group of one that cannot communicate."""
 
     def __init__(self):

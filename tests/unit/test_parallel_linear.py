@@ -151,6 +151,16 @@ def test_only_what_is_cut_is_a_box():
     assert alone[row_name, "w"] == (7, 5)
 
 
+def _memory(backend):
+    layer = ColumnParallelLinear(64, 64, backend)
+    part = layer.init(np.random.default_rng(0))["w"].array
+    return part.nbytes, part.nbytes if part.base is None else part.base.nbytes
+
+
+def test_a_part_does_not_keep_the_whole_matrix_in_memory():
+    assert run(_memory, transport="sim", world_size=2) == [(64 * 32 * 4,) * 2] * 2
+
+
 def _directional(backend, along):
     """The slope of a sum of outputs along a random direction, and what the gradients say of it."""
     rng = np.random.default_rng(4)
@@ -317,6 +327,10 @@ def _wrong(backend):
         RowParallelLinear(4, 6.5, backend)
     with pytest.raises(fc.ArgumentError, match="std must be at least 0"):
         ColumnParallelLinear(4, 6, backend, std=-1.0)
+    with pytest.raises(fc.ArgumentError, match="std or initializer, not both"):
+        RowParallelLinear(4, 6, backend, std=0.1, initializer=fc.initializers.ones)
+    with pytest.raises(fc.ArgumentError, match=r"one of fsdpcore\.initializers, got 0\.1"):
+        ColumnParallelLinear(4, 6, backend, initializer=0.1)
     with pytest.raises(fc.ArgumentError, match=r"mesh\['tensor'\]; got int"):
         ColumnParallelLinear(4, 6, 2)
 
