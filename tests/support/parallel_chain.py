@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import autograd
 import autograd.numpy as anp
+import ml_dtypes
 import numpy as np
-from support.tensor_parallel import own_values, random_values
+from support.spmd import run
+from support.tensor_parallel import joined, own_values, random_values
 
 import fsdpcore as fc
 from fsdpcore import parallel
@@ -97,3 +99,36 @@ def unsharded():
     """Loss and gradients in float64, of the values that float32 holds."""
     params = {name: value.astype(np.float64) for name, value in values(np.float32).items()}
     return autograd.value_and_grad(_loss)(params, *text())
+
+
+# Of values on two devices: the rounding of a type, with which a few layers were computed.
+DEVICE_TOLERANCES = [
+    (np.dtype(np.float64), 1e-12),
+    (np.dtype(np.float32), 2e-5),
+    (np.dtype(np.float16), 2e-2),
+    (np.dtype(ml_dtypes.bfloat16), 1e-1),
+]
+
+
+def on_device(backend, dtype, along):
+    """``passed`` with arrays of the backend's device, and its results on the host."""
+    loss, grads = passed(backend, dtype, along, backend.device.xp)
+    return float(loss), {name: _to_host(backend, value) for name, value in grads.items()}
+
+
+def _to_host(backend, value):
+    if isinstance(value, fc.BoxShard):
+        return fc.BoxShard(value.shape, value.start, backend.device.to_host(value.array))
+    return backend.device.to_host(value)
+
+
+def check_device(there, dtype, along, tolerance):
+    """Compare what ``on_device`` returned on all ranks with the same on the host."""
+    here = run(passed, transport="sim", world_size=len(there), args=(dtype, along))
+    for (mine, _), (theirs, _) in zip(there, here, strict=True):
+        assert abs(mine - float(theirs)) <= tolerance * float(theirs)
+    found, wanted = (joined([grads for _, grads in side]) for side in (there, here))
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype
+        error = np.linalg.norm(found[name].astype(np.float64) - array)
+        assert error <= tolerance * max(np.linalg.norm(array), 1e-2), name

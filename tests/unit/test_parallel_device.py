@@ -8,10 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import fake_cuda, nccl_ranks, parallel_chain
-from support.spmd import run
-from support.tensor_parallel import joined
 
-import fsdpcore as fc
 from fsdpcore import parallel
 from fsdpcore.parallel.arrays import column_dot, sum_by_index
 
@@ -21,48 +18,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def to_host(value):
-    if isinstance(value, fc.BoxShard):
-        return fc.BoxShard(value.shape, value.start, value.array.get())
-    return value.get()
-
-
-def on_gpus(ranks, dtype, along):
-    def body(backend):
-        import cupy
-
-        loss, grads = parallel_chain.passed(backend, dtype, along, cupy)
-        assert not machine.calls("get"), "the host waited for the GPU during the passes"
-        backend.barrier()
-        return float(loss), {name: to_host(value) for name, value in grads.items()}
-
+@pytest.mark.parametrize(("dtype", "tolerance"), parallel_chain.DEVICE_TOLERANCES, ids=str)
+@pytest.mark.parametrize(("ranks", "along"), [(1, False), (2, True), (3, False), (3, True)])
+def test_gpus_compute_what_the_host_does(ranks, along, dtype, tolerance):
     with fake_cuda.installed(ranks) as machine:
-        return nccl_ranks.results_of(body, ranks)
 
+        def body(backend):
+            parallel_chain.passed(backend, dtype, along, backend.device.xp)
+            assert not machine.calls("get"), "the host waited for the GPU during the passes"
+            backend.barrier()
+            return parallel_chain.on_device(backend, dtype, along)
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype", "along", "tolerance"),
-    [
-        (1, np.float64, False, 1e-12),
-        (2, np.float64, True, 1e-12),
-        (3, np.float32, False, 1e-5),
-        (3, np.float32, True, 1e-5),
-        (2, np.float16, True, 2e-2),
-        (2, BFLOAT16, True, 1e-1),
-    ],
-    ids=str,
-)
-def test_gpus_compute_what_the_host_does(ranks, dtype, along, tolerance):
-    dtype = np.dtype(dtype)
-    here = run(parallel_chain.passed, transport="sim", world_size=ranks, args=(dtype, along))
-    there = on_gpus(ranks, dtype, along)
-    for (mine, _), (theirs, _) in zip(there, here, strict=True):
-        assert mine == pytest.approx(float(theirs), rel=tolerance)
-    found, wanted = (joined([grads for _, grads in side]) for side in (there, here))
-    for name, array in wanted.items():
-        assert found[name].dtype == array.dtype
-        error = np.linalg.norm(found[name].astype(np.float64) - array)
-        assert error <= tolerance * max(np.linalg.norm(array), 1e-2), name
+        there = nccl_ranks.results_of(body, ranks)
+    parallel_chain.check_device(there, dtype, along, tolerance)
 
 
 def test_what_is_no_row_is_no_number_on_a_gpu():
