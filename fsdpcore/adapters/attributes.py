@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
@@ -36,11 +36,16 @@ class Place:
         owner: the object.
         attribute: its name there.
         keys: of the dicts, lists and namespaces on the way down from there; none for the attribute.
+        slot: of the attribute; None if it is in the object's ``__dict__``.
     """
 
     owner: object
     attribute: str
     keys: tuple[Any, ...] = ()
+    slot: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slot", slot_of(type(self.owner), self.attribute))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -53,7 +58,7 @@ class Place:
 
     def get(self) -> Any:
         """Return what is there, past all descriptors; MISSING if nothing is."""
-        value = _stored(self.owner, self.attribute)
+        value = stored(self.owner, self.attribute, self.slot)
         for key in self.keys:
             if value is MISSING:
                 return MISSING
@@ -63,7 +68,7 @@ class Place:
     def put(self, value: object) -> None:
         """Have ``value`` there, past all descriptors; the containers on the way must be there."""
         if not self.keys:
-            _store(self.owner, self.attribute, value)
+            store(self.owner, self.attribute, self.slot, value)
             return
         items, key = self._items(), self.keys[-1]
         if items is not MISSING:
@@ -74,7 +79,7 @@ class Place:
         if self.get() is MISSING:
             return
         if not self.keys:
-            _remove(self.owner, self.attribute)
+            remove(self.owner, self.attribute, self.slot)
             return
         items = self._items()
         if isinstance(items, list):
@@ -134,7 +139,7 @@ class _Search:
                 f"{prefix[:-1] or 'it'} is sharded already, in {mark!r}; call restore() there "
                 "first. Ranks that are threads make layers of their own each"
             )
-        for attribute, value in attributes(owner):
+        for attribute, value in attributes(owner, slots_of(type(owner))):
             yield from self._of_value(value, f"{prefix}{attribute}", Place(owner, attribute))
 
     def _of_value(self, value: Any, name: str, place: Place) -> Iterator[Found]:
@@ -174,15 +179,64 @@ class _Search:
             yield found
 
 
-def attributes(owner: object) -> Iterator[tuple[str, Any]]:
-    """Give names and values of an object's own attributes, past all descriptors."""
+def attributes(owner: object, slots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Give names and values of an object's own attributes, past all descriptors.
+
+    ``slots`` are those of its class.
+    """
     yield from list(getattr(owner, "__dict__", {}).items())
-    for kind in reversed(type(owner).__mro__):
-        for name, member in vars(kind).items():
-            if isinstance(member, MemberDescriptorType) and _member(owner, name) is member:
-                value = _stored(owner, name)
-                if value is not MISSING:
-                    yield name, value
+    for name, slot in slots.items():
+        value = stored(owner, name, slot)
+        if value is not MISSING:
+            yield name, value
+
+
+def slots_of(kind: type) -> dict[str, Any]:
+    """Return the slots of a class that no other attribute of the class hides, by name."""
+    names = [
+        name
+        for base in reversed(kind.__mro__)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    ]
+    slots = {name: slot_of(kind, name) for name in names}
+    return {name: slot for name, slot in slots.items() if slot is not None}
+
+
+def slot_of(kind: type, name: str) -> Any:
+    """Return the slot of that name, or None if such attributes are in the object's ``__dict__``."""
+    for base in kind.__mro__:
+        inside = vars(base)
+        if name in inside and MARK not in inside:  # there it is the guard
+            member = inside[name]
+            return member if isinstance(member, MemberDescriptorType) else None
+    return None
+
+
+def stored(owner: object, name: str, slot: Any) -> Any:
+    """Return an attribute past all descriptors; MISSING if there is none."""
+    if slot is None:
+        return getattr(owner, "__dict__", {}).get(name, MISSING)
+    try:
+        return slot.__get__(owner, type(owner))
+    except AttributeError:  # nothing was assigned to it
+        return MISSING
+
+
+def store(owner: object, name: str, slot: Any, value: object) -> None:
+    """Set an attribute past all descriptors."""
+    if slot is None:
+        vars(owner)[name] = value
+    else:
+        slot.__set__(owner, value)
+
+
+def remove(owner: object, name: str, slot: Any) -> None:
+    """Remove an attribute past all descriptors; it is there."""
+    if slot is None:
+        del vars(owner)[name]
+    else:
+        slot.__delete__(owner)
 
 
 def is_parameter(value: object) -> bool:
@@ -222,42 +276,3 @@ def _item(container: Any, key: Any) -> Any:
     if isinstance(items, list) and isinstance(key, int) and key < len(items):
         return items[key]
     return MISSING
-
-
-def _member(owner: object, name: str) -> Any:
-    """Return the slot of that name, or None if the attribute is in the object's ``__dict__``."""
-    for kind in type(owner).__mro__:
-        inside = vars(kind)
-        if name in inside and MARK not in inside:  # there it is the guard
-            member = inside[name]
-            return member if isinstance(member, MemberDescriptorType) else None
-    return None
-
-
-def _stored(owner: object, name: str) -> Any:
-    inside = getattr(owner, "__dict__", {})
-    if name in inside:
-        return inside[name]
-    member = _member(owner, name)
-    if member is None:
-        return MISSING
-    try:
-        return member.__get__(owner, type(owner))
-    except AttributeError:  # a slot that nothing was assigned to
-        return MISSING
-
-
-def _store(owner: object, name: str, value: object) -> None:
-    member = _member(owner, name)
-    if member is None:
-        vars(owner)[name] = value
-    else:
-        member.__set__(owner, value)
-
-
-def _remove(owner: object, name: str) -> None:
-    member = _member(owner, name)
-    if member is None:
-        del vars(owner)[name]
-    else:
-        member.__delete__(owner)

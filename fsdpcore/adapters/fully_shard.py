@@ -38,7 +38,9 @@ def fully_shard(
     attributes of each layer, and of the objects, dicts, lists and namespaces below. They are taken
     out: the engine has them, and a layer finds its own, read-only, whenever its ``forward`` or
     ``backward`` is called, inside of a step of the engine. Layers get a class that is derived from
-    their own. Everything else in their attributes stays as it is, on every rank. ::
+    their own. Everything else in their attributes stays as it is, on every rank. What earlier
+    passes have left there (``self.x``) would count as parameters: shard layers before they are
+    used, or name it in ``ignored``. ::
 
         layers = [Dense(64, 100), Relu(), Dense(100, 10)]
         sharded = fc.fully_shard(layers, backend, optimizer=fc.optim.AdamW(1e-3))
@@ -246,11 +248,14 @@ def _classes(
             place = parameter.place
             owners.setdefault(id(place.owner), (place.owner, parameter.label.rpartition(".")[0]))
             own = guards.setdefault(id(place.owner), {})
-            own[place.attribute] = Guard(place.attribute, parameter.missing, parameter.fixed)
+            own[place.attribute] = Guard(
+                type(place.owner), place.attribute, parameter.missing, parameter.fixed
+            )
         for gradient in each.gradients.values():
             place = gradient.place
             own = guards.setdefault(id(place.owner), {})
-            own.setdefault(place.attribute, Guard(place.attribute, gradient.says, None))
+            guard = Guard(type(place.owner), place.attribute, gradient.says, None)
+            own.setdefault(place.attribute, guard)
     return [
         (
             owner,

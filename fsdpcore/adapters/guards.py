@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from fsdpcore.adapters.attributes import MARK, MISSING, Place
+from fsdpcore.adapters.attributes import MARK, MISSING, remove, slot_of, store, stored
 from fsdpcore.errors import ArgumentError, StateError
 
 # What to do instead of calling a method, given the call without its arguments left to pass.
@@ -26,20 +26,22 @@ class Guard:
     """A descriptor before an attribute that is not always there.
 
     Args:
+        kind: the class whose objects have it.
         attribute: its name.
         missing: what is said where it is read and not there.
         fixed: what is said where it is assigned to or deleted; None where that is allowed.
     """
 
-    def __init__(self, attribute: str, missing: str, fixed: str | None) -> None:
+    def __init__(self, kind: type, attribute: str, missing: str, fixed: str | None) -> None:
         self._attribute = attribute
+        self._slot = slot_of(kind, attribute)
         self._missing = missing
         self._fixed = fixed
 
     def __get__(self, owner: object, kind: type | None = None) -> Any:
         if owner is None:
             return self
-        value = Place(owner, self._attribute).get()
+        value = stored(owner, self._attribute, self._slot)
         if value is MISSING:
             raise ShardedAttributeError(self._missing)
         return value
@@ -47,13 +49,13 @@ class Guard:
     def __set__(self, owner: object, value: object) -> None:
         if self._fixed is not None:
             raise ShardedAttributeError(self._fixed)
-        Place(owner, self._attribute).put(value)
+        store(owner, self._attribute, self._slot, value)
 
     def __delete__(self, owner: object) -> None:
         if self._fixed is not None:
             raise ShardedAttributeError(self._fixed)
         _ = self.__get__(owner)
-        Place(owner, self._attribute).clear()
+        remove(owner, self._attribute, self._slot)
 
     @property
     def missing(self) -> str:

@@ -99,11 +99,10 @@ class LayerPasses:
 
     def _check_not_kept(self, each: LayerUnit, params: Mapping[str, Array], use: Use) -> None:
         """Raise StateError if a layer has kept parameters, whose memory is about to be freed."""
-        places = {parameter.place.key[:2] for parameter in each.parameters.values()}
         memory = {id(array.base) for array in params.values() if array.base is not None}
-        for owner in each.owners:
-            for attribute, value in attributes(owner):
-                if (id(owner), attribute) in places:
+        for owner, slots in each.owners:
+            for attribute, value in attributes(owner, slots):
+                if (id(owner), attribute) in each.taken:
                     continue
                 views = [array for array in _arrays(value) if id(array.base) in memory]
                 name = next(filter(None, map(partial(self._alias, params), views)), None)

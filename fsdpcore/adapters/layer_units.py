@@ -6,11 +6,12 @@ import fnmatch
 import glob
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.attributes import Found, Place, arrays_of
+from fsdpcore.adapters.attributes import Found, Place, arrays_of, slots_of
 from fsdpcore.adapters.gradient_attributes import Convention, GradientOf, GradientPlace
 from fsdpcore.adapters.guards import Placeholder
 from fsdpcore.buffers import Array
@@ -86,11 +87,16 @@ class LayerUnit:
     gradients: dict[str, GradientPlace]
     unit: Unit
 
-    @property
-    def owners(self) -> list[Any]:
-        """The objects that have the parameters."""
-        owners = (parameter.place.owner for parameter in self.parameters.values())
-        return list({id(owner): owner for owner in owners}.values())
+    @cached_property
+    def taken(self) -> set[tuple[int, str]]:
+        """Attributes that parameters are in, by the object's identity and name."""
+        return {parameter.place.key[:2] for parameter in self.parameters.values()}
+
+    @cached_property
+    def owners(self) -> list[tuple[Any, dict[str, Any]]]:
+        """The objects that have the parameters, with their slots."""
+        owners = {id(each.place.owner): each.place.owner for each in self.parameters.values()}
+        return [(owner, slots_of(type(owner))) for owner in owners.values()]
 
 
 @dataclass

@@ -7,11 +7,12 @@ import runpy
 from pathlib import Path
 
 import digits_logistic
+import layers_fully_shard
 import mlp_autograd
 import pytest
 from support.spmd import run
 
-EXAMPLES = [digits_logistic, mlp_autograd]
+EXAMPLES = [digits_logistic, layers_fully_shard, mlp_autograd]
 each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda module: module.__name__)
 
 

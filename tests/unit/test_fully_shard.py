@@ -12,7 +12,6 @@ from support.fsdp_steps import STRATEGIES, by_strategy, everywhere, is_clean, la
 from support.spmd import run
 
 import fsdpcore as fc
-from fsdpcore.adapters.fully_shard import fully_shard
 
 STEPS = 20
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
@@ -47,7 +46,7 @@ def steps_of(sharded, backend, numbers):
 
 def train(backend, **options):
     layers = plain_layers.model()
-    sharded = fully_shard(layers, backend, optimizer=sgd(), **options)
+    sharded = fc.fully_shard(layers, backend, optimizer=sgd(), **options)
     losses = steps_of(sharded, backend, range(STEPS))
     assert is_clean(sharded.engine)
     with sharded.engine.full_params() as whole:
@@ -98,7 +97,7 @@ def test_so_many_units_are_gathered_as_the_engine_is_told(depth):
         rng = np.random.default_rng(0)
         layers = [Square(rng) for _ in range(5)]
         prefetch = fc.Prefetch(depth, reductions=0)
-        sharded = fully_shard(layers, backend, optimizer=sgd(), window=False, prefetch=prefetch)
+        sharded = fc.fully_shard(layers, backend, optimizer=sgd(), window=False, prefetch=prefetch)
         x = np.ones((2, 10), np.float32)
         with sharded.evaluation():
             for layer in layers:
@@ -122,7 +121,7 @@ def test_layers_hold_nothing_between_passes():
         arrays = [layers[0].w, layers[2].more[0].w, layers[2].scales[1], layers[2].table["shift"]]
         shapes = [array.shape for array in arrays]
         del arrays
-        fully_shard(layers, backend, optimizer=sgd())
+        fc.fully_shard(layers, backend, optimizer=sgd())
         found = [
             value
             for layer in (*layers, layers[2].up, layers[2].more[0])
@@ -139,7 +138,7 @@ def test_layers_hold_nothing_between_passes():
 def test_what_is_no_parameter_stays():
     def body(backend):
         layers = plain_layers.model()
-        sharded = fully_shard(layers, backend, optimizer=sgd())
+        sharded = fc.fully_shard(layers, backend, optimizer=sgd())
         steps_of(sharded, backend, range(2))
         residual = layers[2]
         assert residual.seen.tolist() == [0, 1, 2]
@@ -157,7 +156,7 @@ def test_layers_get_their_arrays_and_their_class_back():
 
     def body(backend):
         layers = plain_layers.model()
-        sharded = fully_shard(layers, backend, optimizer=sgd(), strategy="shard_grad_op")
+        sharded = fc.fully_shard(layers, backend, optimizer=sgd(), strategy="shard_grad_op")
         steps_of(sharded, backend, range(STEPS))
         sharded.restore()
         assert [type(layer).__name__ for layer in layers] == ["Dense", "Tanh", "Residual", "Dense"]
@@ -171,7 +170,7 @@ def test_layers_get_their_arrays_and_their_class_back():
         found = plain_layers.values(layers)
         layers[0].w -= 1
         kept = ["x", "y", "*.x", "*.y", "inputs", "inner"]  # by the passes before
-        again = fully_shard(layers, backend, optimizer=sgd(), ignored=kept)
+        again = fc.fully_shard(layers, backend, optimizer=sgd(), ignored=kept)
         steps_of(again, backend, [0])
         return found
 
@@ -185,7 +184,9 @@ def test_sharding_again_finds_the_same_parameters_and_no_gradients():
         layers = plain_layers.model()
         plain_layers.run(layers, *plain_layers.batch(0))  # leaves gradients, x and inputs
         patterns = ["*x", "*.y", "inputs", "inner", "y"]
-        return [unit.names for unit in fully_shard(layers, backend, ignored=patterns).engine.units]
+        return [
+            unit.names for unit in fc.fully_shard(layers, backend, ignored=patterns).engine.units
+        ]
 
     dense = ("w", "b")
     residual = ("up.w", "up.b", "more.0.w", "more.0.b", "scales.0", "scales.1", "table.shift")
@@ -195,7 +196,7 @@ def test_sharding_again_finds_the_same_parameters_and_no_gradients():
 def test_forward_without_a_step_is_for_inference():
     def body(backend):
         layers, plain = plain_layers.model(), plain_layers.model()
-        sharded = fully_shard(layers, backend)
+        sharded = fc.fully_shard(layers, backend)
         x, _ = plain_layers.batch(0)
         found = wanted = x
         for layer, other in zip(layers, plain, strict=True):
@@ -212,7 +213,7 @@ def test_forward_without_a_step_is_for_inference():
 def test_everything_can_be_gathered_at_once():
     def body(backend):
         layers, plain = plain_layers.model(), plain_layers.model()
-        sharded = fully_shard(layers, backend, optimizer=sgd())
+        sharded = fc.fully_shard(layers, backend, optimizer=sgd())
         x, _ = plain_layers.batch(0)
         with sharded.gathered():
             assert_array_equal(layers[0].w, plain[0].w)
@@ -267,7 +268,7 @@ def test_an_exception_leaves_layers_sharded_and_the_engine_as_it_was(where, stra
         layers = [plain_layers.Dense(rng, 5, 4), Fragile(rng, 4, 3)]
         rng = np.random.default_rng(3)
         untouched = [plain_layers.Dense(rng, 5, 4), Fragile(rng, 4, 3)]
-        sharded = fully_shard(layers, backend, optimizer=sgd(), strategy=strategy)
+        sharded = fc.fully_shard(layers, backend, optimizer=sgd(), strategy=strategy)
         x, wanted = plain_layers.batch(0)
         layers[1].where = where
         with pytest.raises(Trap), sharded.step():
@@ -294,7 +295,7 @@ def test_a_pass_that_failed_can_be_tried_again_in_its_step():
         rng = np.random.default_rng(3)
         layer = Fragile(rng, 5, 3)
         plain = plain_layers.Dense(np.random.default_rng(3), 5, 3)
-        sharded = fully_shard(layer, backend, optimizer=fc.optim.SGD(lr=1.0))
+        sharded = fc.fully_shard(layer, backend, optimizer=fc.optim.SGD(lr=1.0))
         x, wanted = plain_layers.batch(0)
         plain_layers.run([plain], x, wanted)
         with sharded.step() as step:
@@ -331,7 +332,7 @@ def test_a_layer_is_used_twice_in_a_step_and_has_two_backward_passes():
     def body(backend):
         layer = Stacked(np.random.default_rng(0), 5, 5)
         plain = Stacked(np.random.default_rng(0), 5, 5)
-        sharded = fully_shard([layer, layer], backend, optimizer=fc.optim.SGD(lr=1.0))
+        sharded = fc.fully_shard([layer, layer], backend, optimizer=fc.optim.SGD(lr=1.0))
         assert [unit.name for unit in sharded.engine.units] == ["stacked0"]
         x = np.random.default_rng(1).standard_normal((4, 5)).astype(np.float32)
         with sharded.step() as step:
@@ -353,12 +354,12 @@ def test_a_layer_is_used_twice_in_a_step_and_has_two_backward_passes():
 
 def test_checkpoints_are_those_of_the_engine(tmp_path):
     def save(backend):
-        sharded = fully_shard(plain_layers.model(), backend, optimizer=sgd())
+        sharded = fc.fully_shard(plain_layers.model(), backend, optimizer=sgd())
         steps_of(sharded, backend, range(STEPS // 2))
         fc.checkpoint.save(tmp_path, sharded.engine, backend)
 
     def resume(backend):
-        sharded = fully_shard(plain_layers.model(seed=5), backend, optimizer=sgd())
+        sharded = fc.fully_shard(plain_layers.model(seed=5), backend, optimizer=sgd())
         fc.checkpoint.load(tmp_path, sharded.engine, backend)
         losses = steps_of(sharded, backend, range(STEPS // 2, STEPS))
         with sharded.engine.full_params() as whole:
@@ -377,7 +378,7 @@ def test_parameters_come_in_the_dtype_of_computation(strategy):
     def body(backend):
         layers = plain_layers.model()
         precision = fc.Precision(param_dtype=np.float16)
-        sharded = fully_shard(
+        sharded = fc.fully_shard(
             layers, backend, optimizer=sgd(), precision=precision, strategy=STRATEGIES[strategy]
         )
         x, _ = plain_layers.batch(0)

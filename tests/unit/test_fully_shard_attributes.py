@@ -14,7 +14,6 @@ from support import nccl_ranks
 from support.fsdp_steps import cause_of, is_clean, launch
 
 import fsdpcore as fc
-from fsdpcore.adapters.fully_shard import fully_shard
 
 F32 = np.float32
 X = np.random.default_rng(1).standard_normal((6, 4)).astype(F32)
@@ -47,7 +46,7 @@ def ones(*shape, dtype=F32):
 
 def once(layers, backend, x=X, **options):
     """One step of gradient descent with learning rate 1; the parameters, whole."""
-    sharded = fully_shard(layers, backend, optimizer=fc.optim.SGD(lr=1.0), **options)
+    sharded = fc.fully_shard(layers, backend, optimizer=fc.optim.SGD(lr=1.0), **options)
     with sharded.step() as step:
         for layer in sharded.layers:
             x = layer.forward(x)
@@ -62,7 +61,7 @@ def once(layers, backend, x=X, **options):
 
 def names_of(layers, **options):
     def body(backend):
-        units = fully_shard(layers, backend, **options).engine.units
+        units = fc.fully_shard(layers, backend, **options).engine.units
         return {unit.name: unit.names for unit in units}
 
     return launch(body, 1)[0]
@@ -162,7 +161,7 @@ def test_deferred_parameters_are_made_by_the_engine():
         layer = Layer(w=fc.Spec(6, init=fc.initializers.constant(2.0)))
         found = once(layer, backend)["layer0.w"]
         assert_array_equal(found, 2 - X.size)
-        sharded = fully_shard(Layer(w=fc.Spec((2, 3))), backend)
+        sharded = fc.fully_shard(Layer(w=fc.Spec((2, 3))), backend)
         sharded.restore()
         return sharded.layers[0].w.shape
 
@@ -234,7 +233,9 @@ class Called:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Data(ones(4)), Slots, Both, Defaults, Elsewhere], ids=lambda make: str(make)
+    "make",
+    [lambda: Data(ones(4)), Slots, Both, Defaults, Elsewhere],
+    ids=["dataclass", "slots", "slots and dict", "hidden slots", "getattr"],
 )
 def test_classes_of_all_kinds(make):
     def body(backend):
@@ -259,7 +260,7 @@ def test_classes_of_all_kinds(make):
 def test_methods_may_have_other_names():
     def body(backend):
         layer = Called()
-        sharded = fully_shard(
+        sharded = fc.fully_shard(
             layer, backend, methods=("__call__", "pull"), optimizer=fc.optim.SGD(lr=1.0)
         )
         with sharded.step() as step:
@@ -379,14 +380,14 @@ def test_a_function_may_tell_that_there_is_no_gradient():
 def test_restored_layers_have_zeros_for_gradients_where_they_had_arrays():
     def body(backend):
         layer, other = AddsUp(), Buffers()
-        sharded = fully_shard([layer, Layer(w=ones(2))], backend)
+        sharded = fc.fully_shard([layer, Layer(w=ones(2))], backend)
         with pytest.raises(AttributeError, match=r"the gradient of addsup0\.w is there inside"):
             _ = layer.dw
         sharded.restore()
         assert_array_equal(layer.dw, 0)
         assert layer.dv == 0.0
         assert not hasattr(sharded.layers[1], "dw")
-        sharded = fully_shard(other, backend, grads="grads")
+        sharded = fc.fully_shard(other, backend, grads="grads")
         with pytest.raises(
             AttributeError, match=r"the gradient of buffers0\.params\.w is there in"
         ):
@@ -406,7 +407,7 @@ def test_the_same_array_in_two_layers_is_one_parameter():
         shared = ones(3)
         layers = [Layer(w=shared), Layer(w=shared, v=ones(2))]
         found = once(layers, backend)
-        sharded = fully_shard([Layer(w=shared), Layer(w=shared)], backend)
+        sharded = fc.fully_shard([Layer(w=shared), Layer(w=shared)], backend)
         sharded.restore()
         assert sharded.layers[0].w is sharded.layers[1].w
         return found
@@ -504,7 +505,7 @@ def test_what_is_sharded_says_so():
 
     def body(backend):
         layer = Shown(w=ones(3, 2), table=[ones(2), {"v": ones(1)}])
-        fully_shard(layer, backend)
+        fc.fully_shard(layer, backend)
         assert repr(layer) == "<Shown 'shown0', sharded>"
         with pytest.raises(AttributeError, match=r"shown0\.w \(shape \(3, 2\), float32\) is shard"):
             _ = layer.w
@@ -591,7 +592,7 @@ def test_outputs_that_are_views_of_parameters_are_copied():
 
     def body(backend):
         layer = Positions(w=ones(9))
-        sharded = fully_shard(layer, backend)
+        sharded = fc.fully_shard(layer, backend)
         with sharded.evaluation():
             first, (second,), third = layer.forward(X)
         return all(array.flags.owndata and array.flags.writeable for array in (first, second)), (
@@ -660,7 +661,7 @@ def test_bad_input_is_refused_before_anything_is_changed(make, options, message)
     def body(backend):
         layers = make()
         with pytest.raises(fc.ArgumentError, match=message):
-            fully_shard(layers, backend, **options)
+            fc.fully_shard(layers, backend, **options)
         for layer in layers if isinstance(layers, list) else [layers]:
             assert type(layer).__name__[:7] != "Sharded"
             assert getattr(layer, "w", None) is getattr(layer, "__dict__", {}).get("w")
@@ -671,12 +672,12 @@ def test_bad_input_is_refused_before_anything_is_changed(make, options, message)
 def test_layers_are_sharded_once():
     def body(backend):
         layer = Layer(w=ones(3))
-        fully_shard(layer, backend, names="first")
+        fc.fully_shard(layer, backend, names="first")
         with pytest.raises(fc.ArgumentError, match=r"it is sharded already, in 'first'; call rest"):
-            fully_shard(layer, backend)
+            fc.fully_shard(layer, backend)
         with pytest.raises(fc.ArgumentError, match=r"inner is sharded already, in 'first'"):
-            fully_shard(Layer(w=ones(1), inner=layer), backend)
-        found = fully_shard(Layer(w=ones(1), inner=layer), backend, ignored="inner")
+            fc.fully_shard(Layer(w=ones(1), inner=layer), backend)
+        found = fc.fully_shard(Layer(w=ones(1), inner=layer), backend, ignored="inner")
         return found.engine.units[0].names
 
     assert launch(body, 2) == [("w",)] * 2
@@ -684,14 +685,14 @@ def test_layers_are_sharded_once():
 
 def test_ranks_that_are_threads_have_layers_of_their_own():
     layer = Layer(w=ones(3))
-    assert "each rank" in str(cause_of(lambda backend: fully_shard(layer, backend), 2)).lower()
+    assert "each rank" in str(cause_of(lambda backend: fc.fully_shard(layer, backend), 2)).lower()
 
 
 def test_different_layers_on_different_ranks_are_a_mismatch():
     def body(backend):
         layer = Layer(w=np.full(3, backend.rank, F32))
         with pytest.raises(fc.MismatchError, match="unit 'layer0' differs"):
-            fully_shard(layer, backend)
+            fc.fully_shard(layer, backend)
         return layer.w[0]
 
     assert launch(body, 2) == [0, 1]
@@ -708,7 +709,7 @@ class Then(Layer):
 def test_passes_in_an_order_that_the_engine_does_not_know_are_refused():
     def body(backend):
         layer, other = Then(w=ones(3)), Layer(w=ones(3))
-        sharded = fully_shard([layer, other], backend, optimizer=fc.optim.SGD(lr=1.0))
+        sharded = fc.fully_shard([layer, other], backend, optimizer=fc.optim.SGD(lr=1.0))
         with sharded.step() as step:
             with pytest.raises(fc.StateError, match="without a forward pass"):
                 layer.backward(X)
@@ -745,7 +746,7 @@ def trained_on_its_device(backend):
     layers, xp = [embedding, Head(embedding), Shift()], backend.device.xp
     found = once(layers, backend, xp.asarray(X))
     kind = type(xp.asarray(X))
-    sharded = fully_shard(Positions(w=ones(9)), backend)
+    sharded = fc.fully_shard(Positions(w=ones(9)), backend)
     y = sharded.layers[0].forward(xp.asarray(X))
     assert isinstance(y, kind)
     sharded.restore()
