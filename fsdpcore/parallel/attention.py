@@ -13,11 +13,13 @@ from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.checks import as_finite, as_int
+from fsdpcore.fsdp.checks import as_dtype, as_int
+from fsdpcore.fsdp.initializers import Initializer
+from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
 from fsdpcore.parallel.exchange import check_group, gather, reduce, reduce_scatter
 from fsdpcore.parallel.heads import attend, attend_backward
-from fsdpcore.parallel.weights import cut, gradient, normal
+from fsdpcore.parallel.weights import cut, gradient, spread, weight
 
 
 class ParallelAttention:
@@ -45,6 +47,8 @@ class ParallelAttention:
             sequence, ``split(T, ranks, rank)``; otherwise they are whole and equal on all ranks.
         std: standard deviation of the initial ``qkv.w``, by default 1 / sqrt(width).
         out_std: that of ``proj.w``, with the same default. Biases begin as zeros.
+        initializer, out_initializer: of ``qkv.w`` and ``proj.w`` instead: these are ``Spec`` then,
+            of which an engine makes only what this rank keeps, and the generator is not used.
         dtype: of the initial values.
 
     Raises:
@@ -61,6 +65,8 @@ class ParallelAttention:
         sequence_parallel: bool = False,
         std: float | None = None,
         out_std: float | None = None,
+        initializer: Initializer | None = None,
+        out_initializer: Initializer | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
         self.width = as_int(width, "the width of an attention", minimum=1)
@@ -79,21 +85,19 @@ class ParallelAttention:
                 "each of which needs one; choose more heads, or fewer tensor-parallel ranks"
             )
         default = 1.0 / math.sqrt(self.width)
-        self.std = default if std is None else as_finite(std, "an attention's std", minimum=0)
-        self.out_std = (
-            default if out_std is None else as_finite(out_std, "an attention's out_std", minimum=0)
-        )
-        self.dtype = np.dtype(dtype)
+        what = "ParallelAttention"
+        self.initial = spread(std, initializer, default, what)
+        self.out_initial = spread(out_std, out_initializer, default, what)
+        self.dtype = as_dtype(dtype, f"{what}: a parameter")
 
-    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard]:
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:
         """Return this rank's heads; all ranks draw the whole parameters."""
         size = self.width // self.heads
-        qkv = normal(rng, (self.width, 3, self.heads, size), self.std, self.dtype)
-        proj = normal(rng, (self.heads, size, self.width), self.out_std, self.dtype)
+        qkv, proj = (self.width, 3, self.heads, size), (self.heads, size, self.width)
         return {
-            "qkv.w": cut(qkv, 2, self.group),
-            "qkv.b": cut(np.zeros(qkv.shape[1:], self.dtype), 1, self.group),
-            "proj.w": cut(proj, 0, self.group),
+            "qkv.w": weight(rng, qkv, 2, self.group, self.initial, self.dtype),
+            "qkv.b": cut(np.zeros(qkv[1:], self.dtype), 1, self.group),
+            "proj.w": weight(rng, proj, 0, self.group, self.out_initial, self.dtype),
             "proj.b": np.zeros(self.width, self.dtype),
         }
 

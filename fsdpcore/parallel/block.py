@@ -13,6 +13,7 @@ from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.checks import as_finite, as_int
+from fsdpcore.fsdp.initializers import normal
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.attention import ParallelAttention
 from fsdpcore.parallel.mlp import ParallelMLP
@@ -42,6 +43,8 @@ class ParallelBlock:
             computed by every rank. It takes the same bytes, and less memory.
         residual_scale: what the initial values of the two matrices that end in the residual stream
             are multiplied by. With 1 / sqrt(2 * blocks) its variance does not grow with the depth.
+        deferred: matrices are ``Spec``, of the same distributions: an engine makes only what this
+            rank keeps of them, and the generator is not used.
         dtype: of the parameters.
 
     Attributes:
@@ -62,6 +65,7 @@ class ParallelBlock:
         activation: str = "gelu",
         sequence_parallel: bool = False,
         residual_scale: float = 1.0,
+        deferred: bool = False,
         dtype: DTypeLike = np.float32,
     ) -> None:
         width = as_int(width, "the width of a block", minimum=1)
@@ -69,14 +73,17 @@ class ParallelBlock:
         scale = as_finite(residual_scale, "residual_scale", minimum=0)
         self.group = group
         self.sequence_parallel = sequence_parallel
+        stds = 1.0 / math.sqrt(width), scale / math.sqrt(width), scale / math.sqrt(hidden)
+        into, mixed, active = (_initial(std, deferred) for std in stds)
         self.attention = ParallelAttention(
             width,
             heads,
             group,
             causal=causal,
             sequence_parallel=sequence_parallel,
-            out_std=scale / math.sqrt(width),
             dtype=dtype,
+            **into,
+            **prefixed("out_", mixed),
         )
         self.mlp = ParallelMLP(
             width,
@@ -84,8 +91,9 @@ class ParallelBlock:
             group,
             activation=activation,
             sequence_parallel=sequence_parallel,
-            out_std=scale / math.sqrt(hidden),
             dtype=dtype,
+            **into,
+            **prefixed("out_", active),
         )
         self.norm1, self.norm2 = (
             LayerNorm(width, group, sequence_parallel=sequence_parallel, dtype=dtype)
@@ -159,3 +167,7 @@ class ParallelBlock:
             PassTraffic(all_gather=both, reduce_scatter=both),
             PassTraffic((2 * width,) * 2, both, both),
         )
+
+
+def _initial(std: float, deferred: bool) -> dict[str, Any]:
+    return {"initializer": normal(std=std)} if deferred else {"std": std}

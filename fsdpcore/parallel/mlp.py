@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.activations import activation as activation_of
 from fsdpcore.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -36,6 +37,8 @@ class ParallelMLP:
             -2; otherwise they are whole and equal on all ranks.
         std: standard deviation of the initial ``up.w``, by default 1 / sqrt(width).
         out_std: that of ``down.w``, by default 1 / sqrt(hidden). Biases begin as zeros.
+        initializer, out_initializer: of ``up.w`` and ``down.w`` instead: these are ``Spec`` then,
+            of which an engine makes only what this rank keeps, and the generator is not used.
         dtype: of the parameters.
 
     Raises:
@@ -52,14 +55,28 @@ class ParallelMLP:
         sequence_parallel: bool = False,
         std: float | None = None,
         out_std: float | None = None,
+        initializer: Initializer | None = None,
+        out_initializer: Initializer | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
         self._activation = activation_of(activation)
         self.up = ColumnParallelLinear(
-            width, hidden, group, sequence_parallel=sequence_parallel, std=std, dtype=dtype
+            width,
+            hidden,
+            group,
+            sequence_parallel=sequence_parallel,
+            std=std,
+            initializer=initializer,
+            dtype=dtype,
         )
         self.down = RowParallelLinear(
-            hidden, width, group, sequence_parallel=sequence_parallel, std=out_std, dtype=dtype
+            hidden,
+            width,
+            group,
+            sequence_parallel=sequence_parallel,
+            std=out_std,
+            initializer=out_initializer,
+            dtype=dtype,
         )
 
     def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:

@@ -11,9 +11,11 @@ from numpy.typing import DTypeLike
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int
+from fsdpcore.fsdp.checks import as_dtype, as_int
+from fsdpcore.fsdp.initializers import Initializer
+from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, narrow, wide
-from fsdpcore.parallel.weights import gradient, normal
+from fsdpcore.parallel.weights import gradient, normal, spread
 
 
 class PositionEmbedding:
@@ -27,6 +29,7 @@ class PositionEmbedding:
         context: positions that there are.
         width: features.
         std: of the initial values; 1 / sqrt(width) by default.
+        initializer: of ``w`` instead: it is a ``Spec`` then, and the generator is not used.
         dtype: of the parameter.
 
     Raises:
@@ -39,17 +42,21 @@ class PositionEmbedding:
         width: int,
         *,
         std: float | None = None,
+        initializer: Initializer | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
         self.context = as_int(context, "PositionEmbedding: context", minimum=1)
         self.width = as_int(width, "PositionEmbedding: width", minimum=1)
         default = 1.0 / math.sqrt(self.width)
-        self.std = default if std is None else as_finite(std, "PositionEmbedding: std", minimum=0)
+        self.initial = spread(std, initializer, default, "PositionEmbedding")
         self.dtype = as_dtype(dtype, "PositionEmbedding: a parameter")
 
-    def init(self, rng: np.random.Generator) -> dict[str, Array]:
+    def init(self, rng: np.random.Generator) -> dict[str, Array | Spec]:
         """Return ``w``."""
-        return {"w": normal(rng, (self.context, self.width), self.std, self.dtype)}
+        shape = (self.context, self.width)
+        if isinstance(self.initial, Initializer):
+            return {"w": Spec(shape, self.dtype, self.initial)}
+        return {"w": normal(rng, shape, self.initial, self.dtype)}
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Add the positions.

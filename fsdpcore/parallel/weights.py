@@ -37,7 +37,7 @@ def normal(
 
 def weight(
     rng: np.random.Generator,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     axis: int,
     group: Backend,
     how: float | Initializer,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import transformer_oracle as oracle
+from support.spmd import run
 from support.tensor_parallel import (
     assert_close,
     assert_passes_equal,
@@ -52,6 +53,32 @@ def test_it_is_the_unsharded_block(world_size, along_sequence, dtype):
         along_sequence=along_sequence,
     )
     assert_passes_equal(got, wanted(), dtype)
+
+
+@pytest.mark.parametrize("along_sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_are_slopes(world_size, along_sequence):
+    """Along random directions through all parameters and the input, by central differences."""
+    go = functools.partial(
+        passes,
+        functools.partial(build, sequence_parallel=along_sequence),
+        world_size=world_size,
+        along_sequence=along_sequence,
+    )
+    params, x, dy = case(np.float64)
+    _, dx, grads = go(params, x, dy)
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        step = 1e-4
+        along = {name: rng.standard_normal(value.shape) for name, value in params.items()}
+        along_x = rng.standard_normal(x.shape)
+        ends = []
+        for h in (step, -step, 2 * step, -2 * step):
+            moved = {name: value + h * along[name] for name, value in params.items()}
+            ends.append(float(np.sum(dy * go(moved, x + h * along_x, dy)[0])))
+        slope = (8 * (ends[0] - ends[1]) - (ends[2] - ends[3])) / (12 * step)
+        found = np.sum(dx * along_x) + sum(np.sum(grads[n] * along[n]) for n in grads)
+        assert float(found) == pytest.approx(slope, rel=1e-7)
 
 
 @given(
@@ -141,3 +168,32 @@ def test_no_positions_for_other_shapes(shape):
     layer = PositionEmbedding(7, 3)
     with pytest.raises(fc.ArgumentError, match=r"\(B, T, 3\) with T at most 7"):
         layer.forward({"w": np.zeros((7, 3), np.float32)}, np.zeros(shape, np.float32))
+
+
+def deferred(backend, tensor):
+    mesh = fc.Mesh(backend, {"shard": -1, "tensor": tensor})
+    block = ParallelBlock(36, 3, 50, mesh["tensor"], residual_scale=0.5, deferred=True)
+    positions = PositionEmbedding(7, 36, initializer=fc.initializers.normal(std=2.0))
+    rng = np.random.default_rng(0)
+    units = [fc.Unit("block", block.init(rng)), fc.Unit("positions", positions.init(rng))]
+    assert rng.integers(2**32) == np.random.default_rng(0).integers(2**32)  # nothing was drawn
+    engine = fc.FSDP(units, mesh["shard"], tensor=mesh["tensor"])
+    return engine.state_dict(full=True)
+
+
+@pytest.mark.parametrize(("world_size", "tensor"), [(3, 3), (4, 2)])
+def test_deferred_values_do_not_depend_on_the_mesh(world_size, tensor):
+    (alone,) = run(deferred, transport="sim", world_size=1, args=(1,))
+    shapes = {f"block.{n}": s for n, s in oracle.block_shapes(36, 3, 50).items()}
+    assert {name: alone[name].shape for name in shapes} == shapes
+    for name, std in {
+        "block.attention.qkv.w": 1 / 6,
+        "block.attention.proj.w": 0.5 / 6,
+        "block.mlp.up.w": 1 / 6,
+        "block.mlp.down.w": 0.5 / np.sqrt(50),
+        "positions.w": 2.0,
+    }.items():
+        assert alone[name].std() == pytest.approx(std, rel=0.1)
+    for state in run(deferred, transport="sim", world_size=world_size, args=(tensor,)):
+        for name in (*shapes, "positions.w"):
+            np.testing.assert_array_equal(state[name], alone[name])
