@@ -28,13 +28,23 @@ environment to each one's share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable, Container, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 
 from fsdpcore.adapters.jax_host import Lent, has_jax_arrays, import_jax, on_host, to_numpy
-from fsdpcore.adapters.jax_passes import Backward, Ended, Forward, Pass, Taped, Untaped, Valued
+from fsdpcore.adapters.jax_passes import (
+    Backward,
+    Ended,
+    Forward,
+    Pass,
+    Taped,
+    Untaped,
+    Valued,
+    ordered,
+)
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.spec import Spec
@@ -57,7 +67,8 @@ def layer(
             are arrays, or trees of them, such as tuples. It must do the same whenever it is called:
             what is random belongs into ``x``, as a key of ``jax.random``.
         init: initial parameters by name (arrays of NumPy or JAX, or ``Spec``), or what makes them
-            from a NumPy generator.
+            from a NumPy generator. As always in an engine, an array that occurs in several layers
+            is one parameter of all of them.
         recompute: the forward pass keeps ``x`` only, and the backward pass evaluates the function
             once more. False keeps what JAX needs of the evaluation: faster, and more memory from
             one pass to the other. Parameters and ``x`` are not part of that, but what was computed
@@ -109,7 +120,7 @@ class JaxLayer:
             ArgumentError: a float64 parameter, while JAX computes with 32 bits.
             UnsupportedError: a parameter is on a GPU.
         """
-        with Lent(dict(params), compiled=self._jit) as lent:
+        with Lent(OrderedDict(params), compiled=self._jit) as lent:
             found = lent.settled(self._forward(lent.arrays, x))
         y, tape = (found, None) if self._recompute else found
         return _like(self._jax, y, x), (tape, x)
@@ -128,13 +139,11 @@ class JaxLayer:
             UnsupportedError: as ``forward``.
         """
         tape, x = saved
-        trained = {name: array for name, array in params.items() if _varies(self._jax, array)}
-        trained = {name: array for name, array in trained.items() if name in grads}
-        fixed = {name: array for name, array in params.items() if name not in trained}
+        trained, fixed = _split(self._jax, params, grads)
         kept = () if self._recompute else (tape,)
-        with Lent({"trained": trained, "fixed": fixed}, compiled=self._jit) as lent:
-            given = lent.arrays["trained"], lent.arrays["fixed"]
-            gradients, dx = lent.settled(self._backward(*kept, *given, x, dy))
+        with Lent((trained, fixed), compiled=self._jit) as lent:
+            found = self._backward(*kept, *lent.arrays, ordered(params), x, dy)
+            gradients, dx = lent.settled(found)
         for name, gradient in gradients.items():
             grads[name] = np.asarray(gradient)
         return _like(self._jax, dx, dy, x)
@@ -166,13 +175,14 @@ def loss_and_grads(
     valued = _prepared(jax, Valued(loss_fn), jit)
 
     def compute(params: Mapping[str, Mapping[str, Array]], *batch: Any) -> tuple[Any, Named]:
-        split: dict[str, Named] = {"trained": {}, "fixed": {}}
+        trained: OrderedDict[str, Any] = OrderedDict()
+        fixed: OrderedDict[str, Any] = OrderedDict()
         for unit, named in params.items():
-            split["trained"][unit] = {n: a for n, a in named.items() if _varies(jax, a)}
-            split["fixed"][unit] = {n: a for n, a in named.items() if not _varies(jax, a)}
-        with Lent(split, compiled=jit) as lent:
-            value, grads = lent.settled(valued(lent.arrays["trained"], lent.arrays["fixed"], batch))
-        found: Named = to_numpy(jax, grads)
+            trained[unit], fixed[unit] = _split(jax, named, named)
+        order = OrderedDict((unit, ordered(named)) for unit, named in params.items())
+        with Lent((trained, fixed), compiled=jit) as lent:
+            value, grads = lent.settled(valued(*lent.arrays, order, batch))
+        found: Named = {unit: dict(named) for unit, named in to_numpy(jax, grads).items()}
         return np.asarray(value)[()], found
 
     return compute
@@ -214,9 +224,16 @@ def _like(jax: Any, results: Any, *given: Any) -> Any:
     return results if has_jax_arrays(jax, given) else to_numpy(jax, results)
 
 
-def _varies(jax: Any, array: Any) -> bool:
-    """Whether it is an array with a gradient."""
-    return bool(jax.numpy.issubdtype(array.dtype, jax.numpy.inexact))
+def _split(
+    jax: Any, params: Mapping[str, Array], wanted: Container[str]
+) -> tuple[OrderedDict[str, Array], OrderedDict[str, Array]]:
+    """Return the parameters that have gradients, which are wanted, and the others."""
+    trained: OrderedDict[str, Array] = OrderedDict()
+    fixed: OrderedDict[str, Array] = OrderedDict()
+    for name, array in params.items():
+        varies = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
+        (trained if varies and name in wanted else fixed)[name] = array
+    return trained, fixed
 
 
 def _check_callable(function: object, where: str, takes: str) -> None:

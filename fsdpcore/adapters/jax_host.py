@@ -38,7 +38,7 @@ class Lent:
     """Gathered parameters as arguments for JAX, within a ``with`` block.
 
     Args:
-        params: nested dicts of NumPy arrays.
+        params: a tree of NumPy arrays.
         compiled: they are for compiled functions, which take them as they are. Otherwise they are
             made arrays of JAX, which cannot be used any more after the block.
 
@@ -50,7 +50,7 @@ class Lent:
         UnsupportedError: an array of a GPU.
     """
 
-    def __init__(self, params: dict[str, Any], *, compiled: bool) -> None:
+    def __init__(self, params: Any, *, compiled: bool) -> None:
         self._jax = import_jax()
         self.arrays: Any = params
         self._leaves = self._jax.tree_util.tree_leaves(params)

@@ -3,11 +3,15 @@
 JAX keeps what it has compiled by the function that it was given, and compares those: objects here
 are equal if they are the same pass of the same function. So all layers of one function, and all
 ranks that are threads, share what is compiled for a shape.
+
+JAX sorts what is in a dict, but not what is in an OrderedDict. So parameters come in those, and the
+user's function gets them in the order in which they are declared, compiled or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,20 +36,33 @@ class Pass:
         return hash((type(self), id(self.function)))
 
 
+def ordered(names: Iterable[str]) -> OrderedDict[str, None]:
+    """Return names as an argument that is part of what is compiled."""
+    return OrderedDict.fromkeys(names)
+
+
+def _joined(order: Iterable[str], *parts: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return what is in any of ``parts``, in order."""
+    return OrderedDict((name, next(p[name] for p in parts if name in p)) for name in order)
+
+
 class Forward(Pass):
     """The output."""
 
-    def __call__(self, params: Any, x: Any) -> Any:
-        return self.function(params, x)
+    def __call__(self, params: OrderedDict[str, Any], x: Any) -> Any:
+        return self.function(dict(params), x)
 
 
 class Backward(Pass):
     """The gradients of trained parameters and input, by evaluating the function anew."""
 
-    def __call__(self, trained: Any, fixed: Any, x: Any, dy: Any) -> Any:
+    def __call__(self, trained: Any, fixed: Any, order: Any, x: Any, dy: Any) -> Any:
         jax = import_jax()
 
-        y, pull = jax.vjp(lambda some, x: self.function({**fixed, **some}, x), trained, x)
+        def function(trained: Any, x: Any) -> Any:
+            return self.function(dict(_joined(order, trained, fixed)), x)
+
+        y, pull = jax.vjp(function, trained, x)
         gradients, dx = pull(_matching(dy, jax.tree_util.tree_map(_kind, y)))
         return gradients, _without_float0(dx)
 
@@ -53,10 +70,9 @@ class Backward(Pass):
 class Taped(Pass):
     """The output, and what its gradients need besides parameters and input."""
 
-    def __call__(self, params: Any, x: Any) -> Any:
+    def __call__(self, params: OrderedDict[str, Any], x: Any) -> Any:
         jax = import_jax()
-
-        y, pull = jax.vjp(self.function, params, x)
+        y, pull = jax.vjp(lambda params, x: self.function(dict(params), x), params, x)
         leaves, structure = jax.tree_util.tree_flatten(pull)
         # What of it is a parameter, or the input, is found by identity. It is there again in the
         # backward pass: no memory of the engine is kept, nor a copy of it.
@@ -70,8 +86,8 @@ class Taped(Pass):
 class Untaped(Pass):
     """The gradients, from what ``Taped`` has kept."""
 
-    def __call__(self, tape: Any, trained: Any, fixed: Any, x: Any, dy: Any) -> Any:
-        gradients, dx = tape(({**fixed, **trained}, x), dy)
+    def __call__(self, tape: Any, trained: Any, fixed: Any, order: Any, x: Any, dy: Any) -> Any:
+        gradients, dx = tape((_joined(order, trained, fixed), x), dy)
         return {name: gradients[name] for name in trained}, _without_float0(dx)
 
 
@@ -103,13 +119,12 @@ class _Pull:
     kinds: tuple[_Kind, ...]
 
     def __call__(self, *kept_inputs_dy: Any) -> Any:
-        jax = import_jax()
-
         *kept, inputs, dy = kept_inputs_dy
-        given, own = jax.tree_util.tree_leaves(inputs), iter(kept)
+        tree = import_jax().tree_util
+        given, own = tree.tree_leaves(inputs), iter(kept)
         leaves = [next(own) if at is None else given[at] for at in self.sources]
-        pull = jax.tree_util.tree_unflatten(self.structure, leaves)
-        return pull(_matching(dy, jax.tree_util.tree_unflatten(self.outputs, self.kinds)))
+        pull = tree.tree_unflatten(self.structure, leaves)
+        return pull(_matching(dy, tree.tree_unflatten(self.outputs, self.kinds)))
 
 
 class Valued(Pass):
@@ -118,26 +133,25 @@ class Valued(Pass):
     The function is called with parameters by unit and name, and the batch.
     """
 
-    def __call__(self, trained: Any, fixed: Any, batch: Any) -> Any:
-        jax = import_jax()
-
+    def __call__(self, trained: Any, fixed: Any, order: Any, batch: Any) -> Any:
         def function(trained: Any) -> Any:
-            params = {unit: {**fixed[unit], **trained[unit]} for unit in fixed}
+            params = {
+                unit: dict(_joined(names, trained[unit], fixed[unit]))
+                for unit, names in order.items()
+            }
             return number(self.function(params, *batch))
 
-        return jax.value_and_grad(function)(trained)
+        return import_jax().value_and_grad(function)(trained)
 
 
 class Ended(Pass):
     """A loss and its gradient with respect to the output of a model."""
 
     def __call__(self, y: Any, targets: Any) -> Any:
-        jax = import_jax()
-
         def function(y: Any) -> Any:
             return number(self.function(y, *targets))
 
-        value, dy = jax.value_and_grad(function, allow_int=True)(y)
+        value, dy = import_jax().value_and_grad(function, allow_int=True)(y)
         return value, _without_float0(dy)
 
 

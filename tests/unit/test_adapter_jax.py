@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from support.jax_bits import with_64_bits
 
 import fsdpcore as fc
 from fsdpcore.adapters import jax as adapter
@@ -31,12 +31,6 @@ WAYS = {
 }
 each_way = pytest.mark.parametrize("how", list(WAYS.values()), ids=list(WAYS))
 compiled = pytest.mark.parametrize("how", [{}, {"recompute": False}], ids=["anew", "record"])
-
-
-def with_64_bits():
-    """Have JAX compute with 64 bits on this thread; where that is depends on the version."""
-    module = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
-    return module.enable_x64(True)
 
 
 def arrays(dtype=np.float32, **shapes):
@@ -153,6 +147,34 @@ def test_what_is_frozen_or_of_integers_gets_no_gradient(how):
     np.add.at(want, x, dy[:, [1, 2, 0]])
     assert_allclose(grads["table"], want, rtol=1e-6)
     assert_array_equal(y, look_up(params, x))
+
+
+@each_way
+def test_functions_see_parameters_in_the_order_of_their_declaration(how):
+    """Of themselves, dicts that are passed to what JAX has compiled are sorted."""
+    seen = []
+
+    def product(params, x):
+        seen.append(list(params))
+        return x * params["a"] * params["c"] * params["b"]
+
+    params = arrays(c=(2,), a=(2,), b=(2,))
+    x = np.ones(2, np.float32)
+    grads = {"a": np.zeros(2, np.float32), "c": np.zeros(2, np.float32)}
+    _, dx = passes(adapter.layer(product, {}, **how), params, x, x, grads)
+    assert seen
+    assert_allclose(dx, np.prod(list(params.values()), axis=0), rtol=1e-6)
+    assert_allclose(grads["c"], params["a"] * params["b"], rtol=1e-6)
+
+    def units(whole):
+        seen.append([name for named in whole.values() for name in named])
+        return sum(jnp.sum(array) for named in whole.values() for array in named.values())
+
+    jit = how.get("jit", True)
+    whole = {"z": {"c": params["c"], "a": params["a"]}, "y": {"b": params["b"]}}
+    _, found = adapter.loss_and_grads(units, jit=jit)(whole)
+    assert list(found) == ["z", "y"]
+    assert [names for names in seen if names != ["c", "a", "b"]] == []
 
 
 class Two(NamedTuple):

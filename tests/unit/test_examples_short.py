@@ -9,10 +9,11 @@ from pathlib import Path
 import digits_logistic
 import layers_fully_shard
 import mlp_autograd
+import mlp_jax
 import pytest
 from support.spmd import run
 
-EXAMPLES = [digits_logistic, layers_fully_shard, mlp_autograd]
+EXAMPLES = [digits_logistic, layers_fully_shard, mlp_autograd, mlp_jax]
 each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda module: module.__name__)
 
 
