@@ -99,16 +99,16 @@ class Found:
     Attributes:
         name: the way to it, from the object that was searched: ``"attention.q.w"``.
         place: where it is.
-        value: the array or ``Spec``.
+        value: the array, the box of one, or the ``Spec``.
     """
 
     name: str
     place: Place
-    value: Array | Spec
+    value: Array | BoxShard | Spec
 
 
 def arrays_of(root: object, ignored: Callable[[str], bool]) -> list[Found]:
-    """Return the float32 and float64 arrays, and the Specs, in an object's attributes.
+    """Return the float32 and float64 arrays, boxes of such, and Specs in an object's attributes.
 
     In order: attributes as they were first set (those of ``__slots__`` by class), and in each that
     is an object with attributes, a dict, a list or a namespace, what is in that. Objects of the
@@ -145,13 +145,8 @@ class _Search:
     def _of_value(self, value: Any, name: str, place: Place) -> Iterator[Found]:
         if self._ignored(name):
             return
-        if isinstance(value, BoxShard):
-            raise ArgumentError(
-                f"{name} is a box of a whole parameter, which fully_shard does not take; make the "
-                "unit of this layer with fc.Unit, or name it in ignored="
-            )
-        if isinstance(value, Spec) or is_parameter(value):
-            _check_array(name, value)
+        if isinstance(value, Spec) or is_parameter(array_of(value)):
+            _check_array(name, array_of(value))
             yield Found(name, place, value)
         elif id(value) in self._seen:
             return
@@ -237,6 +232,11 @@ def remove(owner: object, name: str, slot: Any) -> None:
         del vars(owner)[name]
     else:
         slot.__delete__(owner)
+
+
+def array_of(value: Any) -> Any:
+    """Return the array that a rank computes with, if ``value`` is a box of a whole one."""
+    return value.array if isinstance(value, BoxShard) else value
 
 
 def is_parameter(value: object) -> bool:

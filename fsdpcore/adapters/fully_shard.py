@@ -34,13 +34,13 @@ def fully_shard(
 ) -> ShardedLayers:
     """Shard the parameters that objects have in their attributes; a collective.
 
-    Parameters are the float32 and float64 arrays of NumPy (and deferred ones: ``Spec``) in the
-    attributes of each layer, and of the objects, dicts, lists and namespaces below. They are taken
-    out: the engine has them, and a layer finds its own, read-only, whenever its ``forward`` or
-    ``backward`` is called, inside of a step of the engine. Layers get a class that is derived from
-    their own. Everything else in their attributes stays as it is, on every rank. What earlier
-    passes have left there (``self.x``) would count as parameters: shard layers before they are
-    used, or name it in ``ignored``. ::
+    Parameters are the float32 and float64 arrays of NumPy in the attributes of each layer, and of
+    the objects, dicts, lists and namespaces below; also deferred ones (``Spec``), and with
+    ``tensor=`` boxes of whole ones (``BoxShard``). They are taken out: the engine has them, and a
+    layer finds its own, read-only, whenever its ``forward`` or ``backward`` is called inside of a
+    step of the engine. Layers get a class that is derived from their own. Everything else in their
+    attributes stays as it is, on every rank. What earlier passes have left there (``self.x``) would
+    count as parameters: shard layers before they are used, or name it in ``ignored``. ::
 
         layers = [Dense(64, 100), Relu(), Dense(100, 10)]
         sharded = fc.fully_shard(layers, backend, optimizer=fc.optim.AdamW(1e-3))
@@ -171,7 +171,8 @@ class ShardedLayers:
     def restore(self) -> None:
         """Give the layers their parameters back, whole, and their own class; a collective.
 
-        The arrays are new, of NumPy, writable, and at full precision. The engine has its own still,
+        The arrays are new, of NumPy, writable, and at full precision: where an attribute had a box
+        of an array (``BoxShard``), that box. The engine has its own still,
         for who wants to save it; the layers have nothing to do with it any more.
 
         Raises:
@@ -179,11 +180,14 @@ class ShardedLayers:
         """
         self._check("restore()")
         arrays: dict[str, Array] = {}
-        for unit in self.engine.units:
-            names = [f"{unit.name}.{name}" for name in unit.names if name not in unit.ties]
-            with self.engine.full_params(unit=unit, names=map(glob.escape, names)) as params:
-                to_host = self.engine.device.to_host
-                arrays.update({name: np.array(to_host(params[name])) for name in params})
+        for each in self._units:
+            names = [name for name in each.parameters if name not in each.unit.ties]
+            patterns = [glob.escape(f"{each.name}.{name}") for name in names]
+            with self.engine.full_params(unit=each.unit, names=patterns) as params:
+                for name in names:
+                    whole, box = params[f"{each.name}.{name}"], each.parameters[name].box
+                    own = whole if box is None else whole[box.slices]
+                    arrays[f"{each.name}.{name}"] = np.array(self.engine.device.to_host(own))
         self._restored = True
         for owner, kind, _ in self._classes:
             change_class(owner, kind)

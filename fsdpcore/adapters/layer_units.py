@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.attributes import Found, Place, arrays_of, slots_of
+from fsdpcore.adapters.attributes import Found, Place, array_of, arrays_of, slots_of
 from fsdpcore.adapters.gradient_attributes import Convention, GradientOf, GradientPlace
 from fsdpcore.adapters.guards import Placeholder
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.unit import Unit
 
 
@@ -26,8 +27,9 @@ class Parameter:
     Attributes:
         place: where it is, while it is gathered.
         label: ``unit.param`` of its first unit.
-        shape: of the whole array.
+        shape: of the array.
         dtype: of it.
+        box: where it lies in a whole one, for tensor parallelism; None if it is whole.
         shown: the gathered array that is there now.
     """
 
@@ -35,6 +37,7 @@ class Parameter:
     label: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    box: ArrayBox | None = None
     shown: Array | None = None
 
     @property
@@ -199,9 +202,10 @@ def _layer_unit(
 ) -> LayerUnit:
     parameters, gradients = {}, {}
     for each in found:
-        value, label = each.value, f"{name}.{each.name}"
+        local, label = array_of(each.value), f"{name}.{each.name}"
+        box = getattr(each.value, "box", None)
         parameters[each.name] = by_place.setdefault(
-            each.place.key, Parameter(each.place, label, tuple(value.shape), value.dtype)
+            each.place.key, Parameter(each.place, label, tuple(local.shape), local.dtype, box)
         )
         if isinstance(convention, Convention):
             gradients[each.name] = GradientPlace(convention.place(each.place), label)

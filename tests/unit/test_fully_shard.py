@@ -389,3 +389,69 @@ def test_parameters_come_in_the_dtype_of_computation(strategy):
         return dx.dtype, layers[0].w.dtype, layers[2].scales[0].dtype, np.isfinite(loss)
 
     assert launch(body, 2) == [(np.float16, np.float32, np.float32, True)] * 2
+
+
+class Parallel:
+    """Two matrices, by columns and by rows, over the ranks of a group."""
+
+    def __init__(self, group, rng):
+        own = np.array_split(np.arange(9), group.world_size)[group.rank]
+        up = rng.standard_normal((5, 9)).astype(np.float32)
+        self.group = group
+        self.up = fc.BoxShard(up.shape, (0, int(own[0])), up[:, own])
+        self.down = fc.Spec((9, 3), init=fc.initializers.normal(std=0.3))[own[0] : own[-1] + 1]
+        self.b = np.zeros(3, np.float32)
+
+    def forward(self, x):
+        self.x, self.h = x, np.tanh(x @ self.up)
+        return fc.all_reduce(self.h @ self.down, self.group) + self.b
+
+    def backward(self, dy):
+        dh = (dy @ self.down.T) * (1 - self.h**2)
+        self.dup, self.ddown, self.db = self.x.T @ dh, self.h.T @ dy, dy.sum(axis=0)
+        return fc.all_reduce(dh @ self.up.T, self.group)
+
+
+def test_boxes_of_tensor_parallel_layers_train_as_whole_arrays():
+    def body(backend, tensor):
+        mesh = fc.Mesh(backend, {"shard": backend.world_size // tensor, "tensor": tensor})
+        group = mesh["tensor"]
+        layer = Parallel(group, np.random.default_rng(0))
+        sharded = fc.fully_shard(layer, mesh["shard"], optimizer=sgd(), tensor=group, seed=3)
+        rows = rows_of(mesh["shard"])
+        for number in range(STEPS):
+            x, wanted = plain_layers.batch(number)
+            with sharded.step(divisor=plain_layers.BATCH) as step:
+                plain_layers.run([layer], x[rows], wanted[rows])
+                step.update(clip=0.7)
+        with sharded.engine.full_params() as whole:
+            found = {name: array.copy() for name, array in whole.items()}
+        sharded.restore()
+        return found, layer.up.shape, layer.down.shape, layer.b.shape
+
+    ((wanted, *shapes),) = launch(lambda backend: body(backend, 1), 1)
+    assert shapes == [(5, 9), (9, 3), (3,)]
+    for rank, (found, *shapes) in enumerate(launch(lambda backend: body(backend, 2), 4)):
+        assert shapes == [(5, 5 - rank % 2), (5 - rank % 2, 3), (3,)]
+        for name in wanted:
+            assert_allclose(found[name], wanted[name], **ROUNDING, err_msg=name)
+
+
+def test_gradients_of_microbatches_are_reduced_together():
+    def body(backend):
+        layers, plain = plain_layers.model(), plain_layers.model()
+        sharded = fc.fully_shard(layers, backend, optimizer=sgd())
+        x, wanted = plain_layers.batch(0)
+        first, second = np.array_split(rows_of(backend), 2)
+        with sharded.step(divisor=plain_layers.BATCH) as step:
+            with step.no_sync():
+                plain_layers.run(layers, x[first], wanted[first])
+            plain_layers.run(layers, x[second], wanted[second])
+            assert sharded.engine.stats.reductions == 3
+            step.update()
+        plain_layers.plain(plain, 1)
+        with sharded.gathered():
+            assert_allclose(layers[0].w, plain[0].w, **ROUNDING)
+            assert_allclose(layers[2].scales[1], plain[2].scales[1], **ROUNDING)
+
+    launch(body, 2)

@@ -640,7 +640,7 @@ BAD = {
     "frozen": (lambda: Layer(w=ones(1)), {"frozen": ["w", "v"]}, "frozen='v' matches nothing"),
     "tuple": (lambda: Layer(w=(ones(1), 2)), {}, r"w\.0 is an array in a tuple"),
     "matrix": (lambda: Layer(w=np.asmatrix(ones(2, 2))), {}, "w is a matrix, of which only"),
-    "box": (lambda: Layer(w=fc.BoxShard((4,), (0,), ones(2))), {}, "w is a box of a whole param"),
+    "box": (lambda: Layer(w=fc.BoxShard((4,), (0,), ones(2))), {}, "tensor"),
     "grads": (lambda: Layer(w=ones(1)), {"grads": "d{}{}"}, "says not where gradients are"),
     "no grads": (lambda: Layer(w=ones(1)), {"grads": "{}"}, "says not where gradients are"),
     "same place": (Same, {"grads": "grads"}, r"u?0?\.?a\.w and .*b\.w would leave their gradients"),
