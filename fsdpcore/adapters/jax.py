@@ -22,8 +22,8 @@ results, read-only, in JAX's memory; if any of them is JAX's, results are. All i
 returns: nothing is computed in the background.
 
 JAX has threads of its own, as many as the process may use cores, which ``blas_threads`` does not
-limit. Where several ranks are processes of one host, set ``NPROC`` (in JAX's own terms) in the
-environment to each one's share.
+limit. Where several ranks are processes of one host, give each its share of the cores by ``NPROC``
+in the environment, which JAX reads when it starts.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def loss_and_grads(
     Args:
         loss_fn: ``loss_fn(params, *batch)`` returns a number; ``params[unit][name]`` are arrays, in
             dicts. What it is summed or averaged over has to go with the ``divisor`` of the step.
-            Its batch may be anything that ``jax.jit`` takes.
+            Its batch may be anything that ``jax.jit`` takes. Which parameters are frozen it cannot
+            know: where many are, ``layer`` saves the computation of their gradients.
         jit: compile.
 
     Returns:

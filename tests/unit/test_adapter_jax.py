@@ -377,6 +377,23 @@ def test_a_parameter_that_a_function_has_kept_cannot_be_read_later():
         kept[1].sum()
 
 
+def test_where_jax_has_found_a_gpu_it_computes_on_the_host_nevertheless(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    devices = []
+
+    def look(params, x):
+        devices.append(jax.config.jax_default_device)
+        return x * params["w"]
+
+    x = np.ones(2, np.float32)
+    params = {"w": x}
+    passes(adapter.layer(look, {}), params, x, x, zeros_like(params))
+    adapter.loss(lambda y: jnp.sum(look(params, y)))(x)
+    adapter.loss_and_grads(lambda params: jnp.sum(look(params["a"], x)))({"a": params})
+    assert [device.platform for device in devices] == ["cpu"] * 4
+    assert jax.config.jax_default_device is None
+
+
 # Compiling.
 
 

@@ -285,7 +285,8 @@ def test_layers_of_jax_and_of_numpy_follow_each_other():
 
     def body(backend):
         start = initial(np.float32)["mix0"]
-        stack = fc.LayerStack([("a", Double()), ("b", adapter.layer(mix, start)), ("c", Double())])
+        chain = fc.Chain([("mix", adapter.layer(mix, start)), ("double", Double())])
+        stack = fc.LayerStack([("a", Double()), ("b", chain)])
         engine = fc.FSDP(
             stack.units(np.random.default_rng(0)), backend, optimizer=fc.optim.SGD(lr=1.0)
         )
@@ -298,7 +299,7 @@ def test_layers_of_jax_and_of_numpy_follow_each_other():
         d_params, want_dx = vjp(np.ones_like(y))
         assert_allclose(y, want, atol=1e-6)
         assert_allclose(dx, want_dx, atol=1e-5)
-        assert_allclose(values_of(engine)["b"]["w"], start["w"] - d_params["w"], atol=1e-5)
+        assert_allclose(values_of(engine)["b"]["mix.w"], start["w"] - d_params["w"], atol=1e-5)
 
     launch(body, 2)
 
