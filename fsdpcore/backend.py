@@ -26,6 +26,7 @@ from fsdpcore.buffers import (
     check_shape,
     dtype_code,
     input_array,
+    lined_up,
     pack_signature,
 )
 from fsdpcore.device import HOST, Device
@@ -487,9 +488,9 @@ class Backend(ABC):
             return self.device.empty(sizes, dtype)
         # Once a call has failed, others may still write to arrays that they were lent.
         if root.memory is None or root.world_size == 1 or root.failure is not None:
-            return np.empty(sizes, dtype)
+            return lined_up(sizes, dtype)
         made = root.memory.empty(math.prod(sizes) * np.dtype(dtype).itemsize)
-        return np.empty(sizes, dtype) if made is None else made.view(dtype).reshape(sizes)
+        return lined_up(sizes, dtype) if made is None else made.view(dtype).reshape(sizes)
 
     def shared_window(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         """Return one array of zeros that all ranks of this group on a host see.

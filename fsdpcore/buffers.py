@@ -39,6 +39,9 @@ DTYPES: tuple[np.dtype[Any], ...] = (
     np.dtype(np.float64),
     np.dtype(np.complex64),
 )
+CACHE_LINE = 64
+"""Bytes."""
+
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -177,3 +180,15 @@ def bounds_of(sizes: Sequence[int], scale: int = 1) -> list[int]:
 def row_size(shape: tuple[int, ...]) -> int:
     """Elements in one row, that is one index of axis 0, of an array of ``shape``."""
     return math.prod(shape[1:])
+
+
+def lined_up(shape: tuple[int, ...], dtype: DTypeLike, *, zeros: bool = False) -> Array:
+    """Return a new array of the host that begins at a cache line; NumPy's begin anywhere.
+
+    Vector instructions are faster there, and JAX takes no other memory without copying it. Its
+    contents are undefined, unless they are ``zeros``.
+    """
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = (np.zeros if zeros else np.empty)(nbytes + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return memory[start : start + nbytes].view(dtype).reshape(shape)

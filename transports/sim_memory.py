@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fsdpcore.buffers import Array, Bytes
+from fsdpcore.buffers import Array, Bytes, lined_up
 from fsdpcore.collectives.area import Area
 from fsdpcore.collectives.thread_area import Meeting, ThreadArea
 
@@ -34,7 +34,7 @@ class _Window:
     def __init__(self, world: World, nbytes: int) -> None:
         self.number = next(world.numbers)
         self._world = world
-        self._memory = world.made[self.number] = np.zeros(nbytes, np.uint8)
+        self._memory = world.made[self.number] = lined_up((nbytes,), np.uint8, zeros=True)
 
     def bytes(self, offset: int, nbytes: int) -> Bytes:
         return self._memory[offset : offset + nbytes]

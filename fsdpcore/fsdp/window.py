@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
+from fsdpcore.buffers import CACHE_LINE, Array, lined_up
 from fsdpcore.errors import UnsupportedError
 from fsdpcore.fsdp.layout import FlatLayout
 
 _LOG = logging.getLogger("fsdpcore")
-
-_LINE = 64  # bytes; each unit begins at a cache line
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,11 @@ def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> Window | Non
     if len(set(backend.hosts)) > 1 or not backend.device.on_host:
         return None
     sizes = [layout.padded_size * layout.dtype.itemsize for layout in layouts]
-    bounds = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
+    bounds = [0, *itertools.accumulate(-(-size // CACHE_LINE) * CACHE_LINE for size in sizes)]
     if not bounds[-1]:
         return None
     if backend.world_size == 1:
-        memory: Array = np.zeros(bounds[-1], np.uint8)
+        memory: Array = lined_up((bounds[-1],), np.uint8, zeros=True)
     else:
         try:
             memory = backend.shared_window((bounds[-1],), np.uint8)

@@ -8,7 +8,9 @@ import pytest
 from support import oracle
 from support.arrays import LAYOUTS, array_of, check_same
 
+import fsdpcore as fc
 from fsdpcore.buffers import (
+    BFLOAT16,
     DTYPES,
     bounds_of,
     byte_view,
@@ -155,3 +157,13 @@ def test_an_array_of_a_gpu_is_refused_with_a_way_out() -> None:
         input_array(_OnGpu())
     with pytest.raises(ArgumentError, match=r"as the input is; got .*_OnGpu"):
         check_out(_OnGpu(), (3,), np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (100, 7)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, BFLOAT16, np.complex64])
+def test_arrays_of_a_backend_begin_at_a_cache_line(shape, dtype):
+    for array in fc.launch(lambda backend: backend.empty(shape, dtype), world_size=2):
+        assert (array.shape, array.dtype) == (shape, dtype)
+        assert not array.size or array.ctypes.data % 64 == 0
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
