@@ -1,8 +1,9 @@
 """Scaled dot-product attention over some heads, and its derivative; no parameters, no ranks.
 
 Shapes: B sequences, T positions, H heads of d features each. Arrays are NumPy's or CuPy's. With 16
-bits, matrix products and what is kept for the derivative have these; scores, their exponentials and
-sums are computed in float32.
+bits, what is kept for the derivative and what is returned have these; all between is computed in
+float32, scores above all: rounded to bfloat16, one of 50 would be off by 1/8, and its exponential
+by as much.
 """
 
 from __future__ import annotations
@@ -44,19 +45,18 @@ def attend(qkv: Array, *, causal: bool) -> Attended:
     xp = array_module(qkv)
     query, key, value = _split(qkv)
     query *= 1.0 / math.sqrt(qkv.shape[-1])
-    weights = wide(matmul(query, key.swapaxes(-1, -2)))
+    weights = matmul(wide(query), wide(key).swapaxes(-1, -2))
     if causal:
         weights += _unseen(xp, qkv.shape[1], weights.dtype)
     weights -= weights.max(axis=-1, keepdims=True)  # so that no exponential overflows
     xp.exp(weights, out=weights)
     total = row_sum(weights)
-    weights = narrow(weights, qkv.dtype)
 
     mixed = xp.empty((*qkv.shape[:2], *qkv.shape[3:]), qkv.dtype)
-    out = mixed.swapaxes(1, 2)
-    matmul(weights, value, out=out)
-    out /= total
-    return Attended(qkv, weights, total, mixed)
+    sums = matmul(weights, wide(value))
+    sums /= total  # before it is rounded: float16 may not hold a sum of many values
+    mixed.swapaxes(1, 2)[...] = sums
+    return Attended(qkv, narrow(weights, qkv.dtype), total, mixed)
 
 
 def attend_backward(saved: Attended, dmixed: Array) -> Array:
@@ -67,18 +67,18 @@ def attend_backward(saved: Attended, dmixed: Array) -> Array:
     """
     qkv, weights, total, mixed = saved
     query, key, value = _split(qkv)
-    dout = narrow(dmixed.swapaxes(1, 2) / total, qkv.dtype)
+    dout = dmixed.swapaxes(1, 2) / total
     dqkv: Array = array_module(qkv).empty_like(qkv)
     dquery, dkey, dvalue = _split(dqkv)
 
-    matmul(weights.swapaxes(-1, -2), dout, out=dvalue)
-    dscores = wide(matmul(dout, value.swapaxes(-1, -2)))
+    matmul(wide(weights).swapaxes(-1, -2), dout, out=dvalue)
+    dscores = matmul(dout, wide(value).swapaxes(-1, -2))
     dscores -= row_dot(dout, mixed.swapaxes(1, 2))
     dscores *= weights
-    dscores = narrow(dscores, qkv.dtype)
-    matmul(dscores, key, out=dquery)
-    dquery *= 1.0 / math.sqrt(qkv.shape[-1])
-    matmul(dscores.swapaxes(-1, -2), query, out=dkey)
+    found = matmul(dscores, wide(key))
+    found *= 1.0 / math.sqrt(qkv.shape[-1])
+    dquery[...] = found
+    matmul(dscores.swapaxes(-1, -2), wide(query), out=dkey)
     return dqkv
 
 

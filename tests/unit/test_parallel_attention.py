@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 
+import autograd
+import autograd.numpy as anp
+import ml_dtypes
 import numpy as np
 import pytest
 from support import transformer_oracle as oracle
@@ -17,6 +20,7 @@ from support.tensor_parallel import (
 
 import fsdpcore as fc
 from fsdpcore.parallel.attention import ParallelAttention
+from fsdpcore.parallel.heads import attend, attend_backward
 
 WIDTH, HEADS, BATCH, LENGTH = 15, 5, 2, 7
 
@@ -88,6 +92,51 @@ def test_large_scores_do_not_overflow():
         params[name] = params[name] * np.float32(1e3)
     y, dx, grads = passes(build, params, x, dy, 2)
     assert all(np.isfinite(array).all() for array in (y, dx, *grads.values()))
+
+
+def softmax_of_positions(qkv):
+    query, key, value = (qkv[:, :, i] for i in range(3))
+    scores = anp.einsum("bthd,bshd->bhts", query, key) / anp.sqrt(qkv.shape[-1])
+    scores = scores - anp.max(scores, axis=-1, keepdims=True)
+    weights = anp.exp(scores) / anp.sum(anp.exp(scores), axis=-1, keepdims=True)
+    return anp.einsum("bhts,bshd->bthd", weights, value)
+
+
+def check_heads(qkv):
+    """The result is rounded once, by half an eps; scores and sums are not rounded to 16 bits.
+
+    In the gradient are weights and results that were, and dot products of rows of 16 of these.
+    (d is a power of 4 here, so that scaling the queries rounds nothing.)
+    """
+    dtype, exact = qkv.dtype, qkv.astype(np.float64)
+    dout = np.random.default_rng(2).standard_normal((*qkv.shape[:2], *qkv.shape[3:])).astype(dtype)
+    back, wanted = autograd.make_vjp(softmax_of_positions)(exact)
+    saved = attend(qkv.copy(), causal=False)
+    gradient = attend_backward(saved, dout)
+    assert saved.mixed.dtype == gradient.dtype == dtype
+    gradients = gradient, back(dout.astype(np.float64))
+    for got, right, roundings in ((saved.mixed, wanted, 0.51), (*gradients, 4)):
+        error = np.abs(got.astype(np.float64) - right).max()
+        assert error <= roundings * float(ml_dtypes.finfo(dtype).eps) * np.abs(right).max()
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_scores_of_sixteen_bits_are_in_float32(dtype):
+    """In bfloat16 a score of 50 is off by up to 1/8, and its exponential as much."""
+    qkv = 4.0 * np.random.default_rng(1).standard_normal((2, 8, 3, 2, 16))
+    scores = np.einsum("bthd,bshd->bhts", qkv[:, :, 0], qkv[:, :, 1]) / 4
+    assert np.abs(scores).max() > 50
+    check_heads(qkv.astype(dtype))
+
+
+def test_scores_and_sums_may_be_larger_than_float16_holds():
+    qkv = np.random.default_rng(1).standard_normal((1, 8, 3, 2, 16))
+    qkv[:, :, :2] *= 300.0
+    assert np.einsum("bthd,bshd->bhts", qkv[:, :, 0], qkv[:, :, 1]).max() / 4 > 65504
+    check_heads(qkv.astype(np.float16))
+    alike = np.zeros((1, 128, 3, 1, 4), np.float16)
+    alike[:, :, 2] = 1000.0  # 128 of them are added up before they are divided by 128
+    check_heads(alike)
 
 
 def test_initial_values_do_not_depend_on_the_number_of_ranks():
