@@ -64,6 +64,14 @@ def test_checkpoints_know_nothing_of_the_engine():
     assert known <= allowed
 
 
+def test_the_build_has_every_package():
+    text = Path(fsdpcore.__file__).parents[1].joinpath("pyproject.toml").read_text()
+    (listed,) = re.findall(r"^packages = \[$(.*?)^\]$", text, re.MULTILINE | re.DOTALL)
+    modules = pkgutil.walk_packages(fsdpcore.__path__, "fsdpcore.")
+    there = {"fsdpcore", "fsdpcore.transports", *(each.name for each in modules if each.ispkg)}
+    assert set(re.findall(r'"(.+)"', listed)) == there
+
+
 def test_a_transport_is_imported_when_it_is_used():
     statement = (
         "import fsdpcore; fsdpcore.registry.load('zmq'); import sys; print('zmq' in sys.modules)"
@@ -74,7 +82,8 @@ def test_a_transport_is_imported_when_it_is_used():
 
 def test_engine_and_checkpoints_are_imported_when_they_are_used():
     statement = (
-        "import fsdpcore.cli, fsdpcore as fc, sys; names = ('fsdpcore.fsdp', 'fsdpcore.checkpoint');"
+        "import fsdpcore.cli, fsdpcore as fc, sys;"
+        "names = ('fsdpcore.fsdp', 'fsdpcore.checkpoint');"
         "print([name in sys.modules for name in names]);"
         "fc.FSDP, fc.checkpoint.save; print([name in sys.modules for name in names])"
     )

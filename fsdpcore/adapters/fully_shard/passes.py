@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-from fsdpcore.adapters.attributes import attributes
-from fsdpcore.adapters.gradient_attributes import GradientOf
-from fsdpcore.adapters.layer_units import LayerUnit, Parameter
+from fsdpcore.adapters.fully_shard.attributes import attributes
+from fsdpcore.adapters.fully_shard.gradients import GradientOf
+from fsdpcore.adapters.fully_shard.units import LayerUnit, Parameter
 from fsdpcore.array_module import array_module
 from fsdpcore.buffers import Array
 from fsdpcore.errors import StateError

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from fsdpcore.adapters.attributes import MARK, MISSING, remove, slot_of, store, stored
+from fsdpcore.adapters.fully_shard.attributes import MARK, MISSING, remove, slot_of, store, stored
 from fsdpcore.errors import ArgumentError, StateError
 
 # What to do instead of calling a method, given the call without its arguments left to pass.

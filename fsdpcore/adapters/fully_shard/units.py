@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.attributes import Found, Place, array_of, arrays_of, slots_of
-from fsdpcore.adapters.gradient_attributes import Convention, GradientOf, GradientPlace
-from fsdpcore.adapters.guards import Placeholder
+from fsdpcore.adapters.fully_shard.attributes import Found, Place, array_of, arrays_of, slots_of
+from fsdpcore.adapters.fully_shard.gradients import Convention, GradientOf, GradientPlace
+from fsdpcore.adapters.fully_shard.guards import Placeholder
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.boxes import ArrayBox

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.gradient_attributes import GradientOf
-from fsdpcore.adapters.guards import Guard, change_class, guarded_class
-from fsdpcore.adapters.layer_passes import LayerPasses
-from fsdpcore.adapters.layer_units import LayerUnit, Patterns, layer_units
+from fsdpcore.adapters.fully_shard.gradients import GradientOf
+from fsdpcore.adapters.fully_shard.guards import Guard, change_class, guarded_class
+from fsdpcore.adapters.fully_shard.passes import LayerPasses
+from fsdpcore.adapters.fully_shard.units import LayerUnit, Patterns, layer_units
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError

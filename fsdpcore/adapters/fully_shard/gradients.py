@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.attributes import MISSING, Found, Place, is_parameter
-from fsdpcore.adapters.guards import Placeholder
+from fsdpcore.adapters.fully_shard.attributes import MISSING, Found, Place, is_parameter
+from fsdpcore.adapters.fully_shard.guards import Placeholder
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 
