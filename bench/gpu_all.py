@@ -37,7 +37,7 @@ _MARK = "GPU_ALL_STEP"  # a name that starts like ours would be taken for a sett
 # Each with its share of the time.
 TESTS = {
     ("test_collectives", "test_streams"): 0.14,
-    ("test_gpt", "test_engine", "test_optimizers", "test_checkpoints"): 0.19,
+    ("test_gpt", "test_engine", "test_parallel", "test_optimizers", "test_checkpoints"): 0.19,
     ("test_failures", "test_several_ranks"): 0.17,
 }
 STEPS = ("probes", "tests", "bench")
