@@ -197,8 +197,8 @@ def test_one_array_is_one_box():
 
 GROUPS = {
     "no group": (lambda backend: 2, "tensor must be the group of ranks"),
-    "the same ranks": (lambda backend: backend, "with rank 0 alone in both"),
-    "others of them": (lambda backend: backend.sub([0, 1]), "with rank 0 alone in both"),
+    "the same ranks": (lambda backend: backend, "alone in both: take two axes of one mesh"),
+    "others of them": (lambda backend: backend.sub([0, 1]), "alone in both: take two axes of one mesh"),
 }
 
 
