@@ -23,7 +23,7 @@ an engine made with ``tensor=`` that group shards those over the data-parallel r
 from fsdpcore.parallel.attention import ParallelAttention
 from fsdpcore.parallel.block import ParallelBlock
 from fsdpcore.parallel.embedding import VocabParallelEmbedding
-from fsdpcore.parallel.exchange import gather, own, reduce, reduce_scatter
+from fsdpcore.parallel.exchange import all_gather, all_reduce, local_part, reduce_scatter
 from fsdpcore.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from fsdpcore.parallel.loss import cross_entropy
 from fsdpcore.parallel.mlp import ParallelMLP
@@ -49,12 +49,12 @@ __all__ = [
     "ScatterSequence",
     "Scope",
     "VocabParallelEmbedding",
+    "all_gather",
+    "all_reduce",
     "bounds",
     "cross_entropy",
-    "gather",
-    "own",
+    "local_part",
     "prefixed",
-    "reduce",
     "reduce_scatter",
     "split",
 ]

@@ -17,7 +17,7 @@ from fsdpcore.fsdp.checks import as_dtype, as_int
 from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
-from fsdpcore.parallel.exchange import check_group, gather, reduce, reduce_scatter
+from fsdpcore.parallel.exchange import all_gather, all_reduce, check_group, reduce_scatter
 from fsdpcore.parallel.heads import attend, attend_backward
 from fsdpcore.parallel.weights import cut, gradient, spread, weight
 
@@ -110,7 +110,7 @@ class ParallelAttention:
         weight, bias = params["qkv.w"], params["qkv.b"]
         x = narrow(x, weight.dtype)
         if self.sequence_parallel:
-            x = gather(x, self.group, 1, label="parallel attention, sequence")
+            x = all_gather(x, self.group, 1, label="parallel attention, sequence")
         qkv = matmul(x.reshape(-1, self.width), weight.reshape(self.width, -1))
         qkv += bias.reshape(-1)
         attended = attend(qkv.reshape(*x.shape[:2], *bias.shape), causal=self.causal)
@@ -132,7 +132,9 @@ class ParallelAttention:
         dy = narrow(dy, weight.dtype)
         if self.sequence_parallel:
             size = x.shape[1]
-            dy = gather(dy, self.group, 1, size=size, label="parallel attention, output gradient")
+            dy = all_gather(
+                dy, self.group, 1, size=size, label="parallel attention, output gradient"
+            )
         dy = dy.reshape(-1, self.width)
         proj = self._proj(params)
         _write(grads, "proj", attended.mixed.reshape(len(dy), len(proj)), dy)
@@ -152,7 +154,7 @@ class ParallelAttention:
         label = f"parallel attention, {what}"
         if self.sequence_parallel:
             return reduce_scatter(x, self.group, 1, label=label)
-        return reduce(x, self.group, label=label)
+        return all_reduce(x, self.group, label=label)
 
 
 def _write(grads: MutableMapping[str, Array], name: str, x: Array, dy: Array) -> None:

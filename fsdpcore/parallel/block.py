@@ -147,7 +147,10 @@ class ParallelBlock:
           the same bytes; and in the backward pass, for gain and bias of both norms, of which each
           rank has seen its part of the sequence only, 2 all_reduces of 2 width elements more.
 
-        A group of one exchanges nothing.
+        That is with all of it trained: of a norm's frozen gain or bias there is nothing to sum, and
+        without both no all_reduce. Not in it are the 8 bytes of each rank by which, before either
+        all_gather of the forward pass, the ranks tell each other their parts of the sequence. A
+        group of one exchanges nothing.
 
         Args:
             batch: sequences of one call.
@@ -161,11 +164,12 @@ class ParallelBlock:
         both = (math.prod(sizes) * width,) * 2
         if self.group.world_size == 1:
             return BlockTraffic(PassTraffic(), PassTraffic())
+        norms = (2 * width,) * 2
         if not self.sequence_parallel:
             return BlockTraffic(PassTraffic(all_reduce=both), PassTraffic(all_reduce=both))
         return BlockTraffic(
             PassTraffic(all_gather=both, reduce_scatter=both),
-            PassTraffic((2 * width,) * 2, both, both),
+            PassTraffic(all_reduce=norms, all_gather=both, reduce_scatter=both),
         )
 
 

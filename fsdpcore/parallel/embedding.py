@@ -86,7 +86,7 @@ class VocabParallelEmbedding:
         if self.sequence_parallel:
             y = exchange.reduce_scatter(y, self.group, -2, label="parallel embedding, sequence")
         else:
-            y = exchange.reduce(y, self.group, label="parallel embedding")
+            y = exchange.all_reduce(y, self.group, label="parallel embedding")
         return y, x
 
     def _own_rows(self, table: Array, x: Array) -> Array:
@@ -111,7 +111,7 @@ class VocabParallelEmbedding:
         x: Array = saved
         dx: Array = array_module(dy).zeros(x.shape, dy.dtype)
         if self.sequence_parallel:
-            dy = exchange.gather(
+            dy = exchange.all_gather(
                 narrow(dy, params["w"].dtype),
                 self.group,
                 -2,

@@ -10,7 +10,7 @@ from fsdpcore.array_module import array_module, on_host
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
-from fsdpcore.parallel.splits import split
+from fsdpcore.parallel.splits import own_range
 
 
 def checked(values: Any, size: int, what: str) -> Array:
@@ -44,6 +44,6 @@ def localised(values: Array, size: int, group: Backend) -> tuple[Array, Array]:
 
     The first are only right where the second, an array of bools, is true.
     """
-    start, stop = split(size, group.world_size, group.rank)
+    start, stop = own_range(size, group)
     local = values - start
     return local, (local >= 0) & (local < stop - start)

@@ -26,7 +26,7 @@ from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
-from fsdpcore.parallel.splits import split
+from fsdpcore.parallel.splits import own_size
 from fsdpcore.parallel.weights import cut, gradient, spread, weight
 
 
@@ -61,11 +61,6 @@ class _Linear:
                 f"{type(self).__name__}: the input has the shape {axes.format(features)} on rank "
                 f"{self.group.rank} of {self.group.world_size}, got {x.shape}"
             )
-
-    def _own(self, size: int) -> int:
-        """How many of ``size`` are this rank's."""
-        start, stop = split(size, self.group.world_size, self.group.rank)
-        return stop - start
 
 
 class ColumnParallelLinear(_Linear):
@@ -128,12 +123,12 @@ class ColumnParallelLinear(_Linear):
         w = params["w"]
         x = narrow(x, w.dtype)
         if self.sequence_parallel:
-            x = exchange.gather(x, self.group, -2, label="parallel linear, sequence")
+            x = exchange.all_gather(x, self.group, -2, label="parallel linear, sequence")
         y = _product(x, w)
         if self.bias:
             y += params["b"]
         if self.gather_output:
-            y = exchange.gather(
+            y = exchange.all_gather(
                 y, self.group, -1, size=self.outputs, label="parallel linear, outputs"
             )
         return y, x
@@ -148,7 +143,7 @@ class ColumnParallelLinear(_Linear):
         x: Array = saved
         w = params["w"]
         if self.gather_output:
-            dy = exchange.own(dy, self.group, -1)
+            dy = exchange.local_part(dy, self.group, -1)
         dy = narrow(dy, w.dtype)
         dx = _product(dy, w.T)
         _weight_gradient(x, dy, grads)
@@ -158,7 +153,7 @@ class ColumnParallelLinear(_Linear):
             return exchange.reduce_scatter(
                 dx, self.group, -2, label="parallel linear, gradient of the sequence"
             )
-        return exchange.reduce(dx, self.group, label="parallel linear, gradient")
+        return exchange.all_reduce(dx, self.group, label="parallel linear, gradient")
 
 
 class RowParallelLinear(_Linear):
@@ -219,16 +214,16 @@ class RowParallelLinear(_Linear):
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Return (..., outputs), or this rank's part of the sequence."""
-        self._check(x, self._own(self.inputs) if self.input_is_split else self.inputs)
+        self._check(x, own_size(self.inputs, self.group) if self.input_is_split else self.inputs)
         w = params["w"]
         if not self.input_is_split:
-            x = exchange.own(x, self.group, -1)
+            x = exchange.local_part(x, self.group, -1)
         x = narrow(x, w.dtype)
         y = _product(x, w)
         if self.sequence_parallel:
             y = exchange.reduce_scatter(y, self.group, -2, label="parallel linear, sequence")
         else:
-            y = exchange.reduce(y, self.group, label="parallel linear, outputs")
+            y = exchange.all_reduce(y, self.group, label="parallel linear, outputs")
         if self.bias:
             y += params["b"]
         return y, x
@@ -244,7 +239,7 @@ class RowParallelLinear(_Linear):
         w = params["w"]
         dy = narrow(dy, w.dtype)
         if self.sequence_parallel:
-            dy = exchange.gather(
+            dy = exchange.all_gather(
                 dy, self.group, -2, size=x.shape[-2], label="parallel linear, gradient"
             )
         dx = _product(dy, w.T)
@@ -253,7 +248,7 @@ class RowParallelLinear(_Linear):
             _bias_gradient(dy, grads)
         if self.input_is_split:
             return dx
-        return exchange.gather(
+        return exchange.all_gather(
             dx, self.group, -1, size=self.inputs, label="parallel linear, gradient of the input"
         )
 

@@ -14,7 +14,7 @@ from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.parallel import exchange, indices
 from fsdpcore.parallel.arrays import row_sum, wide
-from fsdpcore.parallel.splits import split
+from fsdpcore.parallel.splits import own_size
 
 
 def cross_entropy(
@@ -45,7 +45,7 @@ def cross_entropy(
     what = "cross_entropy"
     exchange.check_group(group, what)
     vocab = as_int(vocab, f"{what}: vocab", minimum=1)
-    own = _own_part(vocab, group)
+    own = own_size(vocab, group)
     targets = indices.checked(targets, vocab, f"{what}: targets")
     if logits.shape != (*targets.shape, own) or not targets.size:
         raise ArgumentError(
@@ -75,7 +75,7 @@ def _of_rows(rows: Array, targets: Array, group: Backend, vocab: int) -> tuple[A
         wanted[lost] = math.nan
     xp.exp(probability, out=probability)
     total[...] = row_sum(probability)[:, 0]
-    total, wanted = exchange.reduce(sums, group, label="parallel loss, sums")
+    total, wanted = exchange.all_reduce(sums, group, label="parallel loss, sums")
 
     loss = xp.mean(xp.log(total) - wanted, dtype=np.float64)
     probability /= total[:, None] * count
@@ -90,9 +90,4 @@ def _largest(xp: Any, rows: Array, group: Backend) -> Array:
         top: Array = rows.max(axis=-1)
     else:
         top = xp.full(rows.shape[0], -math.inf, rows.dtype)
-    return exchange.reduce(top, group, op="max", label="parallel loss, maximum")
-
-
-def _own_part(vocab: int, group: Backend) -> int:
-    start, stop = split(vocab, group.world_size, group.rank)
-    return stop - start
+    return exchange.all_reduce(top, group, op="max", label="parallel loss, maximum")

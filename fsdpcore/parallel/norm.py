@@ -108,7 +108,7 @@ class _Norm:
                 column_sum(dy, row)
         if self.sequence_parallel and self.group is not None:
             label = "parallel norm, gradients"
-            sums = exchange.reduce(sums, self.group, label=label)
+            sums = exchange.all_reduce(sums, self.group, label=label)
         for out, row in zip(trained.values(), sums, strict=True):
             out[...] = row
 

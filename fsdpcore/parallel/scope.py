@@ -45,9 +45,17 @@ class Scope(MutableMapping[str, Array]):
 
     def empty(self, name: str) -> Array:
         """Return a gradient with any content, to be written whole; as ``Gradients.empty``."""
-        mapping: Any = self._mapping
-        whole = getattr(mapping, "empty", mapping.__getitem__)
-        return cast(Array, whole(self._prefix + name))
+        return unfilled(self._mapping, self._prefix + name)
+
+
+def unfilled(grads: Mapping[str, Array], name: str) -> Array:
+    """Return the array of a gradient that is about to be written whole.
+
+    The engine's mappings have ``empty`` for that, which spares them from filling it with zeros;
+    of others it is what is in them.
+    """
+    found: Any = getattr(grads, "empty", grads.__getitem__)
+    return cast(Array, found(name))
 
 
 def prefixed(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:

@@ -36,7 +36,7 @@ class ScatterSequence:
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Map (..., T, features) to (..., own T, features), a copy."""
         length = _length(x, type(self).__name__)
-        part = exchange.own(x, self.group, -2)
+        part = exchange.local_part(x, self.group, -2)
         return (part if self.group.world_size == 1 else part.copy()), length
 
     def backward(
@@ -44,7 +44,7 @@ class ScatterSequence:
     ) -> Array:
         """Map (..., own T, features) to (..., T, features)."""
         label = "parallel sequence, gradient"
-        return exchange.gather(dy, self.group, -2, size=saved, label=label)
+        return exchange.all_gather(dy, self.group, -2, size=saved, label=label)
 
 
 class GatherSequence:
@@ -67,13 +67,13 @@ class GatherSequence:
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Map (..., own T, features) to (..., T, features)."""
         _length(x, type(self).__name__)
-        return exchange.gather(x, self.group, -2, label="parallel sequence"), None
+        return exchange.all_gather(x, self.group, -2, label="parallel sequence"), None
 
     def backward(
         self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
     ) -> Array:
         """Map (..., T, features) to (..., own T, features), a copy."""
-        part = exchange.own(dy, self.group, -2)
+        part = exchange.local_part(dy, self.group, -2)
         return part if self.group.world_size == 1 else part.copy()
 
 

@@ -6,6 +6,7 @@ first ``size % parts`` parts have one more. With fewer indices than parts, the l
 
 from __future__ import annotations
 
+from fsdpcore.backend import Backend
 from fsdpcore.buffers import bounds_of, split_sizes
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_int
@@ -22,6 +23,17 @@ def split(size: int, parts: int, index: int) -> tuple[int, int]:
     if index >= parts:
         raise ArgumentError(f"there is no part {index} of {parts}; the last is {parts - 1}")
     return ends[index], ends[index + 1]
+
+
+def own_range(size: int, group: Backend) -> tuple[int, int]:
+    """Return where this rank's part of an axis begins and ends."""
+    return split(size, group.world_size, group.rank)
+
+
+def own_size(size: int, group: Backend) -> int:
+    """Return how many indices of an axis are this rank's."""
+    start, stop = own_range(size, group)
+    return stop - start
 
 
 def bounds(size: int, parts: int) -> list[int]:

@@ -10,7 +10,7 @@ class PassTraffic(NamedTuple):
 
     Attributes:
         all_reduce: elements of the array of each all_reduce.
-        all_gather: elements of the joined array of each all_gather.
+        all_gather: elements of the joined array of each all_gather of values.
         reduce_scatter: elements of the summed array, all parts together, of each reduce_scatter.
     """
 

@@ -7,7 +7,6 @@ do not depend on how many ranks there are.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -19,7 +18,8 @@ from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.checks import as_finite
 from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
-from fsdpcore.parallel.splits import split
+from fsdpcore.parallel.scope import unfilled
+from fsdpcore.parallel.splits import own_range
 
 
 def normal(
@@ -53,7 +53,7 @@ def weight(
     whole = Spec(shape, dtype, how)
     if group.world_size == 1:
         return whole
-    start, stop = split(shape[axis], group.world_size, group.rank)
+    start, stop = own_range(shape[axis], group)
     return whole[(slice(None),) * axis + (slice(start, stop),)]
 
 
@@ -84,7 +84,7 @@ def cut(whole: Array, axis: int, group: Backend) -> Array | BoxShard:
     if group.world_size == 1:
         return whole
     axis %= whole.ndim
-    start, stop = split(whole.shape[axis], group.world_size, group.rank)
+    start, stop = own_range(whole.shape[axis], group)
     first = [0] * whole.ndim
     first[axis] = start
     part = whole[(slice(None),) * axis + (slice(start, stop),)]
@@ -98,6 +98,4 @@ def gradient(grads: MutableMapping[str, Array], name: str) -> Array | None:
     """
     if name not in grads:
         return None
-    whole: Any = getattr(grads, "empty", grads.__getitem__)
-    found: Array = whole(name)
-    return found
+    return unfilled(grads, name)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from support import transformer_oracle
-from support.spmd import run
-from support.tensor_parallel import assert_passes_equal, joined, own_values, random_values
+from support.tensor_parallel import assert_passes_equal, passes_cut, random_values
 
 import fsdpcore as fc
 
@@ -40,67 +40,16 @@ class Case:
         return np.random.default_rng(SEED).standard_normal(self.x).astype(dtype)
 
 
-def parts(array, backend, axis):
-    """This rank's part of an array that may be cut, in memory of its own."""
-    if axis is None:
-        return array.copy()
-    return np.array_split(array, backend.world_size, axis=axis)[backend.rank].copy()
-
-
-def whole_shapes(initial):
-    return {name: tuple(value.shape) for name, value in initial.items()}
-
-
-def _passes(backend, case, dtype, dy):
-    layer = case.build(backend, dtype)
-    initial = layer.init(np.random.default_rng(SEED))
-    whole = random_values(whole_shapes(initial), np.random.default_rng(SEED), dtype)
-    params = own_values(initial, whole)
-    grads = {name: np.zeros_like(value) for name, value in params.items()}
-    x, dy = parts(case.input(dtype), backend, case.x_axis), parts(dy, backend, case.y_axis)
-    given = x.copy(), dy.copy()
-    before = backend.issued
-    y, saved = layer.forward(params, x)
-    between = backend.issued
-    dx = layer.backward(params, saved, dy, grads)
-    after = backend.issued
-    assert np.array_equal(x, given[0]), "the input was changed"
-    assert np.array_equal(dy, given[1]), "the gradient of the output was changed"
-    boxes = {
-        name: fc.BoxShard(value.shape, value.start, grads[name])
-        if isinstance(value, fc.BoxShard)
-        else grads[name]
-        for name, value in initial.items()
-    }
-    return y, dx, boxes, (between - before, after - between)
-
-
-def ran(case, world_size, dtype, dy, *, transport="sim"):
-    """Output, input's and parameters' gradients as whole arrays, and the collectives of a pass."""
-    args = (case, dtype, dy)
-    ranks = run(_passes, transport=transport, world_size=world_size, args=args)
-    y, dx = (
-        _whole([rank[i] for rank in ranks], axis)
-        for i, axis in enumerate((case.y_axis, case.x_axis))
-    )
-    issued = {rank[3] for rank in ranks}
-    assert len(issued) == 1
-    return y, dx, joined([rank[2] for rank in ranks]), issued.pop()
-
-
-def _whole(arrays, axis):
-    if axis is not None:
-        return np.concatenate(arrays, axis)
-    assert all(np.array_equal(array, arrays[0]) for array in arrays), "not the same on all ranks"
-    return arrays[0]
+def values(case, dtype):
+    """Whole parameters of the layer."""
+    initial = case.build(Alone(), dtype).init(np.random.default_rng(SEED))
+    shapes = {name: tuple(value.shape) for name, value in initial.items()}
+    return random_values(shapes, np.random.default_rng(SEED), dtype)
 
 
 def wanted(case, dtype):
-    """What ``ran`` has to return, from float64; and the gradient of the output to run it with."""
-    layer = case.build(Alone(), dtype)
-    shapes = whole_shapes(layer.init(np.random.default_rng(SEED)))
-    whole = random_values(shapes, np.random.default_rng(SEED), dtype)
-    params = {name: value.astype(np.float64) for name, value in whole.items()}
+    """What the passes have to return, from float64; and the gradient of the output for them."""
+    params = {name: value.astype(np.float64) for name, value in values(case, dtype).items()}
     x = case.input(dtype)
     rng = np.random.default_rng(SEED + 1)
     if x.dtype.kind in "iu":
@@ -114,11 +63,19 @@ def wanted(case, dtype):
     return transformer_oracle.passes(case.function, params, x, dy.astype(np.float64)), dy
 
 
-def check(case, world_size, *, transport="sim", dtypes=(np.float64, np.float32)):
+def check(case, world_size, *, dtypes=(np.float64, np.float32)):
     """Compare the layer on so many ranks with its function; return its counts of collectives."""
     for dtype in dtypes:
         expected, dy = wanted(case, dtype)
-        *found, issued = ran(case, world_size, dtype, dy, transport=transport)
+        *found, issued = passes_cut(
+            functools.partial(case.build, dtype=dtype),
+            values(case, dtype),
+            case.input(dtype),
+            dy,
+            world_size,
+            case.x_axis,
+            case.y_axis,
+        )
         assert_passes_equal(found, expected, dtype)
     return issued
 

@@ -10,10 +10,6 @@ import fsdpcore as fc
 SEED = 3
 
 
-def started(build, backend):
-    return build(backend).init(np.random.default_rng(SEED))
-
-
 def own_values(initial, whole):
     """This rank's parts of whole parameters, read-only as an engine's are."""
     found = {}
@@ -24,25 +20,29 @@ def own_values(initial, whole):
     return found
 
 
-def _own_sequence(array, backend, along_sequence):
-    if not along_sequence:
-        return array
-    return np.array_split(array, backend.world_size, axis=-2)[backend.rank]
+def own_part(array, backend, axis):
+    """This rank's part of an array that is cut along ``axis``, or not; in memory of its own."""
+    if axis is None:
+        return array.copy()
+    return np.array_split(array, backend.world_size, axis=axis)[backend.rank].copy()
 
 
-def _passes(backend, build, whole, x, dy, along_sequence):
+def _passes(backend, build, whole, x, dy, x_axis, y_axis):
     layer = build(backend)
     initial = layer.init(np.random.default_rng(SEED))
     params = own_values(initial, whole)
     grads = {name: np.zeros_like(value) for name, value in params.items()}
-    x, dy = (_own_sequence(array, backend, along_sequence).copy() for array in (x, dy))
-    before = x.copy(), dy.copy()
+    x, dy = own_part(x, backend, x_axis), own_part(dy, backend, y_axis)
+    given = x.copy(), dy.copy()
+    before = backend.issued
     y, saved = layer.forward(params, x)
+    between = backend.issued
     y = y.copy()
     dx = layer.backward(params, saved, dy, grads)
-    assert np.array_equal(x, before[0])
-    assert np.array_equal(dy, before[1])
-    return y, dx, {name: _shard(initial[name], grads[name]) for name in grads}
+    issued = between - before, backend.issued - between
+    assert np.array_equal(x, given[0]), "the input was changed"
+    assert np.array_equal(dy, given[1]), "the gradient of the output was changed"
+    return y, dx, {name: _shard(initial[name], grads[name]) for name in grads}, issued
 
 
 def _shard(initial, array):
@@ -52,7 +52,7 @@ def _shard(initial, array):
 
 
 def _initial(backend, build):
-    return dict(started(build, backend))
+    return dict(build(backend).init(np.random.default_rng(SEED)))
 
 
 def joined(parts):
@@ -72,27 +72,36 @@ def joined(parts):
     return whole
 
 
-def initial_values(build, world_size, transport="sim"):
+def initial_values(build, world_size):
     """Initial values of all ranks, as whole arrays."""
-    return joined(run(_initial, transport=transport, world_size=world_size, args=(build,)))
+    return joined(run(_initial, transport="sim", world_size=world_size, args=(build,)))
 
 
-def passes(build, whole, x, dy, world_size, *, along_sequence=False, transport="sim"):
-    """Output, gradient of the input and gradients of the parameters, as whole arrays.
+def passes_cut(build, whole, x, dy, world_size, x_axis, y_axis):
+    """Output, gradient of the input, gradients of the parameters; collectives of the two passes.
 
-    The layer is made by ``build(group)``. With ``along_sequence`` every rank gets its part of ``x``
-    and of ``dy`` along the sequence, and returns such parts.
+    The layer is made by ``build(group)``. Every rank gets its part of ``x`` along ``x_axis`` and of
+    ``dy`` along ``y_axis``, and returns such parts; None if it is the same on all ranks. All arrays
+    returned are whole.
     """
-    args = (build, whole, x, dy, along_sequence)
-    ranks = run(_passes, transport=transport, world_size=world_size, args=args)
-    found = []
-    for arrays in zip(*(rank[:2] for rank in ranks), strict=True):
-        if along_sequence:
-            found.append(np.concatenate(arrays, axis=-2))
-        else:
-            assert all(np.array_equal(array, arrays[0]) for array in arrays)
-            found.append(arrays[0])
-    return (*found, joined([rank[2] for rank in ranks]))
+    args = (build, whole, x, dy, x_axis, y_axis)
+    ranks = run(_passes, transport="sim", world_size=world_size, args=args)
+    y, dx = (_whole([rank[i] for rank in ranks], axis) for i, axis in enumerate((y_axis, x_axis)))
+    (issued,) = {rank[3] for rank in ranks}
+    return y, dx, joined([rank[2] for rank in ranks]), issued
+
+
+def passes(build, whole, x, dy, world_size, *, along_sequence=False):
+    """The arrays of ``passes_cut``, with input and output cut along the sequence or not at all."""
+    axis = -2 if along_sequence else None
+    return passes_cut(build, whole, x, dy, world_size, axis, axis)[:3]
+
+
+def _whole(arrays, axis):
+    if axis is not None:
+        return np.concatenate(arrays, axis)
+    assert all(np.array_equal(array, arrays[0]) for array in arrays), "not the same on all ranks"
+    return arrays[0]
 
 
 def random_values(shapes, rng, dtype=np.float64):

@@ -14,7 +14,7 @@ from support.spmd import run
 from support.tensor_parallel import initial_values
 
 import fsdpcore as fc
-from fsdpcore.parallel import VocabParallelEmbedding, gather, own
+from fsdpcore.parallel import VocabParallelEmbedding, all_gather, local_part
 from fsdpcore.parallel.arrays import sum_by_index
 
 RANKS = [1, 2, 3, 4]
@@ -91,7 +91,7 @@ def _exact(backend, dtype):
     part = initial.array if isinstance(initial, fc.BoxShard) else initial
     x = indices((4, 6), 9)
     y, _ = layer.forward({"w": part}, x)
-    whole = gather(part, backend, 0)
+    whole = all_gather(part, backend, 0)
     assert y.dtype == dtype
     np.testing.assert_array_equal(y, whole[x])
 
@@ -144,7 +144,7 @@ def _frozen(backend):
     initial = layer.init(np.random.default_rng(0))["w"]
     y, saved = layer.forward({"w": initial.array}, x)
     assert not layer.backward({"w": initial.array}, saved, y, {}).any()
-    assert own(x, backend, -1).shape == y.shape[:-1]
+    assert local_part(x, backend, -1).shape == y.shape[:-1]
 
 
 def test_a_frozen_table_has_no_gradient():

@@ -15,7 +15,7 @@ from support.spmd import run
 from support.tensor_parallel import initial_values
 
 import fsdpcore as fc
-from fsdpcore.parallel import ColumnParallelLinear, RowParallelLinear, own
+from fsdpcore.parallel import ColumnParallelLinear, RowParallelLinear, local_part
 
 RANKS = [1, 2, 3, 4]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -44,7 +44,8 @@ def row(shape, outputs, **options):
     return Case(build, linear, shape, x_axis, y_axis)
 
 
-# By name: the case, and the collectives of a forward and of a backward pass.
+# By name: the case, and the collectives of a forward and of a backward pass. With a sequence that
+# is joined in the forward pass, the ranks tell each other its parts before.
 CASES = {
     "column": (column((3, 5, 7), 11), (0, 1)),
     "column, rows": (column((6, 7), 11), (0, 1)),
@@ -52,14 +53,14 @@ CASES = {
     "column, no bias": (column((2, 3, 5), 8, bias=False), (0, 1)),
     "column, joined": (column((3, 5, 7), 11, gather_output=True), (1, 1)),
     "column, joined, even": (column((3, 5, 7), 12, gather_output=True), (1, 1)),
-    "column, sequence": (column((3, 5, 7), 11, sequence_parallel=True), (1, 1)),
-    "column, sequence, one": (column((1, 9, 7), 11, sequence_parallel=True), (1, 1)),
+    "column, sequence": (column((3, 5, 7), 11, sequence_parallel=True), (2, 1)),
+    "column, sequence, one": (column((1, 9, 7), 11, sequence_parallel=True), (2, 1)),
     "column, sequence, joined": (
         column((2, 7, 5), 9, sequence_parallel=True, gather_output=True),
-        (2, 1),
+        (3, 1),
     ),
     "column, few outputs": (column((3, 5), 2), (0, 1)),
-    "column, short sequence": (column((2, 1, 5), 3, sequence_parallel=True), (1, 1)),
+    "column, short sequence": (column((2, 1, 5), 3, sequence_parallel=True), (2, 1)),
     "row": (row((3, 5, 7), 11), (1, 0)),
     "row, rows": (row((6, 7), 11), (1, 0)),
     "row, one row": (row((7,), 11), (1, 0)),
@@ -173,7 +174,7 @@ def _directional(backend, along):
     }
     x, weight = rng.standard_normal((2, 9, 5)), rng.standard_normal((2, 9, 3))
     if along:
-        x, weight = own(x, backend, -2), own(weight, backend, -2)
+        x, weight = local_part(x, backend, -2), local_part(weight, backend, -2)
     Scope = fc.parallel.Scope
 
     def run_forward(values, inputs):
@@ -229,7 +230,7 @@ def _two_passes(backend):
     layer = ColumnParallelLinear(4, 6, backend, sequence_parallel=True)
     rng = np.random.default_rng(0)
     params = {name: value.array for name, value in layer.init(rng).items()}
-    inputs = [own(rng.standard_normal((2, 3, 4), dtype=np.float32), backend, -2) for _ in range(2)]
+    inputs = [local_part(x, backend, -2) for x in rng.standard_normal((2, 2, 3, 4), np.float32)]
     dy = rng.standard_normal((2, 3, params["b"].size), dtype=np.float32)
     saved = [layer.forward(params, x)[1] for x in inputs]
     late = []
@@ -280,7 +281,8 @@ def _sixteen_bits(backend, kind, dtype):
     split_input = kind is RowParallelLinear
     x, dy = (rng.standard_normal((40, 24)).astype(dtype) for _ in range(2))
     mine_x, mine_dy = (
-        own(a, backend, -1) if cut else a for a, cut in ((x, split_input), (dy, not split_input))
+        local_part(a, backend, -1) if cut else a
+        for a, cut in ((x, split_input), (dy, not split_input))
     )
     y, saved = layer.forward(params, mine_x)
     # The engine may take gradients in float32 from layers that compute with 16 bits.
@@ -290,11 +292,13 @@ def _sixteen_bits(backend, kind, dtype):
 
     def whole(array, cut):
         array = array.astype(np.float64)
-        return fc.parallel.gather(np.ascontiguousarray(array), backend, -1) if cut else array
+        return fc.parallel.all_gather(np.ascontiguousarray(array), backend, -1) if cut else array
 
     y, dx = whole(y, not split_input), whole(dx, split_input)
-    weight = fc.parallel.gather(params["w"].astype(np.float64), backend, 0 if split_input else 1)
-    found = fc.parallel.gather(grads["w"], backend, 0 if split_input else 1)
+    weight = fc.parallel.all_gather(
+        params["w"].astype(np.float64), backend, 0 if split_input else 1
+    )
+    found = fc.parallel.all_gather(grads["w"], backend, 0 if split_input else 1)
     x, dy = x.astype(np.float64), dy.astype(np.float64)
     return [
         np.linalg.norm(got - want) / np.linalg.norm(want)
