@@ -15,7 +15,8 @@ import numpy as np
 from fsdpcore.buffers import BFLOAT16, Array
 from fsdpcore.errors import ArgumentError
 
-_REFUSED = (TypeError, ValueError, RuntimeError, BufferError, AttributeError)
+REFUSED = (TypeError, ValueError, RuntimeError, BufferError, AttributeError)
+"""What libraries raise where they do not share an array."""
 
 
 def is_foreign(value: object) -> bool:
@@ -60,7 +61,7 @@ def as_numpy(value: Any, what: str) -> Array:
     for way in ways:
         try:
             return way(value)
-        except _REFUSED as error:
+        except REFUSED as error:
             reasons.append(str(error))
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise ArgumentError(f"{what}, of type {kind}, cannot become a NumPy array: {reasons[0]}")

@@ -21,18 +21,18 @@ On a GPU the engine's arrays are CuPy's, and this module is of no use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, cast
 
 import numpy as np
 
-from fsdpcore.adapters.function import Named
-from fsdpcore.adapters.layers import Initial, Layer
+from fsdpcore.adapters.checks import loss_and_found
+from fsdpcore.adapters.layers import Initials, Layer
+from fsdpcore.adapters.trees import detached_from, leaves, map_leaves
 from fsdpcore.buffers import BFLOAT16, Array
 from fsdpcore.errors import ArgumentError
-from fsdpcore.foreign import as_numpy, detached, is_foreign
-
-_REFUSED = (TypeError, ValueError, RuntimeError, BufferError, AttributeError)
+from fsdpcore.foreign import REFUSED, as_numpy, detached, is_foreign
+from fsdpcore.fsdp.whole import Named
 
 
 def from_numpy(array: Array, xp: Any) -> Any:
@@ -60,7 +60,7 @@ def from_numpy(array: Array, xp: Any) -> Any:
     for way in (_shared, _aliased, _copied):
         try:
             return way(array, xp)
-        except _REFUSED as error:
+        except REFUSED as error:
             problem = error
     name = getattr(xp, "__name__", repr(xp))
     raise ArgumentError(
@@ -127,13 +127,7 @@ def function(
 
     def of_numpy(params: Named, *batch: Any) -> tuple[Any, Named]:
         theirs = {unit: _given(named, xp) for unit, named in params.items()}
-        result = loss_and_grads(theirs, *_to_theirs(batch, xp))
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-            raise ArgumentError(
-                "the function must return the loss, and a mapping from units to mappings from "
-                f"names to gradients; got {type(result).__name__}"
-            )
-        loss, found = result
+        loss, found = loss_and_found(loss_and_grads(theirs, *_to_theirs(batch, xp)))
         grads = {
             unit: {name: None if g is None else to_numpy(g) for name, g in named.items()}
             for unit, named in found.items()
@@ -169,7 +163,7 @@ class _LayerOf:
         self._xp = xp
         self.holds_params = bool(getattr(inner, "holds_params", False))
 
-    def init(self, rng: np.random.Generator) -> Mapping[str, Initial]:
+    def init(self, rng: np.random.Generator) -> Initials:
         return {
             name: to_numpy(value) if is_foreign(value) else value
             for name, value in self._inner.init(rng).items()
@@ -177,7 +171,8 @@ class _LayerOf:
 
     def forward(self, params: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
         y, saved = self._inner.forward(_given(params, self._xp), _to_theirs(x, self._xp))
-        _mapped(_await, saved)
+        for each in leaves(saved):
+            _await(each)
         return _to_ours(y, params.values()), saved
 
     def backward(
@@ -227,22 +222,15 @@ def _given(params: Mapping[str, Array], xp: Any) -> dict[str, Any]:
 
 def _to_theirs(value: Any, xp: Any) -> Any:
     """Convert the NumPy arrays of a value."""
-    return _mapped(
+    return map_leaves(
         lambda each: from_numpy(each, xp) if isinstance(each, np.ndarray) else each, value
     )
 
 
-def _to_ours(value: Any, lent: Any) -> Any:
+def _to_ours(value: Any, lent: Iterable[Array]) -> Any:
     """Convert the arrays of a value; those that lie in memory that was lent only are copied."""
-
-    def converted(each: Any) -> Any:
-        if not is_foreign(each) and not isinstance(each, np.ndarray):
-            return each
-        array = to_numpy(each)
-        inside = any(np.may_share_memory(array, other) for other in lent)
-        return array.copy() if inside else array
-
-    return _mapped(converted, value)
+    ours = map_leaves(lambda each: to_numpy(each) if is_foreign(each) else each, value)
+    return detached_from(ours, lent)
 
 
 def _await(value: Any) -> None:
@@ -250,15 +238,3 @@ def _await(value: Any) -> None:
     wait = getattr(value, "block_until_ready", None)
     if callable(wait):
         wait()
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to what is in tuples, lists and dictionaries."""
-    if isinstance(value, dict):
-        return {key: _mapped(change, each) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_mapped(change, each) for each in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*parts)
-        return type(value)(parts)
-    return change(value)

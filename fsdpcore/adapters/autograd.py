@@ -22,24 +22,17 @@ processes (``zmq``, ``mpi``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.autograd_tape import (
-    BFLOAT16,
-    Tape,
-    check_installed,
-    is_variable,
-    leaves,
-    map_leaves,
-)
-from fsdpcore.adapters.layers import Initial
+from fsdpcore.adapters.autograd_tape import Tape, check_installed, check_not_gpu, is_variable
+from fsdpcore.adapters.checks import check_callable, check_init
+from fsdpcore.adapters.layers import Initials
+from fsdpcore.adapters.trees import detached_from, leaves, map_leaves
 from fsdpcore.array_module import address
-from fsdpcore.buffers import Array
+from fsdpcore.buffers import BFLOAT16, Array
 from fsdpcore.errors import ArgumentError, StateError
-
-Initials: TypeAlias = Mapping[str, Initial]
 
 
 def layer(
@@ -83,12 +76,8 @@ class AutogradLayer:
         recompute: bool,
     ) -> None:
         check_installed()
-        _check_callable(function, "layer(function, init)", "params, x")
-        if not isinstance(init, Mapping) and not callable(init):
-            raise ArgumentError(
-                "init must be a mapping from names to arrays, or a function of a generator that "
-                f"returns one, got {type(init).__name__}"
-            )
+        check_callable(function, "layer(function, init)", "params, x")
+        check_init(init)
         self._function = function
         self._init = init
         self.holds_params = not recompute
@@ -105,9 +94,10 @@ class AutogradLayer:
         given = dict(params)
         if self.holds_params:
             tape = Tape(self._function, given, x)
-            return _apart(tape.value, given), (tape, given, x)
-        _check_on_host(given, x)
-        return _apart(self._function(given, x), given), x
+            return detached_from(tape.value, given.values()), (tape, given, x)
+        for leaf in leaves((given, x)):
+            check_not_gpu(leaf)
+        return detached_from(self._function(given, x), given.values()), x
 
     def backward(
         self, params: Mapping[str, Array], saved: Any, dy: Any, grads: MutableMapping[str, Array]
@@ -134,7 +124,7 @@ class AutogradLayer:
         for name, gradient in d_params.items():
             if gradient is not None and name in grads:
                 grads[name] = np.asarray(gradient, given[name].dtype)
-        return _apart(_like(x, dx), given)
+        return detached_from(_like(x, dx), given.values())
 
 
 def loss_and_grads(
@@ -156,13 +146,13 @@ def loss_and_grads(
         MissingDependencyError: autograd is not installed.
     """
     check_installed()
-    _check_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
+    check_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
 
     def compute(params: Any, *batch: Any) -> tuple[Any, Any]:
-        given = map_leaves(lambda leaf: leaf, params)  # dicts: what autograd's users expect
+        given = {unit: dict(named) for unit, named in params.items()}
         tape = Tape(lambda given: loss_fn(given, *batch), given)
         (grads,) = tape.gradients(_one(tape.value))
-        return tape.value, _without_none(_like(given, grads))
+        return detached_from(tape.value, leaves(given)), _without_none(_like(given, grads))
 
     return compute
 
@@ -182,7 +172,7 @@ def loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         MissingDependencyError: autograd is not installed.
     """
     check_installed()
-    _check_callable(loss_fn, "loss(loss_fn)", "y, *targets")
+    check_callable(loss_fn, "loss(loss_fn)", "y, *targets")
 
     def compute(y: Any, *targets: Any) -> tuple[Any, Any]:
         tape = Tape(lambda y: loss_fn(y, *targets), y)
@@ -190,16 +180,6 @@ def loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         return tape.value, _like(y, dy)
 
     return compute
-
-
-def _check_callable(function: object, where: str, takes: str) -> None:
-    if not callable(function):
-        raise ArgumentError(f"{where} needs a function of ({takes}), got {type(function).__name__}")
-
-
-def _check_on_host(*trees: Any) -> None:
-    for leaf in leaves(trees):
-        is_variable(leaf)
 
 
 def _check_in_place(given: Mapping[str, Array], params: Mapping[str, Array]) -> None:
@@ -246,13 +226,3 @@ def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
         for key, value in tree.items()
         if value is not None
     }
-
-
-def _apart(tree: Any, params: Mapping[str, Array]) -> Any:
-    """Copy arrays that lie in the memory of gathered parameters, which is soon something else's."""
-
-    def one(leaf: Any) -> Any:
-        shared = any(np.may_share_memory(leaf, array) for array in params.values())
-        return leaf.copy() if shared else leaf
-
-    return map_leaves(lambda leaf: one(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)

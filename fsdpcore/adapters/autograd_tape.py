@@ -10,22 +10,18 @@ Made of autograd's nodes and rules of differentiation, but not of ``autograd.cor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
+from fsdpcore.adapters.trees import leaves, map_leaves
+from fsdpcore.buffers import BFLOAT16, Array
 from fsdpcore.errors import ArgumentError, MissingDependencyError, StateError, UnsupportedError
-
-Array = NDArray[Any]
 
 # Of two differentiations the one with the larger number is the inner one. autograd counts from 0,
 # and takes -1 for none: so what the function differentiates by itself lies inside of ours.
 _LEVEL = -0.5
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def check_installed() -> None:
@@ -39,43 +35,18 @@ def check_installed() -> None:
         ) from error
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return nested mappings (as dicts), tuples and lists with ``function`` of all else in them."""
-    if isinstance(tree, Mapping):
-        return {key: map_leaves(function, value) for key, value in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        found = [map_leaves(function, value) for value in tree]
-        if isinstance(tree, list):
-            return found
-        return type(tree)(*found) if hasattr(tree, "_fields") else tuple(found)
-    return function(tree)
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield what ``map_leaves`` calls its function for, in the same order."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from leaves(value)
-    else:
-        yield tree
-
-
 def is_variable(leaf: Any) -> bool:
-    """Whether it is an array with a gradient: of floating-point or complex numbers.
+    """Whether it is an array with a gradient: of floating-point or complex numbers."""
+    return isinstance(leaf, np.ndarray) and (leaf.dtype.kind in "fc" or leaf.dtype == BFLOAT16)
 
-    Raises UnsupportedError for an array of a GPU, with which autograd cannot compute.
-    """
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind in "fc" or leaf.dtype == BFLOAT16
-    if hasattr(leaf, "__cuda_array_interface__"):
+
+def check_not_gpu(leaf: Any) -> None:
+    """Raise UnsupportedError for an array of a GPU, with which autograd cannot compute."""
+    if not isinstance(leaf, np.ndarray) and hasattr(leaf, "__cuda_array_interface__"):
         raise UnsupportedError(
             "autograd computes with NumPy, and got an array of a GPU; choose a transport whose "
             "ranks compute on the host, such as sim, zmq or mpi"
         )
-    return False
 
 
 class Tape:
@@ -97,6 +68,7 @@ class Tape:
         from autograd.tracer import new_box
 
         def boxed(leaf: Any) -> tuple[Any, Any]:
+            check_not_gpu(leaf)
             if not is_variable(leaf):
                 return leaf, None
             node = VJPNode.new_root()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
+from fsdpcore.adapters.checks import loss_and_found
 from fsdpcore.fsdp.engine import FSDP
-
-Named: TypeAlias = Mapping[str, Mapping[str, Array]]
-"""Arrays by unit and name."""
+from fsdpcore.fsdp.whole import Named
 
 Loss = TypeVar("Loss")
 
@@ -53,7 +50,7 @@ def train_step(
     """
     with engine.step(divisor=divisor) as step:
         with step.whole() as (params, grads):
-            loss, found = _pair(loss_and_grads(params, *batch))
+            loss, found = loss_and_found(loss_and_grads(params, *batch))
             grads.update(found)
             del found  # what the gradients hold is freed unit by unit
         step.update(
@@ -64,12 +61,3 @@ def train_step(
             skip_nonfinite=skip_nonfinite,
         )
     return loss
-
-
-def _pair(result: tuple[Loss, Named]) -> tuple[Loss, Named]:
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise ArgumentError(
-            "the function must return the loss, and a mapping from units to mappings from names to "
-            f"gradients; got {type(result).__name__}"
-        )
-    return result

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.adapters.checks import check_callable, check_init
 from fsdpcore.adapters.jax_host import Lent, has_jax_arrays, import_jax, on_host, to_numpy
 from fsdpcore.adapters.jax_passes import (
     Backward,
@@ -45,17 +46,14 @@ from fsdpcore.adapters.jax_passes import (
     Valued,
     ordered,
 )
+from fsdpcore.adapters.layers import Initials
 from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.spec import Spec
-
-Initial = Mapping[str, Array | Spec]
-Named = dict[str, dict[str, Array]]
+from fsdpcore.fsdp.whole import Named
 
 
 def layer(
     function: Callable[[dict[str, Any], Any], Any],
-    init: Initial | Callable[[np.random.Generator], Initial],
+    init: Initials | Callable[[np.random.Generator], Initials],
     *,
     recompute: bool = True,
     jit: bool = True,
@@ -66,9 +64,9 @@ def layer(
         function: ``function(params, x) -> y``, with parameters by name in a dict. ``x`` and ``y``
             are arrays, or trees of them, such as tuples. It must do the same whenever it is called:
             what is random belongs into ``x``, as a key of ``jax.random``.
-        init: initial parameters by name (arrays of NumPy or JAX, or ``Spec``), or what makes them
-            from a NumPy generator. As always in an engine, an array that occurs in several layers
-            is one parameter of all of them.
+        init: initial parameters by name (arrays may be JAX's), or what makes them from a NumPy
+            generator. As always in an engine, an array that occurs in several layers is one
+            parameter of all of them.
         recompute: the forward pass keeps ``x`` only, and the backward pass evaluates the function
             once more. False keeps what JAX needs of the evaluation: faster, and more memory from
             one pass to the other. Parameters and ``x`` are not part of that, but what was computed
@@ -89,23 +87,19 @@ class JaxLayer:
     def __init__(
         self,
         function: Callable[[dict[str, Any], Any], Any],
-        init: Initial | Callable[[np.random.Generator], Initial],
+        init: Initials | Callable[[np.random.Generator], Initials],
         recompute: bool,
         jit: bool,
     ) -> None:
         self._jax = import_jax()
-        _check_callable(function, "layer(function, init)", "params, x")
-        if not isinstance(init, Mapping) and not callable(init):
-            raise ArgumentError(
-                "init must be a mapping from names to arrays, or a function of a generator that "
-                f"returns one, got {type(init).__name__}"
-            )
+        check_callable(function, "layer(function, init)", "params, x")
+        check_init(init)
         self._init = init
         self._recompute, self._jit = recompute, jit
         passes = (Forward, Backward) if recompute else (Taped, Untaped)
         self._forward, self._backward = (_prepared(self._jax, p(function), jit) for p in passes)
 
-    def init(self, rng: np.random.Generator) -> Initial:
+    def init(self, rng: np.random.Generator) -> Initials:
         """Return the initial parameters by name."""
         found = self._init(rng) if callable(self._init) else self._init
         return {
@@ -172,10 +166,10 @@ def loss_and_grads(
         MissingDependencyError: JAX is not installed.
     """
     jax = import_jax()
-    _check_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
+    check_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
     valued = _prepared(jax, Valued(loss_fn), jit)
 
-    def compute(params: Mapping[str, Mapping[str, Array]], *batch: Any) -> tuple[Any, Named]:
+    def compute(params: Named, *batch: Any) -> tuple[Any, Named]:
         trained: OrderedDict[str, Any] = OrderedDict()
         fixed: OrderedDict[str, Any] = OrderedDict()
         for unit, named in params.items():
@@ -183,7 +177,7 @@ def loss_and_grads(
         order = OrderedDict((unit, ordered(named)) for unit, named in params.items())
         with Lent((trained, fixed), compiled=jit) as lent:
             value, grads = lent.settled(valued(*lent.arrays, order, batch))
-        found: Named = {unit: dict(named) for unit, named in to_numpy(jax, grads).items()}
+        found = {unit: dict(named) for unit, named in to_numpy(jax, grads).items()}
         return np.asarray(value)[()], found
 
     return compute
@@ -205,7 +199,7 @@ def loss(loss_fn: Callable[..., Any], *, jit: bool = True) -> Callable[..., tupl
         MissingDependencyError: JAX is not installed.
     """
     jax = import_jax()
-    _check_callable(loss_fn, "loss(loss_fn)", "y, *targets")
+    check_callable(loss_fn, "loss(loss_fn)", "y, *targets")
     ended = _prepared(jax, Ended(loss_fn), jit)
 
     def compute(y: Any, *targets: Any) -> tuple[Any, Any]:
@@ -235,8 +229,3 @@ def _split(
         varies = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
         (trained if varies and name in wanted else fixed)[name] = array
     return trained, fixed
-
-
-def _check_callable(function: object, where: str, takes: str) -> None:
-    if not callable(function):
-        raise ArgumentError(f"{where} needs a function of ({takes}), got {type(function).__name__}")

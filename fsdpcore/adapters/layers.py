@@ -17,6 +17,10 @@ from fsdpcore.fsdp.unit import Unit
 from fsdpcore.parallel.scope import Scope, prefixed
 
 Initial: TypeAlias = Array | Spec | BoxShard | Tied
+"""A parameter to begin with."""
+
+Initials: TypeAlias = Mapping[str, Initial]
+"""Those of a layer, by name."""
 
 
 class Layer(Protocol):
@@ -29,7 +33,7 @@ class Layer(Protocol):
     so by an attribute ``holds_params = True``; see ``LayerStack``.
     """
 
-    def init(self, rng: np.random.Generator) -> Mapping[str, Initial]:
+    def init(self, rng: np.random.Generator) -> Initials:
         """Return the initial parameters by name, always in the same order.
 
         NumPy arrays are fine on a GPU, too: the engine moves them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from fsdpcore.errors import ArgumentError, StateError
 from fsdpcore.fsdp.unit import Unit
 from fsdpcore.fsdp.views import Gradients, UnknownParameterError, check_gradient
 
-Found = Mapping[str, Mapping[str, Array]]
+Named: TypeAlias = Mapping[str, Mapping[str, Array]]
+"""Arrays by unit and name."""
 
 
 class Whole(NamedTuple):
@@ -77,7 +78,7 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
                 f"{names}"
             ) from None
 
-    def part_from(self, params: Found) -> None:
+    def part_from(self, params: Named) -> None:
         """Copy arrays that lie in parameters of another unit, which is freed before they are read.
 
         The gradient of ``(a * b).sum()`` with respect to one of them is the other one itself.

@@ -252,6 +252,13 @@ def test_loss_and_grads_are_nested_like_the_parameters():
     assert_array_equal(grads["b"]["unused"], np.zeros(2))
 
 
+def test_a_loss_that_is_a_view_of_a_parameter_outlives_it():
+    params = {"u": {"w": np.ones((1, 1))}}
+    value, _ = adapter.loss_and_grads(lambda params: params["u"]["w"].reshape(()))(params)
+    params["u"]["w"][...] = 5
+    assert value == 1
+
+
 def test_initial_parameters_are_a_mapping_or_made_by_the_generator():
     fixed = {"w": fc.Spec(3), "b": np.ones(2, np.float32)}
     assert adapter.layer(scaled_tanh, fixed).init(np.random.default_rng(0)) is fixed

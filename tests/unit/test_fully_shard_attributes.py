@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from types import SimpleNamespace
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -585,22 +588,79 @@ def test_passes_that_cannot_be_right_are_refused(layer, message):
     launch(body, 2)
 
 
-def test_outputs_that_are_views_of_parameters_are_copied():
-    class Positions(Layer):
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+class Rows(list):
+    """A list of the user's own."""
+
+
+CONTAINERS = {
+    "none": lambda w: w,
+    "tuple": lambda w: (w[:6], 1),
+    "list": lambda w: [[w]],
+    "dict": lambda w: {"w": w},
+    "named tuple": lambda w: Pair(1, w.reshape(3, 3)),
+    "list of its own class": lambda w: Rows([w, "label"]),
+    "dict of its own class": lambda w: OrderedDict(a=w[::2], b=None),
+    "mapping": lambda w: MappingProxyType({"w": w}),
+}
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_outputs_that_are_views_of_parameters_are_copied(make):
+    """Their memory is soon another unit's."""
+
+    class Shows(Layer):
         def forward(self, x):
-            return self.w[: len(x)], [self.w], {"w": self.w}
+            return make(self.w)
+
+        def backward(self, dy):
+            self.dw = ones(9)
+            return make(self.w)
 
     def body(backend):
-        layer = Positions(w=ones(9))
-        sharded = fc.fully_shard(layer, backend)
-        with sharded.evaluation():
-            first, (second,), third = layer.forward(X)
-        return all(array.flags.owndata and array.flags.writeable for array in (first, second)), (
-            first.shape,
-            third["w"].shape,
-        )
+        layer = Shows(w=np.arange(9, dtype=F32))
+        sharded = fc.fully_shard(layer, backend, optimizer=fc.optim.SGD(lr=1.0))
+        with sharded.step() as step:
+            found = layer.forward(X), layer.backward(X)
+            step.update()
+        return found
 
-    assert launch(body, 2) == [(True, ((6,), (9,)))] * 2
+    expected = make(np.arange(9, dtype=F32))
+    kind = dict if isinstance(expected, MappingProxyType) else type(expected)
+    for forward, backward in launch(body, 2):
+        for found in forward, backward:
+            assert type(found) is kind
+            for leaf, wanted in zip(leaves_of(found), leaves_of(expected), strict=True):
+                assert_array_equal(leaf, wanted)
+                if isinstance(leaf, np.ndarray):
+                    assert leaf.flags.owndata
+                    assert leaf.flags.writeable
+
+
+def leaves_of(value):
+    if not isinstance(value, (Mapping, tuple, list)):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value
+    return [leaf for item in items for leaf in leaves_of(item)]
+
+
+def test_outputs_that_hold_no_parameters_stay_the_same_objects():
+    class Returns(Layer):
+        def forward(self, x):
+            return self.kept
+
+    def body(backend):
+        layer = Returns(w=ones(3))
+        layer.kept = Rows([{"x": X}, Pair(None, 2)])
+        sharded = fc.fully_shard(layer, backend, ignored="kept")
+        with sharded.evaluation():
+            assert layer.forward(X) is layer.kept
+
+    launch(body, 1)
 
 
 class Bare:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 from fsdpcore.adapters.fully_shard.attributes import attributes
 from fsdpcore.adapters.fully_shard.gradients import GradientOf
 from fsdpcore.adapters.fully_shard.units import LayerUnit, Parameter
+from fsdpcore.adapters.trees import detached_from, leaves, overlaps
 from fsdpcore.array_module import array_module
 from fsdpcore.buffers import Array
 from fsdpcore.errors import StateError
@@ -46,7 +46,7 @@ class LayerPasses:
         step = self.engine.passes.step
         opened = step.forward(each.unit) if step is not None else _unsharded(each)
         with opened as params, self.shown(each, params, "forward"):
-            return self._own(call(), params)
+            return detached_from(call(), params.values())
 
     def backward(self, each: LayerUnit, call: Callable[[], Any]) -> Any:
         """Call a layer's backward pass likewise, and hand its gradients to the engine."""
@@ -59,7 +59,7 @@ class LayerPasses:
         with step.backward(each.unit) as (params, grads), self.shown(each, params, "backward"):
             try:
                 offered = self._offer(each, grads)
-                result = self._own(call(), {**params, **offered})
+                result = detached_from(call(), (*params.values(), *offered.values()))
                 self._take(each, grads, offered)
             finally:
                 for gradient in each.gradients.values():
@@ -105,29 +105,13 @@ class LayerPasses:
                 if (id(owner), attribute) in each.taken:
                     continue
                 views = [array for array in _arrays(value) if id(array.base) in memory]
-                name = next(filter(None, map(partial(self._alias, params), views)), None)
-                if name is not None:
+                kept = [name for name in params if views and overlaps(params[name], views)]
+                if kept:
                     raise StateError(
-                        f"{use} of {each.name!r} has kept parameter {name!r}, or a view of it, in "
-                        f"attribute {attribute!r}: its memory is freed now. Read it where it is "
+                        f"{use} of {each.name!r} has kept parameter {kept[0]!r}, or a view of it, "
+                        f"in attribute {attribute!r}: its memory is freed now. Read it where it is "
                         "used, in backward too, or keep a copy"
                     )
-
-    def _alias(self, arrays: Mapping[str, Array], value: Any) -> str | None:
-        """Return the name of an array that ``value`` shares memory with."""
-        if not self.engine.device.owns(value):
-            return None
-        overlap = self.engine.device.overlap
-        return next((name for name in arrays if overlap(value, arrays[name])), None)
-
-    def _own(self, result: Any, arrays: Mapping[str, Array]) -> Any:
-        """Return a layer's result with copies of what lies in memory that is about to be freed."""
-        kind = type(result)
-        if kind in (tuple, list):
-            return kind(self._own(item, arrays) for item in result)
-        if kind is dict:
-            return {key: self._own(item, arrays) for key, item in result.items()}
-        return result.copy() if self._alias(arrays, result) is not None else result
 
     # Gradients.
 
@@ -191,12 +175,10 @@ def _no_gradient(each: LayerUnit, name: str) -> StateError:
     )
 
 
-def _arrays(value: Any, depth: int = 3) -> Iterator[Any]:
-    """Give arrays in an attribute, also in tuples, lists and dicts down to some depth."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value if depth else ():
-            yield from _arrays(item, depth - 1)
-    elif array_module(value) is not None:
-        yield value
+def _arrays(value: Any) -> Iterator[Any]:
+    """Yield arrays in an attribute, also in tuples, lists and dicts down to some depth.
+
+    Other mappings are left alone: what they give may be made, or read, when it is asked for.
+    """
+    if isinstance(value, (tuple, list, dict)) or array_module(value) is not None:
+        yield from (leaf for leaf in leaves(value, depth=3) if array_module(leaf) is not None)

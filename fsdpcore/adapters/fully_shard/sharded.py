@@ -54,8 +54,9 @@ def fully_shard(
 
     A unit is gathered where its layer is called and freed after that, so a layer must not keep
     views of its parameters, which is an error where it is seen: in attributes after the call. An
-    output that is such a view is copied. A layer may be called several times in a step, with as
-    many backward passes. Called without a step, ``forward`` gathers and frees as well.
+    output that is such a view is copied, alone or in tuples, lists and mappings; objects of other
+    kinds must have copies. A layer may be called several times in a step, with as many backward
+    passes. Called without a step, ``forward`` gathers and frees as well.
 
     The same array in two places is one parameter (tied), also where a layer refers to another one
     of the list: whose parameters are then gathered along with its own. ``ignored`` leaves out such
