@@ -14,12 +14,11 @@ from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.checks import as_dtype, as_int
-from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
 from fsdpcore.parallel.exchange import all_gather, all_reduce, check_group, reduce_scatter
 from fsdpcore.parallel.heads import attend, attend_backward
-from fsdpcore.parallel.weights import cut, gradient, spread, weight
+from fsdpcore.parallel.weights import Init, checked, cut, gradient, weight
 
 
 class ParallelAttention:
@@ -45,10 +44,10 @@ class ParallelAttention:
         causal: position t sees positions up to t only.
         sequence_parallel: input and output, and their gradients, are this rank's part of the
             sequence, ``split(T, ranks, rank)``; otherwise they are whole and equal on all ranks.
-        std: standard deviation of the initial ``qkv.w``, by default 1 / sqrt(width).
-        out_std: that of ``proj.w``, with the same default. Biases begin as zeros.
-        initializer, out_initializer: of ``qkv.w`` and ``proj.w`` instead: these are ``Spec`` then,
-            of which an engine makes only what this rank keeps, and the generator is not used.
+        init: the standard deviation of the initial ``qkv.w``, drawn from the generator; by default
+            1 / sqrt(width). Or one of ``fsdpcore.initializers``: then it is a ``Spec``, which no rank
+            ever holds whole, and the generator is not used.
+        out_init: the same of ``proj.w``, with the same default. Biases begin as zeros.
         dtype: of the initial values.
 
     Raises:
@@ -63,10 +62,8 @@ class ParallelAttention:
         *,
         causal: bool = True,
         sequence_parallel: bool = False,
-        std: float | None = None,
-        out_std: float | None = None,
-        initializer: Initializer | None = None,
-        out_initializer: Initializer | None = None,
+        init: Init | None = None,
+        out_init: Init | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
         self.width = as_int(width, "the width of an attention", minimum=1)
@@ -86,8 +83,8 @@ class ParallelAttention:
             )
         default = 1.0 / math.sqrt(self.width)
         what = "ParallelAttention"
-        self.initial = spread(std, initializer, default, what)
-        self.out_initial = spread(out_std, out_initializer, default, what)
+        self.initial = checked(init, default, what)
+        self.out_initial = checked(out_init, default, what)
         self.dtype = as_dtype(dtype, f"{what}: a parameter")
 
     def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:

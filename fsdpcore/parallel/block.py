@@ -11,15 +11,16 @@ from numpy.typing import DTypeLike
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
+from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.checks import as_finite, as_int
-from fsdpcore.fsdp.initializers import normal
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.attention import ParallelAttention
 from fsdpcore.parallel.mlp import ParallelMLP
 from fsdpcore.parallel.norm import LayerNorm
 from fsdpcore.parallel.scope import Scope, prefixed
 from fsdpcore.parallel.traffic import BlockTraffic, PassTraffic
+from fsdpcore.parallel.weights import Init
 
 
 class ParallelBlock:
@@ -41,17 +42,20 @@ class ParallelBlock:
         sequence_parallel: input and output, and their gradients, are this rank's part of the
             sequence, ``split(T, ranks, rank)``, and so are norms and residuals, which are otherwise
             computed by every rank. It takes the same bytes, and less memory.
-        residual_scale: what the initial values of the two matrices that end in the residual stream
-            are multiplied by. With 1 / sqrt(2 * blocks) its variance does not grow with the depth.
-        deferred: matrices are ``Spec``, of the same distributions: an engine makes only what this
-            rank keeps of them, and the generator is not used.
+        residual_scale: what the default of ``out_init`` is multiplied by. With
+            1 / sqrt(2 * blocks) the variance of the residual stream does not grow with the depth.
+        init: of ``attention.qkv.w`` and ``mlp.up.w``, as these layers take it: the standard
+            deviation, by default 1 / sqrt(width), or one of ``fsdpcore.initializers``.
+        out_init: the same of ``attention.proj.w`` and ``mlp.down.w``, which end in the residual
+            stream; by default 1 / sqrt(width) and 1 / sqrt(hidden).
         dtype: of the parameters.
 
     Attributes:
         norm1, attention, norm2, mlp: the parts.
 
     Raises:
-        ArgumentError: sizes that do not split, or an unknown activation.
+        ArgumentError: sizes that do not split, an unknown activation, or both ``residual_scale``
+            and ``out_init``.
     """
 
     def __init__(
@@ -65,7 +69,8 @@ class ParallelBlock:
         activation: str = "gelu",
         sequence_parallel: bool = False,
         residual_scale: float = 1.0,
-        deferred: bool = False,
+        init: Init | None = None,
+        out_init: Init | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
         width = as_int(width, "the width of a block", minimum=1)
@@ -73,8 +78,15 @@ class ParallelBlock:
         scale = as_finite(residual_scale, "residual_scale", minimum=0)
         self.group = group
         self.sequence_parallel = sequence_parallel
-        stds = 1.0 / math.sqrt(width), scale / math.sqrt(width), scale / math.sqrt(hidden)
-        into, mixed, active = (_initial(std, deferred) for std in stds)
+        if scale != 1.0 and out_init is not None:
+            raise ArgumentError(
+                "ParallelBlock: residual_scale is that of the default out_init; scale out_init "
+                "yourself"
+            )
+
+        def out(inputs: int) -> Init:
+            return scale / math.sqrt(inputs) if out_init is None else out_init
+
         self.attention = ParallelAttention(
             width,
             heads,
@@ -82,8 +94,8 @@ class ParallelBlock:
             causal=causal,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
-            **into,
-            **prefixed("out_", mixed),
+            init=init,
+            out_init=out(width),
         )
         self.mlp = ParallelMLP(
             width,
@@ -92,8 +104,8 @@ class ParallelBlock:
             activation=activation,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
-            **into,
-            **prefixed("out_", active),
+            init=init,
+            out_init=out(hidden),
         )
         self.norm1, self.norm2 = (
             LayerNorm(width, group, sequence_parallel=sequence_parallel, dtype=dtype)
@@ -171,7 +183,3 @@ class ParallelBlock:
             PassTraffic(all_gather=both, reduce_scatter=both),
             PassTraffic(all_reduce=norms, all_gather=both, reduce_scatter=both),
         )
-
-
-def _initial(std: float, deferred: bool) -> dict[str, Any]:
-    return {"initializer": normal(std=std)} if deferred else {"std": std}

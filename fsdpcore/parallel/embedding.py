@@ -15,17 +15,16 @@ from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.checks import as_dtype, as_int
-from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel import exchange, indices
 from fsdpcore.parallel.arrays import narrow, sum_by_index
-from fsdpcore.parallel.weights import gradient, spread, weight
+from fsdpcore.parallel.weights import Init, checked, gradient, weight
 
 
 class VocabParallelEmbedding:
     """Integers (..., T) to rows of a table (..., T, width), which is cut over the ranks.
 
-    Parameter: ``w`` (vocab, width), cut along axis 0, normal with ``std``. Every rank draws all of
+    Parameter: ``w`` (vocab, width), cut along axis 0, normal by default. Every rank draws all of
     it, so that it does not depend on the number of ranks. A vocabulary that does not divide evenly
     is cut as by ``split``; a rank may have no rows.
 
@@ -38,9 +37,9 @@ class VocabParallelEmbedding:
         group: ranks that share the table, such as ``mesh["tensor"]``.
         sequence_parallel: the result is this rank's part along the sequence, (..., own T, width):
             one reduce_scatter instead, and an all_gather in the backward pass.
-        std: of the initial values; 1 / sqrt(width) by default.
-        initializer: of ``w`` instead: it is a ``Spec`` then, of which an engine makes only what
-            this rank keeps, and the generator is not used.
+        init: the standard deviation of the initial ``w``, drawn from the generator; by default
+            1 / sqrt(width). Or one of ``fsdpcore.initializers``: then ``w`` is a ``Spec``, which no
+            rank ever holds whole, and the generator is not used.
         dtype: of the parameter.
 
     Raises:
@@ -54,8 +53,7 @@ class VocabParallelEmbedding:
         group: Backend,
         *,
         sequence_parallel: bool = False,
-        std: float | None = None,
-        initializer: Initializer | None = None,
+        init: Init | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
         what = type(self).__name__
@@ -63,7 +61,7 @@ class VocabParallelEmbedding:
         self.width = as_int(width, f"{what}: width", minimum=1)
         self.group = exchange.check_group(group, what)
         self.sequence_parallel = sequence_parallel
-        self.initial = spread(std, initializer, 1.0 / math.sqrt(self.width), what)
+        self.initial = checked(init, 1.0 / math.sqrt(self.width), what)
         self.dtype = as_dtype(dtype, f"{what}: a parameter")
 
     def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:

@@ -22,12 +22,11 @@ from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.checks import as_dtype, as_int
-from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
 from fsdpcore.parallel.splits import own_size
-from fsdpcore.parallel.weights import cut, gradient, spread, weight
+from fsdpcore.parallel.weights import Init, checked, cut, gradient, weight
 
 
 class _Linear:
@@ -40,8 +39,7 @@ class _Linear:
         group: Backend,
         bias: bool,
         sequence_parallel: bool,
-        std: float | None,
-        initializer: Initializer | None,
+        init: Init | None,
         dtype: DTypeLike,
     ) -> None:
         what = type(self).__name__
@@ -50,7 +48,7 @@ class _Linear:
         self.group = exchange.check_group(group, what)
         self.bias = bias
         self.sequence_parallel = sequence_parallel
-        self.initial = spread(std, initializer, 1.0 / math.sqrt(self.inputs), what)
+        self.initial = checked(init, 1.0 / math.sqrt(self.inputs), what)
         self.dtype = as_dtype(dtype, f"{what}: a parameter")
 
     def _check(self, x: Array, features: int) -> None:
@@ -66,7 +64,7 @@ class _Linear:
 class ColumnParallelLinear(_Linear):
     """``y = x w + b`` with the outputs cut over the ranks of ``group``.
 
-    Parameters: ``w`` (inputs, outputs), cut along axis 1, normal with ``std``, and ``b``
+    Parameters: ``w`` (inputs, outputs), cut along axis 1, normal by default, and ``b``
     (outputs,), cut, zeros. Every rank draws all of ``w``, so that it does not depend on the number
     of ranks. Outputs that do not divide evenly are cut as by ``split``; a rank may have none.
 
@@ -83,10 +81,10 @@ class ColumnParallelLinear(_Linear):
         sequence_parallel: the input is this rank's part along the sequence, axis -2, which is
             joined in the forward pass (one all_gather) and kept whole for the backward one. There
             the gradient is summed and cut again (one reduce_scatter instead of the all_reduce).
-        std: of the initial weights; 1 / sqrt(inputs) by default, with which outputs have the
-            variance of inputs (LeCun et al., 1998).
-        initializer: of ``w`` instead: it is a ``Spec`` then, of which an engine makes only what
-            this rank keeps, and the generator is not used.
+        init: the standard deviation of the initial ``w``, drawn from the generator; by default
+            1 / sqrt(inputs), with which outputs have the variance of inputs (LeCun et al., 1998).
+            Or one of ``fsdpcore.initializers``: then ``w`` is a ``Spec``, which no rank ever holds
+            whole, and the generator is not used.
         dtype: of the parameters.
 
     Raises:
@@ -102,11 +100,10 @@ class ColumnParallelLinear(_Linear):
         bias: bool = True,
         gather_output: bool = False,
         sequence_parallel: bool = False,
-        std: float | None = None,
-        initializer: Initializer | None = None,
+        init: Init | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
-        super().__init__(inputs, outputs, group, bias, sequence_parallel, std, initializer, dtype)
+        super().__init__(inputs, outputs, group, bias, sequence_parallel, init, dtype)
         self.gather_output = gather_output
 
     def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:
@@ -159,7 +156,7 @@ class ColumnParallelLinear(_Linear):
 class RowParallelLinear(_Linear):
     """``y = x w + b`` with the inputs cut over the ranks of ``group``.
 
-    Parameters: ``w`` (inputs, outputs), cut along axis 0, normal with ``std``, and ``b``
+    Parameters: ``w`` (inputs, outputs), cut along axis 0, normal by default, and ``b``
     (outputs,), whole on every rank, zeros. Every rank draws all of ``w``, so that it does not
     depend on the number of ranks. Inputs that do not divide evenly are cut as by ``split``; a rank
     may have none.
@@ -178,10 +175,10 @@ class RowParallelLinear(_Linear):
         sequence_parallel: the output is this rank's part along the sequence, axis -2 (one
             reduce_scatter instead of the all_reduce), and its gradient is joined in the backward
             pass (one all_gather).
-        std: of the initial weights; 1 / sqrt(inputs) by default, with which outputs have the
-            variance of inputs (LeCun et al., 1998).
-        initializer: of ``w`` instead: it is a ``Spec`` then, of which an engine makes only what
-            this rank keeps, and the generator is not used.
+        init: the standard deviation of the initial ``w``, drawn from the generator; by default
+            1 / sqrt(inputs), with which outputs have the variance of inputs (LeCun et al., 1998).
+            Or one of ``fsdpcore.initializers``: then ``w`` is a ``Spec``, which no rank ever holds
+            whole, and the generator is not used.
         dtype: of the parameters.
 
     Raises:
@@ -197,11 +194,10 @@ class RowParallelLinear(_Linear):
         bias: bool = True,
         input_is_split: bool = True,
         sequence_parallel: bool = False,
-        std: float | None = None,
-        initializer: Initializer | None = None,
+        init: Init | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
-        super().__init__(inputs, outputs, group, bias, sequence_parallel, std, initializer, dtype)
+        super().__init__(inputs, outputs, group, bias, sequence_parallel, init, dtype)
         self.input_is_split = input_is_split
 
     def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:

@@ -11,11 +11,11 @@ from numpy.typing import DTypeLike
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.activations import activation as activation_of
 from fsdpcore.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from fsdpcore.parallel.scope import Scope, prefixed
+from fsdpcore.parallel.weights import Init
 
 
 class ParallelMLP:
@@ -35,10 +35,10 @@ class ParallelMLP:
         activation: ``"gelu"`` (in its tanh form), ``"relu"`` or ``"silu"``.
         sequence_parallel: input and output, and their gradients, are this rank's part along axis
             -2; otherwise they are whole and equal on all ranks.
-        std: standard deviation of the initial ``up.w``, by default 1 / sqrt(width).
-        out_std: that of ``down.w``, by default 1 / sqrt(hidden). Biases begin as zeros.
-        initializer, out_initializer: of ``up.w`` and ``down.w`` instead: these are ``Spec`` then,
-            of which an engine makes only what this rank keeps, and the generator is not used.
+        init: the standard deviation of the initial ``up.w``, drawn from the generator; by default
+            1 / sqrt(width). Or one of ``fsdpcore.initializers``: then it is a ``Spec``, which no rank
+            ever holds whole, and the generator is not used.
+        out_init: the same of ``down.w``, by default 1 / sqrt(hidden). Biases begin as zeros.
         dtype: of the parameters.
 
     Raises:
@@ -53,10 +53,8 @@ class ParallelMLP:
         *,
         activation: str = "gelu",
         sequence_parallel: bool = False,
-        std: float | None = None,
-        out_std: float | None = None,
-        initializer: Initializer | None = None,
-        out_initializer: Initializer | None = None,
+        init: Init | None = None,
+        out_init: Init | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
         self._activation = activation_of(activation)
@@ -65,8 +63,7 @@ class ParallelMLP:
             hidden,
             group,
             sequence_parallel=sequence_parallel,
-            std=std,
-            initializer=initializer,
+            init=init,
             dtype=dtype,
         )
         self.down = RowParallelLinear(
@@ -74,8 +71,7 @@ class ParallelMLP:
             width,
             group,
             sequence_parallel=sequence_parallel,
-            std=out_std,
-            initializer=out_initializer,
+            init=out_init,
             dtype=dtype,
         )
 

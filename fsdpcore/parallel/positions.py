@@ -11,25 +11,26 @@ from numpy.typing import DTypeLike
 
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
+from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.checks import as_dtype, as_int
-from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, narrow, wide
-from fsdpcore.parallel.weights import gradient, normal, spread
+from fsdpcore.parallel.weights import Init, checked, gradient, weight
 
 
 class PositionEmbedding:
     """``x + w[:T]``: (B, T, width) to the same shape, with T at most ``context``.
 
-    Parameter: ``w`` (context, width), normal with ``std``, whole on every rank: nothing is
+    Parameter: ``w`` (context, width), normal by default, whole on every rank: nothing is
     communicated, all ranks of a group have the same input. To go on in parts of the sequence, put
     ``ScatterSequence`` behind it.
 
     Args:
         context: positions that there are.
         width: features.
-        std: of the initial values; 1 / sqrt(width) by default.
-        initializer: of ``w`` instead: it is a ``Spec`` then, and the generator is not used.
+        init: the standard deviation of the initial ``w``, drawn from the generator; by default
+            1 / sqrt(width). Or one of ``fsdpcore.initializers``: then ``w`` is a ``Spec``, and the
+            generator is not used.
         dtype: of the parameter.
 
     Raises:
@@ -41,22 +42,19 @@ class PositionEmbedding:
         context: int,
         width: int,
         *,
-        std: float | None = None,
-        initializer: Initializer | None = None,
+        init: Init | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
         self.context = as_int(context, "PositionEmbedding: context", minimum=1)
         self.width = as_int(width, "PositionEmbedding: width", minimum=1)
         default = 1.0 / math.sqrt(self.width)
-        self.initial = spread(std, initializer, default, "PositionEmbedding")
+        self.initial = checked(init, default, "PositionEmbedding")
         self.dtype = as_dtype(dtype, "PositionEmbedding: a parameter")
 
-    def init(self, rng: np.random.Generator) -> dict[str, Array | Spec]:
+    def init(self, rng: np.random.Generator) -> dict[str, Array | BoxShard | Spec]:
         """Return ``w``."""
         shape = (self.context, self.width)
-        if isinstance(self.initial, Initializer):
-            return {"w": Spec(shape, self.dtype, self.initial)}
-        return {"w": normal(rng, shape, self.initial, self.dtype)}
+        return {"w": weight(rng, shape, 0, None, self.initial, self.dtype)}
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Add the positions.

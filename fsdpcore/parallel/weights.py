@@ -7,6 +7,7 @@ do not depend on how many ranks there are.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -20,6 +21,9 @@ from fsdpcore.fsdp.initializers import Initializer
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.scope import unfilled
 from fsdpcore.parallel.splits import own_range
+
+Init: TypeAlias = float | Initializer
+"""Initial values: the standard deviation of what is drawn at once, or how to make it later."""
 
 
 def normal(
@@ -39,41 +43,41 @@ def weight(
     rng: np.random.Generator,
     shape: tuple[int, ...],
     axis: int,
-    group: Backend,
-    how: float | Initializer,
+    group: Backend | None,
+    init: Init,
     dtype: DTypeLike,
 ) -> Array | BoxShard | Spec:
     """Return this rank's part along ``axis`` of a parameter of that whole shape.
 
-    ``how`` is its standard deviation, or an initialiser: then it is a ``Spec``, nothing is drawn
-    from ``rng``, and the engine makes this rank's elements only.
+    ``init`` is its standard deviation, or an initialiser: then it is a ``Spec``, nothing is drawn
+    from ``rng``, and the engine makes this rank's part: of rows these alone, of columns block by
+    block of whole rows, which takes as long as all of them. Without a group, or in one of one rank,
+    it is whole.
     """
-    if not isinstance(how, Initializer):
-        return cut(normal(rng, shape, how, dtype), axis, group)
-    whole = Spec(shape, dtype, how)
-    if group.world_size == 1:
-        return whole
-    start, stop = own_range(shape[axis], group)
-    return whole[(slice(None),) * axis + (slice(start, stop),)]
+    if isinstance(init, Initializer):
+        whole = Spec(shape, dtype, init)
+        if group is None or group.world_size == 1:
+            return whole
+        start, stop = own_range(shape[axis], group)
+        return whole[(slice(None),) * axis + (slice(start, stop),)]
+    values = normal(rng, shape, init, dtype)
+    return values if group is None else cut(values, axis, group)
 
 
-def spread(
-    std: float | None, initializer: Initializer | None, default: float, what: str
-) -> float | Initializer:
-    """Return what a layer's arguments say of its initial values, as ``weight`` takes it.
+def checked(init: Init | None, default: float, what: str) -> Init:
+    """Return ``init``, or the standard deviation ``default`` where it is None.
 
     Raises:
-        ArgumentError: both are given, or one is not what it should be.
+        ArgumentError: it is neither a standard deviation nor an initialiser.
     """
-    if initializer is None:
-        return default if std is None else as_finite(std, f"{what}: std", minimum=0)
-    if not isinstance(initializer, Initializer):
-        raise ArgumentError(
-            f"{what}: initializer is one of fsdpcore.initializers, got {initializer!r}"
-        )
-    if std is not None:
-        raise ArgumentError(f"{what}: give std or initializer, not both")
-    return initializer
+    if init is None:
+        return default
+    if isinstance(init, Initializer):
+        return init
+    try:
+        return as_finite(init, f"{what}: init as a standard deviation", minimum=0)
+    except ArgumentError as error:
+        raise ArgumentError(f"{error}; otherwise it is one of fsdpcore.initializers") from None
 
 
 def cut(whole: Array, axis: int, group: Backend) -> Array | BoxShard:

@@ -149,7 +149,7 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks():
 
 
 def test_initial_values_have_the_deviations_that_are_asked_for():
-    wide = functools.partial(build, width=60, std=0.25, out_std=2.0, dtype=np.float64)
+    wide = functools.partial(build, width=60, init=0.25, out_init=2.0, dtype=np.float64)
     values = initial_values(wide, 2)
     assert values["qkv.w"].std() == pytest.approx(0.25, rel=0.05)
     assert values["proj.w"].std() == pytest.approx(2.0, rel=0.05)
@@ -184,7 +184,7 @@ def refused(backend, sizes, words):
         ({"width": 16, "heads": 5}, "width of 16 does not split into 5 heads"),
         ({"width": 15, "heads": 1}, "1 heads are not enough for the 2 ranks"),
         ({"width": 0, "heads": 1}, "width of an attention"),
-        ({"std": -1.0}, "std"),
+        ({"init": -1.0}, "init as a standard deviation must be at least 0"),
     ],
 )
 def test_what_does_not_split_is_refused(sizes, words):

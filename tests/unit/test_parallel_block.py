@@ -149,6 +149,25 @@ def test_what_ends_in_the_residual_stream_starts_smaller():
         assert_close(half[name], value * np.float32(scale), np.float32, name)
 
 
+def test_deviations_may_be_given():
+    given_ones = initial_values(functools.partial(build, init=0.5, out_init=0.02), 2)
+    for name, value in initial_values(build, 2).items():
+        if name.endswith(".w"):
+            inputs = HIDDEN if name == "mlp.down.w" else WIDTH
+            std = 0.02 if name in ("attention.proj.w", "mlp.down.w") else 0.5
+            scale = np.float32(std * np.sqrt(inputs))
+            assert_close(given_ones[name], value * scale, np.float32, name)
+
+
+def scaled_twice(backend):
+    with pytest.raises(fc.ArgumentError, match="residual_scale is that of the default out_init"):
+        build(backend, residual_scale=0.5, out_init=0.1)
+
+
+def test_what_is_given_is_not_scaled():
+    run(scaled_twice, transport="sim", world_size=1)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_positions_are_added(dtype):
     rng = np.random.default_rng(4)
@@ -172,8 +191,10 @@ def test_no_positions_for_other_shapes(shape):
 
 def deferred(backend, tensor):
     mesh = fc.Mesh(backend, {"shard": -1, "tensor": tensor})
-    block = ParallelBlock(36, 3, 50, mesh["tensor"], residual_scale=0.5, deferred=True)
-    positions = PositionEmbedding(7, 36, initializer=fc.initializers.normal(std=2.0))
+    normal = fc.initializers.normal
+    initial = {"init": normal(std=0.2), "out_init": normal(std=0.1)}
+    block = ParallelBlock(36, 3, 50, mesh["tensor"], **initial)
+    positions = PositionEmbedding(7, 36, init=normal(std=2.0))
     rng = np.random.default_rng(0)
     units = [fc.Unit("block", block.init(rng)), fc.Unit("positions", positions.init(rng))]
     assert rng.integers(2**32) == np.random.default_rng(0).integers(2**32)  # nothing was drawn
@@ -187,10 +208,10 @@ def test_deferred_values_do_not_depend_on_the_mesh(world_size, tensor):
     shapes = {f"block.{n}": s for n, s in oracle.block_shapes(36, 3, 50).items()}
     assert {name: alone[name].shape for name in shapes} == shapes
     for name, std in {
-        "block.attention.qkv.w": 1 / 6,
-        "block.attention.proj.w": 0.5 / 6,
-        "block.mlp.up.w": 1 / 6,
-        "block.mlp.down.w": 0.5 / np.sqrt(50),
+        "block.attention.qkv.w": 0.2,
+        "block.attention.proj.w": 0.1,
+        "block.mlp.up.w": 0.2,
+        "block.mlp.down.w": 0.1,
         "positions.w": 2.0,
     }.items():
         assert alone[name].std() == pytest.approx(std, rel=0.1)

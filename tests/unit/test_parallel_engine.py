@@ -20,7 +20,7 @@ HALF = fc.Precision(np.dtype(np.float16), np.float32, fc.LossScale(64.0))
 def layers(group, hidden, deferred=False):
     """With 4 ranks, one has no row of the table; with hidden 1, one has all there is."""
     along = {"sequence_parallel": True}
-    initial = {"initializer": fc.initializers.normal(std=0.3)} if deferred else {}
+    initial = {"init": fc.initializers.normal(std=0.3)} if deferred else {}
     return fc.LayerStack(
         [
             ("embed", parallel.VocabParallelEmbedding(VOCAB, WIDTH, group, **along, **initial)),

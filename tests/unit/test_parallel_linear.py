@@ -104,7 +104,7 @@ def test_it_is_the_whole_matrix_for_any_sizes(shape, outputs, ranks, kind, along
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_initial_values_do_not_depend_on_the_number_of_ranks(kind):
-    build = functools.partial(kind, 7, 10, std=0.3)
+    build = functools.partial(kind, 7, 10, init=0.3)
     first = initial_values(build, 1)
     assert list(first) == ["w", "b"]
     assert first["w"].dtype == np.float32
@@ -329,12 +329,10 @@ def _wrong(backend):
         ColumnParallelLinear(0, 6, backend)
     with pytest.raises(fc.ArgumentError, match="outputs must be an integer"):
         RowParallelLinear(4, 6.5, backend)
-    with pytest.raises(fc.ArgumentError, match="std must be at least 0"):
-        ColumnParallelLinear(4, 6, backend, std=-1.0)
-    with pytest.raises(fc.ArgumentError, match="std or initializer, not both"):
-        RowParallelLinear(4, 6, backend, std=0.1, initializer=fc.initializers.ones)
-    with pytest.raises(fc.ArgumentError, match=r"one of fsdpcore\.initializers, got 0\.1"):
-        ColumnParallelLinear(4, 6, backend, initializer=0.1)
+    with pytest.raises(fc.ArgumentError, match="standard deviation must be at least 0"):
+        ColumnParallelLinear(4, 6, backend, init=-1.0)
+    with pytest.raises(fc.ArgumentError, match=r"got 'ones'; .* one of fsdpcore\.initializers"):
+        RowParallelLinear(4, 6, backend, init="ones")
     with pytest.raises(fc.ArgumentError, match=r"mesh\['tensor'\]; got int"):
         ColumnParallelLinear(4, 6, 2)
 
