@@ -45,8 +45,8 @@ class ParallelAttention:
         sequence_parallel: input and output, and their gradients, are this rank's part of the
             sequence, ``split(T, ranks, rank)``; otherwise they are whole and equal on all ranks.
         init: the standard deviation of the initial ``qkv.w``, drawn from the generator; by default
-            1 / sqrt(width). Or one of ``fsdpcore.initializers``: then it is a ``Spec``, which no rank
-            ever holds whole, and the generator is not used.
+            1 / sqrt(width). Or one of ``fsdpcore.initializers``: then it is a ``Spec``, which no
+            rank ever holds whole, and the generator is not used.
         out_init: the same of ``proj.w``, with the same default. Biases begin as zeros.
         dtype: of the initial values.
 

@@ -36,8 +36,8 @@ class ParallelMLP:
         sequence_parallel: input and output, and their gradients, are this rank's part along axis
             -2; otherwise they are whole and equal on all ranks.
         init: the standard deviation of the initial ``up.w``, drawn from the generator; by default
-            1 / sqrt(width). Or one of ``fsdpcore.initializers``: then it is a ``Spec``, which no rank
-            ever holds whole, and the generator is not used.
+            1 / sqrt(width). Or one of ``fsdpcore.initializers``: then it is a ``Spec``, which no
+            rank ever holds whole, and the generator is not used.
         out_init: the same of ``down.w``, by default 1 / sqrt(hidden). Biases begin as zeros.
         dtype: of the parameters.
 
