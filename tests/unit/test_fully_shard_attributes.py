@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import operator
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
@@ -17,6 +20,7 @@ from support import nccl_ranks
 from support.fsdp_steps import cause_of, is_clean, launch
 
 import fsdpcore as fc
+from fsdpcore.adapters.fully_shard.guards import Placeholder
 
 F32 = np.float32
 X = np.random.default_rng(1).standard_normal((6, 4)).astype(F32)
@@ -536,6 +540,58 @@ def test_what_is_sharded_says_so():
                 refused(layer)
 
     launch(body, 2)
+
+
+BINARY = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"),
+    *("and_", "or_", "xor", "lt", "le", "eq", "ne", "gt", "ge"),
+)
+UNARY = (
+    *(operator.neg, operator.pos, operator.abs, operator.invert, operator.index, operator.not_),
+    *(bool, int, float, complex, round, math.floor, math.ceil, math.trunc, len, list, reversed),
+    *(np.asarray, np.exp, copy.copy, pickle.dumps),
+)
+
+
+def test_nothing_can_be_computed_with_what_stands_for_an_array():
+    """Not even a wrong result, such as that it is equal to nothing."""
+    first = Placeholder("u.w is sharded")
+    numbers = [2, 2.5, X, X[0, 0], [1.0]]
+    uses = {
+        **{use.__name__: partial(use, first) for use in UNARY},
+        **{
+            f"{name} {turned} {type(other).__name__}": partial(
+                getattr(operator, name), *((other, first) if turned else (first, other))
+            )
+            for name in BINARY
+            for turned in (False, True)
+            for other in numbers
+        },
+        **{
+            f"i{name}": partial(getattr(operator, f"i{name.strip('_')}"), first, 2)
+            for name in BINARY[:13]
+        },
+        "divmod": lambda: divmod(first, 2),
+        "turned divmod": lambda: divmod(2, first),
+        "call": lambda: first(X),
+        "contains": lambda: 2 in first,
+        "item": lambda: first[0],
+        "item set": lambda: operator.setitem(first, 0, 1),
+        "item removed": lambda: operator.delitem(first, 0),
+        "attribute": lambda: first.shape,
+        "attribute set": lambda: setattr(first, "shape", 3),
+    }
+    other_errors = {}
+    for name, use in uses.items():
+        try:
+            other_errors[name] = use()
+        except Exception as error:
+            if not (isinstance(error, fc.StateError) and str(error) == "u.w is sharded"):
+                other_errors[name] = error
+    assert not other_errors
+    assert repr(first) == f"{first}" == "<u.w is sharded>"
+    assert first in [first]
+    assert {first: 1}[first] == 1
 
 
 class Keeps(Layer):

@@ -64,7 +64,9 @@ class Guard:
 
 
 class Placeholder:
-    """Is in a list or dict where an array is sharded; whatever is done with it is an error.
+    """Is in a list or dict where an array is sharded; whatever is computed with it is an error.
+
+    It can be told from other objects, hashed and shown, nothing else.
 
     Args:
         says: what the error says.
@@ -73,21 +75,38 @@ class Placeholder:
     __slots__ = ("_says",)
 
     def __init__(self, says: str) -> None:
-        self._says = says
+        object.__setattr__(self, "_says", says)
 
-    def _fail(self, *_: object, **__: object) -> NoReturn:
-        raise ShardedAttributeError(self._says)
-
-    def __getattr__(self, name: str) -> Any:
-        raise ShardedAttributeError(self._says)
+    def __getattr__(self, name: str) -> NoReturn:
+        _fail(self)
 
     def __repr__(self) -> str:
         return f"<{self._says}>"
 
-    __array__ = __len__ = __iter__ = __getitem__ = __setitem__ = __bool__ = __float__ = _fail
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _fail
-    __matmul__ = __rmatmul__ = __rtruediv__ = __pow__ = __neg__ = _fail
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __reduce_ex__ = _fail
+    def __eq__(self, other: object) -> NoReturn:
+        _fail(self)
+
+    __hash__ = object.__hash__
+
+
+def _fail(self: Placeholder, *_: object, **__: object) -> NoReturn:
+    raise ShardedAttributeError(self._says)
+
+
+_BINARY = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
+)
+_REFUSED = (
+    *(f"{turned}{name}" for name in _BINARY for turned in ("", "r", "i")),
+    *("divmod", "rdivmod", "ne", "lt", "le", "gt", "ge"),
+    *("neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"),
+    *("bool", "int", "float", "complex", "index", "bytes", "array"),
+    *("len", "iter", "reversed", "contains", "getitem", "setitem", "delitem"),
+    *("call", "enter", "exit", "setattr", "delattr", "reduce_ex"),
+)
+for _name in _REFUSED:  # which Python looks for in the class only
+    setattr(Placeholder, f"__{_name}__", _fail)
 
 
 def guarded_class(
