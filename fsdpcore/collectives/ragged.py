@@ -70,6 +70,7 @@ def gather_v(
     algorithm: str = "auto",
     timeout: float | None = None,
     async_op: bool = False,
+    label: str = "",
 ) -> Any:
     """Join arrays with different numbers of rows along axis 0; the root gets the result.
 
@@ -81,7 +82,9 @@ def gather_v(
     """
     source, backend = operand(array, backend)
     root = check_rank(root, backend.world_size, "gather_v: root")
-    call = remembered(backend, _gather_v, "gather", source.dtype, source.shape, root, algorithm, "")
+    call = remembered(
+        backend, _gather_v, "gather", source.dtype, source.shape, root, algorithm, label
+    )
     if backend.rank == call.root:
         _check_rows_out(out, source, backend.moves)
 
@@ -140,6 +143,7 @@ def scatter_v(
     algorithm: str = "auto",
     timeout: float | None = None,
     async_op: bool = False,
+    label: str = "",
 ) -> Any:
     """Split the root's array along axis 0; rank r gets the next ``counts[r]`` rows.
 
@@ -150,6 +154,7 @@ def scatter_v(
         backend: the group.
         counts: on the root, rows for each rank.
         root, out, algorithm, timeout, async_op: as in ``scatter``.
+        label: what the call is for, as in ``all_gather``.
 
     Returns:
         Array of shape ``(counts[rank], *array.shape[1:])``.
@@ -166,7 +171,7 @@ def scatter_v(
         _check_rows(source.shape, "scatter_v")
         sizes = _check_counts(counts, backend, source.shape[0], "scatter_v: counts")
     backend = mover_of_root(array, backend, root)
-    call = remembered(backend, _scatter_v, root, algorithm)
+    call = remembered(backend, _scatter_v, root, algorithm, label)
 
     def body(link: Link) -> Array:
         dtype, shape = tell_what_is_scattered(link, source, call.root)
@@ -184,8 +189,8 @@ def scatter_v(
     return run(backend, call, body, timeout=timeout, async_op=async_op)
 
 
-def _scatter_v(backend: Backend, root: int, algorithm: str) -> Call:
-    return call_for(backend, "scatter_v", "scatter", root=root, algorithm=algorithm)
+def _scatter_v(backend: Backend, root: int, algorithm: str, label: str) -> Call:
+    return call_for(backend, "scatter_v", "scatter", root=root, algorithm=algorithm, label=label)
 
 
 def reduce_scatter_v(

@@ -38,6 +38,7 @@ def broadcast(
     algorithm: str = "auto",
     timeout: float | None = None,
     async_op: bool = False,
+    label: str = "",
 ) -> Any:
     """Copy the root's array to all ranks; the others pass one of equal shape and dtype.
 
@@ -46,7 +47,7 @@ def broadcast(
     """
     source, backend = operand(array, backend)
     root = check_rank(root, backend.world_size, "broadcast: root")
-    call = remembered(backend, _broadcast, source.dtype, source.shape, root, algorithm)
+    call = remembered(backend, _broadcast, source.dtype, source.shape, root, algorithm, label)
     if call.lane is not None and timeout is None and not async_op:
         result = call.lane(source, out)
         if result is not None:
@@ -68,6 +69,7 @@ def _broadcast(
     shape: Shape,
     root: int,
     algorithm: str,
+    label: str,
 ) -> Call:
     return call_for(
         backend,
@@ -79,6 +81,7 @@ def _broadcast(
         root=root,
         algorithm=algorithm,
         out_shape=shape,
+        label=label,
     )
 
 
