@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from fsdpcore.checkpoint.overlaps import overlapping_boxes, overlapping_ranges
 from fsdpcore.errors import ArgumentError, FsdpcoreError
+from fsdpcore.fsdp.boxes import run_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +251,8 @@ def as_range(region: Region, shape: Sequence[int]) -> Range | None:
     """Return the run of elements that a region is; None for a box that is not a run."""
     if isinstance(region, Range):
         return region
-    size = region.size
-    if size == 0:
-        return Range(0, 0)
-    first = last = 0
-    for extent, start, stop in zip(shape, region.start, region.stop, strict=True):
-        first, last = first * extent + start, last * extent + stop - 1
-    return Range(first, last + 1) if last + 1 - first == size else None
+    run = run_of(region.start, region.stop, shape)
+    return None if run is None else Range(*run)
 
 
 def first_overlap(regions: Sequence[Region], shape: Sequence[int]) -> tuple[int, int] | None:

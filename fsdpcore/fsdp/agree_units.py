@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
-from typing import Any
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,17 +17,21 @@ from fsdpcore.errors import ArgumentError, MismatchError, StateError
 from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.fsdp.special import Tied, elements_of
-from fsdpcore.fsdp.tensor import check_boxed, described, untiled
+from fsdpcore.fsdp.tensor_group import described, drop_whole_boxes, untiled
 from fsdpcore.fsdp.unit import Unit
 
 _DIGEST = 16  # bytes
 
+_OPTIONS = "the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"
 
-def check_units(units: tuple[Unit, ...], device: Device, *, cut: bool = False) -> None:
+
+def check_units(units: tuple[Unit, ...], device: Device, *, has_tensor: bool) -> None:
     """Tie arrays that occur twice, and raise ArgumentError for units that do not fit together.
 
-    Their arrays may be NumPy's, or those of the device. With ``cut`` they may be boxes of arrays
-    of which other ranks have the rest.
+    Args:
+        units: of one engine; changed.
+        device: of it. Their arrays may be NumPy's, or those of the device.
+        has_tensor: they may be boxes of arrays of which other ranks have the rest.
     """
     if not units:
         raise ArgumentError("an engine needs at least one unit")
@@ -42,8 +47,8 @@ def check_units(units: tuple[Unit, ...], device: Device, *, cut: bool = False) -
         for name, value in (*unit.initial.items(), *unit.ignored.items()):
             if not isinstance(value, Spec):
                 device.given(value, f"{unit.name}.{name}")
-    if not cut:
-        check_boxed(units)
+    if not has_tensor:
+        drop_whole_boxes(units)
     _tie_same_arrays(units)
     _check_ties(units)
 
@@ -105,65 +110,83 @@ def _check_ties(units: tuple[Unit, ...]) -> None:
                 )
 
 
-def check_same(
-    units: tuple[Unit, ...], backend: Backend, options: str, everyone: Backend | None = None
-) -> None:
+def check_same(units: tuple[Unit, ...], backend: Backend, everyone: Backend, options: str) -> None:
     """Compare all ranks' units and options: no model is glued together from different ones.
 
     Args:
         units: of this rank's engine.
         backend: the ranks that must have the same of everything.
-        options: of the engine, in words.
         everyone: these and others, whose boxes of the same parameters are different ones; see
-            ``tensor.everyone_of``.
+            ``tensor_group.everyone_of``.
+        options: of the engine, in words.
     """
-    found = [_digests(unit, backend.device) for unit in units]
+    found = [_Digests.of(unit, backend.device) for unit in units]
     hashed = hashlib.blake2b(options.encode(), digest_size=_DIGEST).digest()
-    rows = np.stack([np.frombuffer(hashed * 2, np.uint8), *found])
-    everyone = backend if everyone is None else everyone
-    apart = everyone is backend  # and nobody has other boxes
-    mine = rows[:, :_DIGEST] if apart else rows
-    table = all_gather(mine, everyone, label="initial values")
-    table = table.reshape(-1, backend.world_size, *mine.shape)
-    what = ["the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"]
-    what += [f"unit {unit.name!r} differs in names, shapes or initial values" for unit in units]
-    ranks = np.array(everyone.ranks).reshape(table.shape[:2])
-    if not apart:
-        whole = [line.replace("shapes or", "whole shapes or") for line in what]
-        _compare(table[..., _DIGEST:].reshape(-1, *mine.shape[:1], _DIGEST), ranks.ravel(), whole)
-    for column, members in zip(table[..., :_DIGEST], ranks, strict=True):
-        _compare(column, members, what)
+    own = [f"unit {unit.name!r} differs in names, shapes or initial values" for unit in units]
+    if everyone is backend:  # and nobody has other boxes
+        table = _told([hashed, *(each.own for each in found)], backend)
+        _compare(table, backend.ranks, [_OPTIONS, *own])
+        return
+    common = [hashed, *(each.common for each in found)]
+    table = _told([*common, *(each.own for each in found)], everyone)
+    whole = [
+        f"unit {unit.name!r} differs in names, whole shapes or initial values" for unit in units
+    ]
+    _compare(table[:, : len(common)], everyone.ranks, [_OPTIONS, *whole])
+    for first in range(0, everyone.world_size, backend.world_size):  # those of each tensor rank
+        members = slice(first, first + backend.world_size)
+        _compare(table[members, len(common) :], everyone.ranks[members], own)
 
 
-def _compare(digests: Array, ranks: Array, what: list[str]) -> None:
-    """Raise MismatchError if ranks have other digests than the first; shape (ranks, what, ...)."""
+def _told(digests: list[bytes], backend: Backend) -> Array:
+    """Tell all ranks digests; returns those of each, of shape (ranks, digests, bytes)."""
+    row = np.frombuffer(b"".join(digests), np.uint8)
+    table: Array = all_gather(row, backend, label="initial values")
+    return table.reshape(backend.world_size, len(digests), _DIGEST)
+
+
+def _compare(digests: Array, ranks: Sequence[int], causes: Sequence[str]) -> None:
+    """Raise MismatchError if ranks have other digests than the first.
+
+    Args:
+        digests: of shape (ranks, causes, bytes).
+        ranks: their numbers.
+        causes: what differs if a digest does.
+    """
     differs = (digests != digests[0]).any(axis=2)
-    for number in np.flatnonzero(differs.any(axis=0)):
-        others = ", ".join(map(str, ranks[differs[:, number]]))
+    for number in np.flatnonzero(differs.any(axis=0)).tolist():
+        others = ", ".join(str(ranks[rank]) for rank in np.flatnonzero(differs[:, number]).tolist())
         raise MismatchError(
-            f"{what[number]} between rank {ranks[0]} and ranks {others}; give all ranks the same"
+            f"{causes[number]} between rank {ranks[0]} and ranks {others}; give all ranks the same"
         )
 
 
-def _digests(unit: Unit, device: Device) -> Array:
-    """Hash all that the ranks that shard must have alike, then what all ranks must."""
-    own, whole = (
-        hashlib.blake2b(unit.name.encode(errors="backslashreplace"), digest_size=_DIGEST)
-        for _ in range(2)
-    )
-    ignored = sorted((name, a.shape, a.dtype.name) for name, a in unit.ignored.items())
-    told = [repr((unit.ties, sorted(unit.frozen), ignored)).encode()]
-    for name, value in (unit.initial or {}).items():
-        box, dtype = unit.boxes.get(name), value.dtype.name
-        first = digest_of(value, device)
-        own.update(repr((name, value.shape, dtype, box)).encode() + first)
-        shape = value.shape if box is None else box.whole
-        told.append(repr((name, shape, dtype, box is None, isinstance(value, Spec))).encode())
-        told.append(first if box is None or isinstance(value, Spec) else b"")
-    for part in told:
-        whole.update(part)
-    own.update(told[0])
-    return np.frombuffer(own.digest() + whole.digest(), np.uint8)
+class _Digests(NamedTuple):
+    """Hashes of a unit.
+
+    Attributes:
+        own: of all that the ranks that shard must have alike.
+        common: of what the ranks with other boxes must have, too.
+    """
+
+    own: bytes
+    common: bytes
+
+    @classmethod
+    def of(cls, unit: Unit, device: Device) -> _Digests:
+        """Hash a unit that has its initial values still."""
+        ignored = sorted((name, a.shape, a.dtype.name) for name, a in unit.ignored.items())
+        fixed = repr((unit.ties, sorted(unit.frozen), ignored)).encode()
+        first = unit.name.encode(errors="backslashreplace")
+        own, common = (hashlib.blake2b(first + fixed, digest_size=_DIGEST) for _ in range(2))
+        for name, value in (unit.initial or {}).items():
+            box, dtype = unit.boxes.get(name), value.dtype.name
+            digest = digest_of(value, device)
+            own.update(repr((name, value.shape, dtype, box)).encode() + digest)
+            shape = value.shape if box is None else box.whole
+            common.update(repr((name, shape, dtype, box is None, isinstance(value, Spec))).encode())
+            common.update(digest if box is None or isinstance(value, Spec) else b"")
+        return cls(own.digest(), common.digest())
 
 
 def digest_of(value: Array | Spec, device: Device) -> bytes:
@@ -175,10 +198,33 @@ def digest_of(value: Array | Spec, device: Device) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
 
-def settle_boxes(units: tuple[Unit, ...], tensor: Backend, device: Device) -> None:
+class _BoxTold(NamedTuple):
+    """What a rank tells of a box.
+
+    Attributes:
+        box: where it lies.
+        digest: of its values if it is whole, since then all ranks of ``tensor`` may have the same;
+            else zeros.
+    """
+
+    box: ArrayBox
+    digest: bytes
+
+    def pack(self) -> bytes:
+        """Return it as bytes, as many on all ranks."""
+        return np.array([*self.box.start, *self.box.shape], np.int64).tobytes() + self.digest
+
+    @classmethod
+    def unpack(cls, data: bytes, whole: tuple[int, ...]) -> _BoxTold:
+        """Return what another rank told of its box of the same array."""
+        numbers = np.frombuffer(data[:-_DIGEST], np.int64).tolist()
+        return cls(ArrayBox(whole, numbers[: len(whole)], numbers[len(whole) :]), data[-_DIGEST:])
+
+
+def exchange_tilings(units: tuple[Unit, ...], tensor: Backend, device: Device) -> None:
     """Learn which boxes the other ranks of ``tensor`` have; a collective, after ``check_same``.
 
-    What is whole on all of them is no box.
+    Sets ``tilings`` of the units, and takes out of ``boxes`` what is whole on all of these ranks.
 
     Raises:
         MismatchError: the boxes of a parameter do not cover it, or overlap; on all ranks.
@@ -186,24 +232,21 @@ def settle_boxes(units: tuple[Unit, ...], tensor: Backend, device: Device) -> No
     boxed = [(unit, name) for unit in units for name in unit.boxes]
     if not boxed:
         return
-    mine: list[int] = []
+    mine = []
     for unit, name in boxed:
         box, digest = unit.boxes[name], bytes(_DIGEST)
-        if box.is_whole:  # maybe on all ranks, with the same values then
+        if box.is_whole:
             digest = digest_of((unit.initial or {})[name], device)
-        mine += [*box.start, *box.shape, *np.frombuffer(digest, np.int64).tolist()]
-    row = np.array(mine, np.int64)
-    table = all_gather(row, tensor, label="boxes").reshape(tensor.world_size, -1).tolist()
-    at = 0
-    for unit, name in boxed:
-        whole, axes = unit.boxes[name].whole, len(unit.boxes[name].whole)
-        tiling = tuple(
-            ArrayBox(whole, row[at : at + axes], row[at + axes : at + 2 * axes]) for row in table
-        )
-        digests = {tuple(row[at + 2 * axes : at + 2 * axes + 2]) for row in table}
-        at += 2 * axes + 2
+        mine.append(_BoxTold(box, digest).pack())
+    row = np.frombuffer(b"".join(mine), np.uint8)
+    table = all_gather(row, tensor, label="boxes").reshape(tensor.world_size, -1)
+    ends = list(itertools.accumulate(map(len, mine), initial=0))
+    for (unit, name), (start, stop) in zip(boxed, itertools.pairwise(ends), strict=True):
+        whole = unit.boxes[name].whole
+        told = [_BoxTold.unpack(each[start:stop].tobytes(), whole) for each in table]
+        tiling = tuple(each.box for each in told)
         if all(box.is_whole for box in tiling):
-            problem = "they have other values" if len(digests) > 1 else ""
+            problem = "they have other values" if len(set(told)) > 1 else ""
             del unit.boxes[name]
         else:
             problem = untiled(tiling)

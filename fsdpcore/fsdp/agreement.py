@@ -98,8 +98,10 @@ def _diverged(
     """Say where the ranks' ways through the units part; a collective."""
     phases = ("forward", "backward")
     mine = np.array([(phases.index(phase), unit) for phase, unit in events], np.int32)
-    lengths = all_gather(np.int64(len(events)), backend, algorithm=algorithm)
-    rows: Any = all_gather_v(mine.reshape(-1, 2), backend, algorithm=algorithm)
+    lengths = all_gather(np.int64(len(events)), backend, algorithm=algorithm, label="update, ways")
+    rows: Any = all_gather_v(
+        mine.reshape(-1, 2), backend, algorithm=algorithm, label="update, ways"
+    )
     ends = np.cumsum(lengths)
     ways = [rows[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
     first = ways[0]

@@ -7,6 +7,7 @@ flat, as it shards whole parameters; a checkpoint has to know where in the whole
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,35 @@ class ArrayBox:
     def is_whole(self) -> bool:
         """Whether the box is all there is."""
         return self.shape == self.whole
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """The run of elements that the box is in the whole flattened; None if it is no run."""
+        return run_of(self.start, self.stop, self.whole)
+
+
+def run_of(
+    start: Sequence[int], stop: Sequence[int], whole: Sequence[int]
+) -> tuple[int, int] | None:
+    """Return the run of elements that a box is in an array flattened in C order.
+
+    A box of whole rows is one, and so is a part of a single row.
+
+    Args:
+        start, stop: of the box, along each axis.
+        whole: shape of the array.
+
+    Returns:
+        Its first element and the one behind its last, (0, 0) if it is empty; None for a box with
+        gaps between its elements.
+    """
+    size, first, last = 1, 0, 0
+    for extent, low, high in zip(whole, start, stop, strict=True):
+        size *= high - low
+        first, last = first * extent + low, last * extent + high - 1
+    if size == 0:
+        return 0, 0
+    return (first, last + 1) if last + 1 - first == size else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,10 @@ from typing import Any
 
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
+from fsdpcore.collectives import all_gather
 from fsdpcore.collectives.algorithms import ALGORITHMS
 from fsdpcore.errors import ArgumentError, StateError
-from fsdpcore.fsdp.agree_units import check_same, check_units, settle_boxes
+from fsdpcore.fsdp.agree_units import check_same, check_units, exchange_tilings
 from fsdpcore.fsdp.buffers import BufferPool
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.fsdp.engine_plan import plan_of, report_of
@@ -32,7 +33,7 @@ from fsdpcore.fsdp.state_save import full_state, sharded_state
 from fsdpcore.fsdp.stats import StepStats
 from fsdpcore.fsdp.step import Step
 from fsdpcore.fsdp.strategy import Strategy
-from fsdpcore.fsdp.tensor import check_optimizers, check_tensor, everyone_of
+from fsdpcore.fsdp.tensor_group import check_optimizers, checked_tensor, everyone_of
 from fsdpcore.fsdp.unit import Binding, ParamState, Unit
 from fsdpcore.fsdp.updates import Optimizers
 from fsdpcore.fsdp.window import open_window
@@ -75,20 +76,24 @@ class FSDP:
         tensor: the ranks whose engines have the other boxes of the same parameters, where units
             have such (``BoxShard``), for instance ``mesh["tensor"]`` beside ``mesh["shard"]``.
             All of these engines take the same steps. Gradients are not reduced over them: of a
-            parameter that is no box, layers give the same gradient on all of them.
+            parameter that is no box, layers give the same gradient on all of them. Each updates its
+            own copy of that, and nothing makes the copies equal again. They keep the same bits with
+            ``algorithm="auto"`` in a job that is ``deterministic``; sums whose order depends on the
+            place in a buffer ("ring", MPI's own, NCCL) let them drift apart by rounding, 1e-8 after
+            60 steps. States and ``full_params`` have the copy of the first rank of ``tensor``.
         seed: of the initialisers of deferred parameters (``Spec``).
         algorithm: of all collectives; "auto", or one that every one of them has. On GPUs, one of
             those that the transport has for their arrays.
 
     Attributes:
         units: in order; verbs can be called on them directly.
-        backend, strategy, precision, prefetching, algorithm, offload, tensor: as given.
-        everyone: the ranks of ``backend``, and those with the other boxes.
+        backend, strategy, precision, prefetching, algorithm, offload: as given.
         device: where the arrays are: the host, or this rank's GPU.
         host_algorithm: of collectives that move arrays of the host.
         placement: what the strategy comes to with these ranks.
         ranks: this rank's groups.
         windowed: the parameters are in a window; the same on all ranks that share a copy.
+        all_windowed: so are those of all other copies and boxes; the same on all ranks.
         steps: number of updates so far.
         optimizers: which optimizer updates which parameter; None without one.
         lent: ``full_params`` is open.
@@ -131,23 +136,21 @@ class FSDP:
         self.prefetching = Prefetch.of(prefetch)
         self.algorithm = algorithm
         self.offload = offload
-        self.tensor = tensor
         self.device = backend.device
         self.host_algorithm = algorithm if self.device.on_host else "auto"
         self.steps = 0
         _check_algorithm(algorithm, backend)
-        check_tensor(tensor, backend)
-        cut = tensor is not None and tensor.world_size > 1
-        check_units(self.units, self.device, cut=cut)
+        tensor = checked_tensor(tensor, backend)
+        check_units(self.units, self.device, has_tensor=tensor is not None)
         optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
         self.optimizers = optimizers
         self.lent = self.torn = False
         options = (optimizers, self.strategy, self.precision, self.prefetching, seed, algorithm)
-        self.everyone = everyone_of(backend, tensor)
-        check_same(self.units, backend, repr((*options, window, offload)), self.everyone)
-        self.ranks = Ranks.of(backend, self.placement, self.everyone, tensor)
-        if self.ranks.tensor is not None:
-            settle_boxes(self.units, self.ranks.tensor, self.device)
+        everyone = everyone_of(backend, tensor)
+        check_same(self.units, backend, everyone, repr((*options, window, offload)))
+        self.ranks = Ranks.of(backend, self.placement, everyone, tensor)
+        if tensor is not None:
+            exchange_tilings(self.units, tensor, self.device)
             check_optimizers(self.units, optimizers)
         self._index = {unit.name: number for number, unit in enumerate(self.units)}
         self._pool = BufferPool(backend)
@@ -172,7 +175,10 @@ class FSDP:
         shelves = open_shelves(self.offload, self.units, self.ranks, optimizers, self.precision)
         self._files = shelves.files
         opened = open_window(flat_layouts, shards) if window and not self.offload else None
-        self.windowed = opened is not None
+        self.windowed = self.all_windowed = opened is not None
+        if window and not self.offload and self.everyone is not shards and self.device.on_host:
+            told = all_gather(self.windowed, self.everyone, label="windows")
+            self.all_windowed = bool(told.all())
         self._window_bytes = opened.nbytes if opened is not None else 0
         flats: Iterator[Array | None] = iter(opened.flats if opened else [None] * len(flat_layouts))
         binding = Binding(self.ranks, self._pool, optimizers, self.precision, self.algorithm, seed)
@@ -192,6 +198,16 @@ class FSDP:
                 f"this engine has no unit {name!r}; it has {', '.join(self._index)}"
             )
         return self.units[number]
+
+    @property
+    def tensor(self) -> Backend | None:
+        """The ranks with the other boxes, if there are any; None for a group of one rank, too."""
+        return self.ranks.tensor
+
+    @property
+    def everyone(self) -> Backend:
+        """The ranks of ``backend``, and those with the other boxes; ``backend`` without such."""
+        return self.ranks.everyone
 
     @property
     def xp(self) -> Any:

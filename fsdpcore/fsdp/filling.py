@@ -1,8 +1,12 @@
-"""First values of deferred parameters: a rank makes its own elements, block by block."""
+"""First values of deferred parameters: a rank keeps its own elements only, made block by block.
+
+A run of the whole, such as rows, is made alone, in the time of its elements. Of a box with gaps,
+such as columns, a rank draws whole blocks and picks: that saves memory, but hardly any time, since
+each rank draws nearly all that there is (half of the columns take 0.8 of the time of the whole).
+"""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -46,9 +50,8 @@ def _make(out: NDArray[Any], spec: Spec, start: int, seed: int, name: str) -> No
     box = spec.box
     if box is None or not out.size:
         spec.init.fill(out, start, seed=seed, name=name)
-    elif box.shape[1:] == box.whole[1:]:  # rows, which lie one behind the other in the whole
-        offset = sum(box.start[:1]) * math.prod(box.whole[1:])
-        spec.init.fill(out, offset + start, seed=seed, name=name)
+    elif box.run is not None:
+        spec.init.fill(out, box.run[0] + start, seed=seed, name=name)
     else:
         for done in range(0, out.size, BLOCK_ELEMENTS):
             chunk = out[done : done + BLOCK_ELEMENTS]

@@ -161,7 +161,7 @@ def _own(engine: FSDP, own: set[str], opened: list[Unit], *, write: bool) -> dic
         for name in unit.ignored:
             arrays[f"{unit.name}.{name}"] = unit.ignored[name]
         here = [entry for entry in param_entries(unit) if entry.name in own]
-        if here and not write and _is_there(unit) and not any(each.boxes for each in here):
+        if here and not write and _is_there(engine, unit):
             if unit.state is not ParamState.UNSHARDED:
                 unit.unshard()
                 opened.append(unit)
@@ -174,8 +174,14 @@ def _own(engine: FSDP, own: set[str], opened: list[Unit], *, write: bool) -> dic
     return arrays
 
 
-def _is_there(unit: Unit) -> bool:
-    """Whether whole parameters take no memory, since each rank, or the host, has them anyway."""
+def _is_there(engine: FSDP, unit: Unit) -> bool:
+    """Whether whole parameters take no memory, since each rank, or the host, has them anyway.
+
+    The ranks that share a copy find the same, but those of ``tensor`` may not: they are on other
+    hosts, or have boxes of other sizes. So these gather together in any case.
+    """
+    if engine.ranks.tensor is not None:
+        return False
     return not unit.gathered_bytes and not any(part.mixed for part in unit.parts)
 
 

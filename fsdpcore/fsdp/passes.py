@@ -100,7 +100,7 @@ class Passes:
             if self._units[number].state is ParamState.SHARDED:
                 self._units[number].shelf.ahead(GATHERED)
 
-    def went(self, unit: Unit, phase: Phase) -> None:
+    def record(self, unit: Unit, phase: Phase) -> None:
         """Take note of a pass of a unit for which nothing has to be gathered."""
         self._schedule.enter(phase, self._number[unit.name])
 

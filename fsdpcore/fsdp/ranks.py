@@ -24,7 +24,8 @@ class Ranks:
         placement: what it follows from.
         tensor: the ranks that have the other boxes of the same parameters; None for no others.
         everyone: all that train together: ``whole``, and for each of its ranks those of
-            ``tensor``; rank ``tensor.rank * whole.world_size + whole.rank`` of it.
+            ``tensor``; rank ``tensor.rank * whole.world_size + whole.rank`` of it. ``whole`` itself
+            without ``tensor``.
     """
 
     placement: Placement
@@ -33,17 +34,17 @@ class Ranks:
     replicas: Backend
     near: Backend
     everyone: Backend
-    tensor: Backend | None = None
+    tensor: Backend | None
 
     @classmethod
     def of(
         cls,
         backend: Backend,
         placement: Placement,
-        everyone: Backend | None = None,
-        tensor: Backend | None = None,
+        everyone: Backend,
+        tensor: Backend | None,
     ) -> Ranks:
-        """Make the groups; does not communicate."""
+        """Make the groups within ``backend``; does not communicate."""
         size, rank = backend.world_size, backend.rank
         first = rank - rank % placement.shards
         near = rank - rank % placement.regather
@@ -61,8 +62,8 @@ class Ranks:
             shards,
             replicas,
             shards if same else _group(backend, members[2], "near"),
-            backend if everyone is None else everyone,
-            tensor if tensor is not None and tensor.world_size > 1 else None,
+            everyone,
+            tensor,
         )
 
     def close(self) -> None:

@@ -22,11 +22,12 @@ from fsdpcore.fsdp.consent import check_equal, consent
 from fsdpcore.fsdp.entries import Entry, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import EngineState, LoadReport, Progress, ShardedArray
 from fsdpcore.fsdp.state_save import info_of, sharded
-from fsdpcore.fsdp.tensor import dealt, described
+from fsdpcore.fsdp.tensor_group import described, scatter_boxes
 from fsdpcore.fsdp.views import locked, read_only
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
+    from fsdpcore.fsdp.unit import Unit
 
 Given = Mapping[str, "ShardedArray | Array"]
 _SHOWN = 8  # names in a message
@@ -274,7 +275,7 @@ class _Loading:
                     self._fill(entry, arrays.get(entry.name))
         for name, (unit, param) in self._ignored.items():
             if name in present:
-                self._replace(unit.ignored, param, arrays.get(name))
+                self._replace(unit, param, arrays.get(name))
 
     def _fill(self, entry: Entry, value: ShardedArray | Array | None) -> None:
         """Write this rank's part of an array; a collective if one rank gives it."""
@@ -293,14 +294,12 @@ class _Loading:
             whole = rounded
         tensor = self._engine.ranks.tensor
         if tensor is not None and self._engine.backend.rank == self._src:
-            whole = dealt(self._device, entry, whole, tensor)
+            whole = scatter_boxes(self._device, entry, whole, tensor)
         _deal(self._engine, entry, None if whole is None else whole.reshape(-1), self._src)
 
-    def _replace(
-        self, ignored: dict[str, Array], param: str, value: ShardedArray | Array | None
-    ) -> None:
+    def _replace(self, unit: Unit, param: str, value: ShardedArray | Array | None) -> None:
         assert not isinstance(value, ShardedArray)
-        now = ignored[param]
+        now = unit.ignored[param]
         array = now.copy()
         if value is not None:
             given = self._device.given(value, param)
@@ -309,25 +308,27 @@ class _Loading:
             else:
                 self._device.assign(array, given)
         if self._src is not None:
-            broadcast(array, self._engine.everyone, root=self._src, out=array)
+            label = f"state, {unit.name}.{param}"
+            broadcast(array, self._engine.everyone, root=self._src, out=array, label=label)
         if not _same(array, now, self._device):  # else whoever shares the memory goes on doing so
-            ignored[param] = read_only(array.reshape(-1)).reshape(array.shape)
+            unit.ignored[param] = read_only(array.reshape(-1)).reshape(array.shape)
 
 
 def _deal(engine: FSDP, entry: Entry, flat: Array | None, src: int) -> None:
     """Give each rank its part of an array, of which ``src`` has all; nobody else holds more."""
     ranks, shards, data = engine.ranks, engine.placement.shards, entry.movable
+    label = f"state, {entry.name}"
     if not entry.split:
         if flat is not None:
             data[:] = flat
-        broadcast(data, engine.backend, root=src, out=data)
+        broadcast(data, engine.backend, root=src, out=data, label=label)
     else:
         home = src // shards
         if ranks.replica == home:
             counts = None if flat is None else entry.counts
-            scatter_v(flat, ranks.shards, counts, root=src % shards, out=data)
+            scatter_v(flat, ranks.shards, counts, root=src % shards, out=data, label=label)
         if ranks.replicas.world_size > 1:
-            broadcast(data, ranks.replicas, root=home, out=data)
+            broadcast(data, ranks.replicas, root=home, out=data, label=label)
     if data is not entry.data:
         entry.data[:] = data
 

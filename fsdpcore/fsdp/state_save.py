@@ -10,7 +10,7 @@ from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.fsdp.entries import Entry, by_unit, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state import FORMAT, ArrayPiece, EngineState, ShardedArray
-from fsdpcore.fsdp.tensor import dealt, joined
+from fsdpcore.fsdp.tensor_group import gather_boxes, scatter_boxes
 from fsdpcore.fsdp.views import read_only
 
 if TYPE_CHECKING:
@@ -93,13 +93,13 @@ def _gathered(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
     if entry.boxes:
         box = _shared(engine, entry, root)
         only = None if root is None else 0
-        return None if box is None else joined(engine.device, entry, box, tensor, only)
+        return None if box is None else gather_boxes(engine.device, entry, box, tensor, only)
     # All ranks of tensor have it alike, or nearly so: where sums over ranks depend on the place in
     # a buffer, as by "ring", places differ. So that it is one array, one of them gives it.
     found = _shared(engine, entry, root) if engine.ranks.leads else None
     if root is not None:
         return found
-    return dealt(engine.device, entry, found, tensor).reshape(entry.shape)
+    return scatter_boxes(engine.device, entry, found, tensor).reshape(entry.shape)
 
 
 def _shared(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
@@ -108,13 +108,14 @@ def _shared(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
     mine = root in (None, engine.backend.rank)
     if not entry.split or shards.world_size == 1:
         return entry.data.copy().reshape(entry.shape) if mine else None
+    label = f"state, {entry.name}"
     if root is None:
-        flat: Array = all_gather_v(entry.movable, shards, label=f"state, {entry.name}")
+        flat: Array = all_gather_v(entry.movable, shards, label=label)
         return flat.reshape(entry.shape)
     if root // placement.shards != engine.ranks.replica:
         return None  # another replica gives it
     out = engine.device.empty(entry.bounds[-1], entry.data.dtype) if mine else None
-    gather_v(entry.movable, shards, root=root % placement.shards, out=out)
+    gather_v(entry.movable, shards, root=root % placement.shards, out=out, label=label)
     return None if out is None else out.reshape(entry.shape)
 
 

@@ -89,15 +89,16 @@ class Step:
 
     @property
     def keeps_params(self) -> bool:
-        """Whether a unit's parameters stay where they are from its forward to its backward pass.
+        """Whether units' parameters stay where they are from their forward to the backward pass.
 
         Arrays that ``forward`` gave can be read in ``backward`` then: the strategy keeps them, or
-        they are in a window. Not so in an evaluation, which has no backward pass.
+        they are in windows on all hosts. The same on all ranks. Not so in an evaluation, which has
+        no backward pass.
         """
         engine = self._engine
         if not self.training:
             return False
-        if engine.windowed or engine.placement.keep is Keep.BACKWARD:
+        if engine.all_windowed or engine.placement.keep is Keep.BACKWARD:
             return True
         brought = engine.offload is not None and not engine.device.on_host
         return keeps_all(engine.placement) and not brought
@@ -201,7 +202,7 @@ class Step:
             params.update((unit.name, dict(unit.params)) for unit in units)
             yield Whole(params, given)
             if self.training:
-                given.part_from({unit.name: dict(unit.params) for unit in units})
+                given.copy_aliases_of({unit.name: dict(unit.params) for unit in units})
                 self._clear(params)
                 for unit in reversed(units):
                     self._hand_over(unit, given)
@@ -225,7 +226,7 @@ class Step:
     def _hand_over(self, unit: Unit, given: WholeGradients) -> None:
         """Free a unit, and reduce or keep its gradients."""
         passes = self._engine.passes
-        passes.went(unit, "backward")
+        passes.record(unit, "backward")
         given.hand_over(unit.name, unit.begin_gradients())
         passes.free(unit)
         if self._synchronising:

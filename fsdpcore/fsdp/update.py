@@ -15,7 +15,7 @@ from fsdpcore.fsdp import gpu_inplace
 from fsdpcore.fsdp.agreement import AGREED_BYTES, Wanted, agree
 from fsdpcore.fsdp.norm import NormPart, all_finite, joined, local_part
 from fsdpcore.fsdp.offload import GRADIENTS, UPDATED, in_turn
-from fsdpcore.fsdp.tensor import spans
+from fsdpcore.fsdp.tensor_group import spans
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP

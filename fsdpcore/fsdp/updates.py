@@ -71,7 +71,7 @@ class ShardUpdate:
         allocate: Allocate,
         boxes: Mapping[str, ArrayBox],
     ) -> None:
-        self._unit = unit
+        self._label = f"optimizer of unit {unit}"
         self._algorithm = algorithm
         self._part = part
         self._shards = ranks.shards
@@ -172,8 +172,8 @@ class ShardUpdate:
     def _sum(self, array: NDArray[np.float64]) -> None:
         """Sum over the shards; these lie elsewhere on other ranks of ``tensor``, which get it."""
         self._all_reduce(array, self._shards)
-        if self._tensor is not None:
-            broadcast(array, self._tensor, out=array)
+        if self._tensor is not None:  # by any algorithm: those of sums are not those of broadcast
+            broadcast(array, self._tensor, out=array, label=self._label)
 
     def _sum_boxes(self, array: NDArray[np.float64]) -> None:
         self._all_reduce(array, self._shards)
@@ -181,8 +181,7 @@ class ShardUpdate:
         self._all_reduce(array, self._tensor)
 
     def _all_reduce(self, array: NDArray[np.float64], group: Backend) -> None:
-        label = f"optimizer of unit {self._unit}"
-        all_reduce(array, group, out=array, algorithm=self._algorithm, label=label)
+        all_reduce(array, group, out=array, algorithm=self._algorithm, label=self._label)
 
 
 def state_sizes(

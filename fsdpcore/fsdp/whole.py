@@ -78,7 +78,7 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
                 f"{names}"
             ) from None
 
-    def part_from(self, params: Named) -> None:
+    def copy_aliases_of(self, params: Named) -> None:
         """Copy arrays that lie in parameters of another unit, which is freed before they are read.
 
         The gradient of ``(a * b).sum()`` with respect to one of them is the other one itself.

@@ -195,10 +195,11 @@ def test_one_array_is_one_box():
     assert "u.w and v.w are the same array, but the first is the box [0:2, 0:3]" in str(error)
 
 
+ALONE = "alone in both: take two axes of one mesh"
 GROUPS = {
     "no group": (lambda backend: 2, "tensor must be the group of ranks"),
-    "the same ranks": (lambda backend: backend, "alone in both: take two axes of one mesh"),
-    "others of them": (lambda backend: backend.sub([0, 1]), "alone in both: take two axes of one mesh"),
+    "the same ranks": (lambda backend: backend, ALONE),
+    "others of them": (lambda backend: backend.sub([0, 1]), ALONE),
 }
 
 

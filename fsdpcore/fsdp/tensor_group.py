@@ -7,7 +7,10 @@ With two axes of a mesh, 3 ranks that shard and 2 that cut, rank 3 has::
     everyone    0 2 4 1 3 5    number ``tensor.rank * backend.world_size + backend.rank``
 
 What is no box is the same on all ranks of ``tensor``, but not at the same place of their flat
-buffers, since boxes may be of different sizes.
+buffers, since boxes may be of different sizes: it lies in the buffer of its unit, among the boxes.
+That costs special cases here and there (who counts it for a norm, who gives it to a state, whose
+sums an optimizer goes by). A buffer of its own would need none of them, but one gathering and one
+reduction more per unit and pass, for what in most units is a few biases and gains.
 """
 
 from __future__ import annotations
@@ -31,10 +34,14 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.updates import Optimizers
 
 
-def check_tensor(tensor: Any, backend: Backend) -> None:
-    """Raise ArgumentError unless it can be the ``tensor`` group of an engine on ``backend``."""
+def checked_tensor(tensor: Any, backend: Backend) -> Backend | None:
+    """Return the ``tensor`` group of an engine on ``backend``; None where no other rank is in it.
+
+    Raises:
+        ArgumentError: it cannot be such a group.
+    """
     if tensor is None:
-        return
+        return None
     if not isinstance(tensor, Backend):
         raise ArgumentError(
             "tensor must be the group of ranks that have the other boxes of the same parameters, "
@@ -48,15 +55,18 @@ def check_tensor(tensor: Any, backend: Backend) -> None:
             f"({list(tensor.ranks)}) must be of one job, with rank {me} alone in both: take two "
             "axes of one mesh"
         )
+    return tensor if tensor.world_size > 1 else None
 
 
 def everyone_of(backend: Backend, tensor: Backend | None) -> Backend:
-    """Return the group of all ranks that train together; a collective where there is a ``tensor``.
+    """Return the group of all ranks that train together: ``backend`` itself without ``tensor``.
+
+    A collective of ``backend`` with it.
 
     Raises:
         ArgumentError: the groups of the ranks make no grid.
     """
-    if tensor is None or tensor.world_size == 1:
+    if tensor is None:
         return backend
     told = all_gather(np.array(tensor.ranks, np.int64), backend, label="ranks of tensor")
     table = told.reshape(backend.world_size, tensor.world_size)
@@ -70,8 +80,8 @@ def everyone_of(backend: Backend, tensor: Backend | None) -> Backend:
     return backend.root.sub(members, name="fsdp everyone")
 
 
-def check_boxed(units: Sequence[Unit]) -> None:
-    """Leave out boxes that are all there is, where no group has others.
+def drop_whole_boxes(units: Sequence[Unit]) -> None:
+    """Have boxes that are all there is be none, where no group has others; changes the units.
 
     Raises:
         ArgumentError: there are others.
@@ -128,7 +138,7 @@ def spans(unit: Unit, *, boxed: bool) -> Iterator[slice]:
 # Whole arrays.
 
 
-def joined(
+def gather_boxes(
     device: Device, entry: Entry, box: Array, tensor: Backend, root: int | None
 ) -> Array | None:
     """Put an array together from the boxes of all ranks of ``tensor``; a collective of these.
@@ -140,12 +150,13 @@ def joined(
         tensor: the ranks.
         root: the one that gets it; None for all.
     """
+    label = f"state, {entry.name}"
     if root is None:
-        flat = all_gather_v(box.reshape(-1), tensor, label=f"state, {entry.name}")
+        flat = all_gather_v(box.reshape(-1), tensor, label=label)
     else:
         total = sum(each.size for each in entry.boxes)
         out = device.empty(total, box.dtype) if tensor.rank == root else None
-        flat = gather_v(box.reshape(-1), tensor, root=root, out=out)
+        flat = gather_v(box.reshape(-1), tensor, root=root, out=out, label=label)
         if tensor.rank != root:
             return None
     if _lie_in_order(entry.boxes):
@@ -157,15 +168,15 @@ def joined(
     return whole
 
 
-def dealt(device: Device, entry: Entry, whole: Array | None, tensor: Backend) -> Array:
+def scatter_boxes(device: Device, entry: Entry, whole: Array | None, tensor: Backend) -> Array:
     """Return this rank's box, flat, of an array that rank 0 of ``tensor`` has; a collective.
 
     Of an array that is not cut it is all of it.
     """
-    dtype = entry.data.dtype
+    dtype, label = entry.data.dtype, f"state, {entry.name}"
     if not entry.boxes:
         flat = device.empty(entry.size, dtype) if whole is None else whole.reshape(-1)
-        broadcast(flat, tensor, root=0, out=flat if whole is None else None)
+        broadcast(flat, tensor, root=0, out=flat if whole is None else None, label=label)
         return flat
     sizes = [each.size for each in entry.boxes]
     given = None
@@ -175,12 +186,12 @@ def dealt(device: Device, entry: Entry, whole: Array | None, tensor: Backend) ->
             given[start : start + each.size] = whole[each.slices].reshape(-1)
             start += each.size
     out = device.empty(sizes[tensor.rank], dtype)
-    scatter_v(given, tensor, None if given is None else sizes, root=0, out=out)
+    scatter_v(given, tensor, None if given is None else sizes, root=0, out=out, label=label)
     return out
 
 
 def _lie_in_order(boxes: Sequence[ArrayBox]) -> bool:
     """Whether boxes that cover an array lie in it one behind the other, rank by rank."""
-    rows = all(box.shape[1:] == box.whole[1:] for box in boxes)
-    starts = [box.start[:1] for box in boxes if box.size]
-    return rows and starts == sorted(starts)
+    runs = [box.run for box in boxes if box.size]
+    starts = [run[0] for run in runs if run is not None]
+    return len(starts) == len(runs) and starts == sorted(starts)
