@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -31,6 +31,14 @@ class Engine(Protocol):
 
     torn: bool
 
+    @property
+    def tensor(self) -> Backend | None:
+        """The ranks with the other boxes of its parameters; None if there are none."""
+
+    @property
+    def everyone(self) -> Backend:
+        """Its ranks and theirs."""
+
     def state_dict(self, *, optimizer: bool = True) -> EngineState:
         """Return this rank's part of everything, as views."""
 
@@ -41,16 +49,27 @@ class Engine(Protocol):
         """Take over the number of steps, and what else is in ``EngineState.info``."""
 
 
+def is_engine(state: object) -> TypeGuard[Engine]:
+    """Whether it is an engine, not a mapping."""
+    return hasattr(state, "state_dict") and not isinstance(state, (Mapping, type))
+
+
 def check_ranks(state: object, backend: Backend) -> None:
     """Raise ArgumentError for an engine of which ranks with the other boxes are not in ``backend``.
 
     A checkpoint without these boxes would not be complete, and loads of theirs could find another.
     """
-    tensor, everyone = getattr(state, "tensor", None), getattr(state, "everyone", None)
-    if not isinstance(tensor, Backend) or not isinstance(everyone, Backend):
+    if not is_engine(state) or state.tensor is None:
         return
+    everyone = state.everyone
+    if everyone.root is not backend.root:
+        raise ArgumentError(
+            "this engine has a tensor group, and belongs to another job than the backend, which "
+            "cannot tell whether all of its ranks take part; pass the backend that the mesh was "
+            "made of"
+        )
     absent = sorted(set(everyone.ranks) - set(backend.ranks))
-    if absent and everyone.root is backend.root:
+    if absent:
         raise ArgumentError(
             f"this engine and those of its tensor group are on ranks {sorted(everyone.ranks)}, of "
             f"which {absent} do not take part; pass the backend that the mesh was made of, so that "
@@ -83,7 +102,7 @@ def holding_of(state: object, device: Device = HOST) -> Holding:
     Raises:
         ArgumentError: it is neither.
     """
-    if hasattr(state, "state_dict") and not isinstance(state, (Mapping, type)):
+    if is_engine(state):
         state = state.state_dict()
     info = dict(state.info) if isinstance(state, EngineState) else {}
     arrays, sources = [], []

@@ -324,6 +324,8 @@ def test_whatever_is_damaged_is_noticed(tmp_path: Path, where: str) -> None:
 class Engine:
     """What load needs of an engine, over plain arrays."""
 
+    tensor = None
+
     def __init__(self, state: dict[str, Any], ties: dict[str, str] | None = None) -> None:
         self.state = state
         self.info = {**INFO, "ties": ties or {}}

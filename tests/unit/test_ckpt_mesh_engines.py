@@ -181,6 +181,20 @@ def test_the_ranks_that_shard_alone_are_refused(run, verb):
     assert "the backend that the mesh was made of" in str(error)
 
 
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_backend_of_another_job_is_refused(run, verb):
+    """Whether all ranks of the mesh take part, nobody could tell."""
+
+    def body(backend):
+        engine = Training(backend, Way(1, 2), np.float64).engine
+        verb_of = getattr(fc.checkpoint, verb)
+        return cause_of(lambda other: verb_of(run[1], engine, other))
+
+    for error in launch(body, 2):
+        assert isinstance(error, fc.ArgumentError)
+        assert "belongs to another job than the backend" in str(error)
+
+
 def test_a_damaged_file_makes_all_ranks_of_the_mesh_load_the_step_before(tmp_path):
     def body(backend):
         training = Training(backend, MESH, np.float64)
