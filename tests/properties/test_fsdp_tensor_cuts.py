@@ -18,7 +18,7 @@ import fsdpcore as fc
 from fsdpcore.device import HOST
 from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.filling import fill
-from fsdpcore.fsdp.optim.boxes import Matrices, boxes, placed
+from fsdpcore.fsdp.optim.blocks import Matrices, blocks, placed
 
 GRIDS = st.builds(
     Grid,
@@ -115,6 +115,21 @@ def test_elements_of_a_deferred_box_are_those_of_the_whole(box, data):
         assert_array_equal(found, expected[start:stop])
 
 
+@settings(max_examples=200, deadline=None)
+@given(box=cut_boxes(st.integers(1, 4), 0))
+def test_a_box_is_a_run_if_it_has_no_gaps(box):
+    whole = np.arange(math.prod(box.whole)).reshape(box.whole)
+    elements = whole[box.slices].reshape(-1)
+    first, stop = int(elements[0]), int(elements[-1]) + 1
+    assert box.run == ((first, stop) if stop - first == elements.size else None)
+
+
+def test_an_empty_box_is_an_empty_run():
+    assert ArrayBox((3, 4), (1, 4), (2, 0)).run == (0, 0)
+    assert ArrayBox((0, 4), (0, 1), (0, 2)).run == (0, 0)
+    assert ArrayBox((), (), ()).run == (0, 1)
+
+
 def test_a_deferred_box_takes_memory_for_blocks_only():
     spec = fc.Spec((2048, 4096), init=fc.initializers.normal(std=0.1))[:, 1000:1100]  # of 32 MiB
     out = np.empty(spec.size, np.float32)
@@ -128,13 +143,13 @@ def test_a_deferred_box_takes_memory_for_blocks_only():
 
 @settings(max_examples=100, deadline=None)
 @given(box=cut_boxes(st.integers(1, 5), 2), limit=st.integers(1, 60), data=st.data())
-def test_boxes_of_a_box_are_boxes_of_the_whole(box, limit, data):
+def test_blocks_of_a_box_are_blocks_of_the_whole(box, limit, data):
     whole = np.arange(math.prod(box.whole)).reshape(box.whole)
     own = whole[box.slices].reshape(-1)
     start = data.draw(st.integers(0, box.size))
     stop = data.draw(st.integers(start, box.size))
     matrices, at = whole.reshape(Matrices.of(box.whole)), start
-    for found in boxes(start, stop, Matrices.of(box.shape), limit):
+    for found in blocks(start, stop, Matrices.of(box.shape), limit):
         for each in placed(found, box):
             inside = matrices[each.batches, each.rows, each.columns]
             assert each.start == at

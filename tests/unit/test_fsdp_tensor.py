@@ -342,3 +342,21 @@ def test_an_optimizer_of_whole_parameters_only_gets_no_boxes():
     kind, message = raised_alike(body, 4)
     assert kind is fc.ArgumentError
     assert "Whole updates whole parameters" in message
+
+
+@pytest.mark.parametrize("optimizer", [fc.optim.AdamW(lr=0.05), fc.optim.Adafactor()], ids=repr)
+@pytest.mark.parametrize("window", [True, False], ids=["window", "apart"])
+def test_copies_of_what_is_whole_keep_the_same_bits(optimizer, window):
+    """In a deterministic job, sums do not depend on the place in a buffer, which differs."""
+    shapes = {"u": {"w": (5, 9), "b": (9,), "gain": (40,), "plain": (6, 7)}}
+    model, grid = Model(shapes, {"u.w": 1, "u.b": 0}, np.float32), Grid(tensor=2, shard=3)
+
+    def body(backend):
+        engine = engine_on(grid, backend, model, optimizer=optimizer, window=window)
+        train(engine, model, range(8), clip=1.0)
+        with engine.gathered():
+            params = engine["u"].params
+            return [params[name].tobytes() for name in ("gain", "plain")]
+
+    found = launch(body, grid.ranks, deterministic=True)
+    assert all(each == found[0] for each in found)

@@ -15,7 +15,7 @@ from fsdpcore.errors import ArgumentError, ConfigError
 from fsdpcore.fsdp.checks import as_finite, as_int
 from fsdpcore.fsdp.optim.arrays import check_arrays, check_names, round_into
 from fsdpcore.fsdp.optim.base import check_piece
-from fsdpcore.fsdp.optim.boxes import Matrices
+from fsdpcore.fsdp.optim.blocks import Matrices
 from fsdpcore.fsdp.optim.moments import (
     Elementwise,
     Factored,

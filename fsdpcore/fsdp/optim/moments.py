@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.array_module import array_module
-from fsdpcore.fsdp.optim.boxes import Box, Matrices, boxes, placed
+from fsdpcore.fsdp.optim.blocks import Block, Matrices, blocks, placed
 from fsdpcore.fsdp.optim.pieces import ShardPiece
 
 BLOCK = 64 * 1024
@@ -130,12 +130,12 @@ class Factored(SecondMoments):
 
     def measure(self, sums: Float64) -> None:
         rows, columns = self._split(sums)
-        for box, local in self._boxes():
+        for block, local in self._blocks():
             values = self._gradient(local)
             np.multiply(values, values, out=values)
-            cube = values.reshape(box.shape)
-            rows[box.batches, box.rows] += cube.sum(axis=2)
-            columns[box.batches, box.columns] += cube.sum(axis=1)
+            cube = values.reshape(block.shape)
+            rows[block.batches, block.rows] += cube.sum(axis=2)
+            columns[block.batches, block.columns] += cube.sum(axis=1)
 
     def settle(self, sums: Float64, beta: float, eps: float) -> None:
         rows, columns = self._split(sums)
@@ -148,11 +148,11 @@ class Factored(SecondMoments):
         row_scale, column_scale = self._row_scale, self._column_scale
         assert row_scale is not None
         assert column_scale is not None
-        for box, local in self._boxes():
+        for block, local in self._blocks():
             values = self._gradient(local)
-            cube = values.reshape(box.shape)
-            np.multiply(cube, row_scale[box.batches, box.rows, None], out=cube)
-            np.multiply(cube, column_scale[box.batches, None, box.columns], out=cube)
+            cube = values.reshape(block.shape)
+            np.multiply(cube, row_scale[block.batches, block.rows, None], out=cube)
+            np.multiply(cube, column_scale[block.batches, None, block.columns], out=cube)
             yield local, values
 
     def _averaged(self, name: str, values: Float64, beta: float, eps: float) -> Float64:
@@ -166,8 +166,8 @@ class Factored(SecondMoments):
         first = sums[: batches * rows].reshape(batches, rows)
         return first, sums[batches * rows :].reshape(batches, columns)
 
-    def _boxes(self) -> Iterator[tuple[Box, slice]]:
-        start, stop, part = self._piece.start, self._piece.stop, self._piece.box
-        for found in boxes(start, stop, self._own, self._scratch.first.size):
-            for box in [found] if part is None else placed(found, part):
-                yield box, slice(box.start - start, box.stop - start)
+    def _blocks(self) -> Iterator[tuple[Block, slice]]:
+        start, stop, box = self._piece.start, self._piece.stop, self._piece.box
+        for found in blocks(start, stop, self._own, self._scratch.first.size):
+            for block in [found] if box is None else placed(found, box):
+                yield block, slice(block.start - start, block.stop - start)

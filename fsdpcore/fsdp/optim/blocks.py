@@ -1,4 +1,4 @@
-"""A range of a flattened array cut into boxes, so that sums along its axes can be vectorised."""
+"""A range of a flattened array cut into blocks, so that sums along its axes can be vectorised."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Matrices(NamedTuple):
         return cls(int(np.prod(batches, dtype=np.int64)), rows, columns)
 
 
-class Box(NamedTuple):
-    """A box of consecutive elements: some whole matrices, or rows of one, or a part of a row.
+class Block(NamedTuple):
+    """Consecutive elements: some whole matrices, or rows of one, or a part of a row.
 
     Attributes:
         start: its first element in the flattened array.
@@ -50,31 +50,31 @@ class Box(NamedTuple):
         return self.start + batches * rows * columns
 
 
-def placed(box: Box, part: ArrayBox) -> Iterator[Box]:
-    """Give a box of an array that is itself a box of another, by the indices in that one.
+def placed(block: Block, box: ArrayBox) -> Iterator[Block]:
+    """Give a block of an array that is itself a box of another, by the indices in that one.
 
     It is cut where its matrices are no neighbours there.
 
     Args:
-        box: cut out of ``part``, whose elements ``start`` still counts.
-        part: the array, of two axes at least.
+        block: cut out of ``box``, whose elements ``start`` still counts.
+        box: the array, of two axes at least.
     """
-    row, column = part.start[-2:]
-    rows = slice(box.rows.start + row, box.rows.stop + row)
-    columns = slice(box.columns.start + column, box.columns.stop + column)
-    numbers = np.arange(box.batches.start, box.batches.stop)
-    if len(part.shape) > 2:
-        inside = np.unravel_index(numbers, part.shape[:-2])
-        indices = [index + first for index, first in zip(inside, part.start, strict=False)]
-        numbers = np.ravel_multi_index(tuple(indices), part.whole[:-2])
-    start, matrix = box.start, box.shape[1] * box.shape[2]
+    row, column = box.start[-2:]
+    rows = slice(block.rows.start + row, block.rows.stop + row)
+    columns = slice(block.columns.start + column, block.columns.stop + column)
+    numbers = np.arange(block.batches.start, block.batches.stop)
+    if len(box.shape) > 2:
+        inside = np.unravel_index(numbers, box.shape[:-2])
+        indices = [index + first for index, first in zip(inside, box.start, strict=False)]
+        numbers = np.ravel_multi_index(tuple(indices), box.whole[:-2])
+    start, matrix = block.start, block.shape[1] * block.shape[2]
     for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1):
-        yield Box(start, slice(int(run[0]), int(run[-1]) + 1), rows, columns)
+        yield Block(start, slice(int(run[0]), int(run[-1]) + 1), rows, columns)
         start += len(run) * matrix
 
 
-def boxes(start: int, stop: int, whole: Matrices, limit: int) -> Iterator[Box]:
-    """Cut elements ``[start, stop)`` of an array in C order into boxes of up to ``limit`` elements.
+def blocks(start: int, stop: int, whole: Matrices, limit: int) -> Iterator[Block]:
+    """Cut elements ``[start, stop)`` of an array in C order into blocks of up to ``limit`` of them.
 
     They follow each other without a gap. ``limit`` is at least 1.
     """
@@ -90,11 +90,11 @@ def boxes(start: int, stop: int, whole: Matrices, limit: int) -> Iterator[Box]:
             rows = min(whole.rows - row, left // whole.columns)
         else:
             columns = min(whole.columns - column, left)
-        box = Box(
+        block = Block(
             start,
             slice(batch, batch + batches),
             slice(row, row + rows),
             slice(column, column + columns),
         )
-        yield box
-        start = box.stop
+        yield block
+        start = block.stop
