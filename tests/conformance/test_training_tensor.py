@@ -1,4 +1,7 @@
-"""A GPT that is cut over ranks and sharded over others follows the training on one rank."""
+"""A GPT that is cut over ranks and sharded over others follows the training on one rank.
+
+Processes start slowly: there is one job of them for every transport, with all that is asked of it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ import numpy as np
 import pytest
 from gpt_model import build
 from numpy.testing import assert_allclose
+from support import parallel_chain
 from support.spmd import run
+from test_parallel_layers import check_all_layers
 from test_training import BATCH, CLIP, EPS, MODEL, batch, reference
 
 import fsdpcore as fc
 from fsdpcore import parallel as tp
 
 STEPS = 50
+CUT_AND_SHARDED = {"shard": 2, "tensor": 2}
+PROCESSES = ["zmq", "mpi"]
 # Where the parameters of the unsharded model are in this one.
 NAMES = {
     "embed": {"byte": "byte.w", "position": "position.w"},
@@ -94,25 +101,30 @@ def train(backend, axes, steps, along_sequence, dtype, strategy):
     return losses, norms, params, engine.held()
 
 
-def train_both(backend, *args):
-    """Without and with ``sequence_parallel``: one job for both, since processes start slowly."""
-    axes, steps, *others = args
-    return [train(backend, axes, steps, along, *others) for along in (False, True)]
-
-
-def trained(transport, axes, steps=STEPS, dtype=np.float32, strategy="full_shard"):
+def trained(axes, along_sequence, steps=STEPS, dtype=np.float32, strategy="full_shard"):
     return run(
-        train_both,
-        transport=transport,
+        train,
+        transport="sim",
         world_size=int(np.prod(list(axes.values()))),
-        args=(axes, steps, dtype, strategy),
+        args=(axes, steps, along_sequence, dtype, strategy),
     )
 
 
+def train_and_pass(backend):
+    """The training along the sequence, which has all kinds of collectives; and all layers."""
+    result = train(backend, CUT_AND_SHARDED, STEPS, True, np.float32, "full_shard")
+    return result, parallel_chain.both_ways(backend)
+
+
 @functools.cache
-def alone(steps, dtype=np.float32):
+def between_processes(transport):
+    return run(train_and_pass, transport=transport, world_size=4)
+
+
+@functools.cache
+def alone(steps):
     """The same program on one rank."""
-    return trained("sim", {"shard": 1, "tensor": 1}, steps, dtype)[0]
+    return trained({"shard": 1, "tensor": 1}, False, steps)[0]
 
 
 def unsharded(steps, dtype):
@@ -146,48 +158,61 @@ def assert_follows(result, wanted, *, losses, norms, params):
 FP32 = {"losses": 5e-6, "norms": 2e-5, "params": 5e-5}
 
 
-@pytest.mark.parametrize("transport", ["sim", "zmq", "mpi"])
-def test_tensor_parallel_and_sharded_training_follows_one_rank(transport):
+def assert_follows_one_rank(ranks):
     wanted = unsharded(STEPS, np.float32)
     assert wanted[0][-1] < wanted[0][0] - 0.2  # it learns, so the comparison means something
     assert min(wanted[1]) < CLIP < max(wanted[1])
-    for whole, along_sequence in trained(transport, {"shard": 2, "tensor": 2}):
-        for result, single in zip((whole, along_sequence), alone(STEPS), strict=True):
-            assert_follows(result, wanted, **FP32)
-            assert_follows(result, single, **FP32)
+    for result in ranks:
+        assert_follows(result, wanted, **FP32)
+        assert_follows(result, alone(STEPS), **FP32)
+
+
+@pytest.mark.parametrize("along_sequence", [False, True], ids=["whole", "sequence"])
+def test_tensor_parallel_and_sharded_training_follows_one_rank(along_sequence):
+    assert_follows_one_rank(trained(CUT_AND_SHARDED, along_sequence))
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_so_it_does_between_processes(transport):
+    assert_follows_one_rank([result for result, _ in between_processes(transport)])
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_a_model_of_all_layers_is_the_unsharded_one_between_processes(transport):
+    check_all_layers([passed for _, passed in between_processes(transport)])
+
+
+HYBRID = fc.Strategy("hybrid_shard", shard_group_size=2)
 
 
 @pytest.mark.parametrize(
-    ("axes", "strategy"),
+    ("axes", "along_sequence", "strategy"),
     [
-        ({"shard": 1, "tensor": 3}, "full_shard"),
-        ({"shard": 3, "tensor": 1}, "full_shard"),
-        (
-            {"replicate": 2, "shard": 2, "tensor": 2},
-            fc.Strategy("hybrid_shard", shard_group_size=2),
-        ),
+        ({"shard": 1, "tensor": 3}, False, "full_shard"),
+        ({"shard": 1, "tensor": 3}, True, "full_shard"),
+        ({"shard": 3, "tensor": 1}, True, "full_shard"),
+        ({"replicate": 2, "shard": 2, "tensor": 2}, True, HYBRID),
     ],
-    ids=["tensor", "shard", "hybrid"],
+    ids=["tensor", "tensor, sequence", "shard", "hybrid"],
 )
-def test_so_it_does_on_other_meshes(axes, strategy):
-    for results in trained("sim", axes, 12, strategy=strategy):
-        for result in results:
-            assert_follows(result, unsharded(12, np.float32), **FP32)
+def test_so_it_does_on_other_meshes(axes, along_sequence, strategy):
+    for result in trained(axes, along_sequence, 12, strategy=strategy):
+        assert_follows(result, unsharded(12, np.float32), **FP32)
 
 
-def test_in_float64_nothing_else_differs():
-    wanted = unsharded(STEPS, np.float64)
-    for results in trained("sim", {"shard": 2, "tensor": 2}, dtype=np.float64):
-        for result in results:
-            assert_follows(result, wanted, losses=1e-9, norms=1e-9, params=1e-9)
+@pytest.mark.parametrize("along_sequence", [False, True], ids=["whole", "sequence"])
+def test_in_float64_nothing_else_differs(along_sequence):
+    wanted = unsharded(20, np.float64)
+    for result in trained(CUT_AND_SHARDED, along_sequence, 20, np.float64):
+        assert_follows(result, wanted, losses=1e-9, norms=1e-9, params=1e-9)
 
 
 def test_ranks_hold_their_part_of_the_cut_matrices_only():
     """But for what all ranks of ``tensor`` have, such as norms and positions."""
-    sizes = {name: array.nbytes for name, array in alone(1)[0][2].items()}
+    sizes = {name: array.nbytes for name, array in alone(1)[2].items()}
     boxed = ("byte.w", "qkv.w", "qkv.b", "proj.w", "up.w", "up.b", "down.w", "out.w", "out.b")
     cut = sum(size for name, size in sizes.items() if name.endswith(boxed))
     copied = sum(sizes.values()) - cut
-    ranks = trained("sim", {"shard": 2, "tensor": 2}, 1)
-    held = sum(both[0][3].parameters - both[0][3].padding // 2 for both in ranks)
+    ranks = trained(CUT_AND_SHARDED, False, 1)
+    held = sum(result[3].parameters - result[3].padding // 2 for result in ranks)
     assert cut + 2 * copied <= held <= cut + 2 * copied + 4 * 4 * (MODEL.layers + 2)

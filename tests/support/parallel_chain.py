@@ -82,6 +82,11 @@ def passed(group, dtype, along, xp=np):
     }
 
 
+def both_ways(backend):
+    """Without and with a stretch that is cut along the sequence."""
+    return [passed(backend, np.float32, along) for along in (False, True)]
+
+
 def _loss(params, x, targets):
     h = params["embed.w"][x]
     centred = h - anp.mean(h, axis=-1, keepdims=True)
