@@ -63,21 +63,34 @@ def wanted(case, dtype):
     return transformer_oracle.passes(case.function, params, x, dy.astype(np.float64)), dy
 
 
-def check(case, world_size, *, dtypes=(np.float64, np.float32)):
-    """Compare the layer on so many ranks with its function; return its counts of collectives."""
-    for dtype in dtypes:
-        expected, dy = wanted(case, dtype)
-        *found, issued = passes_cut(
-            functools.partial(case.build, dtype=dtype),
-            values(case, dtype),
-            case.input(dtype),
-            dy,
-            world_size,
-            case.x_axis,
-            case.y_axis,
-        )
+def check(case, ranks, dtype=np.float64):
+    """Compare the layer with its function on each of these numbers of ranks.
+
+    Returns:
+        For each of them the counts of collectives of a forward and of a backward pass.
+    """
+    expected, dy = wanted(case, dtype)
+    build, whole, x = (
+        functools.partial(case.build, dtype=dtype),
+        values(case, dtype),
+        case.input(dtype),
+    )
+    counts = []
+    for world_size in ranks:
+        *found, issued = passes_cut(build, whole, x, dy, world_size, case.x_axis, case.y_axis)
         assert_passes_equal(found, expected, dtype)
-    return issued
+        counts.append(issued)
+    return counts
+
+
+def check_ranks(case, collectives):
+    """Compare so in float64 on 1 to 4 ranks, and in float32 on 3.
+
+    The types have the same code but for what is rounded. ``collectives`` are those of the two
+    passes where there are several ranks.
+    """
+    assert check(case, (1, 2, 3, 4)) == [(0, 0), *[collectives] * 3]
+    assert check(case, (3,), np.float32) == [collectives]
 
 
 class Alone(fc.SubBackend):

@@ -45,10 +45,11 @@ def build(group, *, width=WIDTH, heads=HEADS, **options):
     return ParallelAttention(width, heads, group, **options)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("along_sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_it_is_the_unsharded_attention(world_size, along_sequence, dtype):
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [*((n, np.float64) for n in (1, 2, 3, 4)), (3, np.float32)]
+)
+def test_it_is_the_unsharded_attention(world_size, dtype, along_sequence):
     params, x, dy = case(dtype)
     got = passes(
         functools.partial(build, sequence_parallel=along_sequence),

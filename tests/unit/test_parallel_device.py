@@ -18,9 +18,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), parallel_chain.DEVICE_TOLERANCES, ids=str)
-@pytest.mark.parametrize(("ranks", "along"), [(1, False), (2, True), (3, False), (3, True)])
-def test_gpus_compute_what_the_host_does(ranks, along, dtype, tolerance):
+FLOAT64, FLOAT32, FLOAT16 = (np.dtype(name) for name in ("float64", "float32", "float16"))
+
+
+# Every type where parts are uneven and cut along the sequence, and one of each other way.
+@pytest.mark.parametrize(
+    ("ranks", "along", "dtype"),
+    [
+        *((3, True, dtype) for dtype in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)),
+        (1, False, FLOAT32),
+        (2, True, BFLOAT16),
+        (3, False, FLOAT16),
+    ],
+    ids=str,
+)
+def test_gpus_compute_what_the_host_does(ranks, along, dtype):
+    tolerance = dict(parallel_chain.DEVICE_TOLERANCES)[dtype]
     with fake_cuda.installed(ranks) as machine:
 
         def body(backend):

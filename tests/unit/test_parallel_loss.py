@@ -65,16 +65,13 @@ def check(ranks, logits, targets, tolerance):
     np.testing.assert_allclose(gradient, wanted, rtol=0, atol=tolerance / targets.size)
 
 
-TOLERANCES = {np.float64: 1e-14, np.float32: 3e-6}
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
     ("shape", "vocab"), [((3, 5), 11), ((4,), 12), ((), 7), ((2, 2, 2), 3), ((6,), 2), ((3,), 1)]
 )
 @pytest.mark.parametrize("ranks", RANKS)
-def test_it_is_that_of_all_logits(ranks, shape, vocab, dtype):
-    check(ranks, *sample(shape, vocab, dtype), TOLERANCES[dtype])
+def test_it_is_that_of_all_logits(ranks, shape, vocab):
+    check(ranks, *sample(shape, vocab, np.float64), 1e-14)
+    check(ranks, *sample(shape, vocab, np.float32), 3e-6)
 
 
 @settings(max_examples=20, deadline=None)

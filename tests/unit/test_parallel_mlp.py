@@ -42,10 +42,11 @@ def build(group, *, hidden=HIDDEN, **options):
     return ParallelMLP(WIDTH, hidden, group, **options)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("along_sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_it_is_the_unsharded_mlp(world_size, along_sequence, dtype):
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [*((n, np.float64) for n in (1, 2, 3, 4)), (3, np.float32)]
+)
+def test_it_is_the_unsharded_mlp(world_size, dtype, along_sequence):
     got = passes(
         functools.partial(build, sequence_parallel=along_sequence),
         *case(dtype),

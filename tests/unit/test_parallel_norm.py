@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import transformer_oracle
-from support.parallel_cases import Case, check
+from support.parallel_cases import Case, check, check_ranks
 from support.spmd import run
 from support.tensor_parallel import random_values
 
 import fsdpcore as fc
 from fsdpcore.parallel import GatherSequence, LayerNorm, RMSNorm, ScatterSequence
 
-RANKS = [1, 2, 3, 4]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -45,10 +44,8 @@ def norm(kind, shape, along):
 @pytest.mark.parametrize("along", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 8, 6), (2, 1, 4), (9, 3)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_it_is_the_norm_of_whole_sequences(ranks, kind, shape, along):
-    collectives = (0, 1) if along and ranks > 1 else (0, 0)
-    assert check(norm(kind, shape, along), ranks) == collectives
+def test_it_is_the_norm_of_whole_sequences(kind, shape, along):
+    check_ranks(norm(kind, shape, along), (0, 1) if along else (0, 0))
 
 
 @settings(max_examples=15, deadline=None)
@@ -58,7 +55,7 @@ def test_it_is_the_norm_of_whole_sequences(ranks, kind, shape, along):
     st.integers(2, 4),
 )
 def test_it_is_the_norm_of_whole_sequences_for_any_sizes(shape, kind, ranks):
-    check(norm(kind, (*shape, 5), True), ranks, dtypes=(np.float64,))
+    check(norm(kind, (*shape, 5), True), (ranks,))
 
 
 def passed(layer, params, x, dy, grads):
@@ -141,10 +138,9 @@ def join(shape):
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 4), (1, 9, 2), (2, 1, 3), (8, 2), (2, 3, 4, 5)])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_stretch_along_the_sequence_begins_and_ends(ranks, shape):
-    assert check(scatter(shape), ranks) == ((0, 1) if ranks > 1 else (0, 0))
-    assert check(join(shape), ranks) == ((2, 0) if ranks > 1 else (0, 0))
+def test_a_stretch_along_the_sequence_begins_and_ends(shape):
+    check_ranks(scatter(shape), (0, 1))
+    check_ranks(join(shape), (2, 0))
 
 
 def _kept(backend):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 import fsdpcore as fc
 from fsdpcore.parallel import Scope, bounds, prefixed, split
+from fsdpcore.parallel.splits import own_range, own_size
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
@@ -19,6 +22,9 @@ def test_parts_are_those_of_array_split(size, parts):
         start, stop = split(size, parts, index)
         assert np.array_equal(np.arange(start, stop), part)
         assert (start, stop) == tuple(bounds(size, parts)[index : index + 2])
+        group = SimpleNamespace(world_size=parts, rank=index)
+        assert own_range(size, group) == (start, stop)
+        assert own_size(size, group) == len(part)
 
 
 @pytest.mark.parametrize(
