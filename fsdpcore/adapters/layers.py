@@ -45,7 +45,12 @@ class Layer(Protocol):
     def backward(
         self, params: Mapping[str, Array], saved: Any, dy: Any, grads: MutableMapping[str, Array]
     ) -> Any:
-        """Write the parameters' gradients into ``grads``, return the input's gradient."""
+        """Write the parameters' gradients into ``grads``, return the input's gradient.
+
+        ``grads`` has an array of zeros for every parameter that is trained. It may have a method
+        ``empty(name)``, as the engine's mappings do: the same array without filling it with zeros,
+        for a layer that writes all of it.
+        """
 
 
 class Chain:
