@@ -19,6 +19,7 @@ from fsdpcore.adapters.function import train_step
 from fsdpcore.adapters.layers import Chain
 
 STEPS, BATCH, VOCAB, WIDTH = 20, 10, 7, 9  # odd sizes: nothing divides by 2 or 4
+FEW = 6  # steps, where it is the way there that differs, not the numbers
 # What is rounding noise stays noise: with the usual eps of 1e-8 Adam makes full steps of it.
 LR, EPS = 3e-2, 1e-5
 
@@ -71,7 +72,7 @@ def batch(number):
 
 
 @functools.cache
-def unsharded(dtype):
+def unsharded(dtype, steps):
     """Losses and parameters by autograd alone: one process, whole batches, Adam written out."""
     rng = np.random.default_rng(2)
     params = {unit: start(rng, dtype) for unit, start in STARTS.items()}
@@ -82,7 +83,7 @@ def unsharded(dtype):
     )
     value_and_grad = autograd.value_and_grad(whole_loss)
     losses = []
-    for number in range(1, STEPS + 1):
+    for number in range(1, steps + 1):
         loss, grads = value_and_grad(params, *batch(number))
         losses.append(loss / BATCH)
         for unit, named in params.items():
@@ -96,7 +97,7 @@ def unsharded(dtype):
     return losses, params
 
 
-def train(backend, kind, strategy, dtype=np.float32):
+def train(backend, kind, strategy, dtype=np.float32, steps=STEPS):
     """Losses and parameters of sharded training, and whether nothing is left over."""
     stack = fc.LayerStack(
         [
@@ -113,7 +114,7 @@ def train(backend, kind, strategy, dtype=np.float32):
     rows = np.array_split(np.arange(BATCH), backend.world_size)[backend.rank]
     judge, differentiate = adapter.loss(nats), adapter.loss_and_grads(whole_loss)
     losses = []
-    for number in range(1, STEPS + 1):
+    for number in range(1, steps + 1):
         x, labels = (array[rows] for array in batch(number))
         if kind == "whole":
             loss = train_step(engine, differentiate, x, labels, divisor=BATCH)
@@ -131,42 +132,50 @@ def starting(unit, dtype):
     return lambda rng: STARTS[unit](rng, dtype)
 
 
-def assert_as_unsharded(results, dtype=np.float32):
+def assert_as_unsharded(results, dtype=np.float32, steps=STEPS):
     """Sums are made in other orders: losses are equal but for a few roundings.
 
     Parameters are, but for so many in each step of some elements: where a gradient is near zero,
     its rounding is divided by little more than ``EPS``.
     """
     rounding = float(np.finfo(dtype).eps)
-    want_losses, want = unsharded(dtype)
-    assert want_losses[-1] < want_losses[0] / 2  # it learns, so the comparison means something
+    want_losses, want = unsharded(dtype, steps)
+    if steps == STEPS:
+        assert want_losses[-1] < want_losses[0] / 2  # it learns, so the comparison says something
     for losses, params, clean in results:
         assert clean
         assert_allclose(losses, want_losses, rtol=16 * rounding)
         for unit, named in want.items():
             for name, array in named.items():
                 assert params[unit][name].dtype == dtype
-                assert_allclose(params[unit][name], array, rtol=0, atol=STEPS * 16 * rounding)
+                assert_allclose(params[unit][name], array, rtol=0, atol=steps * 16 * rounding)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["layers", "whole"])
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [*(("layers", size) for size in (1, 2, 3, 4)), ("whole", 1), ("whole", 4)],
+)
 def test_sharded_training_is_autograds_own(kind, world_size):
     args = (kind, fc.Strategy("full_shard"))
     assert_as_unsharded(run(train, transport="sim", world_size=world_size, args=args))
 
 
-@pytest.mark.parametrize("kind", ["layers", "whole"])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "full_shard"])
+OTHERS = [name for name in STRATEGIES if name != "full_shard"]
+
+
+# A loss of the whole model has its parameters from ``Step.whole``, which has tests of its own.
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [*(("layers", name) for name in OTHERS), ("whole", "no_shard")]
+)
 def test_it_is_so_with_every_strategy(strategy, kind):
-    args = (kind, STRATEGIES[strategy])
-    assert_as_unsharded(run(train, transport="sim", world_size=4, args=args))
+    args = (kind, STRATEGIES[strategy], np.float32, FEW)
+    assert_as_unsharded(run(train, transport="sim", world_size=4, args=args), steps=FEW)
 
 
 @pytest.mark.parametrize("strategy", ["until_backward", "shard_grad_op", "no_shard"])
 def test_a_record_may_be_kept_where_parameters_are(strategy):
     args = ("record", STRATEGIES[strategy])
-    assert_as_unsharded(run(train, transport="sim", world_size=4, args=args))
+    assert_as_unsharded(run(train, transport="sim", world_size=2, args=args))
 
 
 @pytest.mark.parametrize("kind", ["layers", "whole"])

@@ -21,6 +21,7 @@ import fsdpcore as fc
 from fsdpcore.adapters.function import train_step
 
 STEPS = 20
+FEW = 6  # where it is the way there that differs, not the numbers
 
 
 def engine_of(backend, dtype=np.float32, **options):
@@ -29,12 +30,12 @@ def engine_of(backend, dtype=np.float32, **options):
     return fc.FSDP(units, backend, **options)
 
 
-def train(backend, options=None, dtype=np.float32):
+def train(backend, options=None, dtype=np.float32, steps=STEPS):
     """Losses of all rows, and the parameters in the end."""
     engine = engine_of(backend, dtype, **(options or {}))
     rows = mlp.rows_of(backend)
     losses = []
-    for number in range(STEPS):
+    for number in range(steps):
         x, wanted = mlp.batch(number, dtype)
         args = engine, mlp.loss_and_grads, x[rows], wanted[rows]
         loss = train_step(*args, divisor=mlp.BATCH)
@@ -42,11 +43,12 @@ def train(backend, options=None, dtype=np.float32):
     return losses, values_of(engine), engine.gathered_peak, is_clean(engine)
 
 
-def assert_as_unsharded(results, dtype=np.float32):
+def assert_as_unsharded(results, dtype=np.float32, steps=STEPS):
     """Twenty steps of sums in another order differ by some units of the last place in each."""
     last = float(np.finfo(dtype).eps)
-    want_losses, want = mlp.trained(STEPS, dtype)
-    assert want_losses[-1] < want_losses[0] / 2  # it learns, so the comparison means something
+    want_losses, want = mlp.trained(steps, dtype)
+    if steps == STEPS:
+        assert want_losses[-1] < want_losses[0] / 2  # it learns, so the comparison says something
     for losses, params, *_, clean in results:
         assert clean
         assert_allclose(losses, want_losses, rtol=200 * last)
@@ -65,8 +67,8 @@ def test_it_trains_as_numpy_does_unsharded(world_size, dtype):
 @everywhere
 @by_strategy
 def test_so_it_does_with_every_strategy(strategy, window):
-    options = {"strategy": strategy, "window": window}
-    assert_as_unsharded(run(train, transport="sim", world_size=WORLD, args=(options,)))
+    args = {"strategy": strategy, "window": window}, np.float32, FEW
+    assert_as_unsharded(run(train, transport="sim", world_size=WORLD, args=args), steps=FEW)
 
 
 def test_it_takes_the_model_and_the_gradients_of_the_largest_unit():
@@ -75,7 +77,8 @@ def test_it_takes_the_model_and_the_gradients_of_the_largest_unit():
             -(-sum(a.size for a in named.values()) // world_size) * world_size * 4
             for named in mlp.initial().values()
         ]
-        for result in run(train, transport="sim", world_size=world_size, args=({"window": False},)):
+        args = {"window": False}, np.float32, 2
+        for result in run(train, transport="sim", world_size=world_size, args=args):
             # The gradients of a unit are reduced when its parameters have been freed.
             alive = [sum(sizes[: number + 1]) + sizes[number] for number in range(len(sizes))]
             assert result[2] == max(alive)
