@@ -15,7 +15,7 @@ from fsdpcore.agree import agree
 from fsdpcore.backend import Backend
 from fsdpcore.checkpoint.batches import Batch, planned
 from fsdpcore.checkpoint.catalog import Catalog
-from fsdpcore.checkpoint.describe import Engine, check_ranks
+from fsdpcore.checkpoint.describe import Engine, check_ranks, is_engine
 from fsdpcore.checkpoint.finding import Finder, Which, chosen_step
 from fsdpcore.checkpoint.finding_together import Shared, find_together
 from fsdpcore.checkpoint.generators import Generators, restore, states_of
@@ -165,6 +165,27 @@ class Loading:
 
     def _begin(self, path: StoragePath, target: Engine | State, stack: ExitStack) -> Storage:
         """Check the arguments, on all ranks, and open the engine for writing."""
+        storage = self._checked(path, target)
+        error, told = None, ""
+        try:
+            self._open(target, stack)
+            names = list(self._state)
+            told = json.dumps([each for each in self._patterns or () if chosen(names, [each])])
+        except Exception as caught:
+            error = caught
+        replies = agree(
+            self._backend, "load", error, told, timeout=self._timeout, ending=_UNTOUCHED
+        )
+        fits = {pattern for reply in replies for pattern in json.loads(reply)}
+        idle = [each for each in self._patterns or () if each not in fits]
+        if idle:
+            raise ArgumentError(
+                f"load: no rank has an array whose name fits {listed(idle)}. {_UNTOUCHED}"
+            )
+        return storage
+
+    def _checked(self, path: StoragePath, target: Engine | State) -> Storage:
+        """Check the arguments, before the engine is opened, in which ranks wait for each other."""
         request, error, told = self._request, None, ""
         storage: Storage | None = None
         try:
@@ -176,31 +197,24 @@ class Loading:
             if request.threads is not None:
                 self._threads = as_int(request.threads, "threads", minimum=1)
             self._patterns = checked_patterns(request.names)
-            self._open(target, stack)
-            told = self._told()
+            told = self._told(target)
         except Exception as caught:
             error = caught
         replies = agree(
             self._backend, "load", error, told, timeout=self._timeout, ending=_UNTOUCHED
         )
-        options = {json.dumps(json.loads(reply)[0]) for reply in replies}
+        options = sorted(set(replies))
         if len(options) > 1:
             raise ArgumentError(
                 f"load: the ranks differ in step, strict, optimizer, cast, names or the kind of "
-                f"target: {' and '.join(sorted(options)[:2])}. {_UNTOUCHED}"
-            )
-        fits = {pattern for reply in replies for pattern in json.loads(reply)[1]}
-        idle = [each for each in self._patterns or () if each not in fits]
-        if idle:
-            raise ArgumentError(
-                f"load: no rank has an array whose name fits {listed(idle)}. {_UNTOUCHED}"
+                f"target: {' and '.join(options[:2])}. {_UNTOUCHED}"
             )
         assert storage is not None
         return storage
 
     def _open(self, target: Engine | State, stack: ExitStack) -> None:
         state: object = target
-        if not isinstance(target, (Mapping, type)) and hasattr(target, "writing_state"):
+        if is_engine(target):
             state = stack.enter_context(target.writing_state(optimizer=self._request.optimizer))
             self._engine, self._was_torn = target, target.torn
         scalars = isinstance(state, Mapping) and [
@@ -219,15 +233,12 @@ class Loading:
             device,
         )
 
-    def _told(self) -> str:
+    def _told(self, target: Engine | State) -> str:
         request = self._request
         flags = [bool(each) for each in (request.strict, request.optimizer, request.cast)]
         which = self._which
         step = which.name if isinstance(which, StepName) else which
-        options = [step, *flags, self._patterns, self._engine is not None]
-        names = list(self._state)
-        fits = [each for each in self._patterns or () if chosen(names, [each])]
-        return json.dumps([options, fits])
+        return json.dumps([step, *flags, self._patterns, is_engine(target)])
 
     # One checkpoint after the other.
 

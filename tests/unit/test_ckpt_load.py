@@ -678,3 +678,21 @@ def test_generators_that_are_no_mapping_were_not_saved(tmp_path: Path, rank: Any
     assert "no state was saved of the generators 'data'" in same_error(1, ArgumentError, main)
     on(1, lambda b: load(tmp_path, empty_like(arrays()), b, generators=mine, strict=False))
     assert states_of(mine) == before
+
+
+@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize("bad", [{"threads": 0}, {"strict": False}, {"names": 3}], ids=repr)
+def test_arguments_are_compared_before_ranks_wait_for_each_other(
+    tmp_path: Path, size: int, bad: dict[str, Any]
+) -> None:
+    """An engine in a window waits for those it shares that with, before it is written."""
+    strategy = fc.Strategy("hybrid_shard", shard_group_size=size)
+
+    def main(backend: fc.Backend) -> None:
+        engine = fc.FSDP([fc.Unit("u", {"w": np.ones(9)})], backend, strategy=strategy)
+        fc.checkpoint.save(tmp_path, engine, backend)
+        with engine.gathered():
+            assert engine.windowed
+        load(tmp_path, engine, backend, **(bad if backend.rank == 1 else {}))
+
+    assert "load: " in same_error(4, ArgumentError, main)
