@@ -8,7 +8,6 @@ import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
-from autograd.scipy.special import logsumexp
 from numpy.testing import assert_allclose
 from support.fsdp_steps import STRATEGIES, is_clean, values_of
 from support.spmd import run
@@ -40,7 +39,8 @@ def head(params, x):
 
 def nats(logits, labels):
     """Cross entropy, summed over the rows."""
-    return anp.sum(logsumexp(logits, axis=1) - logits[anp.arange(len(labels)), labels])
+    below = anp.log(anp.sum(anp.exp(logits), axis=1))
+    return anp.sum(below - logits[anp.arange(len(labels)), labels])
 
 
 FUNCTIONS = {"embed": embed, "mix0": mix, "mix1": mix, "head": head}
@@ -183,11 +183,6 @@ def test_in_double_precision_it_is_so_to_a_finer_rounding(kind):
     args = (kind, fc.Strategy("full_shard"), np.float64)
     results = run(train, transport="sim", world_size=3, args=args)
     assert_as_unsharded(results, np.float64)
-
-
-def test_ranks_may_be_processes():
-    args = ("layers", fc.Strategy("full_shard"))
-    assert_as_unsharded(run(train, transport="zmq", world_size=2, args=args))
 
 
 def tied_head(params, x):

@@ -9,7 +9,6 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support import plain_layers
 from support.fsdp_steps import STRATEGIES, by_strategy, everywhere, is_clean, launch
-from support.spmd import run
 
 import fsdpcore as fc
 
@@ -74,10 +73,6 @@ def test_training_is_that_of_the_plain_loop_on_any_number_of_ranks(world_size):
 def test_training_is_that_of_the_plain_loop_with_every_strategy(strategy, window):
     options = {"strategy": strategy, "window": window, "prefetch": 2}
     assert_as_plain(launch(lambda backend: train(backend, FEW, **options)), FEW)
-
-
-def test_training_is_that_of_the_plain_loop_in_processes():
-    assert_as_plain(run(train, transport="zmq", world_size=2))
 
 
 class Square:
