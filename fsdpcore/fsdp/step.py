@@ -17,7 +17,7 @@ from fsdpcore.fsdp.storage import keeps_all
 from fsdpcore.fsdp.strategy import Keep
 from fsdpcore.fsdp.unit import Unit
 from fsdpcore.fsdp.update import apply_update
-from fsdpcore.fsdp.views import Gradients
+from fsdpcore.fsdp.views import Gradients, LentParams
 from fsdpcore.fsdp.whole import Whole, WholeGradients
 
 if TYPE_CHECKING:
@@ -120,14 +120,16 @@ class Step:
         """
         member = self._engine[unit]
         if self._open is member and self._phase == "backward":
-            yield member.params
+            with _lent(member) as params:
+                yield params
             return
         self._enter(member, "forward")
         counts = 0 if recompute else 1
         self._forwards[member.name] += counts
         try:
             self._engine.passes.gather(member, "forward")
-            yield member.params
+            with _lent(member) as params:
+                yield params
         except BaseException:
             self._forwards[member.name] -= counts  # it can be tried again
             raise
@@ -153,7 +155,8 @@ class Step:
         self._forwards[member.name] -= 1
         try:
             self._engine.passes.gather(member, "backward")
-            yield BackwardUnit(member.params, member.begin_gradients())
+            with _lent(member) as params:
+                yield BackwardUnit(params, member.begin_gradients())
             # Before the reduction, which needs the room, and ends all reading.
             self._engine.passes.release(member)
             if self._synchronising:
@@ -352,3 +355,13 @@ class Step:
         if self._whole:
             return "whole()"
         return "" if self._open is None else f"unit {self._open.name!r}"
+
+
+@contextmanager
+def _lent(unit: Unit) -> Iterator[LentParams]:
+    """Give the parameters of a unit that is gathered, until the end of the block."""
+    params = LentParams(unit.name, unit.params)
+    try:
+        yield params
+    finally:
+        params.close()

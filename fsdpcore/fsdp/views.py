@@ -117,6 +117,53 @@ class Joined(Mapping[str, Array]):
         return len(self._sources)
 
 
+class LentParams(Mapping[str, Array]):
+    """A unit's parameters for a ``with`` block; who asks for one after its end gets an error.
+
+    Without that, what is used too late would be right where parameters are in a window or stay
+    gathered, and anything where their memory has been freed and used again.
+
+    Args:
+        unit: its name.
+        params: the parameters.
+    """
+
+    def __init__(self, unit: str, params: Mapping[str, Array]) -> None:
+        self._unit = unit
+        self._params: Mapping[str, Array] | None = params
+
+    def __getitem__(self, name: str) -> Array:
+        return self._open()[name]
+
+    def __setitem__(self, name: str, value: object) -> None:
+        raise TypeError(
+            f"no item assignment: {self._unit}.{name} is read-only in a step; the optimizer "
+            "changes it, and engine.full_params(write=True)"
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._open()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open())
+
+    def __len__(self) -> int:
+        return len(self._open())
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self._params = None
+
+    def _open(self) -> Mapping[str, Array]:
+        if self._params is None:
+            raise StateError(
+                f"the parameters of unit {self._unit!r} were there inside of the with block only "
+                "that gave them, and are freed by now; gather the unit again, or copy in the block "
+                "what is needed after it"
+            )
+        return self._params
+
+
 class Gradients(MutableMapping[str, Array]):
     """A unit's gradients by name, as writable views that begin as zeros.
 

@@ -290,6 +290,26 @@ def test_a_refused_update_may_be_tried_again():
     launch(body, 3)
 
 
+@pytest.mark.parametrize("window", [True, False])
+def test_parameters_are_gone_after_their_block(window):
+    """Also where their memory is still there: what is wrong elsewhere is wrong here."""
+
+    def body(backend):
+        engine = engine_of(backend, window=window)
+        with engine.step() as step:
+            with step.forward("u0") as early:
+                assert early["w"].size
+            with step.backward("u0") as (late, _), step.forward("u0") as again:
+                assert again["w"].size
+            for params in (early, late, again):
+                for use in (lambda p: p["w"], len, list, lambda p: "w" in p):
+                    with pytest.raises(fc.StateError, match="inside of the with block only"):
+                        use(params)
+            step.update()
+
+    fc.launch(body, world_size=2)
+
+
 def test_parameters_cannot_be_written_in_a_pass():
     def body(backend):
         engine = engine_of(backend)
