@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from fsdpcore.adapters.trees import detached_from, leaves, lies_in
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
 from fsdpcore.fsdp.boxes import BoxShard
@@ -40,7 +41,10 @@ class Layer(Protocol):
         """
 
     def forward(self, params: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
-        """Return the output and what ``backward`` needs; must not keep ``params`` itself."""
+        """Return the output and what ``backward`` needs, without parameters or views of them.
+
+        Those are in ``backward`` again. An output that lies in a parameter is copied.
+        """
 
     def backward(
         self, params: Mapping[str, Array], saved: Any, dy: Any, grads: MutableMapping[str, Array]
@@ -66,7 +70,8 @@ class Chain:
         holds_params: one of the layers does.
 
     Raises:
-        ArgumentError: a name occurs twice, or is the beginning of another one, up to a dot.
+        ArgumentError: these are no such pairs; a name occurs twice, or is the beginning of another
+            one, up to a dot.
     """
 
     def __init__(self, layers: Sequence[tuple[str, Layer]]) -> None:
@@ -94,7 +99,9 @@ class Chain:
         """Run all layers; returns the output and what ``backward`` needs."""
         saved = []
         for name, layer in self.layers:
-            x, kept = layer.forward(Scope(params, f"{name}."), x)
+            own = Scope(params, f"{name}.")
+            x, kept = layer.forward(own, x)
+            x = detached_from(x, own.values())  # before the next layer keeps it
             saved.append(kept)
         return x, saved
 
@@ -109,17 +116,21 @@ class Chain:
         for (name, layer), kept in zip(reversed(self.layers), reversed(saved), strict=True):
             prefix = f"{name}."
             dy = layer.backward(Scope(params, prefix), kept, dy, Scope(grads, prefix))
-        return dy
+        return detached_from(dy, (*params.values(), *grads.values()))
 
 
 class LayerStack:
     """Layers one after the other, each gathered for its own forward and backward pass only.
 
-    A layer with ``holds_params`` needs parameters that stay from its forward to its backward pass;
-    see ``Step.keeps_params``.
+    Outputs and gradients of inputs that lie in parameters, whose memory is freed after the pass,
+    are copied: alone, or in tuples, lists and mappings. A layer with ``holds_params`` needs
+    parameters that stay from its forward to its backward pass; see ``Step.keeps_params``.
 
     Args:
         layers: pairs of a unit's name and its layer, in order.
+
+    Raises:
+        ArgumentError: these are no such pairs, or a name occurs twice.
     """
 
     def __init__(self, layers: Sequence[tuple[str, Layer]]) -> None:
@@ -133,7 +144,9 @@ class LayerStack:
         """Run all layers; returns the output and what ``backward`` needs.
 
         Raises:
-            StateError: a layer holds parameters, which the strategy frees after the forward pass.
+            StateError: a layer holds parameters, which the strategy frees after the forward pass;
+                or has kept one, or a view of it, in what it saved, without saying so by
+                ``holds_params``: in a training step, with every strategy.
         """
         if step.training and not step.keeps_params:
             _check_letting_go(self.layers)
@@ -141,6 +154,9 @@ class LayerStack:
         for name, layer in self.layers:
             with step.forward(name) as params:
                 x, kept = layer.forward(params, x)
+                if step.training and not _holds_params(layer):
+                    _check_not_kept(name, layer, params, kept, step.ignored(name))
+                x = detached_from(x, params.values())
             saved.append(kept)
         return x, saved
 
@@ -149,14 +165,22 @@ class LayerStack:
         for name, layer in reversed(self.layers):
             with step.backward(name) as unit:
                 dy = layer.backward(unit.params, saved.pop(), dy, unit.grads)
+                dy = detached_from(dy, (*unit.params.values(), *unit.grads.values()))
         return dy
 
 
 def _named(layers: Sequence[tuple[str, Layer]]) -> tuple[tuple[str, Layer], ...]:
+    layers = list(layers) if isinstance(layers, Iterable) else [layers]
+    for each in layers:
+        if not (isinstance(each, (tuple, list)) and len(each) == 2 and isinstance(each[0], str)):
+            raise ArgumentError(
+                "layers are given as a list of pairs of a name and a layer, such as "
+                f"[('dense0', layer), ...]; got {type(each).__name__} in it"
+            )
     names = [name for name, _ in layers]
     if len(set(names)) != len(names):
         raise ArgumentError(f"the names of layers must be unique, got {names}")
-    return tuple(layers)
+    return tuple((name, layer) for name, layer in layers)
 
 
 def _holds_params(layer: Layer) -> bool:
@@ -172,3 +196,18 @@ def _check_letting_go(layers: Sequence[tuple[str, Layer]]) -> None:
             "frees them after the forward pass; have them recompute (recompute=True), or keep the "
             "parameters: Strategy('full_shard', reshard_after_forward=False)"
         )
+
+
+def _check_not_kept(
+    unit: str, layer: Layer, params: Mapping[str, Array], saved: Any, ignored: Container[str]
+) -> None:
+    """Raise StateError if a layer saves what lies in its parameters, whose memory is lent only."""
+    kept = list(leaves(saved))
+    for name, array in params.items():
+        if name not in ignored and any(lies_in(leaf, array) for leaf in kept):
+            raise StateError(
+                f"layer {unit!r}, a {type(layer).__name__}, has kept parameter {name!r}, or a view "
+                "of it, in what it saved: its memory is freed after the forward pass. Save what it "
+                "was computed from, and take params again in backward; a layer that needs "
+                "parameters to stay says so by holds_params = True"
+            )

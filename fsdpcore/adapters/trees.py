@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from fsdpcore.array_module import array_module
+from fsdpcore.array_module import address, array_module
 from fsdpcore.buffers import Array
 
 
@@ -62,6 +62,18 @@ def detached_from(tree: Any, lent: Iterable[Array]) -> Any:
     """
     arrays = list(lent)
     return map_leaves(lambda leaf: leaf.copy() if overlaps(leaf, arrays) else leaf, tree)
+
+
+def lies_in(leaf: Any, array: Array) -> bool:
+    """Whether something is an array that may share memory with one that is itself a view.
+
+    Also a tensor of PyTorch on the same device, as far as it begins there.
+    """
+    pointer = getattr(leaf, "data_ptr", None)
+    if pointer is not None:
+        return array.nbytes > 0 and 0 <= pointer() - address(array) < array.nbytes
+    # What has its memory for itself is most of what is asked about, and is told at once.
+    return getattr(leaf, "base", None) is not None and overlaps(leaf, (array,))
 
 
 def overlaps(leaf: Any, arrays: Iterable[Array]) -> bool:

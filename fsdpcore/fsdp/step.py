@@ -103,6 +103,10 @@ class Step:
         brought = engine.offload is not None and not engine.device.on_host
         return keeps_all(engine.placement) and not brought
 
+    def ignored(self, unit: Unit | str) -> frozenset[str]:
+        """Return which of a unit's arrays are ignored: they stay where they are, also after it."""
+        return frozenset(self._engine[unit].ignored)
+
     # Passes.
 
     @contextmanager
