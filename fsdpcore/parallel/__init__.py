@@ -1,8 +1,13 @@
 """Tensor-parallel layers: a matrix is cut over the ranks of a group, and so is the work.
 
-A layer is one of ``fsdpcore.Layer`` that knows its group, such as ``mesh["tensor"]``. Its ``init``
-returns this rank's boxes of the parameters (``BoxShard``), and whole arrays of what every rank has;
-an engine made with ``tensor=`` that group shards those over the data-parallel ranks.
+A layer is one of ``fsdpcore.Layer`` that knows its group, such as ``mesh["tensor"]``. The ranks of
+a group compute one batch together: their input must be the same, or parts of one, so rows of a
+batch are split by the data-parallel group's rank. ``cross_entropy`` notices other targets; no layer
+compares its input, which would take one more exchange.
+
+A layer's ``init`` returns this rank's boxes of the parameters (``BoxShard``), and whole arrays of
+what every rank has; an engine made with ``tensor=`` that group shards those over the data-parallel
+ranks.
 
 ==================================  ================================================================
 ``linear``, ``embedding``,          layers, each cut in a way of its own
@@ -15,6 +20,7 @@ an engine made with ``tensor=`` that group shards those over the data-parallel r
 ``splits``                          which part is whose
 ``scope``                           several layers in one mapping of parameters
 ``weights``, ``indices``            initial values and gradients; integers that count rows
+``given``                           what a layer is given: looked at before anything is sent
 ``arrays``, ``heads``,              arithmetic of NumPy and CuPy
 ``activations``
 ==================================  ================================================================

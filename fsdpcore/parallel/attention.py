@@ -17,6 +17,7 @@ from fsdpcore.fsdp.checks import as_dtype, as_int
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
 from fsdpcore.parallel.exchange import all_gather, all_reduce, check_group, reduce_scatter
+from fsdpcore.parallel.given import as_array, as_gradient
 from fsdpcore.parallel.heads import attend, attend_backward
 from fsdpcore.parallel.weights import Init, checked, cut, gradient, weight
 
@@ -43,7 +44,8 @@ class ParallelAttention:
         group: the ranks that share the heads.
         causal: position t sees positions up to t only.
         sequence_parallel: input and output, and their gradients, are this rank's part of the
-            sequence, ``split(T, ranks, rank)``; otherwise they are whole and equal on all ranks.
+            sequence, ``split(T, ranks, rank)``; otherwise they are whole, and must be equal on all
+            ranks.
         init: the standard deviation of the initial ``qkv.w``, drawn from the generator; by default
             1 / sqrt(width). Or one of ``fsdpcore.initializers``: then it is a ``Spec``, which no
             rank ever holds whole, and the generator is not used.
@@ -100,9 +102,10 @@ class ParallelAttention:
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Map (B, T, width), or this rank's part of the sequence, to the same shape."""
+        x = as_array(x, "ParallelAttention: the input")
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ArgumentError(
-                f"an attention maps arrays (B, T, {self.width}), got the shape {x.shape}"
+                f"ParallelAttention maps arrays (B, T, {self.width}), got the shape {x.shape}"
             )
         weight, bias = params["qkv.w"], params["qkv.b"]
         x = narrow(x, weight.dtype)
@@ -126,6 +129,8 @@ class ParallelAttention:
         """
         x, attended = saved
         weight = params["qkv.w"]
+        along = self.group if self.sequence_parallel else None
+        dy = as_gradient(dy, x.shape, "ParallelAttention", along)
         dy = narrow(dy, weight.dtype)
         if self.sequence_parallel:
             size = x.shape[1]

@@ -41,7 +41,8 @@ class ParallelBlock:
         activation: of the MLP.
         sequence_parallel: input and output, and their gradients, are this rank's part of the
             sequence, ``split(T, ranks, rank)``, and so are norms and residuals, which are otherwise
-            computed by every rank. It takes the same bytes, and less memory.
+            computed by every rank, and input and output gradient must be equal on all ranks. It
+            takes the same bytes, and less memory.
         residual_scale: what the default of ``out_init`` is multiplied by. With
             1 / sqrt(2 * blocks) the variance of the residual stream does not grow with the depth.
         init: of ``attention.qkv.w`` and ``mlp.up.w``, as these layers take it: the standard

@@ -48,7 +48,8 @@ def attend(qkv: Array, *, causal: bool) -> Attended:
     weights = matmul(wide(query), wide(key).swapaxes(-1, -2))
     if causal:
         weights += _unseen(xp, qkv.shape[1], weights.dtype)
-    weights -= weights.max(axis=-1, keepdims=True)  # so that no exponential overflows
+    if weights.size:  # there is no maximum of no positions
+        weights -= weights.max(axis=-1, keepdims=True)  # so that no exponential overflows
     xp.exp(weights, out=weights)
     total = row_sum(weights)
 

@@ -25,6 +25,7 @@ from fsdpcore.fsdp.checks import as_dtype, as_int
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
+from fsdpcore.parallel.given import as_array, as_gradient
 from fsdpcore.parallel.splits import own_size
 from fsdpcore.parallel.weights import Init, checked, cut, gradient, weight
 
@@ -51,7 +52,8 @@ class _Linear:
         self.initial = checked(init, 1.0 / math.sqrt(self.inputs), what)
         self.dtype = as_dtype(dtype, f"{what}: a parameter")
 
-    def _check(self, x: Array, features: int) -> None:
+    def _checked(self, x: Array, features: int) -> Array:
+        x = as_array(x, f"{type(self).__name__}: the input")
         least = 2 if self.sequence_parallel else 1
         if x.ndim < least or x.shape[-1] != features:
             axes = "(..., sequence, {})" if self.sequence_parallel else "(..., {})"
@@ -59,6 +61,7 @@ class _Linear:
                 f"{type(self).__name__}: the input has the shape {axes.format(features)} on rank "
                 f"{self.group.rank} of {self.group.world_size}, got {x.shape}"
             )
+        return x
 
 
 class ColumnParallelLinear(_Linear):
@@ -68,8 +71,8 @@ class ColumnParallelLinear(_Linear):
     (outputs,), cut, zeros. Every rank draws all of ``w``, so that it does not depend on the number
     of ranks. Outputs that do not divide evenly are cut as by ``split``; a rank may have none.
 
-    Every rank has the same input (..., inputs), and makes its own outputs (..., own outputs). The
-    backward pass sums the input's gradient over the group: one all_reduce of its size.
+    Every rank must have the same input (..., inputs), and makes its own outputs (..., own outputs).
+    The backward pass sums the input's gradient over the group: one all_reduce of its size.
 
     Args:
         inputs: features of the input.
@@ -116,7 +119,7 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Return (..., own outputs), or (..., outputs) with ``gather_output``."""
-        self._check(x, self.inputs)
+        x = self._checked(x, self.inputs)
         w = params["w"]
         x = narrow(x, w.dtype)
         if self.sequence_parallel:
@@ -139,6 +142,8 @@ class ColumnParallelLinear(_Linear):
         """
         x: Array = saved
         w = params["w"]
+        outputs = self.outputs if self.gather_output else w.shape[1]
+        dy = as_gradient(dy, (*x.shape[:-1], outputs), type(self).__name__)
         if self.gather_output:
             dy = exchange.local_part(dy, self.group, -1)
         dy = narrow(dy, w.dtype)
@@ -161,7 +166,7 @@ class RowParallelLinear(_Linear):
     depend on the number of ranks. Inputs that do not divide evenly are cut as by ``split``; a rank
     may have none.
 
-    Every rank has its own features of the input, as a column-parallel layer makes them, and gets
+    Every rank has its own features of one input, as a column-parallel layer makes them, and gets
     the sum over all ranks (..., outputs): one all_reduce of its size. ``b`` is added to that, so
     its gradient is the same on all ranks. The backward pass needs no communication.
 
@@ -210,7 +215,8 @@ class RowParallelLinear(_Linear):
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Return (..., outputs), or this rank's part of the sequence."""
-        self._check(x, own_size(self.inputs, self.group) if self.input_is_split else self.inputs)
+        own = own_size(self.inputs, self.group)
+        x = self._checked(x, own if self.input_is_split else self.inputs)
         w = params["w"]
         if not self.input_is_split:
             x = exchange.local_part(x, self.group, -1)
@@ -233,6 +239,8 @@ class RowParallelLinear(_Linear):
         """
         x: Array = saved
         w = params["w"]
+        along = self.group if self.sequence_parallel else None
+        dy = as_gradient(dy, (*x.shape[:-1], self.outputs), type(self).__name__, along)
         dy = narrow(dy, w.dtype)
         if self.sequence_parallel:
             dy = exchange.all_gather(

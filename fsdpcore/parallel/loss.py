@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.array_module import array_module
+from fsdpcore.array_module import array_module, on_host
 from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
+from fsdpcore.errors import ArgumentError, MismatchError
 from fsdpcore.fsdp.checks import as_int
 from fsdpcore.parallel import exchange, indices
 from fsdpcore.parallel.arrays import row_sum, wide
+from fsdpcore.parallel.given import as_array
 from fsdpcore.parallel.splits import own_size
 
 
@@ -22,14 +23,16 @@ def cross_entropy(
 ) -> tuple[Any, Array]:
     """Return the mean of -log softmax(logits)[target] over all targets, and its gradient.
 
-    Two small all_reduces instead of one of the logits: the largest logit of every row (N floats, so
-    that no exponential overflows), then the sum of exponentials together with the target's logit
-    (2 N floats). Statistics are in float32 at least.
+    Two small all_reduces instead of one of the logits: the largest logit of every row, so that no
+    exponential overflows, together with its target, which must be the same on all ranks (3 N
+    floats), then the sum of exponentials together with the target's logit (2 N floats). Statistics
+    are in float32 at least.
 
     Args:
         logits: (..., own part of the vocabulary), as a ``ColumnParallelLinear`` makes them; of any
             floating-point type, not changed.
-        targets: (...) integers in [0, vocab), the same on all ranks.
+        targets: (...) integers in [0, vocab), the same on all ranks: the ranks of a tensor group
+            compute one batch together, so rows are split by the data-parallel group's rank.
         group: ranks that the vocabulary is cut over.
         vocab: the whole number of classes, cut as by ``split``.
 
@@ -39,11 +42,18 @@ def cross_entropy(
         where it is too small before it is multiplied by a scale of the loss.
 
     Raises:
-        ArgumentError: shapes that do not fit, or targets that are none of the classes; on all ranks
-            alike. On a GPU, where a look at the targets would wait for it, the loss is NaN instead.
+        ArgumentError: logits that are no floating-point array, shapes that do not fit, or targets
+            that are none of the classes. A rank looks at its own before anything is sent, so all
+            ranks raise it where all make the same mistake; where one alone does, the others wait
+            for it until it leaves.
+        MismatchError: targets differ between ranks; on all of them alike.
+
+    On a GPU, where a look at the targets would wait for it, the loss is NaN instead where they are
+    none of the classes or differ.
     """
     what = "cross_entropy"
     exchange.check_group(group, what)
+    logits = as_array(logits, f"{what}: logits", floating=True)
     vocab = as_int(vocab, f"{what}: vocab", minimum=1)
     own = own_size(vocab, group)
     targets = indices.checked(targets, vocab, f"{what}: targets")
@@ -62,7 +72,8 @@ def _of_rows(rows: Array, targets: Array, group: Backend, vocab: int) -> tuple[A
     """Do so for logits (N, own) and targets (N,)."""
     xp = array_module(rows)
     count, own = rows.shape
-    probability = rows - _largest(xp, rows, group)[:, None]
+    largest, differ = _agreed(xp, rows, targets, group)
+    probability = rows - largest[:, None]
     local, mine = indices.localised(targets, vocab, group)
     place = (xp.arange(count), xp.where(mine, local, 0))
 
@@ -72,7 +83,7 @@ def _of_rows(rows: Array, targets: Array, group: Backend, vocab: int) -> tuple[A
         wanted[...] = xp.where(mine, probability[place], rows.dtype.type(0))
     lost = indices.outside(targets, vocab)
     if lost is not None:
-        wanted[lost] = math.nan
+        wanted[lost | differ] = math.nan
     xp.exp(probability, out=probability)
     total[...] = row_sum(probability)[:, 0]
     total, wanted = exchange.all_reduce(sums, group, label="parallel loss, sums")
@@ -84,10 +95,22 @@ def _of_rows(rows: Array, targets: Array, group: Backend, vocab: int) -> tuple[A
     return loss, probability
 
 
-def _largest(xp: Any, rows: Array, group: Backend) -> Array:
-    """Return (N,): the largest logit of each row on any rank."""
-    if rows.shape[1]:
-        top: Array = rows.max(axis=-1)
-    else:
-        top = xp.full(rows.shape[0], -math.inf, rows.dtype)
-    return exchange.all_reduce(top, group, op="max", label="parallel loss, maximum")
+def _agreed(xp: Any, rows: Array, targets: Array, group: Backend) -> tuple[Array, Array]:
+    """Return (N,): the largest logit of each row on any rank, and where the targets differ.
+
+    The largest target and the largest negative one are those of all ranks exactly where these have
+    the same; all ranks see that alike. Large ones are rounded, equal ones to equal values.
+    """
+    top: Array = xp.empty((3, len(rows)), rows.dtype)
+    top[0] = rows.max(axis=-1) if rows.shape[1] else -math.inf
+    top[1], top[2] = targets, -targets
+    top = exchange.all_reduce(top, group, op="max", label="parallel loss, maximum")
+    differ: Array = top[1] != -top[2]
+    if on_host(differ) and differ.any():
+        raise MismatchError(
+            f"cross_entropy: the ranks of a tensor group compute one batch together, but "
+            f"{np.count_nonzero(differ)} of {len(differ)} targets are not the same on all "
+            f"{group.world_size} ranks of the group, first that of row {np.argmax(differ)}; split "
+            "rows by the data-parallel group's rank, not by that of all ranks"
+        )
+    return top[0], differ

@@ -34,7 +34,7 @@ class ParallelMLP:
         group: the ranks that share them.
         activation: ``"gelu"`` (in its tanh form), ``"relu"`` or ``"silu"``.
         sequence_parallel: input and output, and their gradients, are this rank's part along axis
-            -2; otherwise they are whole and equal on all ranks.
+            -2; otherwise they are whole, and must be equal on all ranks.
         init: the standard deviation of the initial ``up.w``, drawn from the generator; by default
             1 / sqrt(width). Or one of ``fsdpcore.initializers``: then it is a ``Spec``, which no
             rank ever holds whole, and the generator is not used.

@@ -16,6 +16,7 @@ from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int
 from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import column_dot, column_sum, narrow, row_dot, row_sum, wide
+from fsdpcore.parallel.given import as_array, as_gradient
 from fsdpcore.parallel.weights import gradient
 
 
@@ -54,6 +55,7 @@ class _Norm:
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Map (..., width) to the same shape, in the type of the parameters."""
+        x = as_array(x, f"{type(self).__name__}: the input")
         if not x.ndim or x.shape[-1] != self.width:
             raise ArgumentError(
                 f"{type(self).__name__}: the input has the shape (..., {self.width}), got {x.shape}"
@@ -70,7 +72,7 @@ class _Norm:
         y = unit * wide(gain)
         if self._centred:
             y += wide(params["bias"])
-        return narrow(y, gain.dtype).reshape(x.shape), (unit, scale)
+        return narrow(y, gain.dtype).reshape(x.shape), (unit, scale, x.shape)
 
     def backward(
         self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
@@ -80,7 +82,8 @@ class _Norm:
         With u the normalised row and g = dy * gain: dx = scale * (g - mean(g) - u * mean(g * u)),
         without mean(g) where the mean is not taken off.
         """
-        unit, scale = saved
+        unit, scale, shape = saved
+        dy = as_gradient(dy, shape, type(self).__name__)
         gain = params["gain"]
         rows = wide(narrow(self._rows(dy), gain.dtype))
         self._write_gradients(rows, unit, grads)
@@ -117,8 +120,8 @@ class LayerNorm(_Norm):
     """Rows of mean 0 and variance 1, times ``gain``, plus ``bias`` (Ba et al., 2016).
 
     Parameters: ``gain`` (width,), ones, and ``bias`` (width,), zeros; whole on every rank.
-    Statistics are in float32 at least. Without ``sequence_parallel`` all ranks have the same input
-    and nothing is communicated.
+    Statistics are in float32 at least. Without ``sequence_parallel`` all ranks must have the same
+    input, and nothing is communicated.
 
     Args:
         width: features, the last axis.

@@ -15,6 +15,7 @@ from fsdpcore.fsdp.boxes import BoxShard
 from fsdpcore.fsdp.checks import as_dtype, as_int
 from fsdpcore.fsdp.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, narrow, wide
+from fsdpcore.parallel.given import as_array, as_gradient
 from fsdpcore.parallel.weights import Init, checked, gradient, weight
 
 
@@ -22,8 +23,8 @@ class PositionEmbedding:
     """``x + w[:T]``: (B, T, width) to the same shape, with T at most ``context``.
 
     Parameter: ``w`` (context, width), normal by default, whole on every rank: nothing is
-    communicated, all ranks of a group have the same input. To go on in parts of the sequence, put
-    ``ScatterSequence`` behind it.
+    communicated, all ranks of a group must have the same input. To go on in parts of the sequence,
+    put ``ScatterSequence`` behind it.
 
     Args:
         context: positions that there are.
@@ -62,20 +63,23 @@ class PositionEmbedding:
         Raises:
             ArgumentError: a sequence is longer than the context, or another shape.
         """
+        x = as_array(x, "PositionEmbedding: the input")
         if x.ndim != 3 or x.shape[-1] != self.width or x.shape[1] > self.context:
             raise ArgumentError(
-                f"positions are added to (B, T, {self.width}) with T at most {self.context}, got "
-                f"the shape {x.shape}; cut the sequence, or choose a longer context"
+                f"PositionEmbedding: positions are added to (B, T, {self.width}) with T at most "
+                f"{self.context}, got the shape {x.shape}; cut the sequence, or choose a longer "
+                "context"
             )
         table = params["w"]
-        return narrow(x, table.dtype) + table[: x.shape[1]], x.shape[1]
+        return narrow(x, table.dtype) + table[: x.shape[1]], x.shape
 
     def backward(
         self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
     ) -> Array:
         """Write the gradient of the positions; that of the input is ``dy`` itself."""
+        dy = as_gradient(dy, saved, "PositionEmbedding")
         out = gradient(grads, "w")
         if out is not None:
-            column_sum(wide(dy), out[:saved])
-            out[saved:] = 0
+            column_sum(wide(dy), out[: saved[1]])
+            out[saved[1] :] = 0
         return dy

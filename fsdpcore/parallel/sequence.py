@@ -1,7 +1,8 @@
 """Layers without parameters that begin and end a stretch which is cut along the sequence.
 
 The sequence is axis -2 of (..., T, features), cut as by ``split``: T need not divide evenly. Inside
-the stretch every rank has its own positions, outside of it all ranks of the group have the same.
+the stretch every rank has its own positions, outside of it all ranks of the group must have the
+same.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fsdpcore.backend import Backend
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
 from fsdpcore.parallel import exchange
+from fsdpcore.parallel.given import as_array, as_gradient
 
 
 class ScatterSequence:
@@ -35,16 +37,17 @@ class ScatterSequence:
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Map (..., T, features) to (..., own T, features), a copy."""
-        length = _length(x, type(self).__name__)
+        x = _checked(x, type(self).__name__)
         part = exchange.local_part(x, self.group, -2)
-        return (part if self.group.world_size == 1 else part.copy()), length
+        return (part if self.group.world_size == 1 else part.copy()), x.shape
 
     def backward(
         self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
     ) -> Array:
         """Map (..., own T, features) to (..., T, features)."""
         label = "parallel sequence, gradient"
-        return exchange.all_gather(dy, self.group, -2, size=saved, label=label)
+        dy = as_gradient(dy, saved, type(self).__name__, self.group)
+        return exchange.all_gather(dy, self.group, -2, size=saved[-2], label=label)
 
 
 class GatherSequence:
@@ -66,19 +69,21 @@ class GatherSequence:
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Map (..., own T, features) to (..., T, features)."""
-        _length(x, type(self).__name__)
-        return exchange.all_gather(x, self.group, -2, label="parallel sequence"), None
+        x = _checked(x, type(self).__name__)
+        y = exchange.all_gather(x, self.group, -2, label="parallel sequence")
+        return y, y.shape
 
     def backward(
         self, params: Mapping[str, Array], saved: Any, dy: Array, grads: MutableMapping[str, Array]
     ) -> Array:
         """Map (..., T, features) to (..., own T, features), a copy."""
+        dy = as_gradient(dy, saved, type(self).__name__)
         part = exchange.local_part(dy, self.group, -2)
         return part if self.group.world_size == 1 else part.copy()
 
 
-def _length(x: Array, what: str) -> int:
+def _checked(x: Array, what: str) -> Array:
+    x = as_array(x, f"{what}: the input")
     if x.ndim < 2:
         raise ArgumentError(f"{what}: the input is (..., sequence, features), got {x.shape}")
-    length: int = x.shape[-2]
-    return length
+    return x

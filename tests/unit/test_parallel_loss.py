@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.spmd import run
 
 import fsdpcore as fc
+from fsdpcore import parallel
 from fsdpcore.parallel import cross_entropy, split
 
 RANKS = [1, 2, 3, 4]
@@ -146,3 +147,38 @@ def _wrong(backend):
 
 def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_sent():
     run(_wrong, transport="sim", world_size=2)
+
+
+def _batches(backend, batches):
+    """Each rank's own targets, with logits of zeros: what a rank is told."""
+    targets = np.array(batches[backend.rank])
+    own = parallel.splits.own_size(20, backend)
+    with pytest.raises(fc.MismatchError) as caught:
+        cross_entropy(np.zeros((*targets.shape, own), np.float32), targets, backend, vocab=20)
+    backend.barrier()  # the ranks are together still
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batches", "count", "first"),
+    [
+        ([[0, 1, 19], [0, 2, 19]], 1, 1),  # claimed by one rank, though they differ
+        ([[3], [12]], 1, 0),  # by both
+        ([[12], [3]], 1, 0),  # by none
+        ([[[1, 2], [3, 4]], [[1, 2], [4, 3]]], 2, 2),
+        ([[5, 6], [5, 6], [5, 7], [5, 6]], 1, 1),
+        ([[0, 19], [1, 18], [2, 17]], 2, 0),
+    ],
+)
+def test_ranks_that_have_different_batches_are_told_so(batches, count, first):
+    """One array_split of rows by the rank of all, instead of that of the data-parallel group."""
+    ranks = len(batches)
+    found = run(_batches, transport="sim", world_size=ranks, args=(batches,))
+    assert len(set(found)) == 1
+    size = np.size(batches[0])
+    assert f"{count} of {size} targets are not the same on all {ranks} ranks" in found[0]
+    assert f"that of row {first}; split rows by the data-parallel group's rank" in found[0]
+
+
+def test_different_batches_are_noticed_between_processes():
+    run(_batches, transport="zmq", world_size=2, args=([[3, 1], [12, 1]],))
