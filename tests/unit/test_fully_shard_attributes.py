@@ -7,7 +7,7 @@ import dataclasses
 import math
 import operator
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
@@ -598,6 +598,37 @@ class Keeps(Layer):
     def forward(self, x):
         self.cache = (x, {"w": self.w[1:]})
         return x
+
+
+class KeepsIn(Layer):
+    """Keeps a view in what ``hold`` makes of it."""
+
+    def __init__(self, hold, **attributes):
+        super().__init__(**attributes)
+        self.hold = hold
+
+    def forward(self, x):
+        self.cache = [self.hold(self.w[1:])]
+        return x
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda view: SimpleNamespace(view=view),
+        lambda view: deque([view]),
+        lambda view: partial(np.dot, view),
+        lambda view: partial(np.dot, b=view),
+        lambda view: lambda x: x @ view,
+        lambda view: lambda x, w=view: x @ w,
+    ],
+)
+def test_views_of_parameters_are_seen_in_namespaces_queues_and_functions(hold):
+    def body(backend):
+        with pytest.raises(fc.StateError, match=r"kept parameter 'w'.* in attribute 'cache'"):
+            once(KeepsIn(hold, w=ones(3)), backend, names="u")
+
+    launch(body, 1)
 
 
 class Replaces(Layer):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, Literal
 
 from fsdpcore.adapters.fully_shard.attributes import attributes
 from fsdpcore.adapters.fully_shard.gradients import GradientOf
 from fsdpcore.adapters.fully_shard.units import LayerUnit, Parameter
-from fsdpcore.adapters.trees import detached_from, leaves, overlaps
+from fsdpcore.adapters.trees import detached_from, overlaps
 from fsdpcore.array_module import array_module
 from fsdpcore.buffers import Array
 from fsdpcore.errors import StateError
@@ -175,10 +178,33 @@ def _no_gradient(each: LayerUnit, name: str) -> StateError:
     )
 
 
-def _arrays(value: Any) -> Iterator[Any]:
-    """Yield arrays in an attribute, also in tuples, lists and dicts down to some depth.
+def _arrays(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield arrays in an attribute, also in containers and functions down to some depth."""
+    if array_module(value) is not None:
+        yield value
+    elif depth:
+        for item in _inside(value):
+            yield from _arrays(item, depth - 1)
 
-    Other mappings are left alone: what they give may be made, or read, when it is asked for.
+
+def _inside(value: Any) -> Iterable[Any]:
+    """Return what a value holds.
+
+    Mappings but dicts are left alone: what they give may be made, or read, when it is asked for.
     """
-    if isinstance(value, (tuple, list, dict)) or array_module(value) is not None:
-        yield from (leaf for leaf in leaves(value, depth=3) if array_module(leaf) is not None)
+    if isinstance(value, (tuple, list, deque)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, SimpleNamespace):
+        return vars(value).values()
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, FunctionType):
+        return (*(value.__closure__ or ()), *(value.__defaults__ or ()))
+    if isinstance(value, CellType):
+        try:
+            return (value.cell_contents,)
+        except ValueError:  # nothing was assigned to it
+            return ()
+    return ()

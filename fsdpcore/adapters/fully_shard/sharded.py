@@ -53,9 +53,10 @@ def fully_shard(
             step.update()
 
     A unit is gathered where its layer is called and freed after that, so a layer must not keep
-    views of its parameters, which is an error where it is seen: in attributes after the call. An
-    output that is such a view is copied, alone or in tuples, lists and mappings; objects of other
-    kinds must have copies. A layer may be called several times in a step, with as many backward
+    views of its parameters, which is an error where it is seen: in attributes after the call, and
+    in containers, namespaces and functions there, but not in objects of other kinds. An output that
+    is such a view is copied, alone or in tuples, lists and mappings; objects of other kinds must
+    have copies. A layer may be called several times in a step, with as many backward
     passes. Called without a step, ``forward`` gathers and frees as well.
 
     The same array in two places is one parameter (tied), also where a layer refers to another one
@@ -71,7 +72,9 @@ def fully_shard(
             ``self.params["dw"]`` or ``self.grads["w"]``. Also a function of layer and name (such as
             ``"attention.w"``) that returns the array, or None for zeros. What is found is copied,
             rounded if need be, and removed. Where there is an array in the beginning, ``backward``
-            finds one of zeros, to write into or to add to.
+            finds one of zeros, to write into or to add to; its memory is the engine's, so keep
+            copies only. What is assigned there outside of ``backward`` is not used: to change
+            gradients, do it in ``backward``, or by the options of ``step.update``.
         methods: names of the methods for the forward and the backward pass; the latter may be
             missing.
         names: of the units; by default the class in lower case and the place in the list, as
