@@ -4,7 +4,7 @@
     FSDPCORE_TRANSPORT=zmq python examples/digits_logistic.py   # 4 processes over TCP
     fsdpcore run -n 3 examples/digits_logistic.py               # ranks that a launcher has started
 
-The digits are scikit-learn's (pip install "fsdpcore[examples]"). Each step draws a batch, the same
+The digits are scikit-learn's (pip install -e '.[examples]'). Each step draws a batch, the same
 on all ranks, of which each rank computes its rows; so the result is that of a single rank.
 """
 

@@ -4,7 +4,7 @@
     FSDPCORE_TRANSPORT=zmq python examples/layers_fully_shard.py   # 4 processes over TCP
     fsdpcore run -n 3 examples/layers_fully_shard.py               # ranks of a launcher
 
-It learns scikit-learn's handwritten digits (pip install "fsdpcore[examples]"). The layers know
+It learns scikit-learn's handwritten digits (pip install -e '.[examples]'). The layers know
 nothing of fsdpcore: whenever one is called, it finds its whole arrays in its attributes.
 """
 

@@ -4,7 +4,7 @@
     FSDPCORE_TRANSPORT=zmq python examples/mlp_autograd.py   # 4 processes over TCP
     fsdpcore run -n 3 examples/mlp_autograd.py               # ranks that a launcher has started
 
-It learns scikit-learn's handwritten digits (pip install "fsdpcore[examples]"). No gradient is
+It learns scikit-learn's handwritten digits (pip install -e '.[examples]'). No gradient is
 written by hand: autograd differentiates one layer after the other, with the parameters of that one.
 """
 

@@ -4,7 +4,7 @@
     FSDPCORE_TRANSPORT=zmq python examples/mlp_jax.py   # 4 processes over TCP
     fsdpcore run -n 3 examples/mlp_jax.py               # ranks that a launcher has started
 
-It learns scikit-learn's handwritten digits (pip install "fsdpcore[examples,jax]"). Between steps a
+It learns scikit-learn's handwritten digits (pip install -e '.[examples,jax]'). Between steps a
 rank holds its share of parameters and optimizer state. ``train_step`` gathers all parameters for
 the function; with ``adapter.layer`` it would be those of a layer or two at a time.
 """

@@ -29,9 +29,9 @@ def check_installed() -> None:
     try:
         import autograd.numpy  # noqa: F401
     except ImportError as error:
+        install = "pip install -e '.[autograd]'"
         raise MissingDependencyError(
-            'this adapter needs HIPS autograd; install it with: pip install "fsdpcore[autograd]"',
-            'pip install "fsdpcore[autograd]"',
+            f"this adapter needs HIPS autograd; in the checkout of fsdpcore: {install}", install
         ) from error
 
 

@@ -27,9 +27,9 @@ def import_jax() -> Any:
     try:
         import jax
     except ImportError as error:
-        install = 'pip install "fsdpcore[jax]"'
+        install = "pip install -e '.[jax]'"
         raise MissingDependencyError(
-            f"this adapter needs JAX; install it with: {install}", install
+            f"this adapter needs JAX; in the checkout of fsdpcore: {install}", install
         ) from error
     return jax
 
@@ -81,7 +81,10 @@ class Lent:
 
     def settled(self, results: Any) -> Any:
         """Return results once they are there, with copies of those that lie in the parameters."""
-        spans = [(address(leaf), address(leaf) + leaf.nbytes) for leaf in self._leaves]
+        # Also in what was made of them, as the function may return that itself.
+        places = [(address(leaf), leaf.nbytes) for leaf in self._leaves]
+        places += [_place(array) for array in self._made]
+        spans = [(start, start + nbytes) for start, nbytes in places]
 
         def apart(leaf: Any) -> Any:
             start, nbytes = _place(leaf)

@@ -29,6 +29,15 @@ class Pass:
     def __init__(self, function: Function) -> None:
         self.function = function
 
+    def output(self, *args: Any) -> Any:
+        """Call the function, with arrays in the place of Python's numbers that it returns."""
+        jax = import_jax()
+
+        def one(leaf: Any) -> Any:
+            return jax.numpy.asarray(leaf) if isinstance(leaf, (bool, int, float)) else leaf
+
+        return jax.tree_util.tree_map(one, self.function(*args))
+
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.function is self.function
 
@@ -50,7 +59,7 @@ class Forward(Pass):
     """The output."""
 
     def __call__(self, params: OrderedDict[str, Any], x: Any) -> Any:
-        return self.function(dict(params), x)
+        return self.output(dict(params), x)
 
 
 class Backward(Pass):
@@ -60,7 +69,7 @@ class Backward(Pass):
         jax = import_jax()
 
         def function(trained: Any, x: Any) -> Any:
-            return self.function(dict(_joined(order, trained, fixed)), x)
+            return self.output(dict(_joined(order, trained, fixed)), x)
 
         y, pull = jax.vjp(function, trained, x)
         gradients, dx = pull(_matching(dy, jax.tree_util.tree_map(_kind, y)))
@@ -72,7 +81,7 @@ class Taped(Pass):
 
     def __call__(self, params: OrderedDict[str, Any], x: Any) -> Any:
         jax = import_jax()
-        y, pull = jax.vjp(lambda params, x: self.function(dict(params), x), params, x)
+        y, pull = jax.vjp(lambda params, x: self.output(dict(params), x), params, x)
         leaves, structure = jax.tree_util.tree_flatten(pull)
         # What of it is a parameter, or the input, is found by identity. It is there again in the
         # backward pass: no memory of the engine is kept, nor a copy of it.

@@ -337,6 +337,6 @@ def test_without_autograd_there_is_a_command_that_helps(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "autograd"]:
         monkeypatch.setitem(sys.modules, name, None)
     for make in (lambda: adapter.layer(scaled_tanh, {}), lambda: adapter.loss(scaled_tanh)):
-        assert 'pip install "fsdpcore[autograd]"' in complaint(fc.MissingDependencyError, make)
+        assert "pip install -e '.[autograd]'" in complaint(fc.MissingDependencyError, make)
     with pytest.raises(fc.MissingDependencyError):
         adapter.loss_and_grads(scaled_tanh)

@@ -212,6 +212,18 @@ def test_inputs_and_outputs_may_be_trees(how):
     assert_array_equal(grads["gain"], np.zeros(3))
 
 
+@each_way
+def test_a_number_is_an_output_without_dimensions(how):
+    params, x = arrays(**SHAPES), arrays(**BATCH)["x"]
+    layer = adapter.layer(lambda params, x: (x * params["b"][0], 2.5, 3), {}, **how)
+    (y, number, whole), saved = layer.forward(params, x)
+    assert (number, number.dtype, number.shape) == (2.5, np.float32, ())
+    assert (whole, whole.shape) == (3, ())
+    grads = {name: np.zeros_like(array) for name, array in params.items()}
+    dx = layer.backward(params, saved, (np.ones_like(y), np.float32(1), None), grads)
+    assert_allclose(dx, np.broadcast_to(params["b"][0], x.shape), rtol=1e-6)
+
+
 @compiled
 def test_random_keys_go_through(how):
     def scale(params, x):
@@ -307,11 +319,13 @@ def through_numpy(params, x):
         (through_numpy, {"jit": False}),
     ],
 )
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_outputs_are_apart_from_the_memory_of_the_parameters(function, how, kind):
+@pytest.mark.parametrize(
+    ("kind", "offset"), [(np.asarray, 0), (jnp.asarray, 0), (jnp.asarray, 4)], ids=str
+)
+def test_outputs_are_apart_from_the_memory_of_the_parameters(function, how, kind, offset):
     """It is soon another unit's."""
     values = np.arange(64, dtype=np.float32).reshape(16, 4)  # a row is 16 bytes
-    shown, memory = lying(values, 0)
+    shown, memory = lying(values, offset)
     layer = adapter.layer(function, {}, **how)
     y, _ = layer.forward({"w": shown}, kind(np.ones(3, np.float32)))
     leaves = jax.tree_util.tree_leaves(y)
@@ -558,6 +572,6 @@ def test_arrays_of_a_gpu_are_refused(how, cupy):
 def test_without_jax_there_is_a_command_that_helps(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
     for make in (lambda: adapter.layer(scaled_tanh, {}), lambda: adapter.loss(scaled_tanh)):
-        assert 'pip install "fsdpcore[jax]"' in complaint(fc.MissingDependencyError, make)
+        assert "pip install -e '.[jax]'" in complaint(fc.MissingDependencyError, make)
     with pytest.raises(fc.MissingDependencyError):
         adapter.loss_and_grads(scaled_tanh)
