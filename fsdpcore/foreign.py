@@ -27,9 +27,16 @@ def is_foreign(value: object) -> bool:
 
 
 def detached(value: Any) -> Any:
-    """Return an array without the history that PyTorch keeps, for which it refuses to share it."""
-    detach = getattr(value, "detach", None)
-    return detach() if callable(detach) else value
+    """Return an array without what PyTorch keeps apart from its memory.
+
+    That is the history, for which it refuses to share it, and whether all of it is conjugated or
+    negated, which DLPack does not tell.
+    """
+    for name in ("detach", "resolve_conj", "resolve_neg"):
+        method = getattr(value, name, None)
+        if callable(method):
+            value = method()
+    return value
 
 
 def as_numpy(value: Any, what: str) -> Array:
@@ -42,8 +49,11 @@ def as_numpy(value: Any, what: str) -> Array:
         what: the words that messages use for it.
 
     Raises:
-        ArgumentError: it is no array, or it cannot be taken over: it is on a GPU, for instance.
+        ArgumentError: it is no array, it has a mask, or it cannot be taken over: it is on a GPU,
+            for instance.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(f"{what} is a masked array, whose mask would be lost; fill it before")
     if not is_foreign(value):
         try:
             return np.asarray(value)

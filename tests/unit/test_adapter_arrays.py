@@ -203,6 +203,40 @@ def test_what_cannot_be_taken_over_is_refused_with_its_reason():
         as_numpy([[1], [2, 3]], "it")
 
 
+class Lazy(Exports):
+    """A view that is negated, or conjugated, when it is read: as PyTorch's, DLPack tells not so."""
+
+    def __init__(self, array, resolved):
+        super().__init__(array)
+        self.resolve_neg = lambda: Exports(resolved)
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("Can't call numpy() on Tensor that has negative bit set")
+
+
+def test_what_is_negated_when_it_is_read_is_so():
+    array = np.arange(3.0)
+    assert_array_equal(arrays.to_numpy(Lazy(array, -array)), -array)
+
+
+def test_tensors_that_torch_negates_when_they_are_read_are_so():
+    torch = pytest.importorskip("torch")
+    view = torch.view_as_complex(torch.ones(3, 2))
+    assert_array_equal(arrays.to_numpy(view.conj()), np.full(3, 1 - 1j))
+    assert_array_equal(arrays.to_numpy(view.conj().imag), -np.ones(3))
+
+
+def test_masked_arrays_are_no_gradients():
+    def body(backend):
+        start = {"w": np.ones(2, np.float32)}
+        engine = fc.FSDP([fc.Unit("u", start)], backend, optimizer=fc.optim.SGD(lr=1.0))
+        masked = np.ma.array(np.ones(2, np.float32), mask=[True, False])
+        with pytest.raises(fc.ArgumentError, match=r"gradient of u\.w is a masked array"):
+            fc.train_step(engine, lambda params: (0.0, {"u": {"w": masked}}))
+
+    fc.launch(body, world_size=1, transport="sim")
+
+
 def test_an_array_of_a_gpu_is_copied_to_the_host():
     class OnGPU(Elsewhere):
         @property
