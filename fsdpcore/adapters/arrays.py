@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fsdpcore.adapters.checks import loss_and_found
+from fsdpcore.adapters.checks import check_callable, loss_and_found
 from fsdpcore.adapters.layers import Initials, Layer
 from fsdpcore.adapters.trees import detached_from, leaves, map_leaves
 from fsdpcore.buffers import BFLOAT16, Array
@@ -121,15 +121,23 @@ def function(
     Args:
         loss_and_grads: as ``train_step`` takes it, but for its arrays: parameters are given to it
             as arrays of ``xp``, and so are the NumPy arrays of the batch, also inside of tuples,
-            lists and dictionaries. It returns gradients of that library; None counts as zeros.
+            lists and dictionaries. It returns gradients of that library; None counts as zeros. The
+            loss comes back from ``train_step`` as a NumPy number where it was an array.
         xp: as of ``from_numpy``.
+
+    Raises:
+        ArgumentError: the first is no function, or the second no such module.
     """
+    check_callable(loss_and_grads, "arrays.function(loss_and_grads, xp)", "params, *batch")
+    _check_library(xp, "arrays.function(loss_and_grads, xp)")
 
     def of_numpy(params: Named, *batch: Any) -> tuple[Any, Named]:
         theirs = {unit: _given(named, xp) for unit, named in params.items()}
         loss, found = loss_and_found(loss_and_grads(theirs, *_to_theirs(batch, xp)))
         grads = {
             unit: {name: None if g is None else to_numpy(g) for name, g in named.items()}
+            if isinstance(named, Mapping)
+            else named  # which the engine refuses
             for unit, named in found.items()
         }
         arrays = [array for named in params.values() for array in named.values()]
@@ -151,7 +159,17 @@ def layer(layer: Layer, xp: Any) -> Layer:
     Args:
         layer: as ``Layer``, but for its arrays. ``holds_params`` is taken over.
         xp: as of ``from_numpy``.
+
+    Raises:
+        ArgumentError: the first has no such methods, or the second is no such module.
     """
+    missing = [name for name in ("init", "forward", "backward") if not hasattr(layer, name)]
+    if missing:
+        raise ArgumentError(
+            "arrays.layer(layer, xp) needs an object with init, forward and backward; a "
+            f"{type(layer).__name__} has no {missing[0]}"
+        )
+    _check_library(xp, "arrays.layer(layer, xp)")
     return _LayerOf(layer, xp)
 
 
@@ -214,6 +232,14 @@ class _TheirGradients(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._grads)
+
+
+def _check_library(xp: Any, where: str) -> None:
+    if not (hasattr(xp, "from_dlpack") or hasattr(xp, "asarray")):
+        raise ArgumentError(
+            f"{where} needs a library's module, such as torch or jax.numpy, got "
+            f"{getattr(xp, '__name__', type(xp).__name__)}"
+        )
 
 
 def _given(params: Mapping[str, Array], xp: Any) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fsdpcore.adapters.checks import loss_and_found
+from fsdpcore.adapters.checks import check_callable, loss_and_found
+from fsdpcore.errors import ArgumentError
 from fsdpcore.fsdp.engine import FSDP
 from fsdpcore.fsdp.whole import Named
 
@@ -44,10 +45,14 @@ def train_step(
         The loss as the function returned it: this rank's own.
 
     Raises:
-        ArgumentError: the function has returned something else, or gradients that do not fit;
-            before anything was reduced.
+        ArgumentError: arguments in another order; or the function has returned something else, or
+            gradients that do not fit: before anything was reduced.
         NonFiniteGradientError, MismatchError, StateError: as ``Step.update``.
     """
+    call = "train_step(engine, loss_and_grads, *batch)"
+    if not isinstance(engine, FSDP):
+        raise ArgumentError(f"{call} needs an FSDP engine, got {type(engine).__name__}")
+    check_callable(loss_and_grads, call, "params, *batch")
     with engine.step(divisor=divisor) as step:
         with step.whole() as (params, grads):
             loss, found = loss_and_found(loss_and_grads(params, *batch))

@@ -38,7 +38,10 @@ def check_units(units: tuple[Unit, ...], device: Device, *, has_tensor: bool) ->
     names = set()
     for unit in units:
         if not isinstance(unit, Unit):
-            raise ArgumentError(f"units must be Unit objects, got {type(unit).__name__}")
+            raise ArgumentError(
+                f"units must be Unit objects, got {type(unit).__name__}; make a list of them: "
+                "[fc.Unit(name, params), ...]"
+            )
         if unit.name in names:
             raise ArgumentError(f"two units are named {unit.name!r}; names must be unique")
         names.add(unit.name)

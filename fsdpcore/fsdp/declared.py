@@ -56,6 +56,13 @@ class Declared:
                 f"the parameters of unit {name!r} must be a mapping from names to arrays, got "
                 f"{type(params).__name__}"
             )
+        for key, value in params.items():
+            if isinstance(value, Mapping):
+                first = next(iter(value), "w")
+                raise ArgumentError(
+                    f"{name}.{key} is a {type(value).__name__}, and a unit's parameters are flat: "
+                    f"name them '{key}.{first}' and so on, or make it a unit of its own"
+                )
         self.name = name
         self.names = tuple(params)
         self.ties = {key: value for key, value in params.items() if isinstance(value, Tied)}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -531,3 +532,26 @@ def test_gradients_that_cannot_be_written_in_place_say_so():
         fc.ArgumentError, match=r"lib does not share its memory; assign it: grads\["
     ):
         layer.backward({}, None, None, {"w": np.zeros(3, np.float32)})
+
+
+def test_arguments_in_another_order_are_refused():
+    xp = module("array_api_strict")
+    with pytest.raises(fc.ArgumentError, match=r"needs a function of \(params, \*batch\), got mod"):
+        arrays.function(xp, lambda params: None)
+    with pytest.raises(fc.ArgumentError, match=r"needs a library's module, .* got math"):
+        arrays.function(lambda params: None, math)
+    with pytest.raises(fc.ArgumentError, match="a function has no init"):
+        arrays.layer(lambda params, x: x, xp)
+    with pytest.raises(fc.ArgumentError, match="needs a library's module"):
+        arrays.layer(DenseIn(None, xp, in_place=False), None)
+
+
+def test_a_unit_without_a_mapping_of_gradients_is_refused():
+    def body(backend):
+        start = {"w": np.ones(2, np.float32)}
+        engine = fc.FSDP([fc.Unit("u", start)], backend, optimizer=fc.optim.SGD(lr=1.0))
+        function = arrays.function(lambda params: (0.0, {"u": None}), module("array_api_strict"))
+        with pytest.raises(fc.ArgumentError, match=r"unit 'u' must be a mapping .* got NoneType"):
+            fc.train_step(engine, function)
+
+    fc.launch(body, world_size=1, transport="sim")

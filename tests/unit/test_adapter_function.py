@@ -122,6 +122,19 @@ def test_another_kind_of_result_is_refused(result):
     launch(body, 1)
 
 
+def test_arguments_in_another_order_are_refused():
+    def body(backend):
+        engine = engine_of(backend)
+        x = np.ones(2)
+        with pytest.raises(fc.ArgumentError, match=r"function of \(params, \*batch\), got ndarray"):
+            train_step(engine, x, mlp.loss_and_grads)
+        with pytest.raises(fc.ArgumentError, match="needs an FSDP engine, got function"):
+            train_step(mlp.loss_and_grads, engine, x)
+        assert is_clean(engine)
+
+    launch(body, 1)
+
+
 def test_the_update_has_its_options():
     def body(backend):
         engine = engine_of(backend)

@@ -45,6 +45,11 @@ def gathered(backend):
         (lambda b: engine_of(b)[fc.Unit("u0", arrays())], "no unit 'u0'"),
         (lambda b: engine_of(b).step(divisor=0), "divisor must be a positive number"),
         (lambda b: fc.FSDP([fc.Unit("a", {}), fc.Unit("a", {})], b), "two units are named 'a'"),
+        (lambda b: fc.FSDP({"u": arrays()}, b), r"got str; make a list .*fc\.Unit\(name, params\)"),
+        (
+            lambda b: fc.Unit("u", {"l0": arrays()}),
+            r"u\.l0 is a dict, and .* flat: name them 'l0\.",
+        ),
         (lambda b: fc.Unit("", {}), "non-empty string"),
         (
             lambda b: fc.FSDP([fc.Unit("u", {"": np.zeros(3, np.float32)})], b),

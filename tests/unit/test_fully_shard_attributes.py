@@ -774,6 +774,11 @@ class Same(Layer):
 BAD = {
     "nothing": (list, {}, "have no parameters"),
     "no arrays": (lambda: [Layer(n=3), np.ones(3)], {}, "have no parameters"),
+    "another library": (
+        lambda: Layer(below={"w": SimpleNamespace(__dlpack__=None)}),
+        {},
+        "have arrays of types, of which fully_shard knows nothing",
+    ),
     "method": (lambda: Bare(), {}, "'bare0', a Bare, has no method 'forward'"),
     "method of the object": (Instance, {}, "'forward' as an attribute of the object"),
     "methods": (lambda: Layer(w=ones(1)), {"methods": ("forward",)}, "names of two methods"),

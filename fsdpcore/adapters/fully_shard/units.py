@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from fsdpcore.adapters.fully_shard.gradients import Convention, GradientOf, Grad
 from fsdpcore.adapters.fully_shard.guards import Placeholder
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError
+from fsdpcore.foreign import is_foreign
 from fsdpcore.fsdp.boxes import ArrayBox
 from fsdpcore.fsdp.unit import Unit
 
@@ -167,11 +168,32 @@ def layer_units(
     for patterns in (ignored, frozen):
         patterns.check(known)
     if not units:
+        foreign = next(filter(None, map(_foreign_kind, layers)), None)
+        if foreign is not None:
+            raise ArgumentError(
+                f"these layers have arrays of {foreign}, of which fully_shard knows nothing: it "
+                "takes objects with NumPy's arrays. Make units of such parameters with fc.Unit, "
+                "and pass what computes with them to fsdpcore.adapters.arrays"
+            )
         raise ArgumentError(
             "these layers have no parameters: no NumPy array of float32 or float64 in their "
             "attributes, nor in those of objects, dicts and lists below"
         )
     return units
+
+
+def _foreign_kind(layer: Any, depth: int = 4) -> str | None:
+    """Return the library of an array in an object's attributes that is not NumPy's, if any."""
+    if is_foreign(layer):
+        return str(type(layer).__module__).partition(".")[0]
+    if not depth:
+        return None
+    if isinstance(layer, (tuple, list)):
+        below = list(layer)
+    else:
+        inside = layer if isinstance(layer, Mapping) else getattr(layer, "__dict__", {})
+        below = list(inside.values())
+    return next(filter(None, (_foreign_kind(item, depth - 1) for item in below)), None)
 
 
 def _found(
