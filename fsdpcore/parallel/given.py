@@ -24,9 +24,7 @@ def as_array(x: Any, what: str, *, floating: bool = False) -> Array:
             ``floating``, one of integers.
     """
     module = array_module(x)
-    real = module is not None and (
-        rounds_into(x.dtype, _FLOAT) or (x.dtype.kind in "biu" and not floating)
-    )
+    real = module is not None and (rounds_into(x.dtype, _FLOAT) if floating else _is_real(x.dtype))
     if not real:
         raise ArgumentError(
             f"{what} must be an array of NumPy or CuPy of "
@@ -35,6 +33,11 @@ def as_array(x: Any, what: str, *, floating: bool = False) -> Array:
         )
     array: Array = x
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _is_real(dtype: np.dtype[Any]) -> bool:
+    """Whether it is of numbers without an imaginary part; 2 marks those of other packages."""
+    return dtype.kind in "biuf" or dtype.isbuiltin == 2
 
 
 def as_gradient(dy: Any, shape: tuple[int, ...], layer: str, along: Backend | None = None) -> Array:
