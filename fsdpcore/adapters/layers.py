@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from fsdpcore.adapters.trees import detached_from, leaves, lies_in
+from fsdpcore.adapters.trees import detached_from, lies_in, may_lie_in
 from fsdpcore.buffers import Array
 from fsdpcore.errors import ArgumentError, StateError
 from fsdpcore.fsdp.boxes import BoxShard
@@ -202,7 +202,7 @@ def _check_not_kept(
     unit: str, layer: Layer, params: Mapping[str, Array], saved: Any, ignored: Container[str]
 ) -> None:
     """Raise StateError if a layer saves what lies in its parameters, whose memory is lent only."""
-    kept = list(leaves(saved))
+    kept = may_lie_in(saved, params.values())
     for name, array in params.items():
         if name not in ignored and any(lies_in(leaf, array) for leaf in kept):
             raise StateError(

@@ -11,6 +11,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from fsdpcore.array_module import address, array_module
 from fsdpcore.buffers import Array
 
@@ -61,19 +63,41 @@ def detached_from(tree: Any, lent: Iterable[Array]) -> Any:
         lent: such arrays, of one device, whose memory is taken back.
     """
     arrays = list(lent)
-    return map_leaves(lambda leaf: leaf.copy() if overlaps(leaf, arrays) else leaf, tree)
+    roots = {id(_root(array)) for array in arrays}
+
+    def apart(leaf: Any) -> Any:
+        return leaf if _has_own(leaf, roots) or not overlaps(leaf, arrays) else leaf.copy()
+
+    return map_leaves(apart, tree)
+
+
+def may_lie_in(tree: Any, lent: Iterable[Array]) -> list[Any]:
+    """Return the leaves that may lie in such memory, by a look that costs little."""
+    roots = {id(_root(array)) for array in lent}
+    return [leaf for leaf in leaves(tree) if not _has_own(leaf, roots)]
+
+
+def _root(array: Array) -> Any:
+    return array if array.base is None else array.base
+
+
+def _has_own(leaf: Any, roots: set[int]) -> bool:
+    """Whether it is a NumPy array of memory that belongs to another one than ``roots``."""
+    if not isinstance(leaf, np.ndarray):
+        return False
+    root = _root(leaf)
+    return isinstance(root, np.ndarray) and root.base is None and id(root) not in roots
 
 
 def lies_in(leaf: Any, array: Array) -> bool:
-    """Whether something is an array that may share memory with one that is itself a view.
+    """Whether something is an array that may share memory with another one.
 
     Also a tensor of PyTorch on the same device, as far as it begins there.
     """
     pointer = getattr(leaf, "data_ptr", None)
     if pointer is not None:
         return array.nbytes > 0 and 0 <= pointer() - address(array) < array.nbytes
-    # What has its memory for itself is most of what is asked about, and is told at once.
-    return getattr(leaf, "base", None) is not None and overlaps(leaf, (array,))
+    return overlaps(leaf, (array,))
 
 
 def overlaps(leaf: Any, arrays: Iterable[Array]) -> bool:
