@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -125,3 +127,18 @@ def test_ignored_arrays_and_what_is_passed_on_may_be_saved():
 def test_layers_without_names_are_refused(kind, given):
     with pytest.raises(fc.ArgumentError, match="pairs of a name and a layer"):
         kind(given)
+
+
+def test_a_tensor_that_begins_in_a_parameter_is_seen_in_what_is_saved():
+    class Tensors(Seven):
+        def forward(self, params, x):
+            begins = params["w"][1].ctypes.data
+            return x, [SimpleNamespace(data_ptr=lambda: begins)]  # as PyTorch's tensors tell it
+
+    def body(backend):
+        stack = LayerStack([("a", Tensors())])
+        engine = fc.FSDP(stack.units(np.random.default_rng(0)), backend)
+        with pytest.raises(fc.StateError, match="kept parameter 'w'"), engine.step() as step:
+            stack.forward(step, np.ones(2, np.float32))
+
+    fc.launch(body, world_size=1, transport="sim")
