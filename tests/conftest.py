@@ -64,9 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # where tests run without pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run the whole suite on two processes, and what the command line names on this one."""
+    """Run the whole suite on three processes, and what the command line names on this one.
+
+    Two keep two cores busy for most of the time: many tests wait, for deadlines and processes.
+    """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return 2 if whole and available_cores() > 1 else 0
+    return 3 if whole and available_cores() > 1 else 0
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -102,9 +102,10 @@ class Catalog:
         shape = self.tensors[tensor].shape
         bounds = self._bounds.get(tensor)
         if bounds is None:
-            boxes = [bounding_box(each.region, shape) for each in self.tensors[tensor].pieces]
-            starts = np.array([box.start for box in boxes], np.int64).reshape(-1, len(shape))
-            stops = np.array([box.stop for box in boxes], np.int64).reshape(-1, len(shape))
+            pieces = self.tensors[tensor].pieces
+            boxes, count = [bounding_box(each.region, shape) for each in pieces], len(pieces)
+            starts = np.array([box.start for box in boxes], np.int64).reshape(count, len(shape))
+            stops = np.array([box.stop for box in boxes], np.int64).reshape(count, len(shape))
             bounds = self._bounds[tensor] = starts, stops
         starts, stops = bounds
         box = bounding_box(region, shape)

@@ -696,3 +696,17 @@ def test_arguments_are_compared_before_ranks_wait_for_each_other(
         load(tmp_path, engine, backend, **(bad if backend.rank == 1 else {}))
 
     assert "load: " in same_error(4, ArgumentError, main)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1, 1)])
+def test_arrays_of_all_shapes_come_back(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    values = np.full(shape, 2.5, np.float32)
+
+    def body(backend):
+        fc.checkpoint.save(tmp_path, {"a": values}, backend, step=1)
+        found = np.zeros_like(values)
+        fc.checkpoint.load(tmp_path, {"a": found}, backend)
+        return found
+
+    for found in fc.launch(body, world_size=2):
+        np.testing.assert_array_equal(found, values)
