@@ -320,7 +320,9 @@ def through_numpy(params, x):
     ],
 )
 @pytest.mark.parametrize(
-    ("kind", "offset"), [(np.asarray, 0), (jnp.asarray, 0), (jnp.asarray, 4)], ids=str
+    ("kind", "offset"),
+    [(np.asarray, 0), (jnp.asarray, 0), (jnp.asarray, 4)],
+    ids=["numpy", "jax", "jax, apart"],
 )
 def test_outputs_are_apart_from_the_memory_of_the_parameters(function, how, kind, offset):
     """It is soon another unit's."""
