@@ -38,7 +38,7 @@ _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
 # No test is timed: an example may take as long as the machine does.
-hypothesis.settings.register_profile("fsdpcore", deadline=None)
+hypothesis.settings.register_profile("fsdpcore", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("fsdpcore")
 
 
@@ -64,12 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # where tests run without pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run the whole suite on three processes, and what the command line names on this one.
-
-    Two keep two cores busy for most of the time: many tests wait, for deadlines and processes.
-    """
+    """Run the whole suite on two processes, and what the command line names on this one."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return 3 if whole and available_cores() > 1 else 0
+    return 2 if whole and available_cores() > 1 else 0
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -78,6 +75,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         os.environ[_NO_BYTECODE] = "1"
         del os.environ["PYTHONPYCACHEPREFIX"]
         config.stash[_bytecode].cleanup()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What one process does for longest alone begins first, or the others wait for it in the end.
+    items.sort(key=lambda item: item.path.name != "test_style.py")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

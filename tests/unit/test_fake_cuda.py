@@ -218,6 +218,7 @@ class TestOrder:
         assert event.done
         event.record(first)
         second.wait_event(event)
+        first.synchronize()  # or it may be frozen before it comes to the first record
         machine.freeze(first)
         event.record(first)
         second.synchronize()
