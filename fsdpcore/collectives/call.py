@@ -18,10 +18,10 @@ from fsdpcore.collectives.lane import Lane, lane_for
 from fsdpcore.collectives.link import Link
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.select import Choice, choose
-from fsdpcore.errors import ArgumentError
+from fsdpcore.errors import ArgumentError, PeerFailedError
 from fsdpcore.recorder import Record
 from fsdpcore.reduce_ops import Reduction
-from fsdpcore.work import Deadline
+from fsdpcore.work import Deadline, fresh
 
 Body = Callable[[Link], Any]
 
@@ -282,6 +282,10 @@ def _perform(
         result = body(link)
     except BaseException as error:
         link.broke(entry, error)
+        first = backend.root.failure
+        if isinstance(error, PeerFailedError) and str(first) != str(error) and first is not None:
+            # Another rank told of it a moment before, and that is what every later call raises.
+            raise fresh(first) from None
         raise
     finally:
         link.release()
