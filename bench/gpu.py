@@ -26,7 +26,7 @@ from gpu_bench.usable import in_words, why_not
 
 from fsdpcore.bench import record
 from fsdpcore.commands.usage import one_line
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 _ALL = tuple(dict.fromkeys(name for name, _ in parts.SHARES))
 

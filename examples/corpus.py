@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.core.errors import ArgumentError, ConfigError
 
 # Every twentieth file of the sorted list, from the fifth on, is held out.
 _HOLD_OUT_EVERY = 20

@@ -45,7 +45,7 @@ from gpt_ops import (
     normal,
 )
 
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 BITS_PER_NAT = 1.0 / math.log(2.0)
 """Losses are in nats; a loss in nats per byte times this is in bits per byte."""

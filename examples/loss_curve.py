@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.errors import ArgumentError, MissingDependencyError
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError
 
 _UNIFORM_GUESS = 8.0  # bits per byte of a model that gives every byte the same probability
 

@@ -8,8 +8,6 @@ from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
-from fsdpcore import errors
-from fsdpcore.backend import Backend, Capabilities, SubBackend
 from fsdpcore.collectives import (
     Batch,
     all_gather,
@@ -20,7 +18,6 @@ from fsdpcore.collectives import (
     all_to_all_v,
     barrier,
     broadcast,
-    coalesce,
     gather,
     gather_v,
     reduce,
@@ -29,7 +26,11 @@ from fsdpcore.collectives import (
     scatter,
     scatter_v,
 )
-from fsdpcore.errors import (
+from fsdpcore.collectives.batch.coalesce import coalesce
+from fsdpcore.comm.backend import Backend, Capabilities, SubBackend
+from fsdpcore.comm.mesh import Mesh
+from fsdpcore.core import errors
+from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
     CheckpointNotFoundError,
@@ -50,33 +51,33 @@ from fsdpcore.errors import (
     UnknownTransportError,
     UnsupportedError,
 )
-from fsdpcore.launch import init, launch
-from fsdpcore.mesh import Mesh
-from fsdpcore.recorder import dump_trace
-from fsdpcore.reduce_ops import ReduceOp
-from fsdpcore.work import Work
+from fsdpcore.core.reductions import ReduceOp
+from fsdpcore.core.work import Work
+from fsdpcore.diagnostics.recorder import dump_trace
+from fsdpcore.launch.launch import init, launch
 
 if TYPE_CHECKING:
     from fsdpcore import adapters, checkpoint, parallel
     from fsdpcore.adapters.fully_shard import ShardedLayers, fully_shard
     from fsdpcore.adapters.function import train_step
     from fsdpcore.adapters.layers import Chain, Layer, LayerStack
-    from fsdpcore.fsdp import initializers, optim
-    from fsdpcore.fsdp.boxes import BoxShard
+    from fsdpcore.core.geometry.boxes import BoxShard
+    from fsdpcore.fsdp import optim
     from fsdpcore.fsdp.engine import FSDP
-    from fsdpcore.fsdp.estimate import MemoryEstimate, memory_estimate
-    from fsdpcore.fsdp.offload import Offload
-    from fsdpcore.fsdp.plan import Plan, make_plan
-    from fsdpcore.fsdp.plan_sizes import UnitSize
-    from fsdpcore.fsdp.precision import LossScale, Precision
-    from fsdpcore.fsdp.report import Report
-    from fsdpcore.fsdp.schedule import Prefetch
-    from fsdpcore.fsdp.spec import Spec
-    from fsdpcore.fsdp.special import Tied
-    from fsdpcore.fsdp.state import ArrayPiece, EngineState, ShardedArray
-    from fsdpcore.fsdp.step import Step
-    from fsdpcore.fsdp.strategy import Strategy
-    from fsdpcore.fsdp.unit import Unit
+    from fsdpcore.fsdp.offload.offload import Offload
+    from fsdpcore.fsdp.plan.estimate import MemoryEstimate, memory_estimate
+    from fsdpcore.fsdp.plan.plan import Plan, make_plan
+    from fsdpcore.fsdp.plan.report import Report
+    from fsdpcore.fsdp.plan.sizes import UnitSize
+    from fsdpcore.fsdp.sharding.strategy import Strategy
+    from fsdpcore.fsdp.state.state import ArrayPiece, EngineState, ShardedArray
+    from fsdpcore.fsdp.step.schedule import Prefetch
+    from fsdpcore.fsdp.step.step import Step
+    from fsdpcore.fsdp.units import initializers
+    from fsdpcore.fsdp.units.precision import LossScale, Precision
+    from fsdpcore.fsdp.units.spec import Spec
+    from fsdpcore.fsdp.units.special import Tied
+    from fsdpcore.fsdp.units.unit import Unit
 
 __version__ = _version("fsdpcore")
 
@@ -163,34 +164,34 @@ __all__ = [
 # What a rank that only communicates has no use for, and what takes as long to import as all the
 # rest: modules by the names that are imported from them when they are first asked for.
 _LATER = {
-    "ArrayPiece": "fsdp.state",
-    "BoxShard": "fsdp.boxes",
+    "ArrayPiece": "fsdp.state.state",
+    "BoxShard": "core.geometry.boxes",
     "Chain": "adapters.layers",
-    "EngineState": "fsdp.state",
+    "EngineState": "fsdp.state.state",
     "FSDP": "fsdp.engine",
     "Layer": "adapters.layers",
     "LayerStack": "adapters.layers",
-    "LossScale": "fsdp.precision",
-    "MemoryEstimate": "fsdp.estimate",
-    "Offload": "fsdp.offload",
-    "Plan": "fsdp.plan",
-    "Precision": "fsdp.precision",
-    "Prefetch": "fsdp.schedule",
-    "Report": "fsdp.report",
-    "ShardedArray": "fsdp.state",
+    "LossScale": "fsdp.units.precision",
+    "MemoryEstimate": "fsdp.plan.estimate",
+    "Offload": "fsdp.offload.offload",
+    "Plan": "fsdp.plan.plan",
+    "Precision": "fsdp.units.precision",
+    "Prefetch": "fsdp.step.schedule",
+    "Report": "fsdp.plan.report",
+    "ShardedArray": "fsdp.state.state",
     "ShardedLayers": "adapters.fully_shard",
-    "Spec": "fsdp.spec",
-    "Step": "fsdp.step",
-    "Strategy": "fsdp.strategy",
-    "Tied": "fsdp.special",
-    "Unit": "fsdp.unit",
-    "UnitSize": "fsdp.plan_sizes",
+    "Spec": "fsdp.units.spec",
+    "Step": "fsdp.step.step",
+    "Strategy": "fsdp.sharding.strategy",
+    "Tied": "fsdp.units.special",
+    "Unit": "fsdp.units.unit",
+    "UnitSize": "fsdp.plan.sizes",
     "adapters": "adapters",
     "checkpoint": "checkpoint",
     "fully_shard": "adapters.fully_shard",
-    "initializers": "fsdp.initializers",
-    "make_plan": "fsdp.plan",
-    "memory_estimate": "fsdp.estimate",
+    "initializers": "fsdp.units.initializers",
+    "make_plan": "fsdp.plan.plan",
+    "memory_estimate": "fsdp.plan.estimate",
     "optim": "fsdp.optim",
     "parallel": "parallel",
     "train_step": "adapters.function",

@@ -1,6 +1,6 @@
 """``python -m fsdpcore`` is the ``fsdpcore`` command."""
 
-from fsdpcore.cli import app
+from fsdpcore.commands.main import app
 
 if __name__ == "__main__":
     app(prog_name="fsdpcore")

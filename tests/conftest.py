@@ -24,7 +24,7 @@ import hypothesis
 import pytest
 from threadpoolctl import threadpool_limits
 
-from fsdpcore.blas import available_cores
+from fsdpcore.launch.blas import available_cores
 
 _MARK = "side_by_side"
 _Outcomes = dict[str, "Future[None]"]
@@ -33,7 +33,9 @@ _outcomes = pytest.StashKey[_Outcomes]()
 
 _interrupts = pytest.StashKey[Any]()
 _bytecode = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
-_IMPORTED = "fsdpcore.cli, fsdpcore.transports.zmq_tcp, fsdpcore.transports.mpi"
+_IMPORTED = (
+    "fsdpcore.commands.main, fsdpcore.transports.zmq.backend, fsdpcore.transports.mpi.backend"
+)
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
@@ -101,7 +103,7 @@ def _packages_are_looked_up_once() -> Iterator[None]:
 
     Where a test adds folders to the path, it finds what is there.
     """
-    from fsdpcore import registry
+    from fsdpcore.comm import registry
 
     look_up, folders = registry.entry_points, set(sys.path)
     found: dict[Any, Any] = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdpcore.errors import ArgumentError
-from fsdpcore.registry import nearest
+from fsdpcore.comm.registry import nearest
+from fsdpcore.core.errors import ArgumentError
 
 OURS = "fsdpcore"
 LIMIT = "plain files"  # each rank writes or reads one file, with no checksum and no agreement

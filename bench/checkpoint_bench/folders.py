@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from checkpoint_bench.cases import DISK
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 _SPARE = 1.1  # of the bytes that a contestant stores
 

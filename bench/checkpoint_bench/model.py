@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 Array = NDArray[np.float32]
 Shape = tuple[int, ...]

@@ -34,9 +34,9 @@ from fsdpcore.bench import record
 from fsdpcore.bench.main import check_writable, noise_warning
 from fsdpcore.bench.start import Start, one_by_one, under_our_launcher
 from fsdpcore.bench.team import RemoteTeam, Team
-from fsdpcore.blas import available_cores
-from fsdpcore.errors import ArgumentError, MissingDependencyError
-from fsdpcore.registry import nearest
+from fsdpcore.comm.registry import nearest
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError
+from fsdpcore.launch.blas import available_cores
 
 _MEMBER = ("-m", "checkpoint_bench.member")
 _FOLDER = Path(__file__).parents[1]  # of the modules that a rank needs, which nobody installs

@@ -10,7 +10,7 @@ import numpy as np
 from gpt_model import GPTConfig
 from numpy.typing import NDArray
 
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 OURS = "fsdpcore"
 PEER = "fsdp2"

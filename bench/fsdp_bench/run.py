@@ -33,9 +33,9 @@ from fsdpcore.bench.memory import Memory
 from fsdpcore.bench.session import Entrant, Plan, take_turns, versions_of
 from fsdpcore.bench.start import Start, one_by_one, under_our_launcher
 from fsdpcore.bench.team import RemoteTeam, Team
-from fsdpcore.blas import available_cores
-from fsdpcore.errors import ArgumentError, MissingDependencyError
-from fsdpcore.registry import nearest
+from fsdpcore.comm.registry import nearest
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError
+from fsdpcore.launch.blas import available_cores
 
 _MEMBER = ("-m", "fsdp_bench.member")
 # Where a rank finds the modules of its program, which are in no package that is installed.

@@ -14,7 +14,7 @@ from gpt_model import Layer, build, cross_entropy, keep_freed_memory
 import fsdpcore as fc
 from fsdp_bench.cases import Array, Training
 from fsdp_bench.job import Job
-from fsdpcore.fsdp.layout import FlatLayout
+from fsdpcore.core.geometry.layout import FlatLayout
 
 SEED = 1
 

@@ -82,7 +82,7 @@ def measure(backend: fc.Backend, plan: Plan, tell: Tell) -> None:
 @contextlib.contextmanager
 def _nccl_even_alone() -> Iterator[None]:
     """Have a single rank call NCCL, which it otherwise does without, to see what a call costs."""
-    calls: Any = importlib.import_module("fsdpcore.transports.nccl_calls")
+    calls: Any = importlib.import_module("fsdpcore.transports.nccl.calls")
     before = calls.Collectives.copies_alone
     calls.Collectives.copies_alone = False
     try:

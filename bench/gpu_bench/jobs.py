@@ -12,8 +12,8 @@ from fsdp_bench.training import SEED
 from gpt_model import build, cross_entropy
 
 import fsdpcore as fc
-from fsdpcore.fsdp.layout import FlatLayout
-from fsdpcore.fsdp.norm import local_part
+from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.step.norm import local_part
 from gpu_bench.cases import PRECISIONS, Step
 
 

@@ -17,7 +17,7 @@ from fsdp_bench.cases import OURS, PEER
 
 from fsdpcore.bench.start import one_by_one, under_our_launcher
 from fsdpcore.bench.team import RemoteTeam
-from fsdpcore.errors import RankFailedError
+from fsdpcore.core.errors import RankFailedError
 from gpu_bench.cases import CONTESTANTS, PLAIN, Step, to_order
 
 _MEMBER = ("-m", "gpu_bench.member")

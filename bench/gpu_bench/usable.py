@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from fsdpcore import registry
-from fsdpcore.errors import MissingDependencyError
+from fsdpcore.comm import registry
+from fsdpcore.core.errors import MissingDependencyError
 
 NOT_USABLE = 3  # no code with which Python exits by itself
 

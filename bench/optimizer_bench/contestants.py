@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 import fsdpcore as fc
 from fsdpcore import __version__
-from fsdpcore.errors import ArgumentError, MissingDependencyError
-from fsdpcore.registry import nearest
+from fsdpcore.comm.registry import nearest
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError
 
 OURS = "fsdpcore"
 COMPILED = "fsdpcore-numba"

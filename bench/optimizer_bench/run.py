@@ -14,7 +14,7 @@ from fsdpcore import __version__
 from fsdpcore.bench import record
 from fsdpcore.bench.main import check_writable, noise_warning
 from fsdpcore.bench.results import Timing, compare
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 from optimizer_bench.contestants import OURS, Contestant, check, contestants
 
 SCHEMA = "fsdpcore.bench.optimizer/1"

@@ -19,8 +19,8 @@ from fsdpcore.bench.results import Timing, compare
 from fsdpcore.bench.session import Entrant, Plan, take_turns, versions_of
 from fsdpcore.bench.start import Start, one_by_one, under_our_launcher
 from fsdpcore.bench.team import RemoteTeam
-from fsdpcore.blas import available_cores
-from fsdpcore.errors import ArgumentError, MissingDependencyError
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError
+from fsdpcore.launch.blas import available_cores
 from tensor_bench.cases import OURS, PEER, PEERS, Case
 
 SCHEMA = "fsdpcore.bench.tensor_parallel/1"

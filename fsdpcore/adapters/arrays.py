@@ -29,10 +29,10 @@ import numpy as np
 from fsdpcore.adapters.checks import check_callable, loss_and_found
 from fsdpcore.adapters.layers import Initials, Layer
 from fsdpcore.adapters.trees import detached_from, leaves, map_leaves
-from fsdpcore.buffers import BFLOAT16, Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.foreign import REFUSED, as_numpy, detached, is_foreign
-from fsdpcore.fsdp.whole import Named
+from fsdpcore.core.buffers import BFLOAT16, Array
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.foreign import REFUSED, as_numpy, detached, is_foreign
+from fsdpcore.fsdp.step.whole import Named
 
 
 def from_numpy(array: Array, xp: Any) -> Any:

@@ -30,9 +30,9 @@ from fsdpcore.adapters.autograd_tape import Tape, check_installed, check_not_gpu
 from fsdpcore.adapters.checks import check_callable, check_init
 from fsdpcore.adapters.layers import Initials
 from fsdpcore.adapters.trees import detached_from, leaves, map_leaves
-from fsdpcore.array_module import address
-from fsdpcore.buffers import BFLOAT16, Array
-from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.core.array_module import address
+from fsdpcore.core.buffers import BFLOAT16, Array
+from fsdpcore.core.errors import ArgumentError, StateError
 
 
 def layer(

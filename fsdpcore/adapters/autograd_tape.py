@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.adapters.trees import leaves, map_leaves
-from fsdpcore.buffers import BFLOAT16, Array
-from fsdpcore.errors import ArgumentError, MissingDependencyError, StateError, UnsupportedError
+from fsdpcore.core.buffers import BFLOAT16, Array
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError, StateError, UnsupportedError
 
 # Of two differentiations the one with the larger number is the inner one. autograd counts from 0,
 # and takes -1 for none: so what the function differentiates by itself lies inside of ours.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.whole import Named
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.fsdp.step.whole import Named
 
 Loss = TypeVar("Loss")
 

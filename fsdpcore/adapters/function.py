@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fsdpcore.adapters.checks import check_callable, loss_and_found
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.engine import FSDP
-from fsdpcore.fsdp.whole import Named
+from fsdpcore.fsdp.step.whole import Named
 
 Loss = TypeVar("Loss")
 

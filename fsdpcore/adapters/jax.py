@@ -47,8 +47,8 @@ from fsdpcore.adapters.jax_passes import (
     ordered,
 )
 from fsdpcore.adapters.layers import Initials
-from fsdpcore.buffers import Array
-from fsdpcore.fsdp.whole import Named
+from fsdpcore.core.buffers import Array
+from fsdpcore.fsdp.step.whole import Named
 
 
 def layer(

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.array_module import address
-from fsdpcore.errors import ArgumentError, MissingDependencyError, UnsupportedError
+from fsdpcore.core.array_module import address
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError, UnsupportedError
 
 
 def import_jax() -> Any:

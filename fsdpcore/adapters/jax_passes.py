@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.adapters.jax_host import import_jax
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 Function = Callable[..., Any]
 

@@ -8,13 +8,13 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from fsdpcore.adapters.trees import detached_from, lies_in, may_lie_in
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError, StateError
-from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.spec import Spec
-from fsdpcore.fsdp.special import Tied
-from fsdpcore.fsdp.step import Step
-from fsdpcore.fsdp.unit import Unit
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.core.geometry.boxes import BoxShard
+from fsdpcore.fsdp.step.step import Step
+from fsdpcore.fsdp.units.spec import Spec
+from fsdpcore.fsdp.units.special import Tied
+from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.parallel.scope import Scope, prefixed
 
 Initial: TypeAlias = Array | Spec | BoxShard | Tied

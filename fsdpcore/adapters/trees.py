@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.array_module import address, array_module
-from fsdpcore.buffers import Array
+from fsdpcore.core.array_module import address, array_module
+from fsdpcore.core.buffers import Array
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fsdpcore.bench import oracle
 from fsdpcore.bench.cases import Case
 from fsdpcore.bench.contestants import Contestant
-from fsdpcore.buffers import Array
+from fsdpcore.core.buffers import Array
 
 
 @dataclass(frozen=True)

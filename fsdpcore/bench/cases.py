@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.buffers import DTYPES
-from fsdpcore.errors import ArgumentError
-from fsdpcore.reduce_ops import ReduceOp, Reduction
-from fsdpcore.registry import nearest
+from fsdpcore.comm.registry import nearest
+from fsdpcore.core.buffers import DTYPES
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.reductions import ReduceOp, Reduction
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")

@@ -12,9 +12,9 @@ import numpy as np
 
 import fsdpcore
 from fsdpcore import collectives
-from fsdpcore.backend import Backend
 from fsdpcore.bench.cases import REDUCTIONS, ROOTED, Case
-from fsdpcore.buffers import Array
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
 
 Step = Callable[[], Any]
 

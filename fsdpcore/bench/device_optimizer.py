@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.array_module import address
-from fsdpcore.buffers import BFLOAT16, Array
-from fsdpcore.fsdp.gpu_pass import LANES, run_pass
+from fsdpcore.core.array_module import address
+from fsdpcore.core.buffers import BFLOAT16, Array
+from fsdpcore.fsdp.gpu.kernel import LANES, run_pass
 from fsdpcore.fsdp.optim import AdamW
 from fsdpcore.fsdp.optim.formulas import formula
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdpcore import __version__
-from fsdpcore.backend import Backend
 from fsdpcore.bench import cases, plot, record, start, table
 from fsdpcore.bench.contestants import OURS
 from fsdpcore.bench.member import make_member
@@ -18,9 +17,10 @@ from fsdpcore.bench.results import Row
 from fsdpcore.bench.session import Entrant, Plan, Session, refusal, versions_of
 from fsdpcore.bench.start import OurOptions
 from fsdpcore.bench.team import LocalTeam, RemoteTeam
-from fsdpcore.config import parse_url
-from fsdpcore.errors import ArgumentError
-from fsdpcore.registry import nearest
+from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.registry import nearest
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.launch.config import parse_url
 
 Echo = Callable[[str], None]
 Results = list[dict[str, Row]]

@@ -30,14 +30,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import fsdpcore
-from fsdpcore.backend import Backend
 from fsdpcore.bench.buffers import Buffers
 from fsdpcore.bench.cases import Case
 from fsdpcore.bench.contestants import OURS, Contestant, Ours, Step
 from fsdpcore.bench.memory import Memory, reset_peak
 from fsdpcore.bench.peer_gloo import Gloo
 from fsdpcore.bench.peer_mpi import Mpi
-from fsdpcore.errors import ArgumentError, in_words
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.errors import ArgumentError, in_words
 
 
 class Member:

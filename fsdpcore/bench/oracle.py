@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.bench.cases import Case
-from fsdpcore.buffers import BFLOAT16, Array
+from fsdpcore.core.buffers import BFLOAT16, Array
 
 Whole = NDArray[np.int64]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpcore.bench.cases import REDUCTIONS, Case
 from fsdpcore.bench.contestants import Contestant, Step
-from fsdpcore.buffers import BFLOAT16, Array
+from fsdpcore.core.buffers import BFLOAT16, Array
 
 # Gloo has no averages: as its users do, the bench divides the sum.
 _OPS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}

@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpcore.bench.cases import REDUCTIONS, Case
 from fsdpcore.bench.contestants import Contestant, Step
-from fsdpcore.buffers import Array
+from fsdpcore.core.buffers import Array
 
 # MPI has no average: as its users do, the bench divides the sum.
 _OPS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PROD"}

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpcore.bench.contestants import OURS
 from fsdpcore.bench.results import Row
-from fsdpcore.errors import MissingDependencyError
+from fsdpcore.core.errors import MissingDependencyError
 
 # On white whatever the page's theme; the colours differ in brightness too, and so do the markers.
 INK, MUTED, GRID = "#1f2430", "#69707d", "#e6e8ec"

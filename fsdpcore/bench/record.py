@@ -13,7 +13,7 @@ from typing import Any
 from fsdpcore.bench.contestants import OURS
 from fsdpcore.bench.memory import MIB, highest_rss, pss_per_rank
 from fsdpcore.bench.results import Row, Spread, Timing, compare
-from fsdpcore.blas import available_cores
+from fsdpcore.launch.blas import available_cores
 
 SCHEMA = "fsdpcore.bench.collectives/1"
 

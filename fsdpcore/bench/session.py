@@ -11,7 +11,7 @@ from fsdpcore.bench.cases import Case
 from fsdpcore.bench.memory import Memory
 from fsdpcore.bench.results import Row, Timing
 from fsdpcore.bench.team import Team
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 MIN_ITERATIONS = 5
 MAX_ITERATIONS = 20_000

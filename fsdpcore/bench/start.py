@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdpcore.bench.contestants import OURS
-from fsdpcore.errors import MissingDependencyError
-from fsdpcore.launch_external import find_mpirun
-from fsdpcore.supervise import RankProcess
+from fsdpcore.core.errors import MissingDependencyError
+from fsdpcore.launch.external import find_mpirun
+from fsdpcore.launch.supervision import RankProcess
 
 PEERS = ("gloo", "mpi")
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpcore import supervise
-from fsdpcore.backend import Backend
 from fsdpcore.bench.member import Member
 from fsdpcore.collectives import all_gather
-from fsdpcore.errors import RankFailedError
-from fsdpcore.supervise import RankProcess
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.errors import RankFailedError
+from fsdpcore.launch import supervision
+from fsdpcore.launch.supervision import RankProcess
 
 START_SECONDS = 120.0
 # Nothing that is asked for takes longer: who has not answered by then hangs.
@@ -145,7 +145,7 @@ class RemoteTeam(Team):
             code = process.poll()
             if code is not None:
                 raise RankFailedError(
-                    f"{self._name} could not be started ({supervise.describe_exit(code)}); "
+                    f"{self._name} could not be started ({supervision.describe_exit(code)}); "
                     "what it printed is above"
                 )
 
@@ -200,9 +200,9 @@ class RemoteTeam(Team):
         try:
             if not kill:
                 _let_end(self._processes, _END_SECONDS)
-            supervise.stop(self._processes)
+            supervision.stop(self._processes)
         finally:
-            supervise.release(self._processes, kill=True)
+            supervision.release(self._processes, kill=True)
             self._processes = []
             self._directory.cleanup()
 

@@ -4,10 +4,16 @@
 ``latest``, ``read`` and the command ``fsdpcore ckpt`` need no ranks.
 """
 
-from fsdpcore.checkpoint.async_save import AsyncCheckpointer, CheckpointFuture
-from fsdpcore.checkpoint.cleaning import Cleaned, clean
-from fsdpcore.checkpoint.diff import Difference, diff
-from fsdpcore.checkpoint.distributed import (
+from fsdpcore.checkpoint.interchange.diff import Difference, diff
+from fsdpcore.checkpoint.interchange.export import Exported, export_safetensors
+from fsdpcore.checkpoint.interchange.importing import import_safetensors
+from fsdpcore.checkpoint.interchange.rewrite import rewrite
+from fsdpcore.checkpoint.interchange.verify import Problem, Verified, verify
+from fsdpcore.checkpoint.load.finding import Latest, latest
+from fsdpcore.checkpoint.load.load import Loaded, load
+from fsdpcore.checkpoint.load.read import read
+from fsdpcore.checkpoint.save.async_save import AsyncCheckpointer, CheckpointFuture
+from fsdpcore.checkpoint.save.distributed import (
     ShardMetadata,
     TensorShardSpec,
     compute_shard_sizes,
@@ -16,19 +22,13 @@ from fsdpcore.checkpoint.distributed import (
     reshard,
     save_distributed,
 )
-from fsdpcore.checkpoint.export import Exported, export_safetensors
-from fsdpcore.checkpoint.finding import Latest, latest
-from fsdpcore.checkpoint.importing import import_safetensors
-from fsdpcore.checkpoint.load import Loaded, load
-from fsdpcore.checkpoint.protocol import Saved
-from fsdpcore.checkpoint.read import read
-from fsdpcore.checkpoint.regions import Box, Range
-from fsdpcore.checkpoint.retention import Retention
-from fsdpcore.checkpoint.rewrite import rewrite
-from fsdpcore.checkpoint.save import save
-from fsdpcore.checkpoint.steps import steps
-from fsdpcore.checkpoint.verify import Problem, Verified, verify
-from fsdpcore.fsdp.boxes import ArrayBox, BoxShard
+from fsdpcore.checkpoint.save.save import save
+from fsdpcore.checkpoint.storage.cleaning import Cleaned, clean
+from fsdpcore.checkpoint.storage.protocol import Saved
+from fsdpcore.checkpoint.storage.retention import Retention
+from fsdpcore.checkpoint.storage.steps import steps
+from fsdpcore.core.geometry.boxes import ArrayBox, BoxShard
+from fsdpcore.core.geometry.regions import Box, Range
 
 __all__ = [
     "ArrayBox",

@@ -7,10 +7,10 @@
 ``fingerprint``, ``area``                   that the ranks agree: by messages, or in shared memory
 ``link``                                    the group, as an algorithm sees it during one call
 ``star``, ``direct``, ``ring``, ``tree``,   one file per algorithm, with its cost formula, over the
-``doubling``, ``halving``, ``bruck``,       messages of a ``Link``
+``doubling``, ``halving``, ``bruck``,       messages of a ``CollectiveContext``
 ``rabenseifner``, ``scatter_gather``,
 ``hierarchical``
-``shared``                                  the algorithm that works in an ``Area``
+``shared``                                  the algorithm that works in an ``SharedRegion``
 ``algorithms``, ``traffic``                 the table of algorithms and their costs
 ``select``, ``overrides``, ``costs``        which one "auto" takes; what the user, tables say of it
 ``measure``                                 what ``fsdpcore tune`` runs on every rank
@@ -19,23 +19,23 @@
 ARCHITECTURE.md follows one call through them.
 """
 
-from fsdpcore.collectives.api import (
+from fsdpcore.collectives.batch.bucketed import all_reduce_many
+from fsdpcore.collectives.batch.coalesce import Batch, coalesce
+from fsdpcore.collectives.operations.api import (
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     reduce_scatter,
 )
-from fsdpcore.collectives.bucketed import all_reduce_many
-from fsdpcore.collectives.coalesce import Batch, coalesce
-from fsdpcore.collectives.ragged import (
+from fsdpcore.collectives.operations.ragged import (
     all_gather_v,
     all_to_all_v,
     gather_v,
     reduce_scatter_v,
     scatter_v,
 )
-from fsdpcore.collectives.rooted import broadcast, gather, reduce, scatter
+from fsdpcore.collectives.operations.rooted import broadcast, gather, reduce, scatter
 
 __all__ = [
     "Batch",

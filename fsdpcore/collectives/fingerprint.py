@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpcore.errors import MismatchError
+from fsdpcore.core.errors import MismatchError
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.link import Link
+    from fsdpcore.collectives.context import CollectiveContext
 
 # A call in words is cut off here, and so is the policy.
 _WORDS = 240
@@ -84,7 +84,7 @@ class Fingerprint:
         return f"{self.operation}({', '.join(parts)})"
 
 
-def exchange(link: Link, mine: Fingerprint) -> list[int]:
+def exchange(link: CollectiveContext, mine: Fingerprint) -> list[int]:
     """Tell all ranks of the group what this one calls, and check that all called what fits.
 
     Returns:
@@ -104,7 +104,7 @@ def exchange(link: Link, mine: Fingerprint) -> list[int]:
     return [rows for _, rows in found]
 
 
-def disagreement(link: Link, mine: Fingerprint) -> MismatchError:
+def disagreement(link: CollectiveContext, mine: Fingerprint) -> MismatchError:
     """Tell all ranks in words what this one calls; all of them get the same error."""
     record = mine.digest.to_bytes(8, "little") + _padded(str(mine)) + _padded(mine.policy)
     records = np.empty((link.size, len(record)), np.uint8)
@@ -131,7 +131,7 @@ def _unpadded(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
 
 
-def _disseminate(link: Link, rows: np.ndarray[Any, Any]) -> None:
+def _disseminate(link: CollectiveContext, rows: np.ndarray[Any, Any]) -> None:
     """Bring the rows of all ranks together (Bruck's algorithm); the first row is this rank's.
 
     After the step of distance d, row i is that of rank (this rank + i), for i < 2 d.
@@ -148,7 +148,7 @@ def _disseminate(link: Link, rows: np.ndarray[Any, Any]) -> None:
         distance *= 2
 
 
-def _by_rank(link: Link, calls: list[tuple[bytes, str]]) -> str:
+def _by_rank(link: CollectiveContext, calls: list[tuple[bytes, str]]) -> str:
     """List the calls (digest and words), each once, with the ranks (of the job) that made it.
 
     The digest tells apart what the words, cut off at the end of a record, do not.

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fsdpcore.backend import Backend, SubBackend
-from fsdpcore.device import Device, Ticket
-from fsdpcore.errors import ClosedError, CommTimeoutError
-from fsdpcore.members import channel_of
-from fsdpcore.work import Deadline, Work, fresh
+from fsdpcore.comm.backend import Backend, SubBackend
+from fsdpcore.core.device import Device, Ticket
+from fsdpcore.core.errors import ClosedError, CommTimeoutError
+from fsdpcore.core.members import channel_of
+from fsdpcore.core.work import Deadline, Work, fresh
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.call import Body, Call
+    from fsdpcore.collectives.run import Body, CallSpec
 
 
 class DeviceGroup(SubBackend):
@@ -91,9 +91,9 @@ def in_background(backend: Backend, text: str, body: Callable[[], Any]) -> Devic
 
 
 def run(
-    perform: Callable[[Backend, Call, Body, float, int, bool], Any],
+    perform: Callable[[Backend, CallSpec, Body, float, int, bool], Any],
     backend: Backend,
-    call: Call,
+    call: CallSpec,
     body: Body,
     limit: float,
     *,

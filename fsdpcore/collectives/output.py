@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.buffers import Array
-from fsdpcore.device import HOST, Device
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.device import HOST, Device
 
 
 class Output:

@@ -12,15 +12,15 @@ from typing import Annotated
 
 import typer
 
-from fsdpcore.backend import Backend
 from fsdpcore.bench import main as bench
 from fsdpcore.bench.cases import DTYPE_NAMES, OPERATIONS, PLACES, parse_size
 from fsdpcore.bench.session import Plan
+from fsdpcore.comm.backend import Backend
 from fsdpcore.commands.usage import one_line
-from fsdpcore.config import resolve
-from fsdpcore.environment import detect, launched_threads
-from fsdpcore.errors import ConfigError
-from fsdpcore.launch import launch
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.launch.config import resolve
+from fsdpcore.launch.environment import detect, launched_threads
+from fsdpcore.launch.launch import launch
 
 WRONG_RESULTS = 1
 _PLACES = {"both": PLACES, "out": ("out",), "in": ("in",)}

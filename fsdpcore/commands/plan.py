@@ -14,11 +14,10 @@ import typer
 from numpy.typing import DTypeLike
 
 from fsdpcore.commands.usage import one_line
-from fsdpcore.config import resolve
-from fsdpcore.errors import ArgumentError, ConfigError
-from fsdpcore.fsdp import plan_table
-from fsdpcore.fsdp.plan import Plan, Sync
-from fsdpcore.fsdp.plan_choice import (
+from fsdpcore.core.errors import ArgumentError, ConfigError
+from fsdpcore.core.policy import Costs
+from fsdpcore.fsdp.plan import table
+from fsdpcore.fsdp.plan.choice import (
     Change,
     Training,
     candidates,
@@ -26,9 +25,10 @@ from fsdpcore.fsdp.plan_choice import (
     cheapest,
     in_words,
 )
-from fsdpcore.fsdp.precision import Precision
-from fsdpcore.fsdp.strategy import STRATEGIES, Strategy
-from fsdpcore.policy import Costs
+from fsdpcore.fsdp.plan.plan import Plan, Sync
+from fsdpcore.fsdp.sharding.strategy import STRATEGIES, Strategy
+from fsdpcore.fsdp.units.precision import Precision
+from fsdpcore.launch.config import resolve
 
 NOTHING_FITS = 1
 _DTYPES: dict[str, DTypeLike] = {
@@ -165,27 +165,27 @@ def _compared(plans: list[Plan], limit: int | None) -> str:
     rows = [
         (
             in_words(plan.strategy),
-            plan_table.size(plan.persistent.total),
-            plan_table.size(plan.peak_bytes),
-            plan_table.size(plan.bytes_sent),
-            plan_table.duration(plan.seconds),
+            table.size(plan.persistent.total),
+            table.size(plan.peak_bytes),
+            table.size(plan.bytes_sent),
+            table.duration(plan.seconds),
             "" if limit is None else "yes" if plan.peak_bytes <= limit else "no",
         )
         for plan in plans
     ]
     header = ("strategy", "between steps", "peak", "sent", "communication", "fits")
-    return plan_table.columns(header, rows)
+    return table.columns(header, rows)
 
 
 def _verdict(limit: int, best: Plan | None, closest: Plan, helps: list[Change]) -> str:
-    memory = plan_table.size(limit)
+    memory = table.size(limit)
     if best is not None:
         return f"cheapest that fits {memory}: {in_words(best.strategy)}"
-    missing = plan_table.size(closest.peak_bytes - limit)
+    missing = table.size(closest.peak_bytes - limit)
     lines = [f"nothing fits {memory}; {in_words(closest.strategy)} comes closest, {missing} more"]
     for change in helps:
         fits = "which fits" if change.peak_bytes <= limit else "not enough alone"
-        lines.append(f"  with {change.words}: {plan_table.size(change.peak_bytes)}, {fits}")
+        lines.append(f"  with {change.words}: {table.size(change.peak_bytes)}, {fits}")
     return "\n".join(lines)
 
 

@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fsdpcore.collectives.costs import read_table, write_table
-from fsdpcore.collectives.measure import FULL, KIB, MIB, QUICK, Findings, measure
+from fsdpcore.collectives.selection.costs import read_table, write_table
+from fsdpcore.collectives.selection.measure import FULL, KIB, MIB, QUICK, Findings, measure
 from fsdpcore.commands.usage import one_line
-from fsdpcore.config import Config, resolve
-from fsdpcore.environment import detect, launched_threads
-from fsdpcore.errors import ConfigError
-from fsdpcore.launch import launch
-from fsdpcore.launch_scripts import run_script
-from fsdpcore.policy import Ranges, Tuning
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.policy import Ranges, Tuning
+from fsdpcore.launch.config import Config, resolve
+from fsdpcore.launch.environment import detect, launched_threads
+from fsdpcore.launch.launch import launch
+from fsdpcore.launch.scripts import run_script
 
 DEFAULT_FILE = Path("fsdpcore-tuning.toml")
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
-from fsdpcore.errors import FsdpcoreError
+from fsdpcore.core.errors import FsdpcoreError
 
 USAGE_ERROR = 2
 

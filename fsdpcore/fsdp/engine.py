@@ -6,37 +6,37 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
 from fsdpcore.collectives import all_gather
-from fsdpcore.collectives.algorithms import ALGORITHMS
-from fsdpcore.errors import ArgumentError, StateError
-from fsdpcore.fsdp.agree_units import check_same, check_units, exchange_tilings
-from fsdpcore.fsdp.buffers import BufferPool
-from fsdpcore.fsdp.checks import as_int
-from fsdpcore.fsdp.engine_plan import plan_of, report_of
-from fsdpcore.fsdp.full import full_params
-from fsdpcore.fsdp.given_arrays import update_shards
-from fsdpcore.fsdp.memory import HeldMemory, measure
-from fsdpcore.fsdp.offload import GATHERED, Offload, OffloadStats
+from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_int
+from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.fsdp.offload.offload import GATHERED, Offload, OffloadStats
+from fsdpcore.fsdp.offload.stores import open_shelves
 from fsdpcore.fsdp.optim import Optimizer
-from fsdpcore.fsdp.passes import Passes
-from fsdpcore.fsdp.plan import Plan, Sync
-from fsdpcore.fsdp.precision import Precision, Scaler
-from fsdpcore.fsdp.ranks import Ranks
-from fsdpcore.fsdp.report import Report
-from fsdpcore.fsdp.schedule import Prefetch
-from fsdpcore.fsdp.shelves import open_shelves
-from fsdpcore.fsdp.state import EngineState, LoadReport, Progress
-from fsdpcore.fsdp.state_load import load_params, load_state, set_progress, writing_state
-from fsdpcore.fsdp.state_save import full_state, sharded_state
-from fsdpcore.fsdp.stats import StepStats
-from fsdpcore.fsdp.step import Step
-from fsdpcore.fsdp.strategy import Strategy
-from fsdpcore.fsdp.tensor_group import check_optimizers, checked_tensor, everyone_of
-from fsdpcore.fsdp.unit import Binding, ParamState, Unit
-from fsdpcore.fsdp.updates import Optimizers
-from fsdpcore.fsdp.window import open_window
+from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
+from fsdpcore.fsdp.plan.memory import HeldMemory, measure
+from fsdpcore.fsdp.plan.plan import Plan, Sync
+from fsdpcore.fsdp.plan.report import Report
+from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.sharding.tensor_group import check_optimizers, checked_tensor, everyone_of
+from fsdpcore.fsdp.state.full import full_params
+from fsdpcore.fsdp.state.load import load_params, load_state, set_progress, writing_state
+from fsdpcore.fsdp.state.save import full_state, sharded_state
+from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress
+from fsdpcore.fsdp.step.executor import Passes
+from fsdpcore.fsdp.step.schedule import Prefetch
+from fsdpcore.fsdp.step.stats import StepStats
+from fsdpcore.fsdp.step.step import Step
+from fsdpcore.fsdp.units.agree_units import check_same, check_units, exchange_tilings
+from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.given_arrays import update_shards
+from fsdpcore.fsdp.units.precision import Precision, Scaler
+from fsdpcore.fsdp.units.unit import Binding, ParamState, Unit
+from fsdpcore.fsdp.units.updates import Optimizers
+from fsdpcore.fsdp.units.window import open_window
 
 
 class FSDP:

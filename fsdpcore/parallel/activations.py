@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from fsdpcore.array_module import array_module
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.array_module import array_module
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.parallel.arrays import narrow, wide
 
 

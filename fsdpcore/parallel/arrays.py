@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.array_module import array_module, on_host
-from fsdpcore.buffers import Array
+from fsdpcore.core.array_module import array_module, on_host
+from fsdpcore.core.buffers import Array
 
 
 def wide(x: Array) -> Array:

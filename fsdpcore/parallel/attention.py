@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.checks import as_dtype, as_int
-from fsdpcore.fsdp.spec import Spec
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_dtype, as_int
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.boxes import BoxShard
+from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
 from fsdpcore.parallel.exchange import all_gather, all_reduce, check_group, reduce_scatter
 from fsdpcore.parallel.given import as_array, as_gradient

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.array_module import array_module
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.checks import as_dtype, as_int
-from fsdpcore.fsdp.spec import Spec
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.array_module import array_module
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_dtype, as_int
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.boxes import BoxShard
+from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.parallel import exchange, indices
 from fsdpcore.parallel.arrays import narrow, sum_by_index
 from fsdpcore.parallel.given import as_gradient

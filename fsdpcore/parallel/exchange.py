@@ -16,10 +16,10 @@ from itertools import pairwise
 import numpy as np
 
 from fsdpcore import collectives
-from fsdpcore.array_module import array_module
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError, MismatchError
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.array_module import array_module
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError, MismatchError
 from fsdpcore.parallel.splits import bounds, own_range, own_size, split
 
 

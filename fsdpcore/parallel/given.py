@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.array_module import array_module
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.checks import rounds_into
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.array_module import array_module
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import rounds_into
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.parallel.splits import own_size
 
 _FLOAT = np.dtype(np.float32)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from fsdpcore.array_module import array_module
-from fsdpcore.buffers import Array
+from fsdpcore.core.array_module import array_module
+from fsdpcore.core.buffers import Array
 from fsdpcore.parallel.arrays import matmul, narrow, row_dot, row_sum, wide
 
 

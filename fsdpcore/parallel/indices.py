@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.array_module import array_module, on_host
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.array_module import array_module, on_host
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.parallel.splits import own_range
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.array_module import array_module, on_host
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError, MismatchError
-from fsdpcore.fsdp.checks import as_int
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.array_module import array_module, on_host
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_int
+from fsdpcore.core.errors import ArgumentError, MismatchError
 from fsdpcore.parallel import exchange, indices
 from fsdpcore.parallel.arrays import row_sum, wide
 from fsdpcore.parallel.given import as_array

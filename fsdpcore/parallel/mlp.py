@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.spec import Spec
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.geometry.boxes import BoxShard
+from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.parallel.activations import activation as activation_of
 from fsdpcore.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from fsdpcore.parallel.scope import Scope, prefixed

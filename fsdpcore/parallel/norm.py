@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.array_module import array_module
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.checks import as_dtype, as_finite, as_int
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.array_module import array_module
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_dtype, as_finite, as_int
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import column_dot, column_sum, narrow, row_dot, row_sum, wide
 from fsdpcore.parallel.given import as_array, as_gradient

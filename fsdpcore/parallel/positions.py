@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.checks import as_dtype, as_int
-from fsdpcore.fsdp.spec import Spec
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_dtype, as_int
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.boxes import BoxShard
+from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, narrow, wide
 from fsdpcore.parallel.given import as_array, as_gradient
 from fsdpcore.parallel.weights import Init, checked, gradient, weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
-from fsdpcore.buffers import Array
+from fsdpcore.core.buffers import Array
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.parallel import exchange
 from fsdpcore.parallel.given import as_array, as_gradient
 

@@ -6,10 +6,10 @@ first ``size % parts`` parts have one more. With fewer indices than parts, the l
 
 from __future__ import annotations
 
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import bounds_of, split_sizes
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.checks import as_int
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import bounds_of, split_sizes
+from fsdpcore.core.checks import as_int
+from fsdpcore.core.errors import ArgumentError
 
 
 def split(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -12,13 +12,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.checks import as_finite
-from fsdpcore.fsdp.initializers import Initializer
-from fsdpcore.fsdp.spec import Spec
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_finite
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.boxes import BoxShard
+from fsdpcore.fsdp.units.initializers import Initializer
+from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.parallel.scope import unfilled
 from fsdpcore.parallel.splits import own_range
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 from support.bodies import coalescing
 from support.cases import bodies, jobs
 from support.spmd import run, run_on
 
 import fsdpcore as fc
-from fsdpcore.backend import Envelope
-from fsdpcore.buffers import Bytes
-from fsdpcore.work import Pending
+from fsdpcore.comm.backend import Envelope
+from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.work import Pending
 
 pytestmark = pytest.mark.side_by_side("transport")
 

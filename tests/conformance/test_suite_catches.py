@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 from support import oracle, sabotage
 from support.arrays import arrays_of, check_same
 from support.bodies import agreement, endings, groups, movement, point_to_point, reductions

@@ -12,7 +12,7 @@ from support.ckpt_saves import found, save, state_of
 from support.fsdp_steps import launch
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 
 KEEP_ONE = fc.checkpoint.Retention(last=1)
 KEPT = ("nothing", "everything", 1)

@@ -13,10 +13,10 @@ import pytest
 from support.ckpt_disk import CHANGES, Disk, DiskFiles, Fault, PowerLoss, crashes
 from support.ckpt_steps import FILE, commit, described, whole, write
 
-from fsdpcore.checkpoint.finding import latest
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.retention import Retention, prune
-from fsdpcore.checkpoint.steps import (
+from fsdpcore.checkpoint.load.finding import latest
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.retention import Retention, prune
+from fsdpcore.checkpoint.storage.steps import (
     StepName,
     committed,
     directories,
@@ -27,7 +27,7 @@ from fsdpcore.checkpoint.steps import (
     remove_step,
     remove_superseded,
 )
-from fsdpcore.errors import CheckpointError, CheckpointNotFoundError
+from fsdpcore.core.errors import CheckpointError, CheckpointNotFoundError
 
 ROOT = "/runs/one"
 TEN, TWENTY, THIRTY = map(StepName, (10, 20, 30))

@@ -14,7 +14,7 @@ from support.fsdp_steps import launch
 from support.jobs import clean_environ, python, started
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 
 LONG = 60  # seconds, for what takes none unless the machine is slow
 

@@ -41,8 +41,8 @@ import os
 import signal
 import sys
 import fsdpcore as fc
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 from support.ckpt_saves import state_of
 
 folder, mark, victim, at = sys.argv[1], *map(int, sys.argv[2:])

@@ -153,7 +153,7 @@ def test_a_rank_that_stops_inside_mpi_ends_the_job_at_the_deadline(script):
     source = (
         HEAD
         + """
-from fsdpcore.transports.mpi_native import NativeCollectives
+from fsdpcore.transports.mpi.native import NativeCollectives
 
 def main(backend):
     if backend.rank == 1:  # the ranks have agreed on the call; it never enters MPI
@@ -174,7 +174,7 @@ def test_a_failure_while_others_are_inside_mpi_ends_the_job(script):
     source = (
         HEAD
         + """
-from fsdpcore.transports.mpi_native import NativeCollectives
+from fsdpcore.transports.mpi.native import NativeCollectives
 
 def fail(*args):
     raise MemoryError("no room")

@@ -99,7 +99,10 @@ def test_without_mpirun_it_says_what_to_install(script):
     python = path.parent / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
-    home = "import sys; sys.executable = sys.argv.pop(1); from fsdpcore.cli import app; app()"
+    home = (
+        "import sys; sys.executable = sys.argv.pop(1); "
+        "from fsdpcore.commands.main import app; app()"
+    )
     command = [sys.executable, "-c", home, str(python), *run(2, path)[3:]]
     done = finished(command, mpi_environ(PATH=str(path.parent)))
     assert done.code == 2

@@ -259,7 +259,7 @@ def test_two_ranks_on_one_gpu(machine: Machine) -> None:
 
 def test_gpus_are_told_apart_by_what_is_known_of_them(machine: Machine) -> None:
     """CuPy cuts off a UUID at its first zero byte: then the host and the bus tell, too."""
-    from fsdpcore.transports.nccl_place import Gpu
+    from fsdpcore.transports.nccl.place import Gpu
 
     full, other, cut = bytes(range(1, 17)), bytes(range(2, 18)), b"\1"
     found = [
@@ -407,9 +407,10 @@ def test_closing_with_work_that_never_ends_raises(machine: Machine) -> None:
 def test_an_abort_that_hangs_is_not_waited_for(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fsdpcore.transports import nccl, nccl_watch
+    from fsdpcore.transports.nccl import backend as nccl
+    from fsdpcore.transports.nccl import supervisor
 
-    for module in (nccl, nccl_watch):
+    for module in (nccl, supervisor):
         monkeypatch.setattr(module, "BOUND", 0.2)
     machine.faults.hang_abort(rank=0)
 
@@ -431,7 +432,7 @@ def test_a_program_that_ends_without_closing_aborts(machine: Machine) -> None:
     """CuPy would destroy communicators when they are collected, and wait for the other ranks."""
 
     def body(backend: Any) -> None:
-        from fsdpcore.transports.nccl import _abort_at_exit
+        from fsdpcore.transports.nccl.backend import _abort_at_exit
 
         settled(backend)
         _abort_at_exit(weakref.ref(backend))

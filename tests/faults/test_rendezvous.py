@@ -15,9 +15,9 @@ import pytest
 from support.zmq_ranks import PATIENCE, listener, place
 from support.zmq_rogue import TOKEN, card_of, letter, read_letter
 
-from fsdpcore.environment import Place
-from fsdpcore.errors import ConfigError, RendezvousError
-from fsdpcore.rendezvous import describe_address, listen, meet, split_address
+from fsdpcore.core.errors import ConfigError, RendezvousError
+from fsdpcore.launch.environment import Place
+from fsdpcore.launch.rendezvous import describe_address, listen, meet, split_address
 
 pytestmark = pytest.mark.side_by_side(8)
 

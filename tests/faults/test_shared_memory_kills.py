@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fsdpcore.transports.shared_memory import SharedMemory
+from fsdpcore.transports.memory.shared import SharedMemory
 from support.jobs import SOON
 from support.zmq_ranks import Line, RankProcess, processes
 
 import fsdpcore as fc
-from fsdpcore.collectives import area
+from fsdpcore.collectives.shared import region
 
 pytestmark = pytest.mark.skipif(
     not SharedMemory.available, reason="this system has no memfd_create"
@@ -82,12 +82,12 @@ def dies_once_it_has_lent(backend: fc.Backend, line: Line) -> None:
     line.tell("ready")
     source = backend.empty(ROWS)
     source[...] = 1
-    sync = area.Area.sync
+    sync = region.SharedRegion.sync
 
-    def last(self: area.Area, link: object, meanwhile: object = None) -> None:
+    def last(self: region.SharedRegion, link: object, meanwhile: object = None) -> None:
         if backend.rank == VICTIM:
             mine = self.own[(self.step + 1) & 1]
-            self.flags[mine + area.DIGEST] = link.call.digest  # type: ignore[attr-defined]
+            self.flags[mine + region.DIGEST] = link.call.digest  # type: ignore[attr-defined]
             self.flags[self.own[(self.step + 1) & 1]] = self.step + 1
             os.kill(os.getpid(), signal.SIGKILL)
         sync(self, link, meanwhile)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def dies_once_it_has_lent(backend: fc.Backend, line: Line) -> None:
             time.sleep(0.01)
 
     pids = fc.all_gather(np.int64(os.getpid()), backend).tolist()
-    area.Area.sync = last  # type: ignore[method-assign, assignment]
+    region.SharedRegion.sync = last  # type: ignore[method-assign, assignment]
     fc.all_reduce(source, backend, out=source)
 
 

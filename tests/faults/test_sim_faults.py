@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports import faults
-from fsdpcore.transports.faults import FaultInjector, Faults, InjectedCrash
+from fsdpcore.transports.simulated import faults
+from fsdpcore.transports.simulated.faults import FaultInjector, Faults, InjectedCrash
 from support.arrays import check_same
 from support.bodies import asynchronous, groups, movement, point_to_point, reductions
 from support.bodies.point_to_point import check_words, expect

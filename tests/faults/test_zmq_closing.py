@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports import zmq_connect
-from fsdpcore.transports.zmq_tcp import ZmqBackend
+from fsdpcore.transports.zmq import connect
+from fsdpcore.transports.zmq.backend import ZmqBackend
 from support import fake_cuda
 from support.zmq_ranks import PATIENCE, Outcome, config, listener, place, run_threads
 
 import fsdpcore as fc
-from fsdpcore.config import resolve
-from fsdpcore.environment import Place
-from fsdpcore.errors import ClosedError, CommunicationError, PeerFailedError, RendezvousError
+from fsdpcore.core.errors import ClosedError, CommunicationError, PeerFailedError, RendezvousError
+from fsdpcore.launch.config import resolve
+from fsdpcore.launch.environment import Place
 
 LARGE = 2_000_000  # bytes: offered first, in several segments
 LEFT = "rank 1 has left the job"
@@ -281,7 +281,7 @@ def test_a_rank_that_runs_out_of_something_leaves_nothing(
     fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 0
-    original = zmq_connect.listen
+    original = connect.listen
 
     def broken(*args: Any) -> str:
         nonlocal count
@@ -290,7 +290,7 @@ def test_a_rank_that_runs_out_of_something_leaves_nothing(
             raise OSError(errno.EMFILE, "too many files")
         return original(*args)
 
-    monkeypatch.setattr("fsdpcore.transports.zmq_tcp.listen", broken)
+    monkeypatch.setattr("fsdpcore.transports.zmq.backend.listen", broken)
     with listener() as meeting:
         here = place(0, 4, meeting.getsockname()[1], "token", meeting)
         with pytest.raises(OSError, match="too many files"):

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports import zmq_memory
-from fsdpcore.transports.shared_memory import SharedMemory
-from fsdpcore.transports.zmq_tcp import ZmqBackend
+from fsdpcore.transports.memory.shared import SharedMemory
+from fsdpcore.transports.zmq import memory as zmq_memory
+from fsdpcore.transports.zmq.backend import ZmqBackend
 from support.zmq_rogue import (
     DATA,
     EAGER,
@@ -31,9 +31,9 @@ from support.zmq_rogue import (
     rogue_job,
 )
 
-from fsdpcore.backend import Envelope
-from fsdpcore.errors import ConfigError, ProtocolError
-from fsdpcore.work import Pending
+from fsdpcore.comm.backend import Envelope
+from fsdpcore.core.errors import ConfigError, ProtocolError
+from fsdpcore.core.work import Pending
 
 pytestmark = pytest.mark.skipif(
     not SharedMemory.available, reason="this system has no memfd_create"

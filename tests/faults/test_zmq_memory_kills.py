@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports import zmq_memory
-from fsdpcore.transports.shared_memory import SharedMemory
-from fsdpcore.transports.zmq_tcp import ZmqBackend
+from fsdpcore.transports.memory.shared import SharedMemory
+from fsdpcore.transports.zmq import memory as zmq_memory
+from fsdpcore.transports.zmq.backend import ZmqBackend
 from support.jobs import SOON
 from support.zmq_ranks import Line, processes, run_threads
 

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from fsdpcore.transports.zmq_tcp import ZmqBackend
+from fsdpcore.transports.zmq.backend import ZmqBackend
 from support.zmq_rogue import (
     BYE,
     DATA,
@@ -27,15 +27,15 @@ from support.zmq_rogue import (
     stranger_job,
 )
 
-from fsdpcore.backend import Envelope
-from fsdpcore.errors import (
+from fsdpcore.comm.backend import Envelope
+from fsdpcore.core.errors import (
     CommunicationError,
     MismatchError,
     PeerFailedError,
     ProtocolError,
     RendezvousError,
 )
-from fsdpcore.work import Pending
+from fsdpcore.core.work import Pending
 
 HERE = Envelope(0, 0)
 SIZE = 100_000  # large enough to be offered first
@@ -283,7 +283,7 @@ def test_a_grant_that_bye_overtakes() -> None:
 
 
 def test_a_data_connection_that_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpcore.transports.zmq_control._CUT_SECONDS", 0.2)
+    monkeypatch.setattr("fsdpcore.transports.zmq.control._CUT_SECONDS", 0.2)
     with rogue_job() as (backend, rogue):
         pending = backend.post_recv(np.empty(3, np.uint8), 1, HERE)
         rogue.shut()
@@ -293,7 +293,7 @@ def test_a_data_connection_that_ends_without_a_word(monkeypatch: pytest.MonkeyPa
 def test_a_data_connection_that_ends_before_the_last_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fsdpcore.transports.zmq_control._CUT_SECONDS", 0.2)
+    monkeypatch.setattr("fsdpcore.transports.zmq.control._CUT_SECONDS", 0.2)
     with rogue_job() as (backend, rogue):
         pending = backend.post_recv(np.empty(3, np.uint8), 1, HERE)
         rogue.say(frame(BYE, size=1))

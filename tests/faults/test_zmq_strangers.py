@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import zmq
-from fsdpcore.transports.zmq_tcp import ZmqBackend
+from fsdpcore.transports.zmq.backend import ZmqBackend
 from support.zmq_ranks import PATIENCE, config, listener, place, run_threads
 from support.zmq_rogue import (
     EAGER,
@@ -24,8 +24,8 @@ from support.zmq_rogue import (
 )
 
 import fsdpcore as fc
-from fsdpcore.environment import Place
-from fsdpcore.errors import RendezvousError
+from fsdpcore.core.errors import RendezvousError
+from fsdpcore.launch.environment import Place
 
 # What strangers send to a port where ranks listen for each other.
 GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00PLAIN" + bytes(47)

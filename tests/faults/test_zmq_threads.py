@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports.zmq_tcp import ZmqBackend
+from fsdpcore.transports.zmq.backend import ZmqBackend
 from support.zmq_ranks import PATIENCE, Line, Outcome, processes, run_threads
 
 import fsdpcore as fc
-from fsdpcore.errors import CommTimeoutError
+from fsdpcore.core.errors import CommTimeoutError
 
 
 def results(outcomes: list[Outcome]) -> list[Any]:

@@ -12,8 +12,8 @@ from support.gpu_ranks import TRANSPORT, Together
 from support.zmq_ranks import listener, place, processes
 
 import fsdpcore as fc
-from fsdpcore.config import resolve
-from fsdpcore.environment import Place
+from fsdpcore.launch.config import resolve
+from fsdpcore.launch.environment import Place
 
 # Failure, abort of the communicators and the end of a process, with much to spare.
 BOUND = 45.0

@@ -15,11 +15,11 @@ from support.device_updates import fetched, placed, stepped, stepped_whole
 from support.optimizers import ADAMW, ELEMENTWISE, random_data
 
 from fsdpcore.bench.device_optimizer import COPY, measure
-from fsdpcore.buffers import BFLOAT16
-from fsdpcore.fsdp.gradients import _add_into, _divide
-from fsdpcore.fsdp.norm import all_finite, local_part
+from fsdpcore.core.buffers import BFLOAT16
 from fsdpcore.fsdp.optim import Adafactor, Optimizer
-from fsdpcore.fsdp.update import _cut
+from fsdpcore.fsdp.step.norm import all_finite, local_part
+from fsdpcore.fsdp.step.update import _cut
+from fsdpcore.fsdp.units.gradients import _add_into, _divide
 
 SIZE = 1_000_003
 _DIGITS = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 1e-13}

@@ -17,7 +17,8 @@ from support.cases import only_if_asked_for
 from support.spmd import run
 
 import fsdpcore as fc
-from fsdpcore.collectives import algorithms, halving, hierarchical
+from fsdpcore.collectives.algorithms import halving, hierarchical
+from fsdpcore.collectives.algorithms import table as algorithms
 
 SETTINGS = settings(
     deadline=None,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 from support import oracle
 from support.arrays import arrays_of, check_same
 from support.bodies import asynchronous, layouts, movement, reductions
@@ -21,7 +21,8 @@ from support.sharing import ReluctantSim, SharingSim, _OfRank
 from support.spmd import meet, run_on
 
 import fsdpcore as fc
-from fsdpcore.collectives import area, shared
+from fsdpcore.collectives.shared import algorithm as shared
+from fsdpcore.collectives.shared import region
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -29,8 +30,8 @@ SIZES = (1, 2, 3, 5, 8)
 @pytest.fixture(autouse=True)
 def _threads_let_each_other_run(monkeypatch):
     """A thread that only looks keeps the interpreter from those that it waits for."""
-    monkeypatch.setattr(area, "_LOOKS", 1)
-    monkeypatch.setattr(area, "_YIELDS", 0)
+    monkeypatch.setattr(region, "_LOOKS", 1)
+    monkeypatch.setattr(region, "_YIELDS", 0)
 
 
 def _shares(backend: fc.Backend) -> bool:
@@ -76,14 +77,14 @@ def _auto(backend: fc.Backend, body: Any, *args: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-@pytest.mark.parametrize("over", [-8, 0, 8, area.ROOM])
+@pytest.mark.parametrize("over", [-8, 0, 8, region.ROOM])
 def test_arrays_around_the_size_of_a_room(world_size: int, over: int) -> None:
     run_on(SharingSim, _around_a_room, world_size=world_size, args=(over,))
 
 
 def _around_a_room(backend: fc.Backend, over: int) -> None:
     p, me = backend.world_size, backend.rank
-    for nbytes in (area.ROOM + over, p * area.ROOM + over, shared.AT_ONCE + over):
+    for nbytes in (region.ROOM + over, p * region.ROOM + over, shared.AT_ONCE + over):
         parts = arrays_of(p, (nbytes // 8,), np.dtype(np.float64))
         mine, total = parts[me], oracle.reduced(parts, "sum")
         check_same(fc.all_reduce(mine, backend), total, "all_reduce")
@@ -115,7 +116,7 @@ def _counting(count: int, start: int) -> Any:
 
 def _ragged(backend: fc.Backend) -> None:
     p, me = backend.world_size, backend.rank
-    many = 2 * area.ROOM // 4 + 3
+    many = 2 * region.ROOM // 4 + 3
     rows = [0] * p
     rows[-1] = many
     parts = [_counting(count, r) for r, count in enumerate(rows)]
@@ -286,7 +287,7 @@ def test_out_that_overlaps_the_input_in_part(shift: int) -> None:
 
 
 def _overlap(backend: fc.Backend, shift: int) -> None:
-    size = 3 * area.ROOM // 8
+    size = 3 * region.ROOM // 8
     buffer = np.arange(size + abs(shift), dtype=np.float64)
     source, out = buffer[:size], buffer[abs(shift) :]
     if shift < 0:

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.ckpt_regions import boxes, elements, mask, partitions, plain, regions, shapes
 
-from fsdpcore.checkpoint import overlaps
-from fsdpcore.checkpoint.copies import Copy, copies
-from fsdpcore.checkpoint.regions import (
+from fsdpcore.checkpoint.plan.copies import Copy, copies
+from fsdpcore.core.geometry import overlaps
+from fsdpcore.core.geometry.regions import (
     Box,
     Range,
     Region,

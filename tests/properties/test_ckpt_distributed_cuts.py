@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.ckpt_regions import mask, shapes
 
 from fsdpcore.checkpoint import BoxShard
-from fsdpcore.checkpoint.distributed import (
+from fsdpcore.checkpoint.save.distributed import (
     ShardMetadata,
     TensorShardSpec,
     compute_shard_sizes,
@@ -22,8 +22,8 @@ from fsdpcore.checkpoint.distributed import (
     reshard,
     save_distributed,
 )
-from fsdpcore.checkpoint.regions import Box, Range
-from fsdpcore.fsdp.state import ArrayPiece, ShardedArray
+from fsdpcore.core.geometry.regions import Box, Range
+from fsdpcore.fsdp.state.state import ArrayPiece, ShardedArray
 
 SETTINGS = settings(
     deadline=None,

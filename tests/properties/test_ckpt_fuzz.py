@@ -16,10 +16,10 @@ from support.cases import only_if_asked_for
 from support.ckpt_metadata import assert_sound, example
 from support.ckpt_mutations import mutated, mutated_json
 
-from fsdpcore.checkpoint.header import Entry, build_header, parse_header, tensor_bytes
-from fsdpcore.checkpoint.marker import Marker
-from fsdpcore.checkpoint.metadata import Metadata
-from fsdpcore.errors import CorruptCheckpointError
+from fsdpcore.checkpoint.format.header import Entry, build_header, parse_header, tensor_bytes
+from fsdpcore.checkpoint.format.marker import Marker
+from fsdpcore.checkpoint.format.metadata import Metadata
+from fsdpcore.core.errors import CorruptCheckpointError
 
 # Of one input of a few KB, on a machine that does other things too; it takes well under 10 ms.
 SECONDS = 5.0

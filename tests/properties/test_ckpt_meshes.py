@@ -18,7 +18,7 @@ from support.ckpt_regions import boxes, elements, mask, regions, shapes
 from support.fsdp_random import take_a_step
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.regions import Box, Range, bounding_box, regions_inside
+from fsdpcore.core.geometry.regions import Box, Range, bounding_box, regions_inside
 
 Array = NDArray[Any]
 DTYPES = [np.dtype(each) for each in (np.float32, np.float64, ml_dtypes.bfloat16, np.uint8)]

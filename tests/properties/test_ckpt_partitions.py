@@ -19,7 +19,7 @@ from support.ckpt_make import Cut, cut_out, make_checkpoint
 
 import fsdpcore as fc
 from fsdpcore.checkpoint import BoxShard, read
-from fsdpcore.checkpoint.load import Loaded, load
+from fsdpcore.checkpoint.load.load import Loaded, load
 
 Array = NDArray[Any]
 

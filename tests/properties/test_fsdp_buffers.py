@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsdpcore as fc
-from fsdpcore.fsdp.buffers import BufferPool
+from fsdpcore.fsdp.units.buffer_pool import BufferPool
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
 
@@ -103,8 +103,8 @@ def test_once_warm_a_step_allocates_scratch_only(windowed, monkeypatch):
     def of_one_rank(array, backend, *, out, **options):
         out[...] = array
 
-    monkeypatch.setattr("fsdpcore.fsdp.gradients.reduce_scatter", of_one_rank)
-    monkeypatch.setattr("fsdpcore.fsdp.storages.all_gather", of_one_rank)
+    monkeypatch.setattr("fsdpcore.fsdp.units.gradients.reduce_scatter", of_one_rank)
+    monkeypatch.setattr("fsdpcore.fsdp.units.storages.all_gather", of_one_rank)
     if not windowed:
         monkeypatch.setattr("fsdpcore.fsdp.engine.open_window", lambda layouts, backend: None)
 

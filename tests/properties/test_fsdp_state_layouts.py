@@ -13,7 +13,7 @@ from support.fsdp_states import Layout, assembled, copied, engine_of, train
 from support.spmd import run as run_anywhere
 
 import fsdpcore as fc
-from fsdpcore.fsdp.state import EngineState
+from fsdpcore.fsdp.state.state import EngineState
 
 QUICK = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True

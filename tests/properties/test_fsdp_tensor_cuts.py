@@ -15,10 +15,10 @@ from support.fsdp_steps import launch
 from support.fsdp_tensor import Grid, Model, PlainAdamW, assert_state, engine_on, train
 
 import fsdpcore as fc
-from fsdpcore.device import HOST
-from fsdpcore.fsdp.boxes import ArrayBox
-from fsdpcore.fsdp.filling import fill
+from fsdpcore.core.device import HOST
+from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.fsdp.optim.blocks import Matrices, blocks, placed
+from fsdpcore.fsdp.units.filling import fill
 
 GRIDS = st.builds(
     Grid,

@@ -15,7 +15,7 @@ from support.spmd import RanksFailed, run, run_on
 from support.windows import RefusedWindow, WithoutWindow, WithWindow
 
 import fsdpcore as fc
-from fsdpcore.fsdp.storages import Windowed
+from fsdpcore.fsdp.units.storages import Windowed
 
 KINDS = [WithWindow, WithoutWindow]
 PROCESSES = [("sim", {}), ("zmq", {}), ("zmq", {"shm": "off"}), ("mpi", {})]

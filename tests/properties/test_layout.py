@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.layout import FlatLayout, ParamRange, Piece
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.layout import FlatLayout, ParamRange, Piece
 
 Label = tuple[str, int]
 

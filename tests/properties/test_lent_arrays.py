@@ -15,28 +15,28 @@ from support.sharing import SharingSim
 from support.spmd import run_on
 
 import fsdpcore as fc
-from fsdpcore.collectives import area
+from fsdpcore.collectives.shared import region
 
 
 @pytest.fixture(autouse=True)
 def _threads_let_each_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that only looks keeps the interpreter from those that it waits for."""
-    monkeypatch.setattr(area, "_LOOKS", 1)
-    monkeypatch.setattr(area, "_YIELDS", 0)
+    monkeypatch.setattr(region, "_LOOKS", 1)
+    monkeypatch.setattr(region, "_YIELDS", 0)
 
 
 @pytest.fixture
 def _slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks pause at times before they use what another one has lent."""
-    chance, borrowed = random.Random(1), area.Area.borrowed
+    chance, borrowed = random.Random(1), region.SharedRegion.borrowed
 
-    def late(self: area.Area, *args: Any) -> Any:
+    def late(self: region.SharedRegion, *args: Any) -> Any:
         found = borrowed(self, *args)
         if chance.random() < 0.1:
             time.sleep(0.001 * chance.random())
         return found
 
-    monkeypatch.setattr(area.Area, "borrowed", late)
+    monkeypatch.setattr(region.SharedRegion, "borrowed", late)
 
 
 @st.composite
@@ -81,14 +81,14 @@ def test_any_mix_of_places(program: tuple[int, list[lent.Case]]) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in lent.KINDS if not kind.endswith("_v")])
 def test_who_is_done_first_waits_for_the_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank changes its input at once, and reads its result, while others are slow."""
-    borrowed = area.Area.borrowed
+    borrowed = region.SharedRegion.borrowed
 
-    def late(self: area.Area, *args: Any) -> Any:
+    def late(self: region.SharedRegion, *args: Any) -> Any:
         if self.rank_of(self.own[0]) != 0:
             time.sleep(0.005)
         return borrowed(self, *args)
 
-    monkeypatch.setattr(area.Area, "borrowed", late)
+    monkeypatch.setattr(region.SharedRegion, "borrowed", late)
     for p in (2, 3):
         places = ("lent",) * p
         cases = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 from support import oracle
 from support.arrays import arrays_of, check_same
 from support.bodies import movement, reductions
@@ -20,12 +20,12 @@ from support.sharing import SharingSim
 from support.spmd import run, run_on
 
 import fsdpcore as fc
-from fsdpcore.backend import Capabilities
-from fsdpcore.collectives import levels
-from fsdpcore.collectives.area import Area
-from fsdpcore.collectives.select import cheapest
-from fsdpcore.device import HOST
-from fsdpcore.policy import Policy, Tuning
+from fsdpcore.collectives.algorithms import hierarchy_costs
+from fsdpcore.collectives.selection.choose import cheapest
+from fsdpcore.collectives.shared.region import SharedRegion
+from fsdpcore.comm.backend import Capabilities
+from fsdpcore.core.device import HOST
+from fsdpcore.core.policy import Policy, Tuning
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
@@ -165,7 +165,7 @@ def test_memory_goes_with_the_group() -> None:
 
 def _close_groups(backend: fc.Backend) -> None:
     backend.barrier()
-    known: list[Area] = [*backend.root.areas]
+    known: list[SharedRegion] = [*backend.root.areas]
     assert len(known) == 1
     for _ in range(3):
         with backend.sub(range(4)) as group:
@@ -219,7 +219,7 @@ def _stop(backend: fc.Backend, hangs: bool, ended: list[int], all_ended: threadi
 
 
 def _group(hosts: list[int], capabilities: Capabilities, *, shares: bool) -> Any:
-    own = levels.algorithms(hosts, Tuning()) if shares else {}
+    own = hierarchy_costs.algorithms(hosts, Tuning()) if shares else {}
     return SimpleNamespace(
         world_size=len(hosts),
         rank=0,
@@ -278,4 +278,4 @@ def _offered(backend: Any, hosts: list[int]) -> bool:
     backend.hosts = tuple(hosts)
     fc.all_reduce(np.zeros(3), backend)
     known = backend.own_algorithms.get("all_reduce", {})
-    return levels.NAME in known and known[levels.NAME].besides is not None
+    return hierarchy_costs.NAME in known and known[hierarchy_costs.NAME].besides is not None

@@ -13,7 +13,7 @@ import pytest
 from support.spmd import run
 
 import fsdpcore as fc
-from fsdpcore.backend import Backend
+from fsdpcore.comm.backend import Backend
 
 SIZES = (2, 3, 4)
 ROWS = 12 * 1024  # divides by 2, 3 and 4; 48 KiB of float32

@@ -10,8 +10,8 @@ import ml_dtypes
 import pytest
 
 import fsdpcore as fc
-from fsdpcore.fsdp.buffers import BufferPool
-from fsdpcore.fsdp.plan import make_plan
+from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.units.buffer_pool import BufferPool
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 BF16 = fc.Precision(ml_dtypes.bfloat16)

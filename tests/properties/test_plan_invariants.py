@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdpcore.fsdp.estimate import memory_estimate
-from fsdpcore.fsdp.plan import make_plan
-from fsdpcore.fsdp.plan_sizes import UnitSize
-from fsdpcore.fsdp.precision import Precision
-from fsdpcore.fsdp.strategy import Strategy
-from fsdpcore.policy import Costs
+from fsdpcore.core.policy import Costs
+from fsdpcore.fsdp.plan.estimate import memory_estimate
+from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.sizes import UnitSize
+from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.units.precision import Precision
 
 # Machines may be busy: how long an example takes says nothing.
 patient = settings(

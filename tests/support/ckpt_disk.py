@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdpcore.checkpoint.files import Files
+from fsdpcore.checkpoint.storage.files import Files
 
 CHANGES = ("open", "writev", "fsync", "mkdir", "unlink", "rmdir")
 """Calls that can change what is on the disk; opening only where it makes a file."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from support.ckpt_make import Cut
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.regions import Box, Range, Region
+from fsdpcore.core.geometry.regions import Box, Range, Region
 
 Array = NDArray[Any]
 
@@ -22,7 +22,7 @@ def on_host(ranks: int, body: Callable[[fc.Backend], Any]) -> list[Any]:
 
 def on_gpus(ranks: int, body: Callable[[fc.Backend], Any]) -> list[Any]:
     """Run ranks whose messages are simulated and whose arrays may be on a GPU each."""
-    from fsdpcore.transports.cuda_device import CudaDevice
+    from fsdpcore.transports.nccl.cuda_device import CudaDevice
 
     def main(backend: fc.Backend) -> Any:
         device = CudaDevice(backend.rank, lambda: None)

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.checkpoint import distributed
-from fsdpcore.checkpoint.distributed import flat_shard_metadata, load_distributed
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.errors import ArgumentError, CheckpointNotFoundError
+from fsdpcore.checkpoint.save import distributed
+from fsdpcore.checkpoint.save.distributed import flat_shard_metadata, load_distributed
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.core.errors import ArgumentError, CheckpointNotFoundError
 
 RANKS = 4
 SHAPES = {"w": (70, 300), "b": (33,), "scale": ()}

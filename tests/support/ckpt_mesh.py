@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import fsdpcore as fc
-from fsdpcore.fsdp.boxes import ArrayBox
+from fsdpcore.core.geometry.boxes import ArrayBox
 
 Array = NDArray[Any]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsdpcore.checkpoint.metadata import Metadata, StoredFile, make_metadata
-from fsdpcore.checkpoint.regions import Box, Range, Region
+from fsdpcore.checkpoint.format.metadata import Metadata, StoredFile, make_metadata
+from fsdpcore.core.geometry.regions import Box, Range, Region
 
 HEADER = 128
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "complex128": 16, "bool": 1, "float8_e4m3fn": 1}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fsdpcore.checkpoint.regions import Box, Range, Region
+from fsdpcore.core.geometry.regions import Box, Range, Region
 
 
 def mask(region: Region, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import deserialize
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.save import save
+from fsdpcore.checkpoint.save.save import save
 
 Array = NDArray[Any]
 

@@ -8,7 +8,7 @@ import numpy as np
 from support.fsdp_steps import launch
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.storage import Storage
+from fsdpcore.checkpoint.storage.storage import Storage
 
 ROWS, COLUMNS = 5, 7
 

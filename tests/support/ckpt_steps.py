@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdpcore.checkpoint.marker import MARKER_NAME, Marker
-from fsdpcore.checkpoint.metadata import METADATA_NAME, Metadata, make_metadata
-from fsdpcore.checkpoint.regions import Range
-from fsdpcore.checkpoint.steps import StepName
-from fsdpcore.checkpoint.storage import Storage
-from fsdpcore.checkpoint.stored import StoredFile
+from fsdpcore.checkpoint.format.marker import MARKER_NAME, Marker
+from fsdpcore.checkpoint.format.metadata import METADATA_NAME, Metadata, make_metadata
+from fsdpcore.checkpoint.format.stored import StoredFile
+from fsdpcore.checkpoint.storage.steps import StepName
+from fsdpcore.checkpoint.storage.storage import Storage
+from fsdpcore.core.geometry.regions import Range
 
 FILE = "rank_0.safetensors"
 _START, _NBYTES = 64, 100

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 from support.spmd import run_on
 
 import fsdpcore as fc
-from fsdpcore.backend import Envelope
-from fsdpcore.buffers import Bytes
-from fsdpcore.reduce_ops import Reduction
-from fsdpcore.work import Pending
+from fsdpcore.comm.backend import Envelope
+from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.reductions import Reduction
+from fsdpcore.core.work import Pending
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.testing import assert_array_equal
 
 import fsdpcore as fc
-from fsdpcore.fsdp.state import EngineState, ShardedArray
+from fsdpcore.fsdp.state.state import EngineState, ShardedArray
 
 TRAINED = {
     "embed.table": (7, 5),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fsdpcore as fc
-from fsdpcore.buffers import Array
+from fsdpcore.core.buffers import Array
 
 WORLD = 4
 

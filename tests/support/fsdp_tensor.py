@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import fsdpcore as fc
-from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.core.geometry.boxes import BoxShard
 
 Array = NDArray[Any]
 

@@ -17,8 +17,8 @@ from support.spmd_job import Body, Job, Outcome, perform
 from support.spmd_pool import ProcessRanks
 
 import fsdpcore as fc
-from fsdpcore.config import resolve
-from fsdpcore.environment import Place
+from fsdpcore.launch.config import resolve
+from fsdpcore.launch.environment import Place
 
 TRANSPORT = "nccl"
 
@@ -59,7 +59,7 @@ def moved_alone(body: Body, *args: Any, **options: Any) -> Any:
 
 def through_nccl(backend: fc.Backend, body: Body, *args: Any) -> Any:
     """A body that calls another one while even a single rank calls NCCL, where it could copy."""
-    calls: Any = importlib.import_module("fsdpcore.transports.nccl_calls")
+    calls: Any = importlib.import_module("fsdpcore.transports.nccl.calls")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls.Collectives, "copies_alone", False)
         return body(backend, *args)

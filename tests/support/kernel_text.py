@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.buffers import BFLOAT16
-from fsdpcore.fsdp import gpu_inplace, gpu_sums
-from fsdpcore.fsdp.gpu_pass import Formula, Source, source
+from fsdpcore.core.buffers import BFLOAT16
+from fsdpcore.fsdp.gpu import inplace, sums
+from fsdpcore.fsdp.gpu.kernel import Formula, Source, source
 from fsdpcore.fsdp.optim import formulas
 
 HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -61,14 +61,14 @@ def kernels() -> Iterator[tuple[Source, Dtypes]]:
         yield _updating(formulas.ADAM, FLOAT64, half, half)
     yield _updating(formulas.ADAM, FLOAT64, FLOAT64, FLOAT32)
     for dtype in (*HALVES, FLOAT32, FLOAT64):
-        for formula in (gpu_inplace.ADD, gpu_inplace.DIVIDE, gpu_inplace.CUT):
+        for formula in (inplace.ADD, inplace.DIVIDE, inplace.CUT):
             wide = FLOAT32 if dtype.itemsize < 4 else dtype
             yield source(formula, wide), dict.fromkeys(formula.arrays, dtype)
         yield _summing("square", dtype)
-    kinds: tuple[gpu_sums.Kind, ...] = ("absolute", "power", "largest")
+    kinds: tuple[sums.Kind, ...] = ("absolute", "power", "largest")
     for kind in kinds:
         yield _summing(kind, FLOAT32)
-        yield gpu_sums.fold_source(kind), dict.fromkeys(("slots", "folded"), FLOAT64)
+        yield sums.fold_source(kind), dict.fromkeys(("slots", "folded"), FLOAT64)
 
 
 def text() -> str:
@@ -86,8 +86,8 @@ def _updating(
     return source(formula, wide), dtypes if out is None else {**dtypes, "out": out}
 
 
-def _summing(kind: gpu_sums.Kind, dtype: np.dtype[Any]) -> tuple[Source, Dtypes]:
-    return gpu_sums.add_source(kind), {"values": dtype, "divisor": FLOAT64, "slots": FLOAT64}
+def _summing(kind: sums.Kind, dtype: np.dtype[Any]) -> tuple[Source, Dtypes]:
+    return sums.add_source(kind), {"values": dtype, "divisor": FLOAT64, "slots": FLOAT64}
 
 
 def _kernel(number: int, made: Source, dtypes: Dtypes) -> str:

@@ -17,8 +17,8 @@ from support.spmd_job import Job
 from support.spmd_threads import ThreadRanks, _State
 from support.zmq_ranks import PATIENCE, Outcome, listener, place, run_joined
 
-from fsdpcore.config import Config, resolve
-from fsdpcore.environment import Place
+from fsdpcore.launch.config import Config, resolve
+from fsdpcore.launch.environment import Place
 
 Body = Callable[[Any], Any]
 
@@ -36,7 +36,7 @@ def run_ranks(body: Body, world_size: int, **options: Any) -> list[Outcome]:
     """
 
     def join(here: Place) -> Any:
-        from fsdpcore.transports.nccl import NcclBackend
+        from fsdpcore.transports.nccl.backend import NcclBackend
 
         given = {name: v[here.rank] if isinstance(v, list) else v for name, v in options.items()}
         return NcclBackend.join(here, config(**given))
@@ -72,7 +72,7 @@ class StandInRanks(ThreadRanks):
             state.launch_error = error
 
     def _join(self, job: Job, state: _State, meeting: Any) -> None:
-        from fsdpcore.transports.nccl import NcclBackend
+        from fsdpcore.transports.nccl.backend import NcclBackend
 
         settings, token = config(**job.options), secrets.token_hex(8)
         errors: list[BaseException] = []

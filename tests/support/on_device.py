@@ -23,9 +23,9 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 import fsdpcore
-from fsdpcore.buffers import DTYPES
-from fsdpcore.collectives.algorithms import ALGORITHMS
-from fsdpcore.device import Device
+from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.core.buffers import DTYPES
+from fsdpcore.core.device import Device
 
 Array = NDArray[Any]
 

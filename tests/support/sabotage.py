@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 
-from fsdpcore.backend import Envelope
-from fsdpcore.buffers import Bytes
-from fsdpcore.errors import CommunicationError
-from fsdpcore.work import Pending
+from fsdpcore.comm.backend import Envelope
+from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.errors import CommunicationError
+from fsdpcore.core.work import Pending
 
 
 class _Changed(Pending):

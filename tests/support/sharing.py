@@ -7,10 +7,10 @@ import threading
 from typing import Any
 
 import numpy as np
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 
-from fsdpcore.buffers import Array, Bytes
-from fsdpcore.collectives.area import Area
+from fsdpcore.collectives.shared.region import SharedRegion
+from fsdpcore.core.buffers import Array, Bytes
 
 
 class ThreadMemory:
@@ -51,8 +51,8 @@ class _OfRank:
         self._memory = memory
         self._rank = rank
 
-    def area(self, memory: Bytes, rank: int, size: int) -> Area:
-        return Area(memory, rank, size, self)
+    def area(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
+        return SharedRegion(memory, rank, size, self)
 
     def introduce(self) -> bytes:
         return bytes([self._rank + 1])

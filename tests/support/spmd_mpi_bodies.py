@@ -12,7 +12,7 @@ from support.arrays import Array, array_of, arrays_of, check_close, check_same
 from support.bodies.point_to_point import check_words, expect
 
 import fsdpcore as fc
-from fsdpcore.reduce_ops import Reduction
+from fsdpcore.core.reductions import Reduction
 
 NATIVE = "native"
 # What MPI does to the values that are promised; for all else it must not be asked.

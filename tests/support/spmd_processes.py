@@ -28,9 +28,9 @@ from typing import Any
 from support.spmd_job import Job, Meeting, Outcome, expect_all, failure, perform
 
 import fsdpcore as fc
-from fsdpcore.config import resolve
-from fsdpcore.environment import Place
-from fsdpcore.rendezvous import listen
+from fsdpcore.launch.config import resolve
+from fsdpcore.launch.environment import Place
+from fsdpcore.launch.rendezvous import listen
 
 _START_SECONDS = 90.0
 _DEAD = Outcome(error="its process has died")

@@ -12,8 +12,8 @@ from typing import Any
 from support.spmd_job import Job, Meeting, Outcome, expect_all, perform
 
 import fsdpcore as fc
-from fsdpcore.config import resolve
-from fsdpcore.launch_threads import run_threads
+from fsdpcore.launch.config import resolve
+from fsdpcore.launch.threads import run_threads
 
 # After the deadline the backends are aborted, and the ranks get this long to end.
 _LAST_SECONDS = 1.0

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 from numpy.typing import DTypeLike
 
 import fsdpcore as fc
-from fsdpcore.buffers import Array
+from fsdpcore.core.buffers import Array
 
 
 class WithWindow(SimBackend):

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fsdpcore.transports.zmq_tcp import ZmqBackend
+from fsdpcore.transports.zmq.backend import ZmqBackend
 
 from fsdpcore import Backend
-from fsdpcore.config import Config, resolve
-from fsdpcore.environment import Place
+from fsdpcore.launch.config import Config, resolve
+from fsdpcore.launch.environment import Place
 
 # Nothing here takes that long unless it hangs: it must only be longer than any deadline within.
 PATIENCE = 60.0
@@ -188,7 +188,7 @@ def processes(body: Body, world_size: int, **options: Any) -> Iterator[list[Rank
     built on this one, and options of the transport.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdpcore.transports.zmq_tcp", "pytest"])
+    context.set_forkserver_preload(["fsdpcore.transports.zmq.backend", "pytest"])
     token, ranks = secrets.token_hex(8), list[RankProcess]()
     try:
         with listener() as meeting:

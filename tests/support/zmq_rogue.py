@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import zmq
-from fsdpcore.transports.zmq_tcp import ZmqBackend
+from fsdpcore.transports.zmq.backend import ZmqBackend
 from support.zmq_ranks import PATIENCE, config, listener, place
 
 TOKEN = "the token of the job"

@@ -20,8 +20,8 @@ from support.spmd import run
 
 import fsdpcore as fc
 from fsdpcore.adapters import arrays
-from fsdpcore.foreign import as_numpy, is_foreign
-from fsdpcore.fsdp.views import read_only
+from fsdpcore.core.foreign import as_numpy, is_foreign
+from fsdpcore.fsdp.units.views import read_only
 
 STEPS = 20
 LIBRARIES = ["array_api_strict", "torch", "jax.numpy"]

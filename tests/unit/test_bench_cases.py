@@ -16,7 +16,7 @@ from fsdpcore.bench.cases import (
     parse_size,
     sizes,
 )
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 FACTORS = {
     # operation: on 2, 4 and 8 ranks

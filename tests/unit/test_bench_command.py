@@ -14,9 +14,10 @@ import pytest
 from support.jobs import clean_environ, finished, python
 from typer.testing import CliRunner
 
-from fsdpcore import collectives, registry
+from fsdpcore import collectives
 from fsdpcore.bench.cases import OPERATIONS
-from fsdpcore.cli import app
+from fsdpcore.comm import registry
+from fsdpcore.commands.main import app
 
 QUICK = ["--rounds", 2, "--seconds", 0.001, "--warmup", 1]
 TINY = [*QUICK, "-b", 64, "-e", 64]

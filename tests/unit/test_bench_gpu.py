@@ -127,7 +127,7 @@ def test_a_part_that_takes_too_long_is_ended(module: Any, tmp_path: Path) -> Non
 
 def test_what_is_laid_out_is_what_a_wheel_installs(everything: Any, tmp_path: Path) -> None:
     everything.lay_out(tmp_path)
-    assert (tmp_path / "fsdpcore" / "transports" / "nccl.py").exists()
+    assert (tmp_path / "fsdpcore" / "transports" / "nccl" / "backend.py").exists()
     assert (tmp_path / "fsdpcore" / "collectives" / "costs.toml").exists()
     assert (tmp_path / "tests" / "gpu" / "conftest.py").exists()
     found = [

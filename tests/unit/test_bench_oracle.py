@@ -8,7 +8,7 @@ from support.oracle import reduced
 
 from fsdpcore.bench import oracle
 from fsdpcore.bench.cases import DTYPE_NAMES, OPERATIONS, REDUCTIONS, Case
-from fsdpcore.reduce_ops import ReduceOp
+from fsdpcore.core.reductions import ReduceOp
 
 P, COUNT, ROOT = 3, 7, 1
 

@@ -9,7 +9,7 @@ from fsdpcore.bench.memory import MIB, highest_rss, pss_per_rank
 from fsdpcore.bench.results import Row, compare
 from fsdpcore.bench.session import MAX_ITERATIONS, MIN_ITERATIONS, Entrant, Plan, Session
 from fsdpcore.bench.team import Team
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 CASE = Case("all_reduce", 250_000, "float32", "sum", -1, 2, in_place=False)  # 1 MB
 

@@ -10,7 +10,7 @@ from fsdpcore.bench import plot, record, table
 from fsdpcore.bench.cases import Case
 from fsdpcore.bench.memory import MIB, Memory
 from fsdpcore.bench.results import Row
-from fsdpcore.errors import MissingDependencyError
+from fsdpcore.core.errors import MissingDependencyError
 
 
 def row(contestant, seconds, operation="all_reduce", count=250_000, wrong=0, in_place=False):

@@ -9,8 +9,8 @@ import pytest
 
 from fsdpcore.bench import team
 from fsdpcore.bench.team import RemoteTeam
-from fsdpcore.errors import RankFailedError
-from fsdpcore.supervise import RankProcess
+from fsdpcore.core.errors import RankFailedError
+from fsdpcore.launch.supervision import RankProcess
 
 # A rank that answers with its number, unless the order says something else.
 PROGRAM = """

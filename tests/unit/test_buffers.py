@@ -9,7 +9,7 @@ from support import oracle
 from support.arrays import LAYOUTS, array_of, check_same
 
 import fsdpcore as fc
-from fsdpcore.buffers import (
+from fsdpcore.core.buffers import (
     BFLOAT16,
     DTYPES,
     bounds_of,
@@ -23,7 +23,7 @@ from fsdpcore.buffers import (
     split_sizes,
     unpack_signature,
 )
-from fsdpcore.errors import ArgumentError, ProtocolError
+from fsdpcore.core.errors import ArgumentError, ProtocolError
 
 # What every version of the wire format must keep.
 CODES = [

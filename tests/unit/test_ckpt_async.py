@@ -13,8 +13,8 @@ from support.fsdp_steps import launch, train
 from support.jobs import clean_environ, finished, python
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 
 
 class Gate(Files):
@@ -146,7 +146,7 @@ def test_an_error_that_nobody_waited_for_is_raised_at_the_end(caplog):
 
 
 def test_a_rank_without_memory_for_the_copy_is_told_of_on_all_ranks(tmp_path, monkeypatch, caplog):
-    from fsdpcore.checkpoint.staging import Staging
+    from fsdpcore.checkpoint.save.staging import Staging
 
     copy = Staging.copy
 
@@ -209,8 +209,8 @@ import sys
 import time
 import numpy as np
 import fsdpcore as fc
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 
 class Slow(Files):
     def writev(self, fd, buffers):

@@ -15,11 +15,11 @@ from support.ckpt_steps import write as write_leftover
 from support.jobs import python
 from typer.testing import CliRunner
 
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.read import read
-from fsdpcore.checkpoint.steps import StepName
-from fsdpcore.cli import app
-from fsdpcore.commands.ckpt_progress import size
+from fsdpcore.checkpoint.load.read import read
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.steps import StepName
+from fsdpcore.commands.ckpt.progress import size
+from fsdpcore.commands.main import app
 
 COMMANDS = (
     "inspect",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpcore.checkpoint.copies import Copy, copies
-from fsdpcore.checkpoint.regions import Box, Range, whole
+from fsdpcore.checkpoint.plan.copies import Copy, copies
+from fsdpcore.core.geometry.regions import Box, Range, whole
 
 
 def test_two_ranges_share_one_run():

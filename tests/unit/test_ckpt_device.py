@@ -24,10 +24,11 @@ from support.ckpt_make import make_checkpoint
 from support.ckpt_regions import mask, partitions, regions, shapes
 
 import fsdpcore as fc
-from fsdpcore.checkpoint import batches, fetching
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.regions import Region
+from fsdpcore.checkpoint.plan import batches
+from fsdpcore.checkpoint.save import fetching
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.core.geometry.regions import Region
 
 ARRAYS = {
     "flat": array_of(0, (37, 29), np.float32),

@@ -11,8 +11,8 @@ from support.ckpt_engines import STEPS, Bits, all_of, load, save, train, way
 from support.fsdp_device import Way, engine_of, on_gpus, on_host
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 
 GRADIENTS, NONE = fc.Strategy("shard_grad_op"), fc.Strategy("no_shard")
 

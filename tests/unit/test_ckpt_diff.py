@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 from support.ckpt_make import make_checkpoint
 from support.ckpt_samples import bits, samples, saved
 
-from fsdpcore.checkpoint.diff import compare, diff
-from fsdpcore.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
+from fsdpcore.checkpoint.interchange.diff import compare, diff
+from fsdpcore.core.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
 
 
 def test_equal_however_they_are_sharded(tmp_path):

@@ -18,8 +18,10 @@ from support.ckpt_disk import Disk, DiskFiles, crashes
 from support.ckpt_make import commit, make_checkpoint
 
 from fsdpcore import checkpoint
-from fsdpcore.checkpoint import BoxShard, distributed
-from fsdpcore.checkpoint.distributed import (
+from fsdpcore.checkpoint import BoxShard
+from fsdpcore.checkpoint.format.rank_part import RankPart
+from fsdpcore.checkpoint.save import distributed
+from fsdpcore.checkpoint.save.distributed import (
     ShardMetadata,
     TensorShardSpec,
     compute_shard_sizes,
@@ -28,15 +30,14 @@ from fsdpcore.checkpoint.distributed import (
     reshard,
     save_distributed,
 )
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.rank_part import RankPart
-from fsdpcore.checkpoint.regions import Box, Range
-from fsdpcore.errors import (
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
+from fsdpcore.core.geometry.regions import Box, Range
 
 SHAPES = {"w": (4, 5), "none": (0, 3), "b": (7,), "scale": ()}
 NAME = "step_00000030"

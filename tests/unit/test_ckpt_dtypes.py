@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fsdpcore.checkpoint.dtypes import BITS, CODES, named_dtype, stored_as
-from fsdpcore.errors import ArgumentError, CorruptCheckpointError
+from fsdpcore.checkpoint.format.dtypes import BITS, CODES, named_dtype, stored_as
+from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError
 
 OTHERS = {
     "complex128": ("F64", (2,)),

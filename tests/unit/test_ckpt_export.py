@@ -21,22 +21,22 @@ from support.fsdp_states import run as run_engines
 from support.jobs import finished, python
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.export import export_safetensors
-from fsdpcore.checkpoint.importing import import_safetensors
-from fsdpcore.checkpoint.load import load
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.read import read
-from fsdpcore.checkpoint.rewrite import rewrite
-from fsdpcore.checkpoint.safetensors_files import PartialFile
-from fsdpcore.checkpoint.save import save
-from fsdpcore.checkpoint.verify import verify
-from fsdpcore.errors import (
+from fsdpcore.checkpoint.interchange.export import export_safetensors
+from fsdpcore.checkpoint.interchange.importing import import_safetensors
+from fsdpcore.checkpoint.interchange.rewrite import rewrite
+from fsdpcore.checkpoint.interchange.safetensors_files import PartialFile
+from fsdpcore.checkpoint.interchange.verify import verify
+from fsdpcore.checkpoint.load.load import load
+from fsdpcore.checkpoint.load.read import read
+from fsdpcore.checkpoint.save.save import save
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.core.geometry.boxes import BoxShard
 
 INDEX = "model.safetensors.index.json"
 
@@ -243,7 +243,7 @@ def test_what_a_killed_export_left_is_written_anew(run, tmp_path):
 
 KILLED = """
 import os, sys
-from fsdpcore.checkpoint.export import export_safetensors
+from fsdpcore.checkpoint.interchange.export import export_safetensors
 
 left = int(sys.argv[3])
 
@@ -527,7 +527,7 @@ def test_import_that_fails_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
 
     before = files_in(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr("fsdpcore.checkpoint.safetensors_source._read_into", preadv)
+        patch.setattr("fsdpcore.checkpoint.interchange.safetensors_source._read_into", preadv)
         with pytest.raises((CheckpointError, OSError)):
             import_safetensors(tmp_path / "x.safetensors", tmp_path / "run", 2)
     assert files_in(tmp_path / "run") == before

@@ -17,11 +17,11 @@ from support.fsdp_steps import launch
 
 import fsdpcore as fc
 from fsdpcore.checkpoint import latest, load, read
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.finding import Finder, find
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.steps import StepName, candidates, remove_step
-from fsdpcore.errors import (
+from fsdpcore.checkpoint.load.finding import Finder, find
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.steps import StepName, candidates, remove_step
+from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
     CheckpointNotFoundError,

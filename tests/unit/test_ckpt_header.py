@@ -14,9 +14,9 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdpcore.checkpoint.dtypes import BITS, CODES
-from fsdpcore.checkpoint.header import Entry, build_header, parse_header, read_header
-from fsdpcore.errors import ArgumentError, CorruptCheckpointError
+from fsdpcore.checkpoint.format.dtypes import BITS, CODES
+from fsdpcore.checkpoint.format.header import Entry, build_header, parse_header, read_header
+from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError
 
 # A busy machine is no failure.
 SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -16,9 +16,9 @@ from support.ckpt_make import make_checkpoint
 
 import fsdpcore as fc
 from fsdpcore.checkpoint import BoxShard, read
-from fsdpcore.checkpoint.generators import states_of
-from fsdpcore.checkpoint.load import Loaded, load
-from fsdpcore.errors import (
+from fsdpcore.checkpoint.format.generators import states_of
+from fsdpcore.checkpoint.load.load import Loaded, load
+from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
     CheckpointNotFoundError,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpcore.checkpoint.marker import MAX_MARKER_BYTES, Marker
-from fsdpcore.errors import ArgumentError, CorruptCheckpointError
+from fsdpcore.checkpoint.format.marker import MAX_MARKER_BYTES, Marker
+from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError
 
 METADATA = b'{"some":"metadata"}'
 MARKER = Marker.of(30, "5f0c-1", METADATA, {"loss": 1.5, "précision": -0.0})

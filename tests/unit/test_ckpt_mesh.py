@@ -41,13 +41,13 @@ from fsdpcore.checkpoint import (
     rewrite,
     verify,
 )
-from fsdpcore.checkpoint import distributed as alone
-from fsdpcore.checkpoint.plan_save import HeldArray, held_of, plan
-from fsdpcore.checkpoint.regions import Box
-from fsdpcore.checkpoint.shards import parts_of
-from fsdpcore.checkpoint.steps import StepName, read_step
-from fsdpcore.checkpoint.storage import open_storage
-from fsdpcore.cli import app
+from fsdpcore.checkpoint.plan.plan_save import HeldArray, held_of, plan
+from fsdpcore.checkpoint.plan.shards import parts_of
+from fsdpcore.checkpoint.save import distributed as alone
+from fsdpcore.checkpoint.storage.steps import StepName, read_step
+from fsdpcore.checkpoint.storage.storage import open_storage
+from fsdpcore.commands.main import app
+from fsdpcore.core.geometry.regions import Box
 
 # A layer of a transformer, in odd sizes: columns, heads, rows, and what is whole on every rank.
 ARRAYS = {

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from support.ckpt_metadata import assert_sound, described, example, json_values, metadata
 
-from fsdpcore.checkpoint.metadata import MAX_STEP, Metadata, StoredFile, make_metadata
-from fsdpcore.checkpoint.regions import Box, Range
-from fsdpcore.checkpoint.shard_specs import ShardMetadata
-from fsdpcore.checkpoint.steps import StepName, check_step
-from fsdpcore.checkpoint.strict_json import check_json, decode, encode
-from fsdpcore.errors import ArgumentError, CorruptCheckpointError
+from fsdpcore.checkpoint.format.metadata import MAX_STEP, Metadata, StoredFile, make_metadata
+from fsdpcore.checkpoint.format.strict_json import check_json, decode, encode
+from fsdpcore.checkpoint.plan.shard_specs import ShardMetadata
+from fsdpcore.checkpoint.storage.steps import StepName, check_step
+from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError
+from fsdpcore.core.geometry.regions import Box, Range
 
 # A busy machine is no failure.
 SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

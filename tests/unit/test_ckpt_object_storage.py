@@ -11,11 +11,11 @@ import threading
 import pytest
 from support.ckpt_steps import FILE, commit, held, whole, write
 
-from fsdpcore.checkpoint.finding import find, latest
-from fsdpcore.checkpoint.marker import MARKER_NAME
-from fsdpcore.checkpoint.object_storage import FsspecStorage
-from fsdpcore.checkpoint.retention import Retention, prune
-from fsdpcore.checkpoint.steps import (
+from fsdpcore.checkpoint.format.marker import MARKER_NAME
+from fsdpcore.checkpoint.load.finding import find, latest
+from fsdpcore.checkpoint.storage.object_storage import FsspecStorage
+from fsdpcore.checkpoint.storage.retention import Retention, prune
+from fsdpcore.checkpoint.storage.steps import (
     StepName,
     directories,
     new_step,
@@ -23,8 +23,8 @@ from fsdpcore.checkpoint.steps import (
     remove_step,
     steps,
 )
-from fsdpcore.checkpoint.storage import Storage, open_storage
-from fsdpcore.errors import (
+from fsdpcore.checkpoint.storage.storage import Storage, open_storage
+from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -113,7 +113,7 @@ def test_what_is_written_is_read(storage):
 
 
 def test_large_reads_are_cut_into_requests(storage, monkeypatch):
-    monkeypatch.setattr("fsdpcore.checkpoint.object_storage._REQUEST_BYTES", 100)
+    monkeypatch.setattr("fsdpcore.checkpoint.storage.object_storage._REQUEST_BYTES", 100)
     data = os.urandom(1000)
     filled(storage, data)
     asked = []

@@ -23,18 +23,18 @@ from support.ckpt_steps import held
 from support.fsdp_steps import cause_of, launch
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.file_layout import lay_out, places_of
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.importing import import_safetensors
-from fsdpcore.checkpoint.joining import Joining
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.marker import MARKER_NAME
-from fsdpcore.checkpoint.metadata import METADATA_NAME
-from fsdpcore.checkpoint.plan_save import Rows, Written
-from fsdpcore.checkpoint.protocol import new_claimed_step
-from fsdpcore.checkpoint.regions import Box, Range
-from fsdpcore.checkpoint.steps import StepName, directories, remove_leftovers
-from fsdpcore.errors import ArgumentError, CheckpointError
+from fsdpcore.checkpoint.format.file_layout import lay_out, places_of
+from fsdpcore.checkpoint.format.marker import MARKER_NAME
+from fsdpcore.checkpoint.format.metadata import METADATA_NAME
+from fsdpcore.checkpoint.interchange.importing import import_safetensors
+from fsdpcore.checkpoint.plan.plan_save import Rows, Written
+from fsdpcore.checkpoint.save.joining import Joining
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.protocol import new_claimed_step
+from fsdpcore.checkpoint.storage.steps import StepName, directories, remove_leftovers
+from fsdpcore.core.errors import ArgumentError, CheckpointError
+from fsdpcore.core.geometry.regions import Box, Range
 
 TEN, TWENTY = StepName(10), StepName(20)
 
@@ -45,7 +45,7 @@ TEN, TWENTY = StepName(10), StepName(20)
 @pytest.fixture
 def store():
     pytest.importorskip("fsspec")
-    from fsdpcore.checkpoint.object_storage import FsspecStorage
+    from fsdpcore.checkpoint.storage.object_storage import FsspecStorage
 
     class Gated(FsspecStorage):
         """Metadata of step 10 is written only when that is allowed."""
@@ -308,7 +308,7 @@ def test_a_commit_that_failed_can_be_called_again(tmp_path, metadata):
 
 FORKING = """
 import os, sys
-from fsdpcore.checkpoint.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 storage = LocalStorage(sys.argv[1])
 storage.make_directory("d")
 ended, end = os.pipe()
@@ -416,7 +416,7 @@ def imported(module):
 @pytest.mark.parametrize("name", ["protocol", "joining", "step_writing", "importing", "rewrite"])
 def test_one_process_needs_no_collectives(name):
     known = imported(f"fsdpcore.checkpoint.{name}")
-    assert "fsdpcore.checkpoint.protocol" in known
+    assert "fsdpcore.checkpoint.storage.protocol" in known
     talking = [f"checkpoint.{each}" for each in ("committing", "agree", "talk", "shared_reads")]
     assert known.isdisjoint(f"fsdpcore.{each}" for each in ["collectives", *talking])
 

@@ -19,15 +19,16 @@ from support.arrays import array_of
 from support.ckpt_make import commit, make_checkpoint
 
 import fsdpcore as fc
-from fsdpcore.checkpoint import BoxShard, read, reading
-from fsdpcore.checkpoint.catalog import Catalog
-from fsdpcore.checkpoint.files import Files, WritableBuffer
-from fsdpcore.checkpoint.load import Loaded, load
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.metadata import Metadata
-from fsdpcore.checkpoint.reading import FileSet
-from fsdpcore.checkpoint.strided import Strided
-from fsdpcore.errors import ArgumentError, CheckpointError, CorruptCheckpointError
+from fsdpcore.checkpoint import BoxShard, read
+from fsdpcore.checkpoint.format.metadata import Metadata
+from fsdpcore.checkpoint.load import reading
+from fsdpcore.checkpoint.load.load import Loaded, load
+from fsdpcore.checkpoint.load.reading import FileSet
+from fsdpcore.checkpoint.plan.catalog import Catalog
+from fsdpcore.checkpoint.plan.strided import Strided
+from fsdpcore.checkpoint.storage.files import Files, WritableBuffer
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError
 
 Array = NDArray[Any]
 MIB = 1 << 20

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support.ckpt_regions import elements, plain
 
-from fsdpcore.checkpoint.regions import (
+from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError
+from fsdpcore.core.geometry.regions import (
     Box,
     Range,
     Region,
@@ -20,7 +21,6 @@ from fsdpcore.checkpoint.regions import (
     missing_elements,
     whole,
 )
-from fsdpcore.errors import ArgumentError, CorruptCheckpointError
 
 MANY = 10_000
 

@@ -8,10 +8,10 @@ import math
 import pytest
 from support.ckpt_steps import commit, whole, write
 
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.retention import Retention, prune
-from fsdpcore.checkpoint.steps import StepName, directories
-from fsdpcore.errors import ArgumentError
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.retention import Retention, prune
+from fsdpcore.checkpoint.storage.steps import StepName, directories
+from fsdpcore.core.errors import ArgumentError
 
 LOSSES = {10: 5.0, 20: 1.0, 30: 3.0, 40: 1.0, 50: 4.0}
 ALL = [(step, {"loss": loss}) for step, loss in LOSSES.items()]

@@ -13,8 +13,9 @@ from support.ckpt_make import make_checkpoint
 from support.fsdp_steps import launch
 
 import fsdpcore as fc
-from fsdpcore.checkpoint import BoxShard, load, shared_reads
-from fsdpcore.errors import CheckpointError
+from fsdpcore.checkpoint import BoxShard, load
+from fsdpcore.checkpoint.load import shared_reads
+from fsdpcore.core.errors import CheckpointError
 
 ROWS, WIDTH, RANKS = 256, 100, 3
 

@@ -13,8 +13,8 @@ from support.ckpt_saves import found, save, state_of
 from support.fsdp_steps import cause_of, launch
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.steps import StepName, read_step
-from fsdpcore.checkpoint.storage import open_storage
+from fsdpcore.checkpoint.storage.steps import StepName, read_step
+from fsdpcore.checkpoint.storage.storage import open_storage
 
 MIB = 1 << 20
 
@@ -289,7 +289,7 @@ def test_shards_that_make_no_sense(make):
 
 
 def test_a_dtype_that_rank_0_does_not_know(tmp_path, monkeypatch):
-    from fsdpcore.checkpoint import plan_save
+    from fsdpcore.checkpoint.plan import plan_save
 
     def unknown(name, error):
         raise error(f"the dtype {name!r} is not known")

@@ -9,12 +9,12 @@ import shutil
 import pytest
 from support.ckpt_steps import FILE, commit, contents, described, whole, write
 
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.finding import find, latest
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.marker import MARKER_NAME, Marker
-from fsdpcore.checkpoint.metadata import METADATA_NAME
-from fsdpcore.checkpoint.steps import (
+from fsdpcore.checkpoint.format.marker import MARKER_NAME, Marker
+from fsdpcore.checkpoint.format.metadata import METADATA_NAME
+from fsdpcore.checkpoint.load.finding import find, latest
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.steps import (
     Skipped,
     StepName,
     committed,
@@ -28,7 +28,7 @@ from fsdpcore.checkpoint.steps import (
     remove_superseded,
     steps,
 )
-from fsdpcore.errors import (
+from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
     CheckpointNotFoundError,

@@ -15,10 +15,10 @@ import pytest
 from support.ckpt_disk import Disk, DiskFiles, Fault
 from support.ckpt_steps import held
 
-from fsdpcore.checkpoint.files import Files
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.storage import open_storage
-from fsdpcore.errors import ArgumentError
+from fsdpcore.checkpoint.storage.files import Files
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.storage import open_storage
+from fsdpcore.core.errors import ArgumentError
 
 HOSTILE = [
     "",
@@ -470,7 +470,7 @@ def test_a_directory_is_held_until_all_have_left_it(storage):
 def test_a_process_that_dies_lets_go(storage):
     storage.make_directory("d")
     source = (
-        "import sys; from fsdpcore.checkpoint.local_storage import LocalStorage\n"
+        "import sys; from fsdpcore.checkpoint.storage.local_storage import LocalStorage\n"
         "with LocalStorage(sys.argv[1]).hold('d'):\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )

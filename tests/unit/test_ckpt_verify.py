@@ -14,12 +14,12 @@ from support.ckpt_make import commit, make_checkpoint
 from support.ckpt_samples import bits, samples, saved
 from support.ckpt_steps import write as write_leftover
 
-from fsdpcore.checkpoint.cleaning import clean
-from fsdpcore.checkpoint.local_storage import LocalStorage
-from fsdpcore.checkpoint.read import read
-from fsdpcore.checkpoint.steps import StepName
-from fsdpcore.checkpoint.verify import Problem, verify
-from fsdpcore.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
+from fsdpcore.checkpoint.interchange.verify import Problem, verify
+from fsdpcore.checkpoint.load.read import read
+from fsdpcore.checkpoint.storage.cleaning import clean
+from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.steps import StepName
+from fsdpcore.core.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
 
 STEP = "step_00000030"
 KIB = 1024

@@ -12,7 +12,7 @@ from support.jobs import clean_environ
 from typer.testing import CliRunner
 
 import fsdpcore
-from fsdpcore.cli import app
+from fsdpcore.commands.main import app
 
 
 @pytest.fixture

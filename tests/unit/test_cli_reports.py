@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from fsdpcore.errors import PeerFailedError, RankFailedError, in_one_line
-from fsdpcore.failure_report import VARIABLE, Report, Reports, is_consequence, report
+from fsdpcore.core.errors import PeerFailedError, RankFailedError, in_one_line
+from fsdpcore.launch.failure_report import VARIABLE, Report, Reports, is_consequence, report
 
 
 def test_the_last_report_of_each_rank_arrives_in_order():

@@ -8,12 +8,12 @@ import pickle
 import pytest
 from support import fake_packages
 
-from fsdpcore.config import parse_url, resolve
-from fsdpcore.errors import ConfigError, UnknownTransportError
+from fsdpcore.core.errors import ConfigError, UnknownTransportError
+from fsdpcore.launch.config import parse_url, resolve
 
 TRANSPORT = """
 import dataclasses
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 
 @dataclasses.dataclass(frozen=True)
 class Options:

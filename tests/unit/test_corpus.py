@@ -9,7 +9,7 @@ import corpus
 import numpy as np
 import pytest
 
-from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.core.errors import ArgumentError, ConfigError
 
 
 @pytest.fixture

@@ -24,14 +24,14 @@ from support.device_updates import bits, fetched, placed, stepped, stepped_whole
 from support.optimizers import ADAMW, ELEMENTWISE, random_data
 
 from fsdpcore.bench.device_optimizer import COPY, measure
-from fsdpcore.buffers import BFLOAT16
-from fsdpcore.errors import ArgumentError, MissingDependencyError
-from fsdpcore.fsdp.gpu_pass import LANES, run_pass
-from fsdpcore.fsdp.gradients import _add_into, _divide
-from fsdpcore.fsdp.norm import all_finite, local_part
+from fsdpcore.core.buffers import BFLOAT16
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError
+from fsdpcore.fsdp.gpu.kernel import LANES, run_pass
 from fsdpcore.fsdp.optim import SGD, Adafactor, AdamW, Optimizer, RMSprop, formulas, kernels
 from fsdpcore.fsdp.optim.arrays import round_into
-from fsdpcore.fsdp.update import _cut
+from fsdpcore.fsdp.step.norm import all_finite, local_part
+from fsdpcore.fsdp.step.update import _cut
+from fsdpcore.fsdp.units.gradients import _add_into, _divide
 
 HALF, SINGLE, DOUBLE = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from support import fake_packages
 
-from fsdpcore import doctor
+from fsdpcore.commands import doctor
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def packages(tmp_path, monkeypatch):
         },
         doctor_raising="raise RuntimeError('no device found')",
         doctor_versionless="""
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 class Thing(SimBackend):
     @classmethod
     def versions(cls):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpcore.environment import detect, launched_threads
-from fsdpcore.errors import ConfigError
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.launch.environment import detect, launched_threads
 
 OURS = {
     "FSDPCORE_RANK": "2",

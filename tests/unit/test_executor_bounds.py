@@ -14,8 +14,8 @@ import pytest
 from support.spmd import run
 
 import fsdpcore as fc
-from fsdpcore.errors import ClosedError, CommTimeoutError
-from fsdpcore.work import OrderedExecutor
+from fsdpcore.core.errors import ClosedError, CommTimeoutError
+from fsdpcore.core.work import OrderedExecutor
 
 
 class Rig:

@@ -25,7 +25,7 @@ from support.fsdp_programs import Player, everything
 from support.zmq_ranks import PATIENCE
 
 import fsdpcore as fc
-from fsdpcore.fsdp.passes import Passes
+from fsdpcore.fsdp.step.executor import Passes
 
 pytestmark = needs_compiler
 

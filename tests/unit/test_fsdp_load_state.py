@@ -25,8 +25,8 @@ from support.fsdp_states import (
 )
 
 import fsdpcore as fc
-from fsdpcore.fsdp.mapped_file import in_memory
-from fsdpcore.fsdp.state import EngineState, ShardedArray
+from fsdpcore.fsdp.offload.mapped_file import in_memory
+from fsdpcore.fsdp.state.state import EngineState, ShardedArray
 
 
 def saved(layout, optimizer="adamw", steps=2):

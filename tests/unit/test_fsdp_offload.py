@@ -17,9 +17,9 @@ from support.cases import only_if_asked_for
 from support.mappings import unnamed
 
 import fsdpcore as fc
-from fsdpcore.fsdp import mapped_file, shelves
-from fsdpcore.fsdp.mapped_file import PAGE, MappedFile, Span, joined
-from fsdpcore.fsdp.offload import Kind
+from fsdpcore.fsdp.offload import mapped_file, stores
+from fsdpcore.fsdp.offload.mapped_file import PAGE, MappedFile, Span, joined
+from fsdpcore.fsdp.offload.offload import Kind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
 
@@ -276,7 +276,7 @@ def test_a_directory_where_no_file_can_be_made():
 
 def test_a_directory_in_memory(disk, monkeypatch):
     assert mapped_file.in_memory("/proc") == ""
-    monkeypatch.setattr(shelves, "in_memory", lambda directory: "tmpfs")
+    monkeypatch.setattr(stores, "in_memory", lambda directory: "tmpfs")
     assert "file system in memory" in refused(fc.Offload(disk))
 
 

@@ -21,7 +21,7 @@ from support.fsdp_steps import (
 )
 
 import fsdpcore as fc
-from fsdpcore.fsdp import gradients, storages
+from fsdpcore.fsdp.units import gradients, storages
 
 
 def engine_of(backend, **options):

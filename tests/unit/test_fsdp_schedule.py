@@ -20,7 +20,7 @@ from support.fsdp_steps import (
 )
 
 import fsdpcore as fc
-from fsdpcore.fsdp.schedule import Schedule
+from fsdpcore.fsdp.step.schedule import Schedule
 
 SIZES = (100, 100, 100, 100, 100)
 

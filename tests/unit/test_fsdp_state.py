@@ -24,7 +24,7 @@ from support.fsdp_states import (
 )
 
 import fsdpcore as fc
-from fsdpcore.fsdp.state import ArrayPiece, ShardedArray
+from fsdpcore.fsdp.state.state import ArrayPiece, ShardedArray
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

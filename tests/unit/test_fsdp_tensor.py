@@ -23,7 +23,7 @@ from support.fsdp_tensor import (
 )
 
 import fsdpcore as fc
-from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.core.geometry.boxes import BoxShard
 
 GRIDS = [
     Grid(tensor=1, shard=2),

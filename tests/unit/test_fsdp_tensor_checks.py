@@ -11,7 +11,7 @@ from support.fsdp_steps import cause_of, launch
 from support.fsdp_tensor import Grid, Model, engine_on, raised_alike, train
 
 import fsdpcore as fc
-from fsdpcore.fsdp.boxes import BoxShard
+from fsdpcore.core.geometry.boxes import BoxShard
 
 TWO = Grid(tensor=2, shard=2)
 WHOLE = np.arange(12, dtype=np.float32).reshape(4, 3)

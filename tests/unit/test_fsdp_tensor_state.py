@@ -20,7 +20,7 @@ from support.fsdp_tensor import (
 )
 
 import fsdpcore as fc
-from fsdpcore.fsdp.state import EngineState
+from fsdpcore.fsdp.state.state import EngineState
 
 TWO = Grid(tensor=2, shard=2)
 THREE = Grid(tensor=3, shard=2, strategy="no_shard")

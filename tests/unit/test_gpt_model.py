@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 
 Array = NDArray[Any]
 Params = dict[str, Array]

@@ -9,32 +9,32 @@ import sys
 
 import pytest
 
-from fsdpcore import host
-from fsdpcore.errors import ConfigError
+from fsdpcore.comm import hosts
+from fsdpcore.core.errors import ConfigError
 
 
 def test_processes_that_see_each_other_are_on_one_host() -> None:
     code = "from fsdpcore import host; print(host.identity())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == host.identity()
-    assert len(host.identity().encode()) <= host.MAX_BYTES
+    assert other.stdout.strip() == hosts.identity()
+    assert len(hosts.identity().encode()) <= hosts.MAX_BYTES
 
 
 def test_processes_of_other_containers_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = host.identity()
+    here = hosts.identity()
     monkeypatch.setattr(os, "readlink", lambda path: "pid:[17]")
-    assert host.identity() != here
+    assert hosts.identity() != here
 
 
 def test_the_user_may_say_so() -> None:
-    assert host.identity("rack 3") == "rack 3"
-    assert host.identity("é" * 32) == "é" * 32
+    assert hosts.identity("rack 3") == "rack 3"
+    assert hosts.identity("é" * 32) == "é" * 32
     with pytest.raises(ConfigError, match="host_id must be at most 64 bytes"):
-        host.identity("é" * 33)
+        hosts.identity("é" * 33)
 
 
 def test_numbers_follow_the_first_appearance() -> None:
-    assert host.number(["b", "a", "b", "c"]) == (0, 1, 0, 2)
+    assert hosts.number(["b", "a", "b", "c"]) == (0, 1, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_containers_on_one_machine_are_pointed_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "readlink", lambda path: "pid:[77]")
-    here = host.identity()
+    here = hosts.identity()
     boot = here.partition(", pid:")[0]
     with caplog.at_level(logging.WARNING):
-        host.warn_of_containers([here, *(other.format(boot=boot) for other in others)])
+        hosts.warn_of_containers([here, *(other.format(boot=boot) for other in others)])
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == (containers > 0)
     assert all(f"in {containers} containers" in message for message in messages)

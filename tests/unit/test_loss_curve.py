@@ -10,7 +10,7 @@ import loss_curve
 import numpy as np
 import pytest
 
-from fsdpcore.errors import ArgumentError, MissingDependencyError
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError
 
 
 def size(path: Path) -> tuple[int, int]:

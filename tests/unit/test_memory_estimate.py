@@ -8,12 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.estimate import memory_estimate
-from fsdpcore.fsdp.plan import make_plan
-from fsdpcore.fsdp.plan_sizes import UnitSize, even_units
-from fsdpcore.fsdp.precision import Precision
-from fsdpcore.fsdp.strategy import Strategy
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.fsdp.plan.estimate import memory_estimate
+from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.sizes import UnitSize, even_units
+from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.units.precision import Precision
 
 BF16 = Precision(ml_dtypes.bfloat16)
 GATHER_ONCE = Strategy("full_shard", reshard_after_forward=False)

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 
 import pytest
-from fsdpcore.transports.memory_pool import Pool
+from fsdpcore.transports.memory.pool import Pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

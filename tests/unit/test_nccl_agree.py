@@ -11,8 +11,8 @@ import pytest
 from support import fake_cuda
 
 from fsdpcore.collectives.fingerprint import Fingerprint
-from fsdpcore.errors import MismatchError, ProtocolError
-from fsdpcore.status import Group
+from fsdpcore.core.errors import MismatchError, ProtocolError
+from fsdpcore.diagnostics.status import Group
 
 CHANNEL = 77
 
@@ -47,7 +47,7 @@ class Ranks:
     """Ranks that tell each other what they call, when the test says so."""
 
     def __init__(self, size: int = 3) -> None:
-        from fsdpcore.transports.nccl_agree import Agreement
+        from fsdpcore.transports.nccl.agree import Agreement
 
         self.sides = [Side(rank, size) for rank in range(size)]
         self.told: list[tuple[int, int, str]] = []
@@ -129,7 +129,7 @@ def test_a_call_that_waits_for_others_is_compared(ranks: Ranks) -> None:
     ranks.call(2, 2)
     ranks.talk()
     side, waits_in = ranks.sides[1], Call(5)
-    side.link = type("Link", (), {"entry": Running(waits_in, 2), "call": waits_in})
+    side.link = type("CollectiveContext", (), {"entry": Running(waits_in, 2), "call": waits_in})
     with pytest.raises(MismatchError, match=r"#2 .*\n  rank 10: .*\(2,\)\)\n  rank 11: .*\(5,\)\)"):
         ranks.all[1].compare()
     side.link.entry.end = 1  # it has ended: it will be compared when it is noted

@@ -13,7 +13,7 @@ from support.fake_cuda import Entry, Machine
 from support.nccl_ranks import results_of
 
 import fsdpcore as fc
-from fsdpcore.buffers import DTYPES
+from fsdpcore.core.buffers import DTYPES
 
 P = 3
 # The numbers of nccl.h.
@@ -81,7 +81,7 @@ def test_reductions_that_nccl_does(machine: Machine) -> None:
 
 def test_what_nccl_is_not_asked_for(machine: Machine) -> None:
     """Reductions whose values it would not get right: they are sent, and computed by CuPy."""
-    from fsdpcore.transports.nccl_calls import reduces
+    from fsdpcore.transports.nccl.calls import reduces
 
     def never(dtype: np.dtype[Any], op: str) -> bool:
         if dtype.kind == "b" or (dtype.kind in "iu" and dtype.itemsize != 2):

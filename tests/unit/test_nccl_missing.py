@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from support import fake_cuda
 
-from fsdpcore import doctor, registry
-from fsdpcore.errors import MissingDependencyError
+from fsdpcore.comm import registry
+from fsdpcore.commands import doctor
+from fsdpcore.core.errors import MissingDependencyError
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def driver(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    from fsdpcore.transports import nccl_missing
+    from fsdpcore.transports.nccl import missing as nccl_missing
 
     monkeypatch.setattr(nccl_missing, "driver_version", lambda: version)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fsdpcore.transports.shared_memory import SharedMemory, memory_sharing
+from fsdpcore.transports.memory.shared import SharedMemory, memory_sharing
 
-from fsdpcore.buffers import Bytes
-from fsdpcore.errors import ProtocolError
+from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.errors import ProtocolError
 
 pytestmark = pytest.mark.skipif(
     not SharedMemory.available, reason="this system has no memfd_create"

@@ -23,7 +23,7 @@ from support.optimizers import (
     updated,
 )
 
-from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.fsdp.optim import (
     SGD,
     Adagrad,

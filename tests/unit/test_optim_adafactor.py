@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from support.rank_sums import Sum, run_ranks
 
-from fsdpcore.errors import ArgumentError, ConfigError, UnsupportedError
-from fsdpcore.fsdp.layout import FlatLayout
+from fsdpcore.core.errors import ArgumentError, ConfigError, UnsupportedError
+from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.optim import (
     Adafactor,
     PieceSpec,

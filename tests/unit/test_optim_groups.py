@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpcore.errors import ArgumentError, ConfigError
-from fsdpcore.fsdp.layout import FlatLayout
+from fsdpcore.core.errors import ArgumentError, ConfigError
+from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.optim import (
     SGD,
     Adafactor,

@@ -11,7 +11,7 @@ import pytest
 from support.jobs import finished, python
 from support.optimizers import random_data, updated
 
-from fsdpcore.errors import MissingDependencyError
+from fsdpcore.core.errors import MissingDependencyError
 from fsdpcore.fsdp.optim import Adam, AdamW, kernels
 from fsdpcore.fsdp.optim.base import BLOCK_ELEMENTS
 

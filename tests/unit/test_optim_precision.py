@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.optimizers import ADAMW, ELEMENTWISE, random_data, updated
 
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.optim import Optimizer
 from fsdpcore.fsdp.optim.base import BLOCK_ELEMENTS
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 from support.jobs import finished, fsdpcore
 from support.spmd import run, run_on
 
 import fsdpcore as fc
-from fsdpcore.backend import Envelope
-from fsdpcore.buffers import Bytes
-from fsdpcore.collectives.costs import write_table
-from fsdpcore.collectives.overrides import parse
-from fsdpcore.collectives.select import choose
-from fsdpcore.config import resolve
-from fsdpcore.errors import ConfigError
-from fsdpcore.policy import Costs, Measured, Policy, Tuning
-from fsdpcore.work import Pending
+from fsdpcore.collectives.selection.choose import choose
+from fsdpcore.collectives.selection.costs import write_table
+from fsdpcore.collectives.selection.overrides import parse
+from fsdpcore.comm.backend import Envelope
+from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.policy import Costs, Measured, Policy, Tuning
+from fsdpcore.core.work import Pending
+from fsdpcore.launch.config import resolve
 
 # The grammar.
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import fsdpcore as fc
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.plan import make_plan
-from fsdpcore.fsdp.plan_sizes import UnitSize, even_units
-from fsdpcore.fsdp.precision import Precision
-from fsdpcore.fsdp.strategy import Strategy
-from fsdpcore.policy import Costs
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.policy import Costs
+from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.sizes import UnitSize, even_units
+from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.units.precision import Precision
 
 BF16 = Precision(ml_dtypes.bfloat16)
 GATHER_ONCE = Strategy("full_shard", reshard_after_forward=False)

@@ -9,11 +9,11 @@ import pytest
 from support.jobs import clean_environ
 from typer.testing import CliRunner
 
-from fsdpcore.cli import app
+from fsdpcore.commands.main import app
 from fsdpcore.commands.plan import parse_memory
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.plan_choice import candidates, in_words
-from fsdpcore.fsdp.strategy import Strategy
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.fsdp.plan.choice import candidates, in_words
+from fsdpcore.fsdp.sharding.strategy import Strategy
 
 MODEL = ("--params", "7e9", "--layers", "32", "--world", "64")
 

@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.plan import make_plan
-from fsdpcore.fsdp.plan_sizes import even_units
-from fsdpcore.fsdp.report import Measured, Report
-from fsdpcore.policy import Costs
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.policy import Costs
+from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.report import Measured, Report
+from fsdpcore.fsdp.plan.sizes import even_units
 
 
 @pytest.fixture

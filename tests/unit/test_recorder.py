@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import fsdpcore as fc
-from fsdpcore.config import resolve
-from fsdpcore.recorder import Recorder
-from fsdpcore.status import MAX_WAITS, Group, Status, named, ordinal, shorten
+from fsdpcore.diagnostics.recorder import Recorder
+from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status, named, ordinal, shorten
+from fsdpcore.launch.config import resolve
 
 F32 = np.dtype(np.float32)
 

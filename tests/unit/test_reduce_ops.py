@@ -7,8 +7,8 @@ import pytest
 from support import oracle
 from support.arrays import Array, arrays_of, check_same
 
-from fsdpcore.errors import ArgumentError
-from fsdpcore.reduce_ops import BLOCK, ReduceOp, Reduction
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.reductions import BLOCK, ReduceOp, Reduction
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])

@@ -10,11 +10,11 @@ from support import fake_packages
 from support.jobs import finished, python
 
 import fsdpcore as fc
-from fsdpcore import registry
-from fsdpcore.errors import ConfigError, MissingDependencyError, UnknownTransportError
+from fsdpcore.comm import registry
+from fsdpcore.core.errors import ConfigError, MissingDependencyError, UnknownTransportError
 
 GOOD = """
-from fsdpcore.transports.simulated import SimBackend
+from fsdpcore.transports.simulated.backend import SimBackend
 
 class Thing(SimBackend):
     made = "by somebody else"
@@ -94,11 +94,11 @@ def test_a_library_that_cannot_be_loaded_is_a_missing_dependency(install):
         ("Thing = 1", ["not a complete Transport class"]),
         ("class Thing: pass", ["not a complete Transport class"]),
         (
-            "from fsdpcore.transport import Transport\nclass Thing(Transport): pass",
+            "from fsdpcore.comm.transport import Transport\nclass Thing(Transport): pass",
             ["not a complete Transport class"],
         ),
         (
-            "from fsdpcore.transports.simulated import SimBackend\n"
+            "from fsdpcore.transports.simulated.backend import SimBackend\n"
             "class Thing(SimBackend): options = None",
             ["options"],
         ),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdpcore.errors import ArgumentError, ConfigError
+from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.fsdp.optim.schedules import (
     Constant,
     Cosine,

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from fsdpcore import collectives
-from fsdpcore.backend import Capabilities
-from fsdpcore.collectives import select, star
-from fsdpcore.collectives.algorithms import ALGORITHMS, Algorithm, Terms
-from fsdpcore.collectives.overrides import parse
-from fsdpcore.collectives.select import candidates, choose
-from fsdpcore.device import HOST
-from fsdpcore.errors import ArgumentError
-from fsdpcore.policy import Costs, Measured, Policy, Ranges, Tuning
+from fsdpcore.collectives.algorithms import star
+from fsdpcore.collectives.algorithms.table import ALGORITHMS, Algorithm, Terms
+from fsdpcore.collectives.selection import choose as select
+from fsdpcore.collectives.selection.choose import candidates, choose
+from fsdpcore.collectives.selection.overrides import parse
+from fsdpcore.comm.backend import Capabilities
+from fsdpcore.core.device import HOST
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.policy import Costs, Measured, Policy, Ranges, Tuning
 
 FAST = Capabilities("fast", alpha=1e-6, beta=0.1e-9, gamma=0.1e-9)
 SLOW = Capabilities("slow", alpha=1e-3, beta=0.1e-9, gamma=0.1e-9)

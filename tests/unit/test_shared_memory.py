@@ -18,8 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fsdpcore.transports import shared_memory
-from fsdpcore.transports.shared_memory import SharedMemory
+from fsdpcore.transports.memory import shared as shared_memory
+from fsdpcore.transports.memory.shared import SharedMemory
 from support.jobs import finished, python
 
 import fsdpcore as fc
@@ -385,7 +385,7 @@ def test_the_option_off_has_no_memory_at_all() -> None:
 
 FORKED = """
 import os
-from fsdpcore.transports.shared_memory import SharedMemory
+from fsdpcore.transports.memory.shared import SharedMemory
 
 memory = SharedMemory()
 kept = [memory.empty(5000) for _ in range(4)]

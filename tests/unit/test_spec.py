@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpcore.errors import ArgumentError, ConfigError
-from fsdpcore.fsdp import initializers
-from fsdpcore.fsdp.initializers import BLOCK_ELEMENTS, Initializer
-from fsdpcore.fsdp.spec import Spec
+from fsdpcore.core.errors import ArgumentError, ConfigError
+from fsdpcore.fsdp.units import initializers
+from fsdpcore.fsdp.units.initializers import BLOCK_ELEMENTS, Initializer
+from fsdpcore.fsdp.units.spec import Spec
 
 TOTAL = 2 * BLOCK_ELEMENTS + 1001
 RANDOM = [initializers.normal(0.5, 2.0), initializers.uniform(-1.0, 3.0)]

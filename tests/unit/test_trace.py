@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fsdpcore as fc
-from fsdpcore.cli import app
+from fsdpcore.commands.main import app
 
 WORLD = "0000000000000000"
 PAIR = "00000000000000aa"

@@ -13,16 +13,22 @@ import pytest
 from support.jobs import Finished, finished, fsdpcore
 from support.spmd import run
 
-from fsdpcore import registry
-from fsdpcore.collectives import star
-from fsdpcore.collectives.algorithms import ALGORITHMS, Algorithm, Terms
-from fsdpcore.collectives.costs import format_table, parse_table, read_table, shipped, write_table
-from fsdpcore.collectives.measure import QUICK, Timing, fastest, fit, fit_own, measure
-from fsdpcore.collectives.overrides import parse
-from fsdpcore.collectives.select import choose
-from fsdpcore.config import resolve
-from fsdpcore.errors import ConfigError
-from fsdpcore.policy import Costs, Measured, Ranges, Tuning
+from fsdpcore.collectives.algorithms import star
+from fsdpcore.collectives.algorithms.table import ALGORITHMS, Algorithm, Terms
+from fsdpcore.collectives.selection.choose import choose
+from fsdpcore.collectives.selection.costs import (
+    format_table,
+    parse_table,
+    read_table,
+    shipped,
+    write_table,
+)
+from fsdpcore.collectives.selection.measure import QUICK, Timing, fastest, fit, fit_own, measure
+from fsdpcore.collectives.selection.overrides import parse
+from fsdpcore.comm import registry
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.policy import Costs, Measured, Ranges, Tuning
+from fsdpcore.launch.config import resolve
 
 # Tables.
 

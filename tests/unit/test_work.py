@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdpcore.errors import (
+from fsdpcore.core.errors import (
     ArgumentError,
     ClosedError,
     CommTimeoutError,
@@ -19,7 +19,7 @@ from fsdpcore.errors import (
     PeerFailedError,
     StateError,
 )
-from fsdpcore.work import Deadline, OrderedExecutor, Pending, TaskWork, fresh
+from fsdpcore.core.work import Deadline, OrderedExecutor, Pending, TaskWork, fresh
 
 
 @pytest.mark.parametrize("seconds", [-1, -0.001, math.nan, "1", None, [1]])

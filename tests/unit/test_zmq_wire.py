@@ -7,7 +7,7 @@ import json
 import struct
 
 import pytest
-from fsdpcore.transports.zmq_wire import (
+from fsdpcore.transports.zmq.wire import (
     MAX_INLINE,
     MAX_SEGMENT,
     Frame,
@@ -23,7 +23,7 @@ from fsdpcore.transports.zmq_wire import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpcore.errors import ProtocolError
+from fsdpcore.core.errors import ProtocolError
 
 # magic, version, kind, signature length, channel, tag, message, size, offset
 LAYOUT = "<4sBBHQQQQQ"

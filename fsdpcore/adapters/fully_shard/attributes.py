@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.array_module import array_module
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.fsdp.boxes import BoxShard
-from fsdpcore.fsdp.spec import Spec
+from fsdpcore.core.array_module import array_module
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.boxes import BoxShard
+from fsdpcore.fsdp.units.spec import Spec
 
 MISSING: Any = object()  # there is nothing in that place
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from fsdpcore.adapters.fully_shard.attributes import MISSING, Found, Place, is_parameter
 from fsdpcore.adapters.fully_shard.guards import Placeholder
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError
 
 # Called with a layer and a parameter's name there.
 GradientOf = Callable[[Any, str], Any]

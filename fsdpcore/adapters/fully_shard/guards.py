@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from fsdpcore.adapters.fully_shard.attributes import MARK, MISSING, remove, slot_of, store, stored
-from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.core.errors import ArgumentError, StateError
 
 # What to do instead of calling a method, given the call without its arguments left to pass.
 Run = Callable[[Callable[[], Any]], Any]

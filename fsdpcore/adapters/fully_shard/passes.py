@@ -13,13 +13,13 @@ from fsdpcore.adapters.fully_shard.attributes import attributes
 from fsdpcore.adapters.fully_shard.gradients import GradientOf
 from fsdpcore.adapters.fully_shard.units import LayerUnit, Parameter
 from fsdpcore.adapters.trees import detached_from, overlaps
-from fsdpcore.array_module import array_module
-from fsdpcore.buffers import Array
-from fsdpcore.errors import StateError
-from fsdpcore.fsdp.checks import rounds_into
+from fsdpcore.core.array_module import array_module
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import rounds_into
+from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.engine import FSDP
-from fsdpcore.fsdp.unit import ParamState
-from fsdpcore.fsdp.views import Gradients
+from fsdpcore.fsdp.units.unit import ParamState
+from fsdpcore.fsdp.units.views import Gradients
 
 Use = Literal["", "forward", "backward", "gathered"]
 

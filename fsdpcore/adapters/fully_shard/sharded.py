@@ -14,11 +14,11 @@ from fsdpcore.adapters.fully_shard.gradients import GradientOf
 from fsdpcore.adapters.fully_shard.guards import Guard, change_class, guarded_class
 from fsdpcore.adapters.fully_shard.passes import LayerPasses
 from fsdpcore.adapters.fully_shard.units import LayerUnit, Patterns, layer_units
-from fsdpcore.backend import Backend
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError, StateError
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.engine import FSDP
-from fsdpcore.fsdp.step import Step
+from fsdpcore.fsdp.step.step import Step
 
 
 def fully_shard(

@@ -14,11 +14,11 @@ import numpy as np
 from fsdpcore.adapters.fully_shard.attributes import Found, Place, array_of, arrays_of, slots_of
 from fsdpcore.adapters.fully_shard.gradients import Convention, GradientOf, GradientPlace
 from fsdpcore.adapters.fully_shard.guards import Placeholder
-from fsdpcore.buffers import Array
-from fsdpcore.errors import ArgumentError
-from fsdpcore.foreign import is_foreign
-from fsdpcore.fsdp.boxes import ArrayBox
-from fsdpcore.fsdp.unit import Unit
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.foreign import is_foreign
+from fsdpcore.core.geometry.boxes import ArrayBox
+from fsdpcore.fsdp.units.unit import Unit
 
 
 @dataclass(eq=False)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from fsdpcore.array_module import array_module, on_host
-from fsdpcore.errors import ArgumentError, ConfigError
-from fsdpcore.fsdp.checks import as_finite, as_int
+from fsdpcore.core.array_module import array_module, on_host
+from fsdpcore.core.checks import as_finite, as_int
+from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.fsdp.optim.arrays import check_arrays, check_names, round_into
 from fsdpcore.fsdp.optim.base import check_piece
 from fsdpcore.fsdp.optim.blocks import Matrices

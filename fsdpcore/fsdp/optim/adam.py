@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.array_module import on_host
-from fsdpcore.errors import ConfigError
+from fsdpcore.core.array_module import on_host
+from fsdpcore.core.errors import ConfigError
 from fsdpcore.fsdp.optim import kernels
 from fsdpcore.fsdp.optim.base import Optimizer, decayed, ema
 from fsdpcore.fsdp.optim.formulas import ADAM, Update

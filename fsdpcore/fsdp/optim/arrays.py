@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.array_module import address, array_module, on_host, place
-from fsdpcore.errors import ArgumentError
+from fsdpcore.core.array_module import address, array_module, on_host, place
+from fsdpcore.core.errors import ArgumentError
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _UPDATED = (np.dtype(np.float32), np.dtype(np.float64))

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from fsdpcore.array_module import array_module, on_host
-from fsdpcore.errors import ArgumentError, ConfigError
-from fsdpcore.fsdp.checks import as_finite, as_int
-from fsdpcore.fsdp.gpu_pass import run_pass
+from fsdpcore.core.array_module import array_module, on_host
+from fsdpcore.core.checks import as_finite, as_int
+from fsdpcore.core.errors import ArgumentError, ConfigError
+from fsdpcore.fsdp.gpu.kernel import run_pass
 from fsdpcore.fsdp.optim.arrays import (
     check_arrays,
     check_dtype,

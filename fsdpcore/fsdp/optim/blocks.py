@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpcore.fsdp.boxes import ArrayBox
+from fsdpcore.core.geometry.boxes import ArrayBox
 
 
 class Matrices(NamedTuple):

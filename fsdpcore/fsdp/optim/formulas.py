@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from fsdpcore.fsdp.gpu_pass import Formula
+from fsdpcore.fsdp.gpu.kernel import Formula
 
 
 @dataclass(frozen=True)

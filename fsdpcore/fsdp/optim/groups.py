@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdpcore.errors import ArgumentError, ConfigError
-from fsdpcore.fsdp.boxes import ArrayBox
-from fsdpcore.fsdp.layout import FlatLayout, Piece
+from fsdpcore.comm.registry import nearest
+from fsdpcore.core.errors import ArgumentError, ConfigError
+from fsdpcore.core.geometry.boxes import ArrayBox
+from fsdpcore.core.geometry.layout import FlatLayout, Piece
 from fsdpcore.fsdp.optim.base import Optimizer
 from fsdpcore.fsdp.optim.pieces import PieceSpec
-from fsdpcore.registry import nearest
 
 _ALL = "*"
 _SHOWN = 5

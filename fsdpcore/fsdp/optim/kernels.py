@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from fsdpcore.errors import MissingDependencyError
+from fsdpcore.core.errors import MissingDependencyError
 
 Kernel = Callable[..., None]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.array_module import array_module
+from fsdpcore.core.array_module import array_module
 from fsdpcore.fsdp.optim.blocks import Block, Matrices, blocks, placed
 from fsdpcore.fsdp.optim.pieces import ShardPiece
 

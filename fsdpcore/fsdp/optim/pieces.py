@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.fsdp.boxes import ArrayBox
+from fsdpcore.core.geometry.boxes import ArrayBox
 
 Reduce = Callable[[NDArray[np.float64]], None]
 """Sums a 1-D array in place over the ranks that share the parameters.

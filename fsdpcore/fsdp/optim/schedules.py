@@ -16,8 +16,8 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from fsdpcore.errors import ConfigError
-from fsdpcore.fsdp.checks import as_finite, as_int
+from fsdpcore.core.checks import as_finite, as_int
+from fsdpcore.core.errors import ConfigError
 
 
 class Schedule(ABC):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.errors import ConfigError
+from fsdpcore.core.errors import ConfigError
 from fsdpcore.fsdp.optim import formulas
 from fsdpcore.fsdp.optim.base import Optimizer, decayed
 

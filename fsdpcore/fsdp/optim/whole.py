@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 
 from numpy.typing import DTypeLike, NDArray
 
-from fsdpcore.errors import UnsupportedError
+from fsdpcore.core.errors import UnsupportedError
 from fsdpcore.fsdp.optim.base import Optimizer
 from fsdpcore.fsdp.optim.pieces import Reduce, ShardPiece
 

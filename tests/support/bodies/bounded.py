@@ -8,7 +8,7 @@ import numpy as np
 from support.arrays import check_same
 
 import fsdpcore as fc
-from fsdpcore.work import MAX_QUEUED
+from fsdpcore.core.work import MAX_QUEUED
 
 
 def more_than_fit(backend: fc.Backend) -> None:

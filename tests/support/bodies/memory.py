@@ -18,7 +18,7 @@ from support.arrays import Array, array_of, arrays_of, check_same
 from support.spmd import meet
 
 import fsdpcore as fc
-from fsdpcore.collectives import area
+from fsdpcore.collectives.shared import region
 
 # Bytes of an input: what goes through one step, a room, a block of a reduction; and around them.
 AT_ONCE, ROOM, BLOCK = 8 * 1024, 256 * 1024, 512 * 1024
@@ -179,7 +179,7 @@ def slow_readers(seed: int) -> Iterator[None]:
 
     For ranks that are processes: what is changed here, threads have in common.
     """
-    chance, borrowed = random.Random(seed), area.Area.borrowed
+    chance, borrowed = random.Random(seed), region.SharedRegion.borrowed
 
     def late(self: Any, *args: Any, **options: Any) -> Any:
         found = borrowed(self, *args, **options)
@@ -187,11 +187,11 @@ def slow_readers(seed: int) -> Iterator[None]:
             time.sleep(0.003 * chance.random())
         return found
 
-    area.Area.borrowed = late  # type: ignore[method-assign]
+    region.SharedRegion.borrowed = late  # type: ignore[method-assign]
     try:
         yield
     finally:
-        area.Area.borrowed = borrowed  # type: ignore[method-assign]
+        region.SharedRegion.borrowed = borrowed  # type: ignore[method-assign]
 
 
 def input_may_change_at_once(backend: fc.Backend) -> None:
@@ -255,7 +255,7 @@ def as_on_a_weak_memory_model(backend: fc.Backend) -> None:
         for number in range(40):
             lent.run_case(group, random_case(group.world_size, number), str(number))
         found = group.link.area if group.link is not None else None
-        if type(found) is area.Area:
+        if type(found) is region.SharedRegion:
             assert found.fence is not None
             assert not found.express
         for number in range(300):

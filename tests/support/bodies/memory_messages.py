@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports import zmq_memory
+from fsdpcore.transports.zmq import memory as zmq_memory
 from support import oracle
 from support.arrays import check_same
 from support.bodies import memory_failures, soak

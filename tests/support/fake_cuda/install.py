@@ -31,7 +31,7 @@ def installed(
     """Have ``cupy`` be the stand-in, with so many GPUs.
 
     Modules that are imported within and have it as ``cupy`` are forgotten at the end, as are the
-    modules named by ``forget`` and ``fsdpcore.transports.nccl*`` and ``cuda_device``: the next one
+    modules named by ``forget`` and ``fsdpcore.transports.nccl.*``: the next one
     who imports them gets new ones. At the end, unless ``check`` is false or the body raised:
     work that failed, races, misuses, and communicators that nobody ended raise ``AssertionError``.
     ``nccl_at`` is "there", "unavailable" (``nccl.available`` is false) or "missing" (cannot be
@@ -86,7 +86,7 @@ def _is_bound(module: Any) -> bool:
 
 def _forget(named: Sequence[str]) -> None:
     for name in list(sys.modules):
-        ours = name.startswith((f"{_OURS}nccl", f"{_OURS}cuda_device"))
+        ours = name.startswith(f"{_OURS}nccl")
         if ours or name in named:
             module = sys.modules.pop(name)
             parent, _, last = name.rpartition(".")

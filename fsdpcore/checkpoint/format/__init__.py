@@ -1,0 +1,1 @@
+"""The bytes of a checkpoint: headers, metadata, markers; written, and read with every check."""

@@ -1,0 +1,1 @@
+"""Checkpoints without ranks: export, import, rewrite, compare, verify."""

@@ -1,0 +1,85 @@
+"""``import_safetensors``: parameters from files of others, as a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from numpy.typing import DTypeLike
+
+from fsdpcore.checkpoint.format.strict_json import check_json
+from fsdpcore.checkpoint.interchange.array_sources import Progress
+from fsdpcore.checkpoint.interchange.safetensors_source import SafetensorsSource
+from fsdpcore.checkpoint.interchange.selection import Renaming, Selection
+from fsdpcore.checkpoint.plan.flat_shards import by_rank, by_size
+from fsdpcore.checkpoint.save.step_writing import About, StepWriting
+from fsdpcore.checkpoint.storage.protocol import Saved
+from fsdpcore.checkpoint.storage.storage import StoragePath, open_storage
+from fsdpcore.core.checks import as_int
+from fsdpcore.core.errors import ArgumentError
+
+
+def import_safetensors(
+    source: str | os.PathLike[str],
+    path: StoragePath,
+    step: int = 0,
+    *,
+    world_size: int | None = None,
+    max_file_size: int | None = None,
+    names: str | Iterable[str] | None = None,
+    rename: Renaming | None = None,
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    dtype: DTypeLike | None = None,
+    extra: Any = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Saved:
+    """Make a checkpoint of arrays in safetensors files; blocks.
+
+    It has parameters only: an engine loads it with ``optimizer=False``. Streamed, in less than
+    64 MiB beyond what the names of all arrays take.
+
+    Args:
+        source: a file; the index of several in the layout of Hugging Face; or a folder with
+            either, or with any safetensors files, which have no name in common.
+        path: a folder of steps.
+        step: of the checkpoint.
+        world_size: write files as an engine of so many ranks would; by default one.
+        max_file_size: bytes of arrays in a file, instead of ``world_size``.
+        names: patterns (of the shell) of the arrays to take; by default all.
+        rename: new names by old ones, or a function; see ``Selection``.
+        strip_prefix, add_prefix: of names.
+        dtype: floating arrays are rounded to it, a real floating one; the others keep theirs.
+        extra: see ``save``.
+        overwrite: replace the step if there is one.
+        progress: called with the bytes that are written and those in all.
+
+    Raises:
+        ArgumentError: something makes no sense, there is no such file, a dtype that NumPy does
+            not have, or the step is there.
+        CorruptCheckpointError: a file is no valid safetensors file, or the index does not fit.
+        CheckpointError: something could not be read or written. ``path`` is as it was.
+    """
+    as_int(step, "step", minimum=0)
+    check_json(extra, "extra")
+    if world_size is not None and max_file_size is not None:
+        raise ArgumentError("give world_size or max_file_size, not both")
+    storage = open_storage(path)
+    found = SafetensorsSource(source)
+    taken = Selection(
+        names,
+        rename=rename,
+        strip_prefix=strip_prefix,
+        add_prefix=add_prefix,
+        dtype=dtype,
+    ).of(found)
+    arrays = {name: each.array for name, each in taken.items()}
+    if max_file_size is not None:
+        files = by_size(arrays, as_int(max_file_size, "max_file_size", minimum=1))
+    else:
+        ranks = 1 if world_size is None else as_int(world_size, "world_size", minimum=1)
+        files = by_rank(arrays, ranks)
+    writing = StepWriting(storage, step, found, taken, overwrite=overwrite)
+    return writing.run(files, About(extra=extra), progress)

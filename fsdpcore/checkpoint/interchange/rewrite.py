@@ -1,0 +1,105 @@
+"""``rewrite``: a checkpoint written anew for another number of ranks, without any rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.checkpoint.format.generators import states_of
+from fsdpcore.checkpoint.interchange.array_sources import Progress, opened_step
+from fsdpcore.checkpoint.interchange.selection import Selection
+from fsdpcore.checkpoint.plan.flat_shards import by_rank
+from fsdpcore.checkpoint.save.step_writing import About, StepWriting
+from fsdpcore.checkpoint.storage.protocol import Saved
+from fsdpcore.checkpoint.storage.storage import StoragePath, open_storage
+from fsdpcore.core.checks import as_int
+from fsdpcore.core.errors import ArgumentError
+
+
+def rewrite(
+    path: StoragePath,
+    target: StoragePath,
+    world_size: int,
+    *,
+    step: int | None = None,
+    names: str | Iterable[str] | None = None,
+    overwrite: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Saved:
+    """Write a step anew as an engine of ``world_size`` ranks would have saved it; blocks.
+
+    No load needs this: each takes what was saved on any number of ranks. It is for copies that go
+    elsewhere, for one file in place of many (``world_size=1``), and for readers that want a file
+    for each rank. Streamed, in less than 64 MiB beyond what the names of all arrays take.
+
+    Step, info, extra and metrics stay as they are. A generator of a rank that there was not gets
+    the state that ``load`` would give it; those of ranks that there are no more are dropped.
+
+    Args:
+        path: a folder of steps, or that of one.
+        target: another folder of steps.
+        world_size: number of ranks; those that would have nothing get no file.
+        step: which one; by default the newest that is valid.
+        names: patterns (of the shell) of the arrays to take; by default all.
+        overwrite: replace the step if ``target`` has it.
+        threads: that read.
+        progress: called with the bytes that are written and those in all.
+
+    Raises:
+        ArgumentError: something makes no sense, or the step is in ``target``.
+        CheckpointNotFoundError: there is no such checkpoint.
+        CorruptCheckpointError: it is damaged. ``target`` is as it was.
+        CheckpointError: it could not be read or written; likewise.
+    """
+    ranks = as_int(world_size, "world_size", minimum=1)
+    storage = open_storage(target)
+    with opened_step(path, step, threads) as source:
+        if source.what == f"{storage.path}/{source.name}":
+            raise ArgumentError(
+                f"{storage.path} is where the step is; rewrite it to another folder"
+            )
+        metadata = source.metadata
+        taken = Selection(names).of(source)
+        files = by_rank({name: each.array for name, each in taken.items()}, ranks)
+        info = copy.deepcopy(metadata.info)
+        if "world_size" in info:
+            info["world_size"] = ranks
+        told = spread(metadata.ranks, ranks)
+        about = About(info, metadata.extra, metadata.metrics, told)
+        writing = StepWriting(storage, metadata.step, source, taken, overwrite=overwrite)
+        return writing.run(files, about, progress)
+
+
+def spread(ranks: Sequence[Any], world_size: int) -> list[Any]:
+    """Return what ``world_size`` ranks have of what is saved of each rank: see ``restore``.
+
+    Raises:
+        ArgumentError: a generator cannot jump ahead.
+    """
+    found = []
+    for rank in range(world_size):
+        told = copy.deepcopy(ranks[rank % len(ranks)])
+        jumps = rank // len(ranks)
+        if jumps and isinstance(told, dict) and isinstance(told.get("generators"), dict):
+            states = told["generators"]
+            told["generators"] = {name: _jumped(name, states[name], jumps) for name in states}
+        found.append(told)
+    return found
+
+
+def _jumped(name: str, state: Any, jumps: int) -> Any:
+    kind = state.get("bit_generator") if isinstance(state, Mapping) else None
+    maker = getattr(np.random, kind, None) if isinstance(kind, str) else None
+    if not hasattr(maker, "jumped"):
+        raise ArgumentError(
+            f"generator {name!r} is a {kind}, which cannot jump ahead, so that there is no state "
+            "for more ranks than there were"
+        )
+    assert maker is not None
+    bits = maker()
+    bits.state = state
+    return states_of({name: np.random.Generator(bits.jumped(jumps))})[name]

@@ -1,0 +1,185 @@
+"""Safetensors files of others as a source of arrays: one, several, or those of an index."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from fsdpcore.checkpoint.format.building import MAX_DIMENSIONS
+from fsdpcore.checkpoint.format.dtypes import CODES
+from fsdpcore.checkpoint.format.header import Header, read_header
+from fsdpcore.checkpoint.format.strict_json import decode, short
+from fsdpcore.checkpoint.interchange.array_sources import ArraySource, Described, Filled
+from fsdpcore.core.buffers import byte_view
+from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError, in_words
+
+INDEX_ENDING = ".safetensors.index.json"
+ENDING = ".safetensors"
+
+_MAX_INDEX_BYTES = 1 << 28
+
+
+class _Place(NamedTuple):
+    """Where an array lies: file and first byte."""
+
+    path: Path
+    offset: int
+
+
+class SafetensorsSource(ArraySource):
+    """The arrays in safetensors files. Nothing is verified but that headers and sizes fit.
+
+    Args:
+        path: a file, an index, or a folder with either.
+
+    Raises:
+        ArgumentError: there is no such file, or a dtype that NumPy does not have.
+        CorruptCheckpointError: a file is no valid safetensors file, or the index does not fit.
+        CheckpointError: something could not be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.what = os.fspath(path)
+        self._found: dict[str, Described] = {}
+        self.arrays = self._found
+        self._places: dict[str, _Place] = {}
+        index, files = _files_of(Path(path))
+        for file in files:
+            self._add(file, _header_of(file))
+        if index is not None:
+            self._check_index(index)
+
+    def _add(self, file: Path, header: Header) -> None:
+        for name, code, shape, _, offset in header.entries:
+            if name in self._places:
+                raise CorruptCheckpointError(
+                    f"{short(name)} is in {self._places[name].path.name} and in {file.name}"
+                )
+            if code not in CODES:
+                raise ArgumentError(
+                    f"{file}: {short(name)} has the dtype {code}, of less than a byte, which NumPy "
+                    "does not have"
+                )
+            if len(shape) > MAX_DIMENSIONS:
+                raise ArgumentError(
+                    f"{file}: {short(name)} has {len(shape)} axes, more than the {MAX_DIMENSIONS} "
+                    "of NumPy"
+                )
+            self._found[name] = Described(CODES[code], shape)
+            self._places[name] = _Place(file, offset)
+
+    def _check_index(self, index: dict[str, str]) -> None:
+        for name, file in index.items():
+            place = self._places.get(name)
+            if place is None or place.path.name != file:
+                raise CorruptCheckpointError(
+                    f"{self.what}: by the index {short(name)} is in {short(file)}, but it is not"
+                )
+        for name in self._places:
+            if name not in index:
+                raise CorruptCheckpointError(
+                    f"{self.what}: {short(name)} is in {self._places[name].path.name}, but not in "
+                    "the index"
+                )
+
+    def check(self, names: Iterable[str]) -> None:
+        pass  # all of an array is there, or its file is refused
+
+    def fill(self, parts: Sequence[Filled]) -> None:
+        by_file: dict[Path, list[Filled]] = {}
+        for part in parts:
+            by_file.setdefault(self._places[part.name].path, []).append(part)
+        for file, here in by_file.items():
+            with _opened(file) as fd:
+                for name, start, array in here:
+                    offset = self._places[name].offset + start * array.itemsize
+                    _read_into(fd, offset, byte_view(array).data, file)
+
+
+def _files_of(path: Path) -> tuple[dict[str, str] | None, list[Path]]:
+    """Return the index, if there is one, and the files."""
+    if path.is_dir():
+        names = sorted(each for each in os.listdir(path) if not each.startswith("."))
+        indexes = [each for each in names if each.endswith(INDEX_ENDING)]
+        if len(indexes) > 1:
+            raise ArgumentError(
+                f"{path} has several indexes: {', '.join(indexes)}; name the one that is meant"
+            )
+        if not indexes:
+            files = [path / each for each in names if each.endswith(ENDING)]
+            if not files:
+                raise ArgumentError(f"{path} has no file that ends with {ENDING}")
+            return None, files
+        path = path / indexes[0]
+    if not path.name.endswith(".json"):
+        return None, [path]
+    index = _read_index(path)
+    return index, [path.parent / each for each in dict.fromkeys(index.values())]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    with _opened(path) as fd:
+        size = os.fstat(fd).st_size
+        if size > _MAX_INDEX_BYTES:
+            raise CorruptCheckpointError(f"{path} has {size} bytes, too many for an index")
+        data = bytearray(size)
+        _read_into(fd, 0, memoryview(data), path)
+    told = decode(bytes(data), str(path))
+    index = told.get("weight_map") if isinstance(told, dict) else None
+    if not isinstance(index, dict) or not index:
+        raise CorruptCheckpointError(f"{path} has no weight_map, so that it is no index")
+    for name, file in index.items():
+        # A plain name, so that no index leads to files elsewhere.
+        plain = isinstance(file, str) and file not in ("", ".", "..")
+        if not plain or any(each in file for each in "/\\\0"):
+            raise CorruptCheckpointError(
+                f"{path}: the file of {short(name)} is {short(file)}, which is no plain name"
+            )
+    return index
+
+
+def _header_of(file: Path) -> Header:
+    with _opened(file) as fd:
+
+        def read_at(offset: int, count: int) -> bytes:
+            data = bytearray(count)
+            _read_into(fd, offset, memoryview(data), file)
+            return bytes(data)
+
+        try:
+            return read_header(read_at, os.fstat(fd).st_size)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{file}: {error}") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        # NONBLOCK: opening a FIFO would wait for somebody at its other end.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise ArgumentError(f"there is no file {path}") from None
+        raise CheckpointError(f"{path} cannot be read: {in_words(error)}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ArgumentError(f"{path} is no regular file")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_into(fd: int, offset: int, data: memoryview, path: Path) -> None:
+    while data.nbytes:
+        try:
+            count = os.preadv(fd, [data], offset)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {in_words(error)}") from error
+        if not count:
+            raise CorruptCheckpointError(f"{path} was cut off while it was read")
+        data, offset = data[count:], offset + count

@@ -1,0 +1,1 @@
+"""Loading: find, plan, read, verify, pass on."""

@@ -1,0 +1,82 @@
+"""``load``: any number of ranks reads what it needs of a checkpoint, straight into its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdpcore.checkpoint.format.generators import Generators
+from fsdpcore.checkpoint.load.loading import Loaded as Loaded
+from fsdpcore.checkpoint.load.loading import Loading, Request
+from fsdpcore.checkpoint.load.talk import TIMEOUT
+from fsdpcore.checkpoint.plan.describe import Engine
+from fsdpcore.checkpoint.plan.shards import State
+from fsdpcore.checkpoint.storage.storage import StoragePath
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.checks import as_positive
+from fsdpcore.core.errors import ArgumentError
+
+
+def load(
+    path: StoragePath,
+    target: Engine | State,
+    backend: Backend,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    optimizer: bool = True,
+    cast: bool = False,
+    generators: Generators | None = None,
+    names: str | Iterable[str] | None = None,
+    threads: int | None = None,
+    timeout: float | None = None,
+) -> Loaded:
+    """Load a checkpoint, however it was sharded when it was saved; a collective, which blocks.
+
+    Ranks, strategy and mesh may be others than those that saved it, or none.
+
+    Every rank reads the bytes that it needs, straight into its arrays, or by way of a window of
+    the host's memory to those on a GPU, and checks them. What
+    several ranks need small parts of is read by one of them and passed on. All ranks first check
+    that everything fits; then they read. Beyond the arrays a rank needs less than 64 MiB, and what
+    the names of all arrays take.
+
+    Args:
+        path: where ``save`` put it; or the folder of one step.
+        target: an engine; or a mapping from names to writable arrays, ``ShardedArray`` or
+            ``BoxShard``, which are filled in place, in NumPy or on ``backend.device``. Ranks may
+            have different names, and parts of arrays that overlap or leave something out; but no
+            two of a rank share memory.
+        backend: all ranks that call; with a mesh those of all its axes, the tensor-parallel ones
+            included.
+        step: which one, else it is an error; by default the newest that is valid. If the arrays of
+            that turn out to be damaged, the next older one is loaded; but none is passed over that
+            the system cannot read at the moment.
+        strict: names that are missing or unexpected, and elements that are not stored, are an
+            error; else they are returned.
+        optimizer: False leaves optimizer state, number of steps and loss scale as they are.
+        cast: round values to the dtypes of the target; else another dtype is an error.
+        generators: random generators by name, to go on as those that were saved; a rank takes
+            the state of the same rank. See ``generators.restore`` for more ranks than saved.
+        names: patterns (of the shell) of the arrays to load; the others, the number of steps and
+            the loss scale stay as they are.
+        threads: that read, on this rank; by default as many as there are cores for it, at most 4.
+        timeout: seconds to wait for the slowest rank's disk; by default 1800.
+
+    Raises:
+        ArgumentError: something does not fit, on some rank; on all ranks, and nothing was changed
+            unless the message says so.
+        StateError: inside of a step of the engine.
+        CheckpointNotFoundError: there is no checkpoint, or not that one.
+        CorruptCheckpointError: none is valid, or not that one. On all ranks, as is CheckpointError.
+        CheckpointError: it could not be read, or one that may be newer; or it does not have what is
+            wanted, or not all that was read of a newer one which is damaged. Where arrays may be
+            half overwritten the message says so, and ``engine.torn`` is set.
+        CommunicationError: a rank is gone.
+    """
+    if not isinstance(backend, Backend):
+        raise ArgumentError(
+            f"load takes (path, target, backend), got {type(backend).__name__} as backend"
+        )
+    request = Request(step, strict, optimizer, cast, names, generators, threads)
+    limit = TIMEOUT if timeout is None else as_positive(timeout, "timeout")
+    return Loading(backend, request, limit).run(path, target)

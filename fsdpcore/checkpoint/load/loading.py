@@ -1,0 +1,414 @@
+"""One call of ``load``: all ranks agree, read, agree again; or try an older step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpcore.checkpoint.format.generators import Generators, restore, states_of
+from fsdpcore.checkpoint.load.finding import Finder, Which, chosen_step
+from fsdpcore.checkpoint.load.finding_together import Shared, find_together
+from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
+from fsdpcore.checkpoint.load.shared_reads import read_all
+from fsdpcore.checkpoint.plan.batches import Batch, planned
+from fsdpcore.checkpoint.plan.catalog import Catalog
+from fsdpcore.checkpoint.plan.describe import Engine, check_ranks, is_engine
+from fsdpcore.checkpoint.plan.memory_overlaps import check_disjoint
+from fsdpcore.checkpoint.plan.shards import Shard, State, checked_state
+from fsdpcore.checkpoint.plan.targets import (
+    Matched,
+    checked_patterns,
+    chosen,
+    is_tied,
+    listed,
+    match,
+)
+from fsdpcore.checkpoint.storage.steps import Skipped, StepName
+from fsdpcore.checkpoint.storage.storage import Storage, StoragePath
+from fsdpcore.collectives import all_reduce
+from fsdpcore.collectives.agree import agree
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.checks import as_int
+from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError
+from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX, Progress
+
+_UNTOUCHED = "Nothing was changed on any rank"
+_TORN = (
+    "What was loaded into may be half overwritten: do not go on with it before a load has succeeded"
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded; all but the bytes is the same on all ranks.
+
+    Attributes:
+        step: of the checkpoint.
+        name: of its directory.
+        extra, metrics: what the user saved with it.
+        info: what the engine saved; its number of steps and loss scale.
+        missing: arrays of the target that are not in the checkpoint; they stayed as they were.
+        unexpected: arrays of the checkpoint that no rank has.
+        uncovered: arrays of which elements are not in the checkpoint; these stayed as they were.
+        skipped: newer checkpoints that are not valid, with the reasons.
+        bytes_read: of arrays, by this rank, from files.
+        bytes_needed: of arrays, for this rank.
+        bytes_beside: of headers and checksums, by this rank.
+    """
+
+    step: int
+    name: str
+    extra: Any
+    metrics: Mapping[str, float]
+    info: Mapping[str, Any]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    uncovered: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+    bytes_read: int
+    bytes_needed: int
+    bytes_beside: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``load``."""
+
+    step: int | None
+    strict: bool
+    optimizer: bool
+    cast: bool
+    names: str | Iterable[str] | None
+    generators: Generators | None
+    threads: int | None
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What a checkpoint has for this rank.
+
+    Attributes:
+        catalog: of its pieces.
+        batches: what to read.
+        matched: to which tensors the arrays belong.
+        uncovered: names of arrays of which elements are not stored.
+        generators: as they were saved.
+    """
+
+    catalog: Catalog
+    batches: list[Batch]
+    matched: Matched
+    uncovered: tuple[str, ...]
+    generators: Mapping[str, np.random.Generator]
+
+
+class _Gaps(NamedTuple):
+    """See ``Loaded``."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    uncovered: tuple[str, ...]
+
+
+class Loading:
+    """One call of ``load``.
+
+    Args:
+        backend: all ranks.
+        request: what is wanted.
+        timeout: seconds to wait for the slowest rank.
+    """
+
+    def __init__(self, backend: Backend, request: Request, timeout: float) -> None:
+        self._backend = backend
+        self._request = request
+        self._timeout = timeout
+        self._which: Which = None
+        self._patterns: list[str] | None = None
+        self._state: dict[str, Shard] = {}
+        self._ties: Mapping[str, str] = {}
+        self._engine: Engine | None = None
+        self._was_torn = False
+        self._left: set[str] | None = None
+        self._read_last = ""
+        self._threads = 1
+
+    @property
+    def _ending(self) -> str:
+        return _TORN if self._read_last else _UNTOUCHED
+
+    def run(self, path: StoragePath, target: Engine | State) -> Loaded:
+        """Load; a collective, which blocks. The errors are those of ``load``."""
+        with ExitStack() as stack:
+            storage = self._begin(path, target, stack)
+            finder = None
+            if self._backend.rank == 0:
+                finder = stack.enter_context(Finder(storage, self._which))
+            found, fit, loaded = self._newest(storage, finder)
+            error: Exception | None = None
+            try:
+                stack.close()  # which writes what an engine keeps in files
+            except Exception as caught:
+                error = caught
+        what = f"load of {found.name}"
+        agree(self._backend, what, error, timeout=self._timeout, ending=self._ending)
+        self._finish(loaded, fit)
+        return loaded
+
+    # Before anything is read.
+
+    def _begin(self, path: StoragePath, target: Engine | State, stack: ExitStack) -> Storage:
+        """Check the arguments, on all ranks, and open the engine for writing."""
+        storage = self._checked(path, target)
+        error, told = None, ""
+        try:
+            self._open(target, stack)
+            names = list(self._state)
+            told = json.dumps([each for each in self._patterns or () if chosen(names, [each])])
+        except Exception as caught:
+            error = caught
+        replies = agree(
+            self._backend, "load", error, told, timeout=self._timeout, ending=_UNTOUCHED
+        )
+        fits = {pattern for reply in replies for pattern in json.loads(reply)}
+        idle = [each for each in self._patterns or () if each not in fits]
+        if idle:
+            raise ArgumentError(
+                f"load: no rank has an array whose name fits {listed(idle)}. {_UNTOUCHED}"
+            )
+        return storage
+
+    def _checked(self, path: StoragePath, target: Engine | State) -> Storage:
+        """Check the arguments, before the engine is opened, in which ranks wait for each other."""
+        request, error, told = self._request, None, ""
+        storage: Storage | None = None
+        try:
+            check_ranks(target, self._backend)
+            storage, self._which = chosen_step(path, request.step)
+            if request.generators is not None:
+                states_of(request.generators)  # for the types
+            self._threads = usual_threads(self._backend)
+            if request.threads is not None:
+                self._threads = as_int(request.threads, "threads", minimum=1)
+            self._patterns = checked_patterns(request.names)
+            told = self._told(target)
+        except Exception as caught:
+            error = caught
+        replies = agree(
+            self._backend, "load", error, told, timeout=self._timeout, ending=_UNTOUCHED
+        )
+        options = sorted(set(replies))
+        if len(options) > 1:
+            raise ArgumentError(
+                f"load: the ranks differ in step, strict, optimizer, cast, names or the kind of "
+                f"target: {' and '.join(options[:2])}. {_UNTOUCHED}"
+            )
+        assert storage is not None
+        return storage
+
+    def _open(self, target: Engine | State, stack: ExitStack) -> None:
+        state: object = target
+        if is_engine(target):
+            state = stack.enter_context(target.writing_state(optimizer=self._request.optimizer))
+            self._engine, self._was_torn = target, target.torn
+        scalars = isinstance(state, Mapping) and [
+            name for name, each in state.items() if isinstance(each, np.generic)
+        ]
+        if scalars:
+            raise ArgumentError(
+                f"{listed(scalars)} are scalars, which cannot be filled; give 0-d arrays"
+            )
+        device = self._backend.device
+        arrays = checked_state(state, device)
+        self._ties = getattr(state, "info", {}).get("ties") or {}
+        self._state = {name: arrays[name] for name in chosen(list(arrays), self._patterns)}
+        check_disjoint(
+            {name: each for name, each in self._state.items() if not is_tied(name, self._ties)},
+            device,
+        )
+
+    def _told(self, target: Engine | State) -> str:
+        request = self._request
+        flags = [bool(each) for each in (request.strict, request.optimizer, request.cast)]
+        which = self._which
+        step = which.name if isinstance(which, StepName) else which
+        return json.dumps([step, *flags, self._patterns, is_engine(target)])
+
+    # One checkpoint after the other.
+
+    def _newest(self, storage: Storage, finder: Finder | None) -> tuple[Shared, _Fit, Loaded]:
+        while True:
+            found = find_together(finder, self._backend, timeout=self._timeout, ending=self._ending)
+            fit, gaps = self._fitted(found)
+            files = FileSet(storage, found.name, fit.catalog, self._threads)
+            problem = self._read(files, fit, gaps, found)
+            if problem is None:
+                return found, fit, self._loaded(found, fit, gaps, files)
+            if finder is not None:
+                finder.skip(found.name, problem)
+
+    def _fitted(self, found: Shared) -> tuple[_Fit, _Gaps]:
+        """Find out what to read, and agree on what does not fit."""
+        what = f"load of {found.name}"
+        fit: _Fit | None = None
+        error: Exception | None = None
+        told = ""
+        try:
+            fit = self._fit(found)
+            told = json.dumps([fit.matched.missing, fit.uncovered])
+        except Exception as caught:
+            error = caught
+        replies = agree(
+            self._backend, what, error, told, timeout=self._timeout, ending=self._ending
+        )
+        assert fit is not None
+        every = [json.loads(reply) for reply in replies]
+        missing, uncovered = (
+            tuple(dict.fromkeys(itertools.chain.from_iterable(each)))
+            for each in zip(*every, strict=True)
+        )
+        gaps = _Gaps(missing, self._unexpected(fit), uncovered)
+        if self._request.strict:
+            self._check_fit(what, gaps, found)
+        self._check_mixed(what, gaps)
+        if self._moves_on(found):
+            self._check_info(what, found)
+        return fit, gaps
+
+    def _fit(self, found: Shared) -> _Fit:
+        catalog = Catalog(found.metadata)
+        matched = match(catalog, self._state, self._ties, cast=self._request.cast)
+        batches, lacking = planned(catalog, matched.wanted, self._backend.device)
+        uncovered = tuple(dict.fromkeys(matched.names[position] for position in lacking))
+        return _Fit(catalog, batches, matched, uncovered, self._restored(found))
+
+    def _restored(self, found: Shared) -> Mapping[str, np.random.Generator]:
+        """Return generators as they were saved; those of the caller stay as they are."""
+        given = self._request.generators
+        if given is None:
+            return {}
+        kinds = {name: type(each.bit_generator) for name, each in given.items()}
+        made = {name: np.random.Generator(kind()) for name, kind in kinds.items()}
+        lacking = restore(made, found.metadata.ranks, self._backend.rank)
+        if lacking and self._request.strict:
+            raise ArgumentError(
+                f"no state was saved of the generators {listed(lacking)} (strict=False leaves them "
+                "as they are)"
+            )
+        return {name: each for name, each in made.items() if name not in lacking}
+
+    def _moves_on(self, found: Shared) -> bool:
+        """Whether an engine takes over the number of steps."""
+        whole = self._engine is not None and self._request.optimizer and self._patterns is None
+        return whole and (self._request.strict or bool(found.metadata.info))
+
+    def _unexpected(self, fit: _Fit) -> tuple[str, ...]:
+        """Return what is stored, and no rank has; a collective."""
+        used = all_reduce(
+            fit.matched.used, self._backend, op="max", timeout=self._timeout, label="load, names"
+        )
+        tensors = fit.catalog.tensors
+        names = [tensors[index].name for index in np.flatnonzero(used == 0).tolist()]
+        if not self._request.optimizer:
+            names = [name for name in names if not name.startswith(OPTIMIZER_PREFIX)]
+        return tuple(chosen(names, self._patterns))
+
+    def _check_fit(self, what: str, gaps: _Gaps, found: Shared) -> None:
+        """Raise unless nothing is missing, unexpected, uncovered; the same on all ranks."""
+        missing, unexpected, uncovered = gaps
+        hint = "strict=False loads what fits"
+        if any(name.startswith(OPTIMIZER_PREFIX) for name in (*missing, *unexpected)):
+            hint += ", and optimizer=False leaves the optimizer alone"
+        if self._engine is not None and not found.metadata.info:
+            hint += "; it was not saved from an engine"
+        parts = []
+        if missing:
+            parts.append(f"missing in the checkpoint are {listed(missing)}")
+        if unexpected:
+            parts.append(f"unexpected are {listed(unexpected)}")
+        if parts:
+            raise ArgumentError(f"{what}: {'; '.join(parts)} ({hint}). {self._ending}")
+        if uncovered:
+            raise CheckpointError(
+                f"{what}: not all elements were saved of {listed(uncovered)} ({hint}). "
+                f"{self._ending}"
+            )
+
+    def _check_mixed(self, what: str, gaps: _Gaps) -> None:
+        """Raise if arrays would keep what was read before of a checkpoint that is damaged."""
+        if self._left is None:
+            return
+        mixed = [name for name in (*gaps.missing, *gaps.uncovered) if name not in self._left]
+        if mixed:
+            raise CheckpointError(
+                f"{what}, after {self._read_last} turned out to be damaged: it does not have all "
+                f"of {listed(mixed)}, of which the other has been read. {_TORN}"
+            )
+
+    def _check_info(self, what: str, found: Shared) -> None:
+        """Raise unless an engine can go on from there; the same on all ranks."""
+        if not found.metadata.info:
+            raise ArgumentError(
+                f"{what}: it was not saved from an engine, so that it has no number of steps; "
+                f"optimizer=False loads its parameters. {self._ending}"
+            )
+        try:
+            Progress.of(found.metadata.info)
+        except ArgumentError as error:
+            raise ArgumentError(f"{what}: {error}. {self._ending}") from error
+
+    # Reading.
+
+    def _read(self, files: FileSet, fit: _Fit, gaps: _Gaps, found: Shared) -> str | None:
+        """Read; return why this is no valid checkpoint where another one may be loaded."""
+        if self._engine is not None:
+            self._engine.torn = True
+        self._read_last = found.name
+        missing = set(gaps.missing)
+        self._left = missing if self._left is None else self._left & missing
+        with files:
+            error = read_all(files, fit.catalog, fit.batches, self._backend, timeout=self._timeout)
+        try:
+            agree(self._backend, f"load of {found.name}", error, timeout=self._timeout)
+        except CheckpointError as agreed:
+            if self._which is None and isinstance(agreed, CorruptCheckpointError):
+                return str(agreed)
+            raise type(agreed)(f"{agreed}. {_TORN}") from agreed
+        return None
+
+    def _loaded(self, found: Shared, fit: _Fit, gaps: _Gaps, files: FileSet) -> Loaded:
+        metadata = found.metadata
+        return Loaded(
+            metadata.step,
+            found.name,
+            metadata.extra,
+            metadata.metrics,
+            metadata.info,
+            gaps.missing,
+            gaps.unexpected,
+            gaps.uncovered,
+            found.skipped,
+            files.bytes_read,
+            sum(batch.plan.needed for batch in fit.batches),
+            files.bytes_beside,
+        )
+
+    def _finish(self, loaded: Loaded, fit: _Fit) -> None:
+        """Take over what is no array, now that all ranks have theirs."""
+        request, engine = self._request, self._engine
+        for name, each in fit.generators.items():
+            assert request.generators is not None
+            request.generators[name].bit_generator.state = each.bit_generator.state
+        if engine is None:
+            return
+        whole = request.optimizer and self._patterns is None
+        if whole and (request.strict or loaded.info):
+            engine.load_info(loaded.info)
+        complete = whole and not loaded.missing and not loaded.uncovered
+        engine.torn = self._was_torn and not complete

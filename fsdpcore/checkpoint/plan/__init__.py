@@ -1,0 +1,1 @@
+"""Who writes and who reads which bytes. Pure: no files, no communication."""

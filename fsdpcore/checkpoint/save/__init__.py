@@ -1,0 +1,1 @@
+"""Saving: describe, agree, plan, write, commit."""

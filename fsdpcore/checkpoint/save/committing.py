@@ -1,0 +1,217 @@
+"""From what the ranks have agreed on to a checkpoint that counts: write, tell rank 0, commit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpcore.checkpoint.format.file_layout import FilePlaces, lay_out, places_of
+from fsdpcore.checkpoint.load.talk import gather_text
+from fsdpcore.checkpoint.plan.plan_save import SavePlan, Written
+from fsdpcore.checkpoint.save.fetching import fetched
+from fsdpcore.checkpoint.save.writing import FileSums, write_file
+from fsdpcore.checkpoint.storage.protocol import (
+    RankFile,
+    Saved,
+    commit,
+    described,
+    file_name,
+    new_claimed_step,
+)
+from fsdpcore.checkpoint.storage.retention import Retention, prune
+from fsdpcore.checkpoint.storage.steps import (
+    StepName,
+    directories,
+    remove_claimed,
+    remove_leftovers,
+    remove_superseded,
+)
+from fsdpcore.checkpoint.storage.storage import Storage
+from fsdpcore.collectives.agree import agree
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A save on which the ranks have agreed, and of which nothing is written.
+
+    Attributes:
+        step: its number.
+        pieces: what this rank writes.
+        sources: the elements of each; views of the state, on its device, or copies in NumPy.
+        plan: what all ranks write; on rank 0.
+        info, extra, metrics: see ``Metadata``.
+        mine: what of the metadata is this rank's own.
+        failed: why this rank cannot write, if that was found after the ranks had agreed.
+    """
+
+    step: int
+    pieces: tuple[Written, ...]
+    sources: tuple[Array, ...]
+    plan: SavePlan | None
+    info: dict[str, Any]
+    extra: Any
+    metrics: dict[str, float]
+    mine: Any
+    failed: Exception | None = None
+
+
+class Commit:
+    """One save, from an empty folder to the marker; all ranks go through it together.
+
+    Args:
+        storage: where.
+        backend: the ranks; nobody else may use it meanwhile.
+        prepared: what is saved.
+        retention: which steps stay.
+        timeout: seconds to wait for the slowest rank.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        backend: Backend,
+        prepared: Prepared,
+        retention: Retention | None,
+        timeout: float,
+    ) -> None:
+        self._storage = storage
+        self._backend = backend
+        self._prepared = prepared
+        self._retention = retention
+        self._timeout = timeout
+        self._what = f"save of step {prepared.step}"
+        self._kept = f"What was committed before is still there, in {storage.path}"
+        self._name = StepName(prepared.step)
+        self._save_id = ""
+        self._places: FilePlaces | None = None  # of this rank's file
+        self._nbytes = 0
+        self._notes: list[str] = []
+
+    def run(self) -> Saved:
+        """Write and commit; a collective, blocks.
+
+        Raises:
+            CheckpointError: a rank could not; on all ranks.
+        """
+        with ExitStack() as held:
+            self._open(held)
+            try:
+                return self._write()
+            except (ArgumentError, CheckpointError):
+                if self._backend.rank == 0:
+                    with contextlib.suppress(OSError):
+                        remove_claimed(self._storage, self._name)
+                raise
+
+    def _open(self, held: ExitStack) -> None:
+        """Have rank 0 make the folder, and hold it against those that clear leftovers."""
+        told, failed = "", None
+        if self._backend.rank == 0:
+            try:
+                self._clear_leftovers()
+                made = new_claimed_step(self._storage, self._prepared.step)
+                self._name = held.enter_context(made)
+                told = json.dumps([self._name.generation, secrets.token_hex(16)])
+            except Exception as error:
+                failed = error
+        generation, self._save_id = json.loads(self._agree(failed, told)[0])
+        self._name = StepName(self._prepared.step, generation)
+
+    def _clear_leftovers(self) -> None:
+        # Without locks, another save that is under way looks like one that was killed.
+        if self._storage.locks:
+            self._notes += remove_leftovers(self._storage).notes()
+
+    def _agree(self, failed: Exception | None, told: str) -> list[str]:
+        return agree(
+            self._backend, self._what, failed, told, timeout=self._timeout, ending=self._kept
+        )
+
+    def _write(self) -> Saved:
+        failed: Exception | None = None
+        summary = "null"
+        try:
+            summary = self._write_mine()
+        except Exception as error:
+            failed = error
+        summaries = gather_text(summary, self._backend, timeout=self._timeout)
+        if summaries is not None and "null" not in summaries:
+            try:
+                self._commit([json.loads(each) for each in summaries])
+                self._clear()
+            except Exception as error:
+                failed = error
+        notes = list(dict.fromkeys(self._notes))  # of one folder the same may be told twice
+        told = self._agree(failed, json.dumps([self._nbytes, notes]))
+        nbytes, notes = json.loads(told[0])
+        return Saved(self._prepared.step, self._name.name, nbytes, tuple(notes))
+
+    def _write_mine(self) -> str:
+        """Write this rank's file, if it has anything to write; return what rank 0 has to know."""
+        prepared, rank = self._prepared, self._backend.rank
+        if prepared.failed is not None:
+            raise prepared.failed
+        sums, data_start = FileSums(0, 0), 0
+        if prepared.pieces:
+            directory = self._name.name
+            layout = lay_out(prepared.pieces, self._save_id, rank)
+            self._places, data_start = layout.places, layout.places.data_start
+            ordered = [prepared.sources[index] for index in layout.places.order]
+            arrays = fetched(ordered, self._backend.device)
+            try:
+                sums = write_file(self._storage, f"{directory}/{file_name(rank)}", layout, arrays)
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"{in_words(error)}; rank 0 has made that folder, do all ranks see it?"
+                ) from error
+            self._storage.sync(directory)
+        return json.dumps([sums.header, sums.table, data_start, prepared.mine])
+
+    def _commit(self, told: Sequence[Sequence[Any]]) -> None:
+        """Describe what was written, and mark it as whole."""
+        prepared = self._prepared
+        assert prepared.plan is not None
+        files = []
+        for rank, written in enumerate(prepared.plan.written):
+            if written:
+                header, table, data_start, _ = told[rank]
+                mine = self._places if rank == self._backend.rank else None
+                places = mine or places_of(written, data_start)
+                self._nbytes += places.table - places.data_start
+                files.append(RankFile(rank, places, FileSums(header, table)))
+        metadata = described(
+            files,
+            save_id=self._save_id,
+            step=prepared.step,
+            world_size=self._backend.world_size,
+            arrays=prepared.plan.arrays,
+            info=prepared.info,
+            extra=prepared.extra,
+            ranks=[mine for *_, mine in told],
+            metrics=prepared.metrics,
+        )
+        commit(self._storage, self._name.name, metadata)
+
+    def _clear(self) -> None:
+        """Remove what this checkpoint replaces. That it fails is no reason to give that up."""
+        storage = self._storage
+        try:
+            self._notes += remove_superseded(storage).notes()
+            newest = directories(storage)[0].step
+            if newest > self._name.step:
+                self._notes.append(
+                    f"the folder has later steps, up to {newest}: load takes those, and retention "
+                    "keeps them; remove them, or use another folder for another run"
+                )
+            if self._retention is not None:
+                self._notes += prune(storage, self._retention, protect=(self._name,)).notes()
+        except Exception as error:
+            self._notes.append(f"old checkpoints could not be removed: {in_words(error)}")

@@ -1,0 +1,71 @@
+"""``save``: every rank writes its share, then rank 0 commits. All ranks succeed, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdpcore.checkpoint.format.generators import Generators
+from fsdpcore.checkpoint.load.talk import TIMEOUT
+from fsdpcore.checkpoint.plan.describe import Engine
+from fsdpcore.checkpoint.plan.shards import State
+from fsdpcore.checkpoint.save.saver import Saver, check_backend, refuse
+from fsdpcore.checkpoint.storage.protocol import Saved
+from fsdpcore.checkpoint.storage.retention import Retention
+from fsdpcore.checkpoint.storage.storage import StoragePath
+from fsdpcore.comm.backend import Backend
+
+
+def save(
+    path: StoragePath,
+    state: Engine | State,
+    backend: Backend,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    generators: Generators | None = None,
+    metrics: Mapping[str, float] | None = None,
+    retention: Retention | None = None,
+    timeout: float = TIMEOUT,
+) -> Saved:
+    """Save a checkpoint of a step; a collective, which blocks until it is on the disk.
+
+    Each rank writes its own part into a file; what several ranks have is written once. Until all
+    of it is there, and synced, the checkpoint does not exist for any reader: whatever happens,
+    ``load`` finds the one before or this one.
+
+    Args:
+        path: a folder that all ranks see, or a URL of fsspec. It may hold other steps; saving a
+            step again replaces it once that is done.
+        state: an engine; or a mapping from names to arrays (of which each rank has all),
+            ``ShardedArray`` (flat ranges, of all or of a box) and ``BoxShard`` (boxes). The arrays
+            are NumPy's, or those of ``backend.device``, as they are after all that this thread has
+            enqueued there. Only read. What several ranks have must be equal there, which is not
+            checked: one of them writes it. They have the same parts, or none that overlap; those of
+            different replicas of a ``ShardedArray`` may: then the first replica's are written.
+        backend: all ranks that call; with a mesh those of all its axes, the tensor-parallel ones
+            included.
+        step: by default the engine's number of updates.
+        extra: anything that JSON can hold, equal on all ranks: the position in the data, options.
+        generators: random generators by name, whose states are saved for each rank. ``load``
+            gives those that were equal on all ranks to every rank; of others each rank its own.
+        metrics: numbers by name, equal on all ranks, for ``Retention(best=...)``. One that is NaN
+            or infinite is not kept, so that the checkpoint is not among the best.
+        retention: which steps to keep; without it, all.
+        timeout: seconds to wait for the slowest rank's disk.
+
+    Raises:
+        ArgumentError: the state makes no sense, or the ranks disagree about an array. Nothing was
+            written. On all ranks.
+        MismatchError: the ranks give different ``extra``, ``step`` or ``metrics``; likewise.
+        CheckpointError: a rank could not write. On all ranks. Earlier checkpoints are intact.
+        CommunicationError: a rank is gone.
+    """
+    check_backend(backend)
+    try:
+        saver = Saver(path, backend, retention=retention, timeout=timeout)
+    except Exception as error:
+        refuse(backend, error)
+        raise
+    prepared = saver.prepare(state, step=step, extra=extra, generators=generators, metrics=metrics)
+    return saver.write(prepared, backend)

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept, and how a folder becomes one."""

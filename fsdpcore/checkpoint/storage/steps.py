@@ -1,0 +1,404 @@
+"""Which checkpoints there are in a folder, which of them count, and how one goes away.
+
+A directory is named after its step and counts only with a valid commit marker, which is written
+last. So a step can be made, or removed, in several strokes, and is there or not at every moment.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from itertools import groupby
+from typing import Literal, NamedTuple, NoReturn
+
+from fsdpcore.checkpoint.format.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
+from fsdpcore.checkpoint.format.metadata import MAX_STEP, METADATA_NAME, Metadata
+from fsdpcore.checkpoint.storage.storage import Storage, StoragePath, open_storage
+from fsdpcore.core.checks import as_int
+from fsdpcore.core.errors import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    in_words,
+)
+
+_DIGITS = 8
+# What the system says of something that is no regular file, or is larger than it was.
+_NO_FILE = (errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
+_NAME = re.compile(r"step_([0-9]{8,19})(?:\.([1-9][0-9]{0,8}))?")
+
+
+class StepName(NamedTuple):
+    """Which save of which step; the higher, the newer.
+
+    Attributes:
+        step: of the training.
+        generation: 0 for the first save of that step, 1 for the next one.
+    """
+
+    step: int
+    generation: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the directory."""
+        name = f"step_{self.step:0{_DIGITS}d}"
+        return f"{name}.{self.generation}" if self.generation else name
+
+    @classmethod
+    def parse(cls, name: str) -> StepName | None:
+        """Return what a directory's name stands for; None if it is no step's."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        found = cls(int(match[1]), int(match[2] or 0))
+        # One name for each: digits without need would make two directories the same step.
+        return found if found.name == name and found.step <= MAX_STEP else None
+
+
+Kind = Literal["unfinished", "damaged", "unreachable"]
+
+
+class Skipped(NamedTuple):
+    """A directory that is no checkpoint that could be read.
+
+    Attributes:
+        name: of the directory.
+        reason: what is wrong with it.
+        kind: "unfinished" if it is known that no save ever finished there, or that it was removed;
+            "damaged" if it is not what was saved; "unreachable" if the system could not read it,
+            so that it may be valid.
+    """
+
+    name: str
+    reason: str
+    kind: Kind = "damaged"
+
+    @property
+    def committed(self) -> bool:
+        """False if it is known that there is no checkpoint."""
+        return self.kind != "unfinished"
+
+
+class Found(NamedTuple):
+    """A committed checkpoint."""
+
+    name: StepName
+    metadata: Metadata
+
+
+def directories(storage: Storage) -> list[StepName]:
+    """Return the steps that have a directory, committed or not, the newest first; blocks."""
+    parsed = map(StepName.parse, storage.names())
+    return sorted((name for name in parsed if name is not None), reverse=True)
+
+
+def check_step(step: object) -> int:
+    """Return ``step`` as an int; raise ArgumentError if no checkpoint can have it."""
+    number = as_int(step, "step", minimum=0)
+    if number > MAX_STEP:
+        raise ArgumentError(f"step must be below 2**62, got {number}")
+    return number
+
+
+def new_step(storage: Storage, step: int) -> StepName:
+    """Make the directory for a save of ``step``, newer than all that step has; blocks.
+
+    Raises:
+        ArgumentError: ``step`` is no step.
+        OSError: the directory could not be made.
+    """
+    check_step(step)
+    taken = [name.generation for name in directories(storage) if name.step == step]
+    generation = max(taken, default=-1) + 1
+    while True:
+        name = StepName(step, generation)
+        try:
+            storage.make_directory(name.name)
+        except FileExistsError:  # another job saves to this folder
+            generation += 1
+        else:
+            return name
+
+
+def read_marker(storage: Storage, name: StepName) -> Marker:
+    """Return a step's commit marker; blocks.
+
+    Raises:
+        CheckpointNotFoundError: the step has no directory.
+        CorruptCheckpointError: it was never committed, or the marker is damaged or another step's.
+        OSError: it could not be read.
+    """
+    return _marker_of(name, _read(storage, name, MARKER_NAME, MAX_MARKER_BYTES))
+
+
+def _marker_of(name: StepName, data: bytes) -> Marker:
+    marker = Marker.from_bytes(data)
+    if marker.step != name.step:
+        raise CorruptCheckpointError(
+            f"{name.name} has the commit marker of step {marker.step}; its files were mixed up"
+        )
+    return marker
+
+
+def read_step(storage: Storage, name: StepName) -> Metadata:
+    """Return what a committed step holds, after checking all but the contents of its files; blocks.
+
+    Checked are the marker, the metadata and the size of every file.
+
+    Raises:
+        CheckpointNotFoundError: the step has no directory.
+        CorruptCheckpointError: it was never committed, or is not what was committed.
+        OSError: it could not be read.
+    """
+    marker = read_marker(storage, name)
+    data = _read(storage, name, METADATA_NAME, marker.metadata_bytes)
+    marker.check(data)
+    metadata = Metadata.from_bytes(data)
+    if (metadata.step, metadata.save_id) != (marker.step, marker.save_id):
+        raise CorruptCheckpointError(
+            f"{name.name}/{METADATA_NAME} is of another save than the commit marker"
+        )
+    for file in metadata.files:
+        try:
+            size = storage.size(f"{name.name}/{file.name}")
+        except OSError as error:
+            _refuse(storage, name, file.name, error)
+        if size != file.size:
+            raise CorruptCheckpointError(
+                f"{name.name}/{file.name} has {size} bytes, but {file.size} were committed"
+            )
+    return metadata
+
+
+def candidates(storage: Storage, which: StepName | int | None = None) -> Iterator[Found | Skipped]:
+    """Look at the directories, the newest first, as far as the caller goes; blocks.
+
+    Args:
+        storage: where.
+        which: look at the saves of this step only, or at this save only.
+
+    Yields:
+        ``Found`` for a committed checkpoint, of which all but the contents of the files was
+        checked; ``Skipped`` for what is none, or cannot be read.
+    """
+    for name in directories(storage):
+        if which is not None and which not in (name, name.step):
+            continue
+        # The marker first: one that is cut off now may be whole a moment later.
+        if _unfinished(storage, name):
+            reason = f"it has no {MARKER_NAME}, or one that is cut off"
+            yield Skipped(name.name, f"{name.name} was not finished: {reason}", "unfinished")
+            continue
+        try:
+            yield Found(name, read_step(storage, name))
+        except CheckpointNotFoundError as error:
+            yield Skipped(name.name, str(error), "unfinished")
+        except CorruptCheckpointError as error:  # or it was removed meanwhile
+            kind: Kind = "unfinished" if _unfinished(storage, name) else "damaged"
+            yield Skipped(name.name, str(error), kind)
+        except OSError as error:
+            yield Skipped(name.name, in_words(error), "unreachable")
+
+
+def committed(storage: Storage) -> dict[StepName, Marker]:
+    """Return the markers of all committed checkpoints, the newest first; blocks.
+
+    Of each step only the newest generation counts. Directories without a valid marker are left out.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    found: dict[StepName, Marker] = {}
+    done: set[int] = set()
+    for name in directories(storage):
+        if name.step not in done:
+            # Not read_marker: where there is none it lists the folder, to say what is missing.
+            with suppress(CheckpointError, OSError, EOFError):
+                data = storage.read(f"{name.name}/{MARKER_NAME}", MAX_MARKER_BYTES)
+                found[name] = _marker_of(name, data)
+                done.add(name.step)
+    return found
+
+
+def steps(path: StoragePath) -> list[int]:
+    """Return the steps that have a committed checkpoint, in ascending order; blocks.
+
+    The markers are read, nothing else: ``latest`` looks closer.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    return sorted(name.step for name in committed(open_storage(path)))
+
+
+def is_leftover(storage: Storage, name: StepName) -> bool:
+    """Return whether no save of a directory was committed: no marker, or one that was cut off.
+
+    A marker that is damaged otherwise, or of a later version, is no leftover: nobody removes it.
+
+    Raises:
+        OSError: the marker could not be read.
+    """
+    try:
+        data = storage.read(f"{name.name}/{MARKER_NAME}", MAX_MARKER_BYTES)
+    except FileNotFoundError:
+        return True
+    return is_torn(data)
+
+
+def _unfinished(storage: Storage, name: StepName) -> bool:
+    """Whether a directory surely is a leftover."""
+    with suppress(OSError):
+        return is_leftover(storage, name)
+    return False
+
+
+def remove_step(storage: Storage, name: StepName, *, leftover: bool = False) -> bool:
+    """Remove a checkpoint, or what there is of one; at no moment is it half there. Blocks.
+
+    Args:
+        storage: where.
+        name: which one.
+        leftover: it goes only if it was not committed until now.
+
+    Returns:
+        False if somebody holds it, to write or to read: it is left as it is.
+
+    Raises:
+        OSError: something could not be removed. What is left is no checkpoint if the marker went.
+    """
+    # Another process may have removed it meanwhile.
+    with suppress(FileNotFoundError), storage.claim(name.name) as claimed:
+        if not claimed:
+            return False
+        # Whoever held it may have committed it since it was looked at.
+        if not leftover or is_leftover(storage, name):
+            remove_claimed(storage, name)
+    return True
+
+
+def remove_claimed(storage: Storage, name: StepName) -> None:
+    """Remove a step, or what there is of one, that this process has claimed; as ``remove_step``."""
+    with suppress(FileNotFoundError):
+        storage.remove(f"{name.name}/{MARKER_NAME}")
+    # From here on it is no checkpoint, even if the power fails: now the rest can go.
+    storage.sync(name.name)
+    try:
+        storage.remove_directory(name.name)
+    except OSError as error:
+        # A file that is open elsewhere stays on some network file systems, or a writer that was
+        # taken for dead has made another one: it is a leftover for the next save to remove.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+class Removal(NamedTuple):
+    """What became of directories that were to go.
+
+    Attributes:
+        removed: those that went.
+        failed: those that could not be removed, and why.
+        held: those that were left because somebody writes or reads them.
+    """
+
+    removed: list[StepName]
+    failed: list[Skipped]
+    held: list[StepName]
+
+    def notes(self) -> list[str]:
+        """Say in words what is left."""
+        failed = [f"{name} could not be removed: {reason}" for name, reason, _ in self.failed]
+        held = [f"{each.name} was not removed: somebody writes or reads it" for each in self.held]
+        return failed + held
+
+
+def remove_steps(storage: Storage, names: Iterable[StepName], *, leftover: bool = False) -> Removal:
+    """Remove one after the other, as ``remove_step``; one that cannot go stops nothing. Blocks."""
+    removal = Removal([], [], [])
+    for name in names:
+        try:
+            gone = remove_step(storage, name, leftover=leftover)
+        except OSError as error:
+            removal.failed.append(Skipped(name.name, in_words(error)))
+        else:
+            (removal.removed if gone else removal.held).append(name)
+    return removal
+
+
+def remove_superseded(storage: Storage) -> Removal:
+    """Remove saves of steps that were saved again since, and committed; blocks.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    names: list[StepName] = []
+    for _, group in groupby(directories(storage), key=lambda name: name.step):
+        saves = list(group)  # the newest first
+        while len(saves) > 1 and not _committed(storage, saves[0]):
+            saves.pop(0)
+        names += saves[1:]
+    return remove_steps(storage, removable(storage, names))
+
+
+def removable(storage: Storage, names: Iterable[StepName]) -> list[StepName]:
+    """Return those of ``names`` that surely nobody is saving to; blocks.
+
+    Where there are locks these are all, as a removal looks at them. Elsewhere a save that was
+    never committed may be under way.
+    """
+    return [name for name in names if storage.locks or not is_leftover(storage, name)]
+
+
+def _committed(storage: Storage, name: StepName) -> bool:
+    try:
+        read_marker(storage, name)
+    except CheckpointError:
+        return False
+    return True
+
+
+def remove_leftovers(storage: Storage, keep: Collection[StepName] = ()) -> Removal:
+    """Remove directories of saves that were never committed and whose writers are gone; blocks.
+
+    Args:
+        storage: where. Without locks nobody knows which writers live: there, none may.
+        keep: directories of saves that are under way nevertheless.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    names, unread = [], []
+    for name in directories(storage):
+        try:
+            if name not in keep and is_leftover(storage, name):
+                names.append(name)
+        except OSError as error:
+            unread.append(Skipped(name.name, in_words(error)))
+    removal = remove_steps(storage, names, leftover=True)
+    return removal._replace(failed=unread + removal.failed)
+
+
+def _read(storage: Storage, name: StepName, file: str, limit: int) -> bytes:
+    try:
+        return storage.read(f"{name.name}/{file}", limit)
+    except (OSError, EOFError) as error:
+        _refuse(storage, name, file, error)
+
+
+def _refuse(storage: Storage, name: StepName, file: str, error: OSError | EOFError) -> NoReturn:
+    """Raise what an error says about a step: that it is none, is damaged, or is out of reach."""
+    if isinstance(error, FileNotFoundError):
+        if name not in directories(storage):
+            raise CheckpointNotFoundError(f"there is no {name.name} in {storage.path}") from None
+        if file == MARKER_NAME:
+            raise CorruptCheckpointError(
+                f"{name.name} was not finished: it has no {MARKER_NAME}"
+            ) from None
+        raise CorruptCheckpointError(f"{name.name}/{file} is missing") from None
+    if isinstance(error, EOFError) or error.errno in _NO_FILE:
+        raise CorruptCheckpointError(f"{name.name}/{file}: {error}") from error
+    raise error

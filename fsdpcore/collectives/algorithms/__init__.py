@@ -1,0 +1,1 @@
+"""The algorithms, one file each, with their costs; ``table`` lists them."""

@@ -1,0 +1,113 @@
+"""Recursive doubling along the canonical tree: fewest steps, for small arrays.
+
+At height h, two neighbouring blocks of up to 2**h ranks swap what they have; after ceil(lg p)
+steps every rank has everything. Where p is no power of two the right block can be smaller; its
+ranks then send to several ranks of the left one.
+
+With p ranks and n bytes (per rank for the reductions, in total for all_gather), for p = 2**k:
+
+==============  ========================================
+all_reduce      lg p (alpha + n beta + n gamma)
+reduce_scatter  the same: each rank reduces everything and keeps its part
+all_gather      lg p alpha + ((p - 1) / p) n beta
+==============  ========================================
+
+For any p, let w be the largest power of two below p, and r = p - w: the ranks on the left and on
+the right at the top of the tree. Rank i sends m(i, p) messages and receives d(i, p):
+
+    m(i, p) = m(i, w) + 1 for i < r, m(i, w) for r <= i < w
+    m(w + j, p) = m(j, r) + ceil((w - j) / r) for j < r
+    d(i, p) = d(i, w) + 1 for i < w
+    d(w + j, p) = d(j, r) + 1 for j < r
+    m(0, 1) = d(0, 1) = 0
+
+For the reductions, all messages have n bytes, and rank i reduces d(i, p) n. For all_gather, those
+of the top merge have (w / p) n bytes from the left and (r / p) n from the right, and so on further
+down; every rank receives ((p - 1) / p) n. Reductions are canonical; for float16 and bfloat16,
+partial sums travel as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.reductions import Reduction
+
+
+class Step(NamedTuple):
+    """One height of the tree, for one rank.
+
+    ``mine`` and ``theirs`` are the blocks (first rank, end) that swap; ``source`` is the rank to
+    receive from, ``targets`` those to send to.
+    """
+
+    mine: tuple[int, int]
+    theirs: tuple[int, int]
+    source: int
+    targets: list[int]
+
+
+def steps(rank: int, count: int) -> Iterator[Step]:
+    """The steps of ``rank`` among ``count`` ranks, from the leaves of the tree to its top."""
+    width = 1
+    while width < count:
+        low = rank // (2 * width) * 2 * width
+        middle, high = low + width, min(low + 2 * width, count)
+        if middle < high:
+            right = high - middle
+            if rank < middle:
+                place = rank - low
+                targets = [middle + place] if place < right else []
+                yield Step((low, middle), (middle, high), middle + place % right, targets)
+            else:
+                place = rank - middle
+                targets = list(range(low + place, middle, right))
+                yield Step((middle, high), (low, middle), low + place, targets)
+        width *= 2
+
+
+def all_reduce(link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+    """Reduce ``data`` of all ranks into ``data`` of all ranks."""
+    if reduction.accumulator == data.dtype:
+        total, received = data, link.scratch(data.size, data.dtype)
+    else:
+        total, received = link.scratch(2 * data.size, reduction.accumulator).reshape(2, -1)
+        reduction.load(data, total)
+    for step in steps(link.rank, link.size):
+        link.irecv(received, step.source)
+        for target in step.targets:
+            link.isend(total, target)
+        link.wait_all()
+        left, right = (total, received) if step.mine < step.theirs else (received, total)
+        reduction.combine(left, right, total)
+    reduction.store(total, data, link.size)
+
+
+def reduce_scatter(
+    link: CollectiveContext, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
+) -> None:
+    """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]`` in ``own``.
+
+    ``own`` may be that part of ``source``.
+    """
+    everything = source.copy()
+    all_reduce(link, everything, reduction)
+    np.copyto(own, everything[bounds[link.rank] : bounds[link.rank + 1]])
+
+
+def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
+    """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks.
+
+    ``own`` may be that part of ``out``.
+    """
+    np.copyto(out[bounds[link.rank] : bounds[link.rank + 1]], own)
+    for step in steps(link.rank, link.size):
+        link.irecv(out[bounds[step.theirs[0]] : bounds[step.theirs[1]]], step.source)
+        for target in step.targets:
+            link.isend(out[bounds[step.mine[0]] : bounds[step.mine[1]]], target)
+        link.wait_all()

@@ -1,0 +1,53 @@
+"""Rabenseifner's all_reduce: recursive halving, then the same way back. For large arrays.
+
+First ``halving`` leaves every rank the sum of one chunk; then the ranks return along the same
+tree what they have, each to the one that it received from.
+
+With p ranks and n bytes, for p = 2**k:
+
+==========  ========================================
+all_reduce  2 lg p alpha + 2 ((p - 1) / p) n beta + ((p - 1) / p) n gamma
+==========  ========================================
+
+For other p, the first half costs what ``halving`` says, and the second half is its mirror image:
+what a rank sent in the first, it receives in the second. Both together, rank i sends and receives
+m(i, p) + d(i, p) messages, where m and d are those of ``doubling``, and all ranks 2 (p - 1) n
+bytes. (Thakur, Rabenseifner & Gropp 2005, there for powers of two.)
+
+Canonical. For float16 and bfloat16 the first half travels as float32. Ranks that lay the chunks out
+like rank 0 (all of them for p = 2**k) work in place, the others in a copy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdpcore.collectives.algorithms import halving
+from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.core.buffers import Array, bounds_of, split_sizes
+from fsdpcore.core.reductions import Reduction
+
+
+def all_reduce(link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+    """Reduce ``data`` of all ranks into ``data`` of all ranks."""
+    plan = halving.plan(link.rank, link.size)
+    layout = halving.plan(0, link.size).order
+    bounds = bounds_of(split_sizes(data.size, link.size))
+    chunks = [data] * link.size
+    for number, chunk in enumerate(layout):
+        chunks[chunk] = data[bounds[number] : bounds[number + 1]]
+    at = plan.positions(chunks)
+    result = data if plan.order == layout else np.empty_like(data)
+    in_place = result is data and data.dtype == reduction.accumulator
+    total = data if in_place else halving.load(plan, chunks, reduction)
+    own = halving.reduce(link, plan, total, at, reduction)
+    here = plan.order.index(link.rank)
+    reduction.store(own, result[at[here] : at[here + 1]], link.size)
+    for merge in reversed(plan.merges):
+        arriving = [link.irecv(result[at[s.first] : at[s.end]], s.target) for s in merge.sends]
+        link.isend(result[at[merge.first] : at[merge.end]], merge.source)
+        link.wait(*arriving)
+    link.wait_all()
+    if result is not data:
+        for number, chunk in enumerate(plan.order):
+            np.copyto(chunks[chunk], result[at[number] : at[number + 1]])

@@ -1,0 +1,1 @@
+"""Many small collectives in few messages."""

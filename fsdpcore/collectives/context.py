@@ -1,0 +1,248 @@
+"""``CollectiveContext``: what an algorithm sees of a group while one of its collectives runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdpcore.collectives.fingerprint import disagreement, exchange
+from fsdpcore.comm.backend import Backend, Envelope
+from fsdpcore.core.buffers import Array, byte_view
+from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
+from fsdpcore.core.work import Pending
+
+if TYPE_CHECKING:
+    from fsdpcore.collectives.run import CallSpec
+    from fsdpcore.collectives.selection.choose import Choice
+    from fsdpcore.collectives.shared.host_context import HostContext
+    from fsdpcore.collectives.shared.region import SharedRegion
+    from fsdpcore.diagnostics.recorder import Entry
+
+
+_KEPT = 64 << 20  # bytes of scratch memory at most
+
+
+class CollectiveContext:
+    """Sends and receives flat contiguous arrays among the ranks of one group.
+
+    A group has one, and begins it anew for every collective: they run one after the other. Both
+    sides of every message know its size from the algorithm, so an empty array is not sent at all.
+    All messages of a group's collectives travel on one channel, in order.
+
+    Attributes:
+        rank, size: this rank and the number of ranks, in the group.
+        area: memory that all ranks of the group see, or None.
+        inside: the link of the ranks on this host, where the group spans several.
+        call: what is called now; ``entry`` is its record.
+        sequence: its number in the group, from 1.
+        staged: of the choice of an algorithm for this call.
+        entered: this rank has lent its arrays and taken the first step already.
+        rows: the size of axis 0 of every rank's array, once they have agreed.
+        end: of ``time.monotonic``, by when the collective must have ended.
+        background: this thread runs asynchronous operations, while others may compute.
+    """
+
+    call: CallSpec
+    entry: Entry
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.rank = backend.rank
+        self.size = backend.world_size
+        self.area: SharedRegion | None = None
+        self.inside: HostContext | None = None
+        self.staged: Choice | None = None
+        self.entered = False
+        self.sequence = 0
+        self.rows: list[int] = []
+        self.background = False
+        self.end = 0.0
+        self._limit = 0.0
+        self._envelope = Envelope(backend.channel | 1, 0)
+        self._posted: list[Pending] = []
+        self._scratch: Array = np.empty(0, np.uint8)
+
+    @property
+    def areas(self) -> list[SharedRegion]:
+        """The memory that this rank shares because of the group."""
+        links = [self] if self.inside is None else [self, self.inside]
+        return [link.area for link in links if link.area is not None]
+
+    def begin(self, call: CallSpec, sequence: int, limit: float, background: bool) -> None:
+        """Start a collective, which may take ``limit`` seconds."""
+        self.background = background
+        self.call = call
+        self.staged = call.choice.staged
+        self.sequence = sequence
+        self._limit = limit
+        self.end = time.monotonic() + limit
+
+    def scratch(self, size: int, dtype: np.dtype[Any]) -> Array:
+        """Return a flat array to receive into, until the next call of this.
+
+        The group keeps it: fresh memory costs more, page by page, than what is received into it.
+        """
+        nbytes = size * dtype.itemsize
+        if nbytes > _KEPT:
+            return np.empty(size, dtype)
+        if nbytes > self._scratch.size:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes].view(dtype)
+
+    @property
+    def name(self) -> str:
+        """The collective in words, for errors."""
+        return f"{self.call.operation} #{self.sequence}"
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each rank's host."""
+        return self._backend.hosts
+
+    def global_rank(self, rank: int) -> int:
+        """The number that a rank of the group has in the whole job."""
+        return self._backend.ranks[rank]
+
+    def choose(self, size: int) -> Callable[..., Any]:
+        """Return the function that carries a call out whose ``size`` only the ranks together know.
+
+        Args:
+            size: the n of the cost formulas, the same on all ranks.
+        """
+        choice = self.call.choose(size)
+        self.entry.algorithm = choice.name
+        self.staged = choice.staged
+        return choice.function
+
+    def otherwise(self) -> Choice | None:
+        """What carries the call out where arrays were not lent; None for the algorithm itself."""
+        if self.staged is not None:
+            self.entry.algorithm = self.staged.name
+        return self.staged
+
+    def agree(self) -> list[int]:
+        """Wait until all ranks have begun the collective, and check that they all call the same.
+
+        Returns:
+            The rows (size of axis 0; 1 for a 0-d array) of every rank's array.
+
+        Raises:
+            MismatchError: they do not.
+        """
+        if self.area is None:
+            return exchange(self, self.call.fingerprint) if self.size > 1 else [self.call.rows]
+        self.area.sync(self)
+        return self.area.rows()
+
+    def disagree(self) -> None:
+        """Raise the error of ranks whose fingerprints differ, once all know that they do."""
+        raise disagreement(self, self.call.fingerprint)
+
+    def isend(self, array: Array, dst: int) -> Pending:
+        """Start sending ``array``, which must not change until the result was waited for."""
+        if array.size == 0:
+            return _NOTHING
+        return self._keep(self._backend.post_send(byte_view(array), dst, self._envelope))
+
+    def irecv(self, out: Array, src: int) -> Pending:
+        """Start receiving into ``out``."""
+        if out.size == 0:
+            return _NOTHING
+        return self._keep(self._backend.post_recv(byte_view(out), src, self._envelope))
+
+    def send(self, array: Array, dst: int) -> None:
+        """Send ``array`` and wait until it may change."""
+        self.wait(self.isend(array, dst))
+
+    def recv(self, out: Array, src: int) -> None:
+        """Receive into ``out`` and wait for it."""
+        self.wait(self.irecv(out, src))
+
+    def exchange(self, array: Array, dst: int, out: Array, src: int) -> None:
+        """Send and receive at the same time, and wait for both."""
+        receiving = self.irecv(out, src)
+        sending = self.isend(array, dst)
+        self.wait(receiving, sending)
+
+    def wait(self, *pending: Pending) -> None:
+        """Wait for messages.
+
+        Raises:
+            CommTimeoutError: the call's deadline has passed; names the ranks that are missing.
+        """
+        for item in pending:
+            if not item.join(self.remaining()):
+                raise self.timed_out()
+        # A finished message still refers to its array; a long ring would keep all of them.
+        self._posted = [item for item in self._posted if not item.finished]
+
+    def wait_all(self) -> None:
+        """Wait for every message started so far."""
+        self.wait(*self._posted)
+        self._posted.clear()
+
+    def remaining(self) -> float:
+        """Seconds until the call's deadline, never negative."""
+        return max(0.0, self.end - time.monotonic())
+
+    def check(self) -> None:
+        """Do what has to be done while waiting without messages: see failures, and the time.
+
+        Raises:
+            CommTimeoutError: the call's deadline has passed.
+            CommunicationError: the backend is broken.
+        """
+        root = self._backend.root
+        root.progress()
+        root.check_usable()
+        if time.monotonic() > self.end:
+            raise self.timed_out()
+
+    def departed(self, rank: int) -> bool:
+        """Whether a rank of the group has left the job."""
+        return self._backend.root.departed(self.global_rank(rank))
+
+    def broke(self, entry: Entry, error: BaseException) -> None:
+        """Break the backend because the collective was left by an error: ranks may be anywhere."""
+        root = self._backend.root
+        root.recorder.fail(entry, error)
+        if isinstance(error, CommunicationError):
+            # After a timeout the others are left time to report their own view of it.
+            root.fail(error, tell=not isinstance(error, CommTimeoutError))
+        else:
+            why = f"{self.name} was left on rank {root.rank}: {in_words(error)}"
+            root.fail(CommunicationError(why), tell=True)
+
+    def release(self) -> None:
+        """Give up on what was not waited for, so that no buffer is written to any more."""
+        if self._posted:
+            for item in self._posted:
+                if not item.finished:
+                    item.cancel()
+            self._posted.clear()
+
+    def _keep(self, pending: Pending) -> Pending:
+        self._posted.append(pending)
+        return pending
+
+    def timed_out(self) -> CommTimeoutError:
+        """The error of a call whose deadline has passed; asks the other ranks what they do."""
+        backend = self._backend
+        report = backend.root.missing_from(backend.ranks, backend.channel, self.sequence)
+        return CommTimeoutError(
+            f"{self.name} on ranks {_shorten(backend.ranks)} timed out after "
+            f"{self._limit:g} s on rank {backend.root.rank}{report}"
+        )
+
+
+def _shorten(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 8 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}..{ranks[-1]}"
+    return str(list(ranks))
+
+
+_NOTHING = Pending()
+_NOTHING.finish()

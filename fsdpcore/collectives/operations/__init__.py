@@ -1,0 +1,1 @@
+"""The collective operations: arguments in, a checked call out."""

@@ -1,0 +1,1 @@
+"""Which algorithm ``auto`` takes: overrides, measured tables, cost formulas."""

@@ -1,0 +1,199 @@
+"""Which algorithm carries a collective out.
+
+For ``algorithm="auto"``, the first of these that has an answer decides:
+
+1. the user's override for the collective and the size (``overrides``);
+2. where the ranks share memory: ``shared`` for arrays that all of them can see in place, and for
+   others what follows;
+3. the ranges that ``fsdpcore tune`` measured, where it did for a group of this size;
+4. the lowest cost by the formulas of the algorithms' docstrings, with the alpha, beta and gamma
+   of the tuning table or, for a transport that it does not know, of ``Capabilities``. Where a
+   group spans several hosts, each of whose ranks share memory, ``levels`` has those of
+   ``hierarchical``; otherwise it takes as many messages as ``direct``.
+
+What is named but cannot be used (the group has no such algorithm, it does not support the dtype
+or the reduction, it is not canonical where ``deterministic`` is set) is passed over. An override
+may name any algorithm; otherwise ``ring``, which is not canonical, has to be asked for.
+
+The choice depends on values only that are equal on all ranks: the call, the bytes, the group, the
+transport, and the job's ``Policy``, whose digest the ranks compare.
+
+Arrays of a GPU are moved by the transport's own algorithms alone. Of these the first one is taken
+that can be used, after the overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpcore.collectives.algorithms.table import ALGORITHMS, Algorithm
+from fsdpcore.comm.backend import Backend, Capabilities
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.policy import Costs
+
+Algorithms = dict[str, Algorithm]
+
+
+class Choice(NamedTuple):
+    """An algorithm that was chosen.
+
+    Attributes:
+        name: of the algorithm.
+        function: carries the collective out.
+        agrees: as of the algorithm.
+        into: of an all_reduce that can write its result elsewhere than over its input, the
+            function that does: it takes an array more.
+        staged: of an algorithm that uses arrays in place where all ranks can see them, the one
+            that is faster for others.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    agrees: bool = False
+    into: Callable[..., Any] | None = None
+    staged: Choice | None = None
+
+
+def choose(
+    collective: str,
+    algorithm: str,
+    nbytes: int,
+    backend: Backend,
+    dtype: np.dtype[Any] | None = None,
+    op: str = "",
+) -> Choice:
+    """Return the algorithm that carries ``collective`` out.
+
+    Args:
+        collective: a key of ``ALGORITHMS``.
+        algorithm: one of its algorithms or of the transport's own, or "auto".
+        nbytes: the n of the cost formulas.
+        backend: gives the group, the transport's costs and its own algorithms, and the policy.
+        dtype, op: of the call, where they are known; an algorithm may not support them.
+
+    Raises:
+        ArgumentError: the collective has no such algorithm, or on a GPU none at all for the call.
+    """
+    # Once: the group's thread may find more of them at any time, with the first collective.
+    own = backend.own_algorithms.get(collective, {})
+    known = _known(collective, backend, own)
+    lender = None
+    if algorithm == "auto":
+        usable = _usable(known, backend, dtype, op)
+        algorithm = _overridden(collective, nbytes, backend, usable) or ""
+        if not algorithm:
+            allowed = _allowed(usable, own)
+            if not backend.moves.on_host:
+                if not allowed:
+                    raise ArgumentError(
+                        f"{collective} of arrays on {backend.moves} has no algorithm for "
+                        f"{_in_words(dtype, op)} that may be used; copy the array to the host"
+                    )
+                return _choice(collective, next(iter(allowed)), known)
+            algorithm = _measured(collective, nbytes, backend, allowed) or _cheapest(
+                allowed, nbytes, backend
+            )
+            lender = next((n for n in usable if 0 < known[n].lends < nbytes), None)
+    elif not isinstance(algorithm, str) or algorithm not in known:
+        raise unknown(collective, algorithm, [*known])
+    elif not known[algorithm].supports(dtype, op):
+        raise ArgumentError(
+            f"algorithm {algorithm!r} of {collective} has no {_in_words(dtype, op)}; use 'auto'"
+        )
+    choice = _choice(collective, algorithm, known)
+    if lender is None or lender == algorithm:
+        return choice
+    return _choice(collective, lender, known)._replace(staged=choice)
+
+
+def _choice(collective: str, name: str, known: dict[str, Algorithm]) -> Choice:
+    chosen = known[name]
+    function, into = getattr(chosen.module, collective), f"{collective}_into"
+    return Choice(name, function, chosen.agrees, getattr(chosen.module, into, None))
+
+
+def _in_words(dtype: np.dtype[Any] | None, op: str) -> str:
+    return f"{op} of {dtype}" if op else f"{dtype}"
+
+
+def unknown(collective: str, algorithm: object, known: list[str]) -> ArgumentError:
+    """The error of a call that asks for an algorithm that there is not."""
+    names = ", ".join(repr(name) for name in ["auto", *known])
+    return ArgumentError(f"{collective} has no algorithm {algorithm!r}; it has {names}")
+
+
+def candidates(
+    collective: str, backend: Backend, dtype: np.dtype[Any] | None = None, op: str = ""
+) -> dict[str, Algorithm]:
+    """Return what ``auto`` may choose from, without an override."""
+    own = backend.own_algorithms.get(collective, {})
+    known = _known(collective, backend, own)
+    return _allowed(_usable(known, backend, dtype, op), own)
+
+
+def _known(collective: str, backend: Backend, own: Mapping[str, Algorithm]) -> Algorithms:
+    """All algorithms of a collective: the general ones move arrays of the host only."""
+    return {**(ALGORITHMS[collective] if backend.moves.on_host else {}), **own}
+
+
+def _allowed(usable: Algorithms, own: Mapping[str, Algorithm]) -> Algorithms:
+    return {name: known for name, known in usable.items() if known.canonical or name in own}
+
+
+def cheapest(collective: str, nbytes: int, backend: Backend) -> str:
+    """Return the name of the algorithm with the lowest cost; the first one of equals."""
+    return _cheapest(candidates(collective, backend), nbytes, backend)
+
+
+def _cheapest(known: Algorithms, nbytes: int, backend: Backend) -> str:
+    tuning = backend.root.policy.tuning
+
+    def seconds(name: str) -> float:
+        costs = tuning.own.get(name) or known[name].costs or tuning.costs or backend.capabilities
+        return predict(known[name], backend.world_size, nbytes, costs)
+
+    return min(known, key=seconds)
+
+
+def predict(
+    algorithm: Algorithm, world_size: int, nbytes: int, costs: Costs | Capabilities
+) -> float:
+    """Return the seconds that an algorithm takes by its cost formula."""
+    terms = algorithm.cost(world_size)
+    moved, reduced = terms.beta * costs.beta, terms.gamma * costs.gamma
+    seconds = terms.alpha * costs.alpha + nbytes * (moved + reduced)
+    return seconds + (algorithm.besides(nbytes) if algorithm.besides is not None else 0.0)
+
+
+def _usable(
+    known: Algorithms, backend: Backend, dtype: np.dtype[Any] | None, op: str
+) -> Algorithms:
+    """What can be used for a call at all, whoever asks for it."""
+    deterministic = backend.root.policy.deterministic
+    return {
+        name: algorithm
+        for name, algorithm in known.items()
+        if algorithm.supports(dtype, op) and (algorithm.canonical or not deterministic)
+    }
+
+
+def _overridden(collective: str, nbytes: int, backend: Backend, usable: Algorithms) -> str | None:
+    ranges = backend.root.policy.overrides.get(collective)
+    name = None if ranges is None else ranges.at(nbytes)
+    return name if name in usable else None
+
+
+def _measured(collective: str, nbytes: int, backend: Backend, allowed: Algorithms) -> str | None:
+    hosts = len(set(backend.hosts))
+    entry = backend.root.policy.tuning.for_group(backend.world_size, hosts)
+    if entry is None:
+        return None
+    for table in (entry.best, entry.general):
+        ranges = table.get(collective)
+        name = None if ranges is None else ranges.at(nbytes)
+        if name in allowed:
+            return name
+    return None

@@ -1,0 +1,125 @@
+"""``HostContext``: the ranks of a group on one host, within a collective of the whole group.
+
+Where a group spans several hosts, the ranks of each have a link of their own, on a channel of
+their own and, where they can, with an area of their own. It takes part in the group's collectives
+only: it has their sequence numbers and deadlines, and its errors are theirs. Whether the ranks of
+a host share memory makes no difference to the other hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdpcore.collectives.algorithms import direct, doubling
+from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.shared import region
+from fsdpcore.comm.backend import Backend, SubBackend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import CommTimeoutError
+from fsdpcore.core.members import channel_of
+from fsdpcore.core.reductions import Reduction
+
+
+class Carrier(NamedTuple):
+    """Collectives within a host; with the arguments of those in ``direct`` and ``shared``.
+
+    Attributes:
+        broadcast: None where they send messages: then the pieces that cross between hosts are
+            sent on as they are.
+    """
+
+    reduce_scatter: Callable[[CollectiveContext, Array, Array, Sequence[int], Reduction], None]
+    all_gather: Callable[[CollectiveContext, Array, Array, Sequence[int]], None]
+    broadcast: Callable[[CollectiveContext, Array, int], None] | None
+
+    @property
+    def sends(self) -> bool:
+        """Whether they send messages."""
+        return self.broadcast is None
+
+
+MESSAGES = Carrier(direct.reduce_scatter, direct.all_gather, None)
+
+
+class HostContext(CollectiveContext):
+    """Made by ``establish``.
+
+    Attributes:
+        carrier: how the ranks move data.
+    """
+
+    def __init__(self, whole: CollectiveContext, backend: Backend, memory: Carrier) -> None:
+        """Make the link.
+
+        Args:
+            whole, backend: the group.
+            memory: the collectives for links with an area.
+        """
+        here = backend.hosts[backend.rank]
+        members = [rank for rank, host in enumerate(backend.hosts) if host == here]
+        # Not from ``sub``: the group may be closed already, while its last collectives run.
+        channel = channel_of(backend.channel, tuple(members), 0, "\0levels")
+        self._group = SubBackend(backend, members, channel)
+        super().__init__(self._group)
+        self._whole, self._memory = whole, memory
+        self.carrier = MESSAGES
+
+    def follow(self) -> None:
+        """Take part in what the whole group is doing."""
+        whole = self._whole
+        self.call, self.sequence, self.entry = whole.call, whole.sequence, whole.entry
+        self.background, self.end = whole.background, whole.end
+
+    def establish(self) -> None:
+        """Let the ranks of this host find out whether they share memory."""
+        self.follow()
+        try:
+            self.area = region.establish(self, self._group)
+        finally:
+            self.release()
+        if self.area is not None:
+            self.carrier = self._memory
+            self._group.root.areas.add(self.area)
+
+    def timed_out(self) -> CommTimeoutError:
+        return self._whole.timed_out()
+
+
+def establish(link: CollectiveContext, backend: Backend, memory: Carrier) -> bool:
+    """Give the link of a group on several hosts, in its first collective, the one of this host.
+
+    Returns:
+        Whether on every host the ranks share memory; the same on all ranks.
+
+    Raises:
+        ConfigError: some do not, though the transport was told that they have to.
+    """
+    hosts = backend.hosts
+    if len(set(hosts)) == 1:
+        return False
+    link.inside = inside = HostContext(link, backend, memory)
+    if backend.root.memory is None or len(set(hosts)) == link.size:
+        return False
+    inside.establish()
+    shares = np.array([inside.area is not None or inside.size == 1])
+    votes = np.zeros(link.size, np.bool_)
+    doubling.all_gather(link, shares, votes, range(link.size + 1))
+    return bool(votes.all())
+
+
+@contextlib.contextmanager
+def within_host(link: CollectiveContext) -> Iterator[tuple[CollectiveContext, Carrier]]:
+    """The link of the ranks on this host, and what to use on it, during a collective."""
+    inside = link.inside
+    if inside is None:  # all ranks are on one host
+        yield link, MESSAGES
+        return
+    inside.follow()
+    try:
+        yield inside, inside.carrier
+    finally:
+        inside.release()

@@ -1,0 +1,49 @@
+"""Reductions of the same arrays again and again, with all that can be prepared done once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.reductions import BLOCK, ReduceOp, Reduction
+
+if TYPE_CHECKING:
+    from fsdpcore.collectives.context import CollectiveContext
+
+Reduce = Callable[[Array], None]
+
+
+def prepare(link: CollectiveContext, reduction: Reduction, parts: Sequence[Array]) -> Reduce:
+    """Return what does ``reduction.reduce(parts, out)`` with the ``out`` that it is given.
+
+    Args:
+        link: its scratch memory is used.
+        reduction: which one.
+        parts: one flat array per rank, at least two.
+    """
+    size, dtype = parts[0].size, reduction.dtype
+    if reduction.accumulator is not dtype or (len(parts) > 2 and size > BLOCK):
+        return partial(reduction.reduce, parts)
+    rows, values = len(parts) // 2, list(parts)
+    scratch = link.scratch(rows * size, dtype).reshape(rows, size)
+    steps: list[Callable[[], Any]] = []
+    stride = 1
+    while 2 * stride < len(parts):  # all of the tree but its root
+        for low in range(0, len(parts) - stride, 2 * stride):
+            target = values[low] if stride > 1 else scratch[low // 2]
+            steps.append(partial(reduction.combine, values[low], values[low + stride], target))
+            values[low] = target
+        stride *= 2
+    left, right, combine, store = values[0], values[stride], reduction.combine, reduction.store
+    divides, count = reduction.op is ReduceOp.MEAN, len(parts)
+
+    def reduce(out: Array) -> None:
+        for step in steps:
+            step()
+        combine(left, right, out)
+        if divides:
+            store(out, out, count)
+
+    return reduce

@@ -1,0 +1,589 @@
+"""``Backend``: ranks that can send arrays to each other, and ``SubBackend``, some of them.
+
+Everything above this file (collectives, FSDP, checkpoints) works on any ``Backend``; a transport
+derives from ``fsdpcore.comm.transport.Transport`` and implements two non-blocking calls,
+``post_send`` and ``post_recv``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from fsdpcore.comm.message_work import MessageWork
+from fsdpcore.core.buffers import (
+    Array,
+    Bytes,
+    byte_view,
+    check_shape,
+    dtype_code,
+    input_array,
+    lined_up,
+    pack_signature,
+)
+from fsdpcore.core.device import HOST, Device
+from fsdpcore.core.errors import (
+    ArgumentError,
+    ClosedError,
+    CommunicationError,
+    in_words,
+)
+from fsdpcore.core.members import channel_of, check_int64, check_members, check_tag
+from fsdpcore.core.members import check_rank as check_rank
+from fsdpcore.core.work import Deadline, OrderedExecutor, Pending, Work
+from fsdpcore.diagnostics.recorder import Message
+from fsdpcore.diagnostics.status import Group
+
+if TYPE_CHECKING:
+    from fsdpcore.collectives.algorithms.table import Algorithm
+    from fsdpcore.collectives.context import CollectiveContext
+    from fsdpcore.collectives.run import CallSpec
+    from fsdpcore.comm.transport import Transport
+
+B = TypeVar("B", bound="Backend")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do, the same on all ranks.
+
+    ``alpha`` (seconds per message), ``beta`` (seconds per byte moved) and ``gamma`` (seconds per
+    byte reduced) feed the choice of algorithms; they need to be right in proportion only.
+    """
+
+    transport: str
+    alpha: float
+    beta: float
+    gamma: float
+    shared_window: bool = False
+
+
+class Envelope(NamedTuple):
+    """What a message is matched by (``channel``, ``tag``) and checked against (``signature``).
+
+    Messages of one sender with equal channel and tag are received in the order they were sent.
+    """
+
+    channel: int
+    tag: int
+    signature: bytes = b""
+
+
+class Backend(ABC):
+    """A group of ``world_size`` ranks, seen from the rank that is number ``rank`` of it.
+
+    Attributes:
+        rank: this rank's number in the group, from 0.
+        world_size: how many ranks the group has.
+        ranks: the members' numbers in the whole job, in the order of the group.
+        hosts: the number of each member's host; equal for members that share one.
+        channel: identifies the group's messages; equal on all members, unlike any other group's.
+        issued, begun: how many collectives this rank has called, and how many of them have begun.
+        closed: by its user.
+        executor: runs asynchronous collectives; None before the first.
+        group: all of this that tells the group from others, for reports.
+
+    A backend may be used from several threads, but the ranks must issue collectives of one group
+    in the same order. Once an operation has failed with a ``CommunicationError``, the backend and
+    all groups made from it stay broken: later calls raise the first cause again at once.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, channel: int, hosts: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.hosts = tuple(hosts)
+        self.rank = rank
+        self.world_size = len(self.ranks)
+        self.channel = channel
+        self.group = Group(channel, self.ranks)
+        self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._groups_lock = threading.Lock()
+        self.issue_lock = threading.Lock()
+        self.issued = 0
+        self.begun = 0
+        self.closed = False
+        self.executor: OrderedExecutor | None = None
+        self._host_group: Backend | None = None
+        self._on_device: Backend | None = None
+
+    # What collectives keep with a group: see collectives/call.py.
+    link: CollectiveContext | None = None
+
+    # Which arrays they move: NumPy's. Those of ``device`` are moved by ``on_device``.
+    moves: Device = HOST
+
+    @property
+    def device(self) -> Device:
+        """Where arrays are best: the host, or this rank's GPU."""
+        return self.root.device
+
+    @property
+    def on_device(self) -> Backend:
+        """The same ranks as a group that moves arrays of ``device``; collectives find it."""
+        if self._on_device is None:
+            from fsdpcore.collectives.on_device import DeviceGroup
+
+            with self._groups_lock:  # two groups of one channel would mix their messages
+                if self._on_device is None:
+                    self._on_device = DeviceGroup(self)
+                    self.root.recorder.add_group(self._on_device)
+        return self._on_device
+
+    def mover(self, array: object) -> Backend:
+        """Return the group whose collectives move such an array; for others, this one.
+
+        Arrays of any GPU go where those of this rank's GPU do, which says what is wrong with them.
+        """
+        device = self.root.device
+        if device.on_host or isinstance(array, np.ndarray):
+            return self
+        on_some = device.owns(array) or hasattr(array, "__cuda_array_interface__")
+        return self.on_device if on_some else self
+
+    @functools.cached_property
+    def calls(self) -> dict[Any, CallSpec]:
+        """The kinds of collective calls that this group has seen."""
+        return {}
+
+    @functools.cached_property
+    def own_algorithms(self) -> Mapping[str, Mapping[str, Algorithm]]:
+        """What the transport offers for this group's collectives beyond the general algorithms."""
+        if self.moves.on_host:
+            return self.root.algorithms(self)
+        return self.root.device_algorithms(self)
+
+    # What differs between a whole job and a group of it.
+
+    @property
+    @abstractmethod
+    def root(self) -> Transport:
+        """The transport that carries this backend's messages; itself, for a whole job."""
+
+    @abstractmethod
+    def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
+        """Start sending ``data`` (flat, contiguous) to ``dst``; never blocks on the peer.
+
+        ``data`` belongs to the transport until the returned ``Pending`` has finished.
+
+        Raises:
+            CommunicationError: the backend is broken or closed.
+        """
+
+    @abstractmethod
+    def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
+        """Ask for the next message from ``src`` that matches ``envelope``; never blocks.
+
+        ``out`` belongs to the transport until the returned ``Pending`` has finished; that fails
+        with ``MismatchError`` if the message has another size or signature.
+
+        Raises:
+            CommunicationError: the backend is broken or closed.
+        """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this transport can do."""
+        return self.root.capabilities
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that an operation may take where the call does not say."""
+        return self.root.default_timeout
+
+    # Point to point.
+
+    def send(
+        self, array: ArrayLike, dst: int, *, tag: int = 0, timeout: float | None = None
+    ) -> None:
+        """Send ``array`` to rank ``dst``, which must ``recv`` with the same shape, dtype and tag.
+
+        Blocks until ``array`` may be changed again. Small messages are buffered; for large ones
+        that means until the receiver has them, so two ranks that send to each other at the same
+        time should use ``isend``.
+
+        Raises:
+            ArgumentError: no such rank, this rank itself, a dtype that cannot travel.
+            CommTimeoutError: not done after ``timeout`` seconds (default: ``backend.timeout``).
+            MismatchError: the receiver expects another shape or dtype.
+            PeerFailedError: another rank failed or left.
+        """
+        limit = self._limit(timeout)
+        self._isend(array, dst, tag).finish(limit)
+
+    def recv(self, out: Array, src: int, *, tag: int = 0, timeout: float | None = None) -> Array:
+        """Receive into ``out`` what rank ``src`` sends with ``tag``, and return ``out``.
+
+        Blocks until the data is there. After a timeout nothing is written to ``out`` any more,
+        and the message can still be received by a later call if it had not begun to arrive.
+
+        Raises:
+            The same errors as ``send``.
+        """
+        limit = self._limit(timeout)
+        self._irecv(out, src, tag).finish(limit)
+        return out
+
+    def isend(self, array: ArrayLike, dst: int, *, tag: int = 0) -> Work:
+        """Start to send ``array``, which must not change before the returned work is done."""
+        return self._isend(array, dst, tag)
+
+    def irecv(self, out: Array, src: int, *, tag: int = 0) -> Work:
+        """Start to receive into ``out``, to be read once the returned work has been waited for."""
+        return self._irecv(out, src, tag)
+
+    def _isend(self, array: ArrayLike, dst: int, tag: int) -> MessageWork:
+        source = input_array(self._on_host(array))
+        self._check_peer(dst, "send to")
+        envelope = Envelope(
+            self.channel, check_tag(tag), pack_signature(source.dtype, source.shape)
+        )
+        message = Message("send", source.dtype, source.shape, source.nbytes, self.ranks[dst], tag)
+        return self._post(self.post_send, byte_view(source), dst, envelope, message, None)
+
+    def _irecv(self, out: Array, src: int, tag: int) -> MessageWork:
+        device = self.mover(out).moves
+        shape = tuple(getattr(out, "shape", ()))
+        device.check_out(out, shape, getattr(out, "dtype", np.dtype(object)))
+        dtype_code(out.dtype)
+        self._check_peer(src, "receive from")
+        direct = device.on_host and out.flags.c_contiguous
+        staging = out if direct else np.empty(out.shape, out.dtype)
+        envelope = Envelope(self.channel, check_tag(tag), pack_signature(out.dtype, out.shape))
+        message = Message("recv", out.dtype, out.shape, out.nbytes, self.ranks[src], tag)
+
+        def deliver() -> Array:
+            if staging is not out:
+                device.write(out, staging)
+            return out
+
+        return self._post(self.post_recv, byte_view(staging), src, envelope, message, deliver)
+
+    def _post(
+        self,
+        post: Callable[[Bytes, int, Envelope], Pending],
+        data: Bytes,
+        peer: int,
+        envelope: Envelope,
+        message: Message,
+        deliver: Callable[[], Array] | None,
+    ) -> MessageWork:
+        self._check_open()
+        recorder = self.root.recorder
+        entry = recorder.message(self, message)
+        try:
+            pending = post(data, peer, envelope)
+        except BaseException as error:
+            recorder.fail(entry, error)
+            if isinstance(error, CommunicationError):
+                self.root.fail(error, tell=True)
+            raise
+        return MessageWork(self, pending, entry, peer, deliver)
+
+    def _check_open(self) -> None:
+        self.root.check_usable()
+
+    def _on_host(self, array: ArrayLike) -> ArrayLike:
+        """Return the values of an array of the device as one of the host, others as they are.
+
+        Messages have tags and may be received in any order, which a GPU's way of sending has not.
+        """
+        if self.device.on_host:
+            return array
+        return self.device.to_host(self.device.given(array, "array"))
+
+    def _limit(self, timeout: float | None) -> float:
+        return Deadline(self.timeout if timeout is None else timeout).seconds
+
+    def _check_peer(self, peer: int, verb: str) -> None:
+        check_rank(peer, self.world_size, f"rank {self.rank} cannot {verb}")
+        if peer == self.rank:
+            raise ArgumentError(
+                f"rank {self.rank} cannot {verb} itself; copy the array, or name another rank"
+            )
+
+    # Groups and collectives.
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Block until every rank of the group has called it.
+
+        It is the host's: what was enqueued on a GPU may not have ended, on this rank or another.
+        ``device.synchronize()`` waits for that of this rank.
+
+        Raises:
+            CommTimeoutError: a rank is missing after ``timeout`` seconds; the message names it.
+            MismatchError: a rank called another collective.
+            PeerFailedError: another rank failed or left.
+        """
+        from fsdpcore.collectives import barrier  # collectives are built on this module
+
+        barrier(self, timeout=timeout)
+
+    def sub(self, ranks: Sequence[int], *, name: str = "") -> SubBackend:
+        """Return the group of those members, numbered in the order given.
+
+        Called by the members only, by all of them, with the same ``ranks``; no communication.
+        Every call makes a new group whose messages never mix with those of another.
+
+        Args:
+            ranks: members by their number in this group; any subset, in any order.
+            name: groups of equal members are told apart by the order in which they were made;
+                those of different names need not be made in the same order on all members.
+
+        Raises:
+            ArgumentError: a number twice, out of range, or this rank not among them.
+        """
+        members = check_members(ranks, self.world_size)
+        if self.closed or isinstance(self.root.failure, ClosedError):
+            self._check_open()
+        if self.rank not in members:
+            raise ArgumentError(
+                f"sub(): rank {self.rank} is not in {list(members)}; only members make a group"
+            )
+        if not isinstance(name, str):
+            raise ArgumentError(f"sub(): a name is a string, got {name!r}")
+        with self._groups_lock:
+            count = self._groups.get((name, members), 0)
+            self._groups[name, members] = count + 1
+        made = SubBackend(self, members, channel_of(self.channel, members, count, name))
+        made.group = Group(made.channel, made.ranks, count, name)
+        self.root.recorder.add_group(made)
+        return made
+
+    def host_group(self) -> Backend:
+        """Return the group of those members that are on this rank's host; the same every time.
+
+        No communication; this group itself where all are on one host.
+        """
+        with self._groups_lock:
+            found = self._host_group
+        if found is None:
+            here = self.hosts[self.rank]
+            members = [rank for rank, host in enumerate(self.hosts) if host == here]
+            alone = len(members) == self.world_size
+            found = self if alone else self.sub(members, name="host")
+            with self._groups_lock:
+                found = self._host_group = self._host_group or found
+        return found
+
+    def split(
+        self, color: int | None, key: int = 0, *, timeout: float | None = None
+    ) -> SubBackend | None:
+        """Divide this group: ranks that give the same ``color`` get a group together.
+
+        A collective: every rank of this group calls it. As ``MPI_Comm_split``.
+
+        Args:
+            color: which group to be in; None for no group at all.
+            key: the members are numbered by key and, where keys are equal, as in this group.
+            timeout: seconds for the exchange of colors and keys.
+
+        Returns:
+            This rank's group, or None where its color is None.
+
+        Raises:
+            ArgumentError: a color or key that is not an integer of 64 bits. Nothing was sent.
+            The errors of a collective (``CommTimeoutError``, ``MismatchError``, ...).
+        """
+        from fsdpcore.collectives import all_gather  # collectives are built on this module
+
+        mine = np.zeros(3, np.int64)
+        if color is not None:
+            mine[:] = 1, check_int64(color, "split(): color (None for no group)"), 0
+        mine[2] = check_int64(key, "split(): key")
+        every = all_gather(mine, self, timeout=timeout, label="split").reshape(-1, 3).tolist()
+        made = None
+        if color is not None:
+            alike = [rank for rank, (member, c, _) in enumerate(every) if member and c == mine[1]]
+            made = self.sub(sorted(alike, key=lambda rank: (every[rank][2], rank)))
+        self.root.was_split(self, made)
+        return made
+
+    def turn(self) -> int:
+        """Take the next sequence number for a blocking collective; 0 if others are queued.
+
+        Called, and the collective run, with ``issue_lock`` held.
+        """
+        if self.closed or self.root.failure is not None:
+            self._check_open()
+        if self.executor is not None and not self.executor.idle:
+            return 0
+        self.issued = sequence = self.issued + 1
+        return sequence
+
+    def left(self, before: int, what: str, error: BaseException) -> None:
+        """Break the backend if ``error`` ended a collective that was issued after ``before``.
+
+        Most errors have broken it already. A signal's may come between any two instructions; then
+        nobody else knows that the others wait, or that they have gone on.
+        """
+        if self.issued != before and self.root.failure is None:
+            why = f"{what} #{self.issued} was left on rank {self.root.rank}: {in_words(error)}"
+            self.root.fail(CommunicationError(why), tell=True)
+
+    def issue(
+        self,
+        text: str,
+        task: Callable[[int], Any],
+        *,
+        async_op: bool,
+        nbytes: int = 0,
+        timeout: float | None = None,
+    ) -> Any:
+        """Run ``task(sequence)`` as this group's next collective, in the order of the calls.
+
+        Args:
+            text: the operation in words.
+            task: runs it.
+            async_op: do not wait for it. Where too much is queued already (``work.MAX_QUEUED``
+                operations or ``work.MAX_QUEUED_BYTES``), wait until some of that has run.
+            nbytes: memory that the task holds while it is queued, beyond the caller's arrays.
+            timeout: seconds to wait for room in the queue; by default ``backend.timeout``.
+
+        Returns:
+            What ``task`` returns or, with ``async_op``, a ``Work`` for it.
+
+        Raises:
+            CommTimeoutError: the queue stayed full for ``timeout`` seconds; nothing was begun.
+        """
+        with self.issue_lock:
+            if not async_op and (sequence := self.turn()):
+                return task(sequence)
+            self._check_open()
+            if self.executor is None:
+                self.executor = self.root.new_executor(f"fsdpcore-rank{self.root.rank}")
+            self.executor.make_room(nbytes, self._limit(timeout), text)
+            self._check_open()  # it may have been closed, or have failed, while this one waited
+            self.issued = sequence = self.issued + 1
+            work = self.executor.submit(lambda: task(sequence), text, nbytes)
+        return work if async_op else work.wait()
+
+    # Memory.
+
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        """Return an uninitialised array in the memory that this transport moves fastest.
+
+        On a GPU that is any array of ``device``. On the host:
+
+        Where ranks of one host share memory, that is memory which the others read in place:
+        collectives whose input and ``out`` are such arrays, or views of them, copy less. It is used
+        again when the last array on it has gone,
+        and given back when the backend is closed; arrays stay usable after that. A process that
+        is forked from this one writes to the same memory.
+
+        Raises:
+            ArgumentError: there is no such shape, or arrays of that dtype do not travel.
+        """
+        dtype_code(dtype)
+        sizes = check_shape(shape, np.dtype(dtype), "empty()")
+        root = self.root
+        if not self.device.on_host:
+            return self.device.empty(sizes, dtype)
+        # Once a call has failed, others may still write to arrays that they were lent.
+        if root.memory is None or root.world_size == 1 or root.failure is not None:
+            return lined_up(sizes, dtype)
+        made = root.memory.empty(math.prod(sizes) * np.dtype(dtype).itemsize)
+        return lined_up(sizes, dtype) if made is None else made.view(dtype).reshape(sizes)
+
+    def shared_window(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        """Return one array of zeros that all ranks of this group on a host see.
+
+        All ranks call it, as a collective. Who writes and who reads when is theirs to agree on, for
+        instance with ``barrier``. Collectives treat it as any array. The memory lives as long as
+        any rank has an array on it.
+
+        Raises:
+            UnsupportedError: the ranks do not share memory; on all ranks. Without a way to it at
+                all, ``capabilities.shared_window`` is false.
+            The errors of a collective.
+        """
+        from fsdpcore.collectives.shared.window import shared_window
+
+        return shared_window(self, shape, dtype)
+
+    # Ending.
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let what was sent reach its receivers, then release everything. Safe to call twice."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Break the whole job at once: every peer's calls raise ``PeerFailedError(reason)``."""
+
+    def __enter__(self: B) -> B:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # sys.exit() without a code is a way to end well.
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self.abort(in_words(error))
+        self.close()
+
+    def __repr__(self) -> str:
+        name = self.capabilities.transport
+        return f"<{type(self).__name__} {name} rank {self.rank} of {self.world_size}>"
+
+
+class SubBackend(Backend):
+    """Some ranks of another backend, as a backend of their own; made by ``Backend.sub``."""
+
+    def __init__(self, parent: Backend, members: Sequence[int], channel: int) -> None:
+        super().__init__(
+            [parent.ranks[member] for member in members],
+            members.index(parent.rank),
+            channel,
+            [parent.hosts[member] for member in members],
+        )
+        self._root = parent.root
+        self.closed = False
+
+    @property
+    def root(self) -> Transport:
+        return self._root
+
+    def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
+        return self._root.post_send(data, self.ranks[dst], envelope)
+
+    def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
+        return self._root.post_recv(out, self.ranks[src], envelope)
+
+    def close(self) -> None:
+        """Let the group's asynchronous operations end. The job's backend stays open."""
+        self.closed = True
+        if self._on_device is not None:
+            self._on_device.close()
+        if self.executor is not None:
+            self._root.end_executor(self.executor)
+        # Another thread may be in a collective; if it does not end, the memory goes with the group.
+        if self.link is not None and self.issue_lock.acquire(timeout=self.timeout):
+            try:
+                for area in self.link.areas:
+                    if area in self._root.areas:
+                        self._root.areas.discard(area)
+                        area.close()
+            finally:
+                self.issue_lock.release()
+
+    def _check_open(self) -> None:
+        self._root.check_usable()
+        if self.closed:
+            raise ClosedError(
+                f"rank {self.rank} has closed this group (ranks {list(self.ranks)}); "
+                "make a new one with sub()"
+            )
+
+    def abort(self, reason: str) -> None:
+        self._root.abort(reason)

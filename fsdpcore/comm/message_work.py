@@ -1,0 +1,98 @@
+"""A point-to-point message in flight, as a ``Work``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
+from fsdpcore.core.work import Deadline, Pending, Work
+from fsdpcore.diagnostics.recorder import Message, MessageEntry
+
+if TYPE_CHECKING:
+    from fsdpcore.comm.backend import Backend
+
+
+class MessageWork(Work):
+    """A point-to-point message in flight."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        pending: Pending,
+        entry: MessageEntry,
+        peer: int,
+        deliver: Callable[[], Array] | None,
+    ) -> None:
+        self._backend = backend
+        self._pending = pending
+        self._entry = entry
+        self._peer = peer
+        self._deliver = deliver
+        self._value: Array | None = None
+        entry.work = weakref.ref(self)
+
+    def done(self) -> bool:
+        if not self._pending.finished:
+            return False
+        if self._entry.end == 0:
+            recorder = self._backend.root.recorder
+            if self._pending.error is None:
+                recorder.end(self._entry)
+            else:
+                recorder.fail(self._entry, self._pending.error)
+        return True
+
+    def wait(self, timeout: float | None = None) -> Any:
+        limit = self._backend.timeout if timeout is None else timeout
+        deadline = Deadline(limit)
+        self._entry.waiting = True
+        try:
+            if not self._pending.join(deadline.remaining()):
+                raise self._timed_out(limit)
+        finally:
+            self._entry.waiting = False
+            self.done()
+        if self._deliver is not None:  # once: the caller may have changed the array since
+            self._value = self._deliver()
+            self._deliver = None
+        return self._value
+
+    def finish(self, timeout: float) -> None:
+        """Wait; when the time is over, withdraw the message before raising."""
+        try:
+            self.wait(timeout)
+        except BaseException as error:
+            withdrawn = self._pending.cancel()
+            recorder = self._backend.root.recorder
+            if not isinstance(error, CommTimeoutError):
+                recorder.fail(self._entry, error)
+                if not withdrawn and not self._pending.finished:  # a peer may have half of it
+                    left = f"{self._words()} was left half done: {in_words(error)}"
+                    self._backend.root.fail(CommunicationError(left), tell=True)
+                raise
+            if self._pending.finished:  # just now: it must not get lost
+                self.wait()
+                return
+            recorder.fail(self._entry, error)
+            if not withdrawn:
+                error = CommTimeoutError(f"{error}\n  part of it was sent: the job cannot go on")
+                self._backend.root.fail(error, tell=True)
+                recorder.save(seldom=True)
+                raise error
+            recorder.save(seldom=True)
+            raise
+
+    def _timed_out(self, limit: float) -> CommTimeoutError:
+        backend, message = self._backend, self._entry.call
+        assert isinstance(message, Message)
+        report = backend.root.message_report(message.peer, backend.channel)
+        return CommTimeoutError(f"{self._words()} timed out after {limit:g} s{report}")
+
+    def _words(self) -> str:
+        message = self._entry.call
+        assert isinstance(message, Message)
+        where = f"on rank {self._backend.rank} of {self._backend.world_size}"
+        return f"{message.words(self._peer)} {where}"

@@ -1,0 +1,1 @@
+"""The command ``fsdpcore trace``: dumps of the flight recorders, merged and explained."""

@@ -1,0 +1,89 @@
+"""Arrays of other libraries, taken over as NumPy's: without a copy wherever both can share memory.
+
+No library is imported here; what is asked for are the protocols that arrays have in common
+(``__array__``, DLPack), and a few methods by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.core.buffers import BFLOAT16, Array
+from fsdpcore.core.errors import ArgumentError
+
+REFUSED = (TypeError, ValueError, RuntimeError, BufferError, AttributeError)
+"""What libraries raise where they do not share an array."""
+
+
+def is_foreign(value: object) -> bool:
+    """Whether it is an array of another library than NumPy."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return False
+    return hasattr(value, "__dlpack__") or hasattr(value, "__array__")
+
+
+def detached(value: Any) -> Any:
+    """Return an array without what PyTorch keeps apart from its memory.
+
+    That is the history, for which it refuses to share it, and whether all of it is conjugated or
+    negated, which DLPack does not tell.
+    """
+    for name in ("detach", "resolve_conj", "resolve_neg"):
+        method = getattr(value, name, None)
+        if callable(method):
+            value = method()
+    return value
+
+
+def as_numpy(value: Any, what: str) -> Array:
+    """Return an array of any library, or what NumPy makes an array of, as a NumPy array.
+
+    It shares the memory of an array of the host; that of PyTorch is taken without its history.
+
+    Args:
+        value: an array in the memory of the host, a number, or nested sequences of numbers.
+        what: the words that messages use for it.
+
+    Raises:
+        ArgumentError: it is no array, it has a mask, or it cannot be taken over: it is on a GPU,
+            for instance.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(f"{what} is a masked array, whose mask would be lost; fill it before")
+    if not is_foreign(value):
+        try:
+            return np.asarray(value)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"{what} is no array: {error}") from error
+    value = detached(value)
+    ways: list[Callable[[Any], Array]] = []
+    if _is_bfloat16(value):
+        ways.append(_by_bits)
+    if hasattr(value, "__array__"):
+        ways.append(np.asarray)
+    if hasattr(value, "__dlpack__"):
+        ways.append(np.from_dlpack)
+    reasons = []
+    for way in ways:
+        try:
+            return way(value)
+        except REFUSED as error:
+            reasons.append(str(error))
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise ArgumentError(f"{what}, of type {kind}, cannot become a NumPy array: {reasons[0]}")
+
+
+def _is_bfloat16(value: Any) -> bool:
+    return str(getattr(value, "dtype", "")).endswith("bfloat16")
+
+
+def _by_bits(value: Any) -> Array:
+    """Take over an array of bfloat16, which NumPy has no name for, as 16 bits each."""
+    if isinstance(getattr(value, "dtype", None), np.dtype):
+        return np.asarray(value)  # with the dtype that NumPy is taught by ml_dtypes
+    library: Any = sys.modules[type(value).__module__.partition(".")[0]]
+    return np.asarray(value.view(library.uint16)).view(BFLOAT16)

@@ -1,0 +1,1 @@
+"""Parts of arrays, as pure geometry: boxes, flat ranges, flat layouts, overlaps."""

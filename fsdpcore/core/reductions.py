@@ -1,0 +1,216 @@
+"""Reductions: what an op does to a dtype, and the canonical order in which ranks are combined.
+
+The canonical order is a binary tree over rank order, built bottom up: (0,1), (2,3), ...; an odd
+one out moves up unchanged. At height h a node covers the aligned block of ranks
+[k * 2**h, (k + 1) * 2**h), cut off at the number of ranks. Every algorithm that combines in this
+order gives the same bits, since floating-point addition is not associative.
+
+float16 and bfloat16 are accumulated in float32 and rounded once, at the end; a mean divides the
+accumulated sum before that rounding.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.core.buffers import BFLOAT16, Array
+from fsdpcore.core.errors import ArgumentError
+
+# 128 KiB of float32: the operands of one block stay in a core's second-level cache.
+BLOCK = 32 * 1024
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the ranks are combined. Functions also take the names as strings.
+
+    On bool, ``sum`` and ``max`` are the logical or, ``prod`` and ``min`` the logical and (as in
+    NumPy). Integers wrap around. ``mean`` needs a floating-point or complex dtype, ``min`` and
+    ``max`` an ordered one.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PROD = "prod"
+
+
+Combine = Callable[..., Any]
+
+_UFUNCS: dict[ReduceOp, Combine] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PROD: np.multiply,
+}
+
+
+class _Quiet(threading.local):
+    """Calls NumPy without its warnings of overflow, at a tenth of the cost of ``np.errstate``.
+
+    NumPy keeps its error state in a context variable; here is a context, for each thread, in which
+    it is set for good.
+    """
+
+    def __init__(self) -> None:
+        context = contextvars.Context()
+        context.run(np.seterr, all="ignore")
+        self.run = context.run
+
+
+_quiet = _Quiet()
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An op bound to a dtype.
+
+    Attributes:
+        op: what is computed.
+        dtype: of the arrays.
+        accumulator: in which partial results are held.
+        function: combines two arrays in the accumulator dtype into a third, which may be either.
+    """
+
+    op: ReduceOp
+    dtype: np.dtype[Any]
+    accumulator: np.dtype[Any]
+    function: Combine
+
+    @classmethod
+    def of(cls, op: ReduceOp | str, dtype: np.dtype[Any]) -> Reduction:
+        """Bind ``op`` to ``dtype``.
+
+        Raises:
+            ArgumentError: there is no such op, or it has no meaning for that dtype.
+        """
+        try:
+            op = ReduceOp(op)
+        except ValueError:
+            names = ", ".join(repr(known.value) for known in ReduceOp)
+            raise ArgumentError(f"unknown reduction {op!r}; known are {names}") from None
+        if op is ReduceOp.MEAN and dtype.kind in "biu":
+            raise ArgumentError(
+                f"the mean of {dtype} values is not {dtype} in general; "
+                "reduce with op='sum' and divide, or convert to a float dtype first"
+            )
+        if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
+            raise ArgumentError(
+                f"{op.value} is undefined for {dtype}: complex numbers have no order"
+            )
+        half = dtype in (np.dtype(np.float16), BFLOAT16)
+        accumulator = np.dtype(np.float32) if half else dtype
+        product_of_complex = op is ReduceOp.PROD and accumulator.kind == "c"
+        function = _multiply_complex if product_of_complex else _UFUNCS[op]
+        return cls(op, dtype, accumulator, function)
+
+    @property
+    def name(self) -> str:
+        """The op's name, as users write it."""
+        return self.op.value
+
+    def load(self, source: Array, out: Array | None = None) -> Array:
+        """Return ``out``, or a new array, with ``source`` in the accumulator dtype."""
+        if out is None:
+            return _quiet.run(source.astype, self.accumulator)
+        _quiet.run(np.copyto, out, source)
+        return out
+
+    def combine(self, left: Array, right: Array, out: Array) -> None:
+        """Write ``left op right`` into ``out`` (which may be either), in the accumulator dtype."""
+        _quiet.run(self.function, left, right, out=out)
+
+    def store(self, accumulated: Array, out: Array, count: int) -> None:
+        """Finish the reduction of ``count`` ranks: divide for a mean, round, write ``out``.
+
+        ``accumulated`` may be overwritten.
+        """
+        if self.op is ReduceOp.MEAN and count > 1:
+            # Of complex numbers, both parts by themselves: a complex division would round
+            # differently, and turn one infinite part into two NaNs.
+            parts = accumulated.view(accumulated.real.dtype)
+            _quiet.run(np.divide, parts, parts.dtype.type(count), parts)
+        if accumulated is not out:
+            _quiet.run(np.copyto, out, accumulated, "unsafe")
+
+    def reduce(self, parts: Sequence[Array], out: Array) -> None:
+        """Reduce one flat array per rank into ``out``, in the canonical order.
+
+        ``out`` may be one of ``parts``. Works block by block, so that scratch stays small and
+        partial results stay in cache.
+        """
+        self._reduce(parts, out, np.empty, BLOCK)
+
+    def reduce_at_once(
+        self, parts: Sequence[Array], out: Array, empty: Callable[..., Array]
+    ) -> None:
+        """Do as ``reduce`` in whole arrays, of any library that NumPy's functions know.
+
+        Args:
+            parts: one array per rank.
+            out: the result; may be one of ``parts``.
+            empty: makes scratch of ``(shape, dtype)``, of that library.
+        """
+        self._reduce(parts, out, empty, max(out.size, 1))
+
+    def _reduce(
+        self, parts: Sequence[Array], out: Array, empty: Callable[..., Array], block: int
+    ) -> None:
+        rounds = self.accumulator is not self.dtype
+        if len(parts) == 2 and not rounds:  # nothing is read or written twice
+            self.combine(parts[0], parts[1], out)
+            if self.op is ReduceOp.MEAN:
+                self.store(out, out, 2)
+            return
+        rows = len(parts) if rounds else (len(parts) + 1) // 2
+        scratch = empty((rows, min(block, out.size)), self.accumulator)
+        for start in range(0, out.size, block):
+            target = out[start : start + block]
+            room = scratch[:, : target.size]
+            values = [part[start : start + block] for part in parts]
+            if rounds:
+                for row, value in zip(room, values, strict=True):
+                    _quiet.run(np.copyto, row, value)
+                values = list(room)
+            self._combine_tree(values, room, None if rounds else target)
+            self.store(values[0], target, len(parts))
+
+    def _combine_tree(self, values: list[Array], scratch: Array, last: Array | None) -> None:
+        """Combine ``values`` bottom up into ``values[0]``.
+
+        The leaves of the first level may be the callers' arrays, so results go to ``scratch``;
+        the very last one goes to ``last`` if given, which saves a copy. By then every leaf has
+        been read, so ``last`` may be one of them.
+        """
+        count = len(values)
+        owned = self.accumulator is not self.dtype
+        stride = 1
+        while stride < count:
+            for low in range(0, count - stride, 2 * stride):
+                target = values[low] if owned or stride > 1 else scratch[low // 2]
+                if last is not None and 2 * stride >= count:
+                    target = last
+                self.combine(values[low], values[low + stride], target)
+                values[low] = target
+            stride *= 2
+
+
+def _multiply_complex(left: Array, right: Array, out: Array) -> None:
+    """Write the product into ``out``, which may be either factor.
+
+    NumPy's own multiplication fuses operations in some of its loops and not in others, so that
+    the bits would depend on how an array was cut into chunks.
+    """
+    real = left.real * right.real
+    real -= left.imag * right.imag
+    imaginary = left.real * right.imag
+    imaginary += left.imag * right.real
+    out.real, out.imag = real, imaginary

@@ -1,0 +1,335 @@
+"""Handles of operations in flight, and the thread that runs asynchronous ones in issue order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import math
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fsdpcore.core.errors import (
+    ArgumentError,
+    ClosedError,
+    CommTimeoutError,
+    CommunicationError,
+    StateError,
+    in_words,
+)
+
+_LOG = logging.getLogger("fsdpcore")
+
+# How much may be queued on an executor before starting more of it blocks.
+MAX_QUEUED = 1024
+MAX_QUEUED_BYTES = 1 << 30
+
+SLICE_SECONDS = 0.2
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def fresh(error: E) -> E:
+    """Return a copy of a stored error to raise, so that tracebacks do not pile up on it."""
+    again = copy.copy(error)
+    again.__cause__ = error.__cause__
+    return again.with_traceback(None)
+
+
+class Deadline:
+    """A point in time by which an operation must have ended."""
+
+    def __init__(self, seconds: float) -> None:
+        try:
+            # NumPy's kinds of numbers become one that the system's calls take.
+            number = float(seconds) if seconds >= 0 else math.nan
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not number >= 0:
+            raise ArgumentError(f"timeout must be a number of seconds >= 0, got {seconds!r}")
+        self.seconds = number
+        self._end = time.monotonic() + number
+
+    def remaining(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+
+class Pending:
+    """One message that a transport has been asked to move, finished by the transport.
+
+    Once ``finish`` was called, the transport does not touch the message's buffer any more.
+    """
+
+    __slots__ = ("_gate", "error", "finished")
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.error: BaseException | None = None
+        # A bare lock, held until the end: waiting on it costs a fraction of a threading.Event.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark as done, or as failed with ``error``. Only the first call counts."""
+        if not self.finished:
+            self.error = error
+            self.finished = True
+            with contextlib.suppress(RuntimeError):  # two threads finished it at once
+                self._gate.release()
+
+    def settle(self, seconds: float) -> bool:
+        """Wait up to ``seconds``; return whether it finished, well or badly."""
+        if not self.finished:
+            if not self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+                return False
+            self._gate.release()
+        return True
+
+    def join(self, seconds: float) -> bool:
+        """Wait up to ``seconds``; return whether it finished, raise the error if it failed."""
+        if not self.settle(seconds):
+            return False
+        if self.error is not None:
+            raise fresh(self.error)
+        return True
+
+    def cancel(self) -> bool:
+        """Give up on the message. On return the transport does not touch its buffer any more.
+
+        Never raises. A message that can no longer be withdrawn because its end is near is waited
+        for instead, and is ``finished`` on return.
+
+        Returns:
+            True if it has finished, or was withdrawn before any peer knew of it, so that the
+            backend stays usable; False if a peer may be left with half of it.
+        """
+        return self.finished
+
+
+class Work(ABC):
+    """An operation that was started; ``wait`` ends it."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Return whether the operation has ended, well or badly; never blocks."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until the operation has ended and return its result, as often as it is called.
+
+        What goes wrong with the operation is raised here, at every call, and nowhere else; it is
+        not lost where nobody waits: the backend is broken then, so that its next call raises, and
+        if there is none, closing it logs the error (logger "fsdpcore").
+
+        Args:
+            timeout: seconds to wait; by default as long as the operation itself may take.
+
+        Raises:
+            CommTimeoutError: the time is over; the operation goes on and can be waited for again.
+            CommunicationError: the operation failed.
+        """
+
+    def result(self) -> Any:
+        """Return the result of an operation that has ended.
+
+        Raises:
+            StateError: it has not ended yet.
+        """
+        if not self.done():
+            raise StateError("the operation has not ended; call wait() first")
+        return self.wait()
+
+
+class AllOf(Work):
+    """Several operations as one; with none, it has ended. Its result is that of the last."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = tuple(works)
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        deadline = None if timeout is None else Deadline(timeout)
+        result = None
+        for work in self._works:
+            result = work.wait(None if deadline is None else deadline.remaining())
+        return result
+
+
+class Failures:
+    """Whether anybody has been told of a failure of an executor's tasks, and of which."""
+
+    def __init__(self) -> None:
+        self._first = ""  # words, not the error: its traceback would keep arrays alive
+        self._told = False
+
+    def note(self, text: str, error: BaseException) -> None:
+        """A task has failed."""
+        self._first = self._first or f"{text} failed: {in_words(error)}"
+
+    def tell(self) -> None:
+        """The failure of a task was raised where somebody waited for it."""
+        self._told = True
+
+    def log(self) -> None:
+        """Log the first failure, unless a failure was raised or logged before."""
+        if self._first and not self._told:
+            _LOG.error("Nobody waited for an operation that was started: %s", self._first)
+            self._told = True
+
+
+class TaskWork(Work):
+    """A function that runs on an ``OrderedExecutor``."""
+
+    def __init__(
+        self, task: Callable[[], Any], text: str, nbytes: int = 0, failures: Failures | None = None
+    ) -> None:
+        self.nbytes = nbytes
+        self._task: Callable[[], Any] | None = task
+        self._text = text
+        self._failures = failures or Failures()
+        self._ended = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def run(self, ending: Callable[[], None]) -> None:
+        """Run the function on this thread, keep what comes out, call ``ending``, wake waiters."""
+        assert self._task is not None
+        try:
+            self._value = self._task()
+        except BaseException as error:  # delivered at wait()
+            self._error = error
+            self._failures.note(self._text, error)
+        self._task = None  # the arrays that it holds can be freed
+        ending()
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End without running, because of ``error``."""
+        self._error = error
+        self._task = None
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        deadline = Deadline(math.inf if timeout is None else timeout)
+        while not self._ended.wait(min(deadline.remaining(), SLICE_SECONDS)):
+            if not deadline.remaining():
+                raise CommTimeoutError(f"{self._text} is not finished after waiting {timeout} s")
+        if self._error is not None:
+            self._failures.tell()
+            error = self._error
+            raise fresh(error) if isinstance(error, CommunicationError) else error
+        return self._value
+
+
+class OrderedExecutor:
+    """Runs tasks one after the other, in the order of their submission, on a thread of its own.
+
+    A task that fails does not keep the later ones from running. Its error is raised by ``wait``,
+    every time; if nobody has waited for any failed task when the executor is closed, the first
+    failure goes to the log (logger "fsdpcore", level ERROR).
+    """
+
+    def __init__(
+        self, name: str, max_tasks: int = MAX_QUEUED, max_bytes: int = MAX_QUEUED_BYTES
+    ) -> None:
+        self._max_tasks = max_tasks
+        self._max_bytes = max_bytes
+        self._tasks: queue.SimpleQueue[TaskWork | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open = 0
+        self._bytes = 0
+        self._closed = False
+        self._failures = Failures()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was submitted has ended."""
+        with self._changed:
+            return self._open == 0
+
+    def make_room(self, nbytes: int, seconds: float, text: str) -> None:
+        """Wait until one more task may be submitted, or the executor is closed.
+
+        A task of any size is let in where nothing else is queued. For one caller at a time.
+
+        Args:
+            nbytes: memory that the task will hold until it has run.
+            seconds: how long to wait at most.
+            text: what it is, for the error.
+
+        Raises:
+            CommTimeoutError: there was no room for so long.
+        """
+        deadline = Deadline(seconds)
+        with self._changed:
+            while self._full(nbytes):
+                # In slices, so that an interrupt that comes just before a wait is not missed.
+                if not deadline.remaining():
+                    raise CommTimeoutError(
+                        f"{text} was not started: for {seconds:g} s there was no room behind "
+                        f"{self._open} operations that have not ended ({self._bytes} bytes; at "
+                        f"most {self._max_tasks} operations or {self._max_bytes} bytes may be "
+                        "queued); wait() for some before starting more"
+                    )
+                self._changed.wait(min(deadline.remaining(), SLICE_SECONDS))
+
+    def _full(self, nbytes: int) -> bool:
+        if self._open == 0 or self._closed:
+            return False
+        return self._open >= self._max_tasks or self._bytes + nbytes > self._max_bytes
+
+    def submit(self, task: Callable[[], Any], text: str, nbytes: int = 0) -> TaskWork:
+        """Queue ``task``; never blocks. After ``close`` it fails with ``ClosedError``.
+
+        Args:
+            task: what to run.
+            text: what it is, for errors.
+            nbytes: memory that it holds until it has run, as told to ``make_room``.
+        """
+        work = TaskWork(task, text, nbytes, self._failures)
+        with self._changed:
+            if self._closed:
+                work.fail(ClosedError(f"{text} was started after its backend was closed"))
+            else:
+                self._open += 1
+                self._bytes += nbytes
+                self._tasks.put(work)
+        return work
+
+    def _run(self) -> None:
+        while (work := self._tasks.get()) is not None:
+            work.run(functools.partial(self._count_down, work.nbytes))
+            del work  # or the last task's arrays would live until the next one
+
+    def _count_down(self, nbytes: int) -> None:
+        with self._changed:
+            self._open -= 1
+            self._bytes -= nbytes
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> None:
+        """Let the queued tasks end, then stop the thread; wait for that up to ``seconds``.
+
+        Whoever waits in ``make_room`` goes on at once. Logs a failure that nobody was told of.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._tasks.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(min(seconds, threading.TIMEOUT_MAX))
+        self._failures.log()

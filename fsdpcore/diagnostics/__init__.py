@@ -1,0 +1,1 @@
+"""What a rank does and did, and why an operation waits: status, flight recorder, deadlocks."""

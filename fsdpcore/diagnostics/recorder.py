@@ -1,0 +1,411 @@
+"""The flight recorder: the last operations of a rank, for error messages and for ``trace``.
+
+Every collective and message passes through ``begin`` and ``end``, so these only store references
+and times: no formatting, no lock (appending to a ``deque`` is atomic), and nothing that would keep
+an array alive. Whoever reads does the work.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from fsdpcore.core.errors import ArgumentError, CommTimeoutError, in_words
+from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status, Wait
+from fsdpcore.diagnostics.trace_file import FORMAT, VERSION, file_name, write_json
+
+if TYPE_CHECKING:
+    from fsdpcore.comm.backend import Backend
+    from fsdpcore.comm.message_work import MessageWork
+    from fsdpcore.comm.transport import Transport
+
+DEFAULT_SIZE = 1000
+# A program that polls with short timeouts must not spend its time on writing.
+_SECONDS_BETWEEN_TIMEOUTS = 1.0
+
+
+@dataclass
+class Record:
+    """What is recorded of a collective, the same for all calls of a kind.
+
+    Attributes:
+        operation: name of the collective.
+        dtype, shape, nbytes: of this rank's array; None, () and 0 where it has none.
+        algorithm: who carries it out, as far as that is known.
+        label: what the call is for.
+    """
+
+    operation: str
+    dtype: np.dtype[Any] | None
+    shape: tuple[int, ...]
+    nbytes: int
+    algorithm: str
+    label: str
+
+
+class Call(Protocol):
+    """What an entry describes: a ``Record`` or a ``Message``; must not lead to any array."""
+
+    @property
+    def operation(self) -> str:
+        """Name of the collective."""
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """Of this rank's array; None where it has none."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this rank's array."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's array."""
+
+    @property
+    def algorithm(self) -> str:
+        """Who carries it out, as far as that is known at the start."""
+
+    @property
+    def label(self) -> str:
+        """What the call is for."""
+
+
+class Message(NamedTuple):
+    """A message, as ``Call`` describes a collective; ``peer`` is its number in the whole job."""
+
+    operation: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    nbytes: int
+    peer: int
+    tag: int
+    algorithm: str = ""
+    label: str = ""
+
+    def words(self, peer: int) -> str:
+        """Describe it to those who call its peer ``peer``."""
+        direction = "to" if self.operation == "send" else "from"
+        what = f"{self.operation} of {self.dtype} {self.shape}"
+        return f"{what} {direction} rank {peer} (tag {self.tag})"
+
+
+class Entry:
+    """One operation.
+
+    Attributes:
+        sequence: number of the collective in its group; 0 for a message.
+        group: whose operation it is.
+        call: what it is.
+        algorithm: who carries it out, if somebody knows better than ``call``; see ``carrier``.
+        start, end: of ``time.monotonic_ns``; ``end`` is 0 while it runs.
+        failed: ``failed``, ``timed out``, or empty.
+        error: why, where it has failed.
+    """
+
+    __slots__ = ("algorithm", "call", "end", "error", "failed", "group", "sequence", "start")
+
+    # No __init__: setting the fields from ``Recorder.begin`` takes two thirds of the time.
+    sequence: int
+    group: Group
+    call: Call
+    algorithm: str
+    start: int
+    end: int
+    failed: str
+    error: str
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a thread of the rank is in it."""
+        return self.end == 0
+
+    @property
+    def carrier(self) -> str:
+        """The algorithm, as far as it is known."""
+        return self.algorithm or self.call.algorithm
+
+    @property
+    def state(self) -> str:
+        """``started``, ``done``, ``failed`` or ``timed out``."""
+        if self.end == 0:
+            return "started"
+        return self.failed or "done"
+
+    def words(self) -> str:
+        """The operation and its group."""
+        if isinstance(self.call, Message):
+            return self.call.words(self.call.peer)
+        label = f" ({self.call.label})" if self.call.label else ""
+        return f"{self.call.operation} #{self.sequence} of {self.group}{label}"
+
+    def wait(self, now: int) -> Wait:
+        """Describe an operation that runs, or that has failed."""
+        over = self.end != 0
+        seconds = (now - (self.end if over else self.start)) * 1e-9
+        peer, tag = -1, -1
+        if isinstance(self.call, Message):
+            peer, tag = self.call.peer, self.call.tag
+        name = self.call.operation
+        return Wait(self.words(), seconds, over, name, self.sequence, peer, tag, *self.group)
+
+
+class MessageEntry(Entry):
+    """A message: posted at ``start``, but ``waiting`` only while a thread waits for it.
+
+    ``work`` tells whether a message that nobody has waited for yet has arrived.
+    """
+
+    __slots__ = ("waiting", "work")
+    waiting: bool
+    work: weakref.ReferenceType[MessageWork] | None
+
+    @property
+    def blocks(self) -> bool:
+        return self.end == 0 and self.waiting
+
+
+class Recorder:
+    """The last operations of one rank.
+
+    Several threads may record at the same time.
+
+    Args:
+        transport: whose operations these are.
+        size: how many are kept.
+    """
+
+    def __init__(self, transport: Transport, size: int = DEFAULT_SIZE) -> None:
+        self._transport = weakref.ref(transport)
+        self._entries: deque[Entry] = deque(maxlen=size)
+        # The groups that are in use, so that this does not grow with those that were.
+        self._groups: weakref.WeakValueDictionary[int, Backend] = weakref.WeakValueDictionary()
+        self._directory: Path | None = None
+        self._file_lock = threading.Lock()
+        self._written = -_SECONDS_BETWEEN_TIMEOUTS
+        self._started = time.time()
+
+    def configure(self, directory: str, size: int = DEFAULT_SIZE) -> None:
+        """Choose where ``save`` writes (nowhere, if empty) and how many operations are kept."""
+        self._directory = Path(directory).absolute() if directory else None
+        if size != self._entries.maxlen:
+            self._entries = deque(self._entries, maxlen=size)
+
+    # Recording.
+
+    def add_group(self, backend: Backend) -> None:
+        """Note that this rank is a member of a group, for as long as the group is in use."""
+        self._groups[backend.channel] = backend
+
+    def begin(self, backend: Backend, sequence: int, call: Call) -> Entry:
+        """Note that collective number ``sequence`` of a group starts on this rank."""
+        entry = Entry()
+        entry.sequence = sequence
+        entry.group = backend.group
+        entry.call = call
+        entry.end = 0
+        entry.failed = ""
+        entry.algorithm = ""
+        backend.begun = sequence
+        entry.start = monotonic_ns()
+        self._entries.append(entry)
+        return entry
+
+    def end(self, entry: Entry) -> None:
+        """Note that an operation has ended well."""
+        entry.end = monotonic_ns()
+
+    def fail(self, entry: Entry, error: BaseException) -> None:
+        """Note that an operation has failed. Only the first end of an operation counts."""
+        if entry.end == 0:
+            # Not the error itself: the frames of its traceback hold arrays.
+            entry.error = in_words(error)
+            entry.failed = "timed out" if isinstance(error, CommTimeoutError) else "failed"
+            entry.end = monotonic_ns()
+
+    def message(self, backend: Backend, message: Message) -> MessageEntry:
+        """Note that this rank posts a send or a receive; ended as other operations are."""
+        entry = MessageEntry()
+        entry.waiting = False
+        entry.work = None
+        entry.sequence = 0
+        entry.group = backend.group
+        entry.call = message
+        entry.algorithm = ""
+        entry.end = 0
+        entry.failed = ""
+        entry.start = monotonic_ns()
+        self._entries.append(entry)
+        return entry
+
+    # Reading.
+
+    def entries(self) -> list[Entry]:
+        """The last operations, in the order of their start."""
+        while True:
+            try:
+                found = list(self._entries)
+                break
+            except RuntimeError:  # another thread has added one meanwhile
+                continue
+        for entry in found:
+            if isinstance(entry, MessageEntry) and entry.end == 0 and entry.work is not None:
+                work = entry.work()
+                if work is not None:
+                    work.done()  # which notes the end
+        return found
+
+    def group(self, channel: int) -> Group | None:
+        """The group of a channel, if this rank has it."""
+        backend = self._groups.get(channel)
+        return None if backend is None else backend.group
+
+    def entered(self, channel: int) -> int:
+        """The last collective begun on a channel; 0 for none."""
+        backend = self._groups.get(channel)
+        if backend is not None:
+            return backend.begun
+        last = (e.sequence for e in reversed(self.entries()) if e.group.channel == channel)
+        return next((sequence for sequence in last if sequence), 0)
+
+    def status(self, channel: int) -> Status:
+        """Say what this rank is doing, and how far it is on one channel."""
+        entries, now = self.entries(), monotonic_ns()
+        running = [entry.wait(now) for entry in entries if entry.blocks][:MAX_WAITS]
+        last = _last(entries)
+        if running:
+            text = " and ".join(map(str, running))
+        elif last is None:
+            text = "no collective so far, busy elsewhere"
+        elif last.failed:
+            running = [last.wait(now)]
+            text = str(running[0])
+        else:
+            ago = (now - last.end) * 1e-9
+            text = f"finished {last.words()} {ago:.1f} s ago, busy elsewhere since"
+        known = any(entry.group.channel == channel for entry in entries)
+        entered = self.entered(channel)
+        return Status(text, entered, known or channel in self._groups, tuple(running))
+
+    # Writing.
+
+    def dump(self, path: str | Path) -> None:
+        """Write the last operations to a file that ``fsdpcore trace`` reads; replaces it at once.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._file_lock:  # a thread that fails and one that closes may come together
+            write_json(Path(path), self._content())
+            self._written = time.monotonic()
+
+    def save(self, *, seldom: bool = False) -> None:
+        """Write to the directory of the setting ``trace``, if there is one; never raises.
+
+        Args:
+            seldom: not if that was done a moment ago.
+        """
+        if self._directory is None:
+            return
+        if seldom and time.monotonic() < self._written + _SECONDS_BETWEEN_TIMEOUTS:
+            return
+        transport = self._transport()
+        rank = -1 if transport is None else transport.rank
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self.dump(self._directory / file_name(rank))
+        except Exception as error:  # what the rank fails of is more important
+            sys.stderr.write(f"fsdpcore: rank {rank} cannot write its trace: {error}\n")
+
+    def _content(self) -> dict[str, Any]:
+        transport = self._transport()
+        assert transport is not None, "a recorder lives in its transport"
+        entries = self.entries()
+        groups = {entry.group for entry in entries}
+        alive = list(self._groups.values())
+        groups.update(backend.group for backend in alive)
+        issued = {backend.channel: backend.issued for backend in alive}
+        failure = transport.failure
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "rank": transport.rank,
+            "world_size": transport.world_size,
+            "transport": transport.capabilities.transport,
+            "started": self._started,
+            "written": time.time(),
+            "clock": {"wall_ns": time.time_ns(), "monotonic_ns": monotonic_ns()},
+            "complete": len(entries) < (self._entries.maxlen or 0),
+            "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+            "groups": [
+                {
+                    "channel": f"{group.channel:016x}",
+                    "ranks": list(group.ranks),
+                    "position": group.position,
+                    "name": group.name,
+                    "entered": self.entered(group.channel),
+                    "issued": issued.get(group.channel),
+                }
+                for group in sorted(groups)
+            ],
+            "operations": [_operation(entry) for entry in entries],
+        }
+
+
+def dump_trace(backend: Backend, directory: str | Path) -> Path:
+    """Write this rank's last operations to a directory that ``fsdpcore trace`` reads.
+
+    No collective: any rank may call it at any time. For a trace of all ranks, each has to.
+
+    Args:
+        backend: a job's, or a group's, for all operations of this rank.
+        directory: made if it is not there.
+
+    Returns:
+        The file, ``rank_K.json``; an older one is replaced.
+
+    Raises:
+        ArgumentError: it cannot be written.
+    """
+    path = Path(directory) / file_name(backend.root.rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        backend.root.recorder.dump(path)
+    except OSError as error:
+        raise ArgumentError(f"dump_trace(): cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def _operation(entry: Entry) -> dict[str, Any]:
+    call = entry.call
+    content = {
+        "op": call.operation,
+        "sequence": entry.sequence,
+        "channel": f"{entry.group.channel:016x}",
+        "dtype": None if call.dtype is None else str(call.dtype),
+        "shape": list(call.shape),
+        "bytes": call.nbytes,
+        "algorithm": entry.carrier,
+        "label": call.label,
+        "start_ns": entry.start,
+        "end_ns": entry.end or None,
+        "state": entry.state,
+        "error": entry.error if entry.failed else None,
+    }
+    if isinstance(call, Message):
+        content |= {"peer": call.peer, "tag": call.tag}
+    return content
+
+
+def _last(entries: list[Entry]) -> Entry | None:
+    """The operation that ended last."""
+    return max((entry for entry in entries if entry.end), key=lambda e: e.end, default=None)

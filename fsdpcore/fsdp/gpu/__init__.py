@@ -1,0 +1,1 @@
+"""The engine's own kernels on a GPU."""

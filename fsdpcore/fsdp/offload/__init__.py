@@ -1,0 +1,1 @@
+"""Parameters and optimizer states outside of fast memory: host memory, files."""

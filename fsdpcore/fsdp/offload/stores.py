@@ -1,0 +1,168 @@
+"""Where the arrays of an engine's units are: in memory, or in files that all ranks could make.
+
+On a GPU they are in its memory, or in that of the host.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpcore.collectives import all_gather
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.fsdp.offload.mapped_file import PAGE, MappedFile, check_system, in_memory, pages
+from fsdpcore.fsdp.offload.offload import Files, FileShelf, HostShelf, Kind, Needs, Offload, Shelf
+from fsdpcore.fsdp.plan.table import size
+from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.units.precision import Precision
+from fsdpcore.fsdp.units.storage import keeps_all
+from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.updates import Optimizers, state_sizes
+
+_IN_MEMORY = -1  # not the number of any error of the system
+
+
+@dataclass(frozen=True)
+class Shelves:
+    """The shelves of all units, in their order.
+
+    Attributes:
+        files: where they are; None in memory.
+    """
+
+    each: Sequence[Shelf]
+    files: Files | None = None
+
+
+def open_shelves(
+    policy: Offload | None,
+    units: Sequence[Unit],
+    ranks: Ranks,
+    optimizers: Optimizers | None,
+    precision: Precision,
+) -> Shelves:
+    """Make shelves for units that are laid out; a collective if there is a policy.
+
+    Raises:
+        ConfigError: a rank cannot have its file, or there are none on a GPU; on all ranks, and no
+            file is left.
+        UnsupportedError: this is not Linux.
+    """
+    empty, device = ranks.shards.empty, ranks.device
+    if policy is None:
+        return Shelves([Shelf(empty) for _ in units])
+    if not device.on_host:
+        if policy.directory is not None:
+            raise ConfigError(
+                f"this engine computes on a GPU ({device}), where Offload keeps arrays in the "
+                "memory of the host, and has no files: leave out the directory, Offload()"
+            )
+        return Shelves([HostShelf(policy, empty, device.pinned) for _ in units])
+    needs = [_offloaded(policy, needs_of(unit, ranks, optimizers, precision)) for unit in units]
+    starts, total = [], 0
+    for need in needs:
+        starts.append(total)
+        total += sum(pages(nbytes) for sizes in need.values() for nbytes in sizes)
+    files = Files(policy, _open(policy, ranks.everyone, max(total, PAGE)))
+    made = [
+        FileShelf(files, policy, empty, start, need)
+        for start, need in zip(starts, needs, strict=True)
+    ]
+    return Shelves(made, files)
+
+
+def needs_of(
+    unit: Unit, ranks: Ranks, optimizers: Optimizers | None, precision: Precision
+) -> Needs:
+    """Return the sizes of what one rank holds of a unit all the time; before ``bind``."""
+    needs: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+    everything = keeps_all(ranks.placement)
+    dtypes = precision.dtypes(unit.dtype)
+    for part in unit.parts:
+        trained, layout = part is unit.parts[0], part.layout
+        held = layout.padded_size if everything else layout.shard_size
+        needs[Kind.TRAINED if trained else Kind.FROZEN].append(held * layout.dtype.itemsize)
+    layout, master = unit.parts[0].layout, dtypes.master.itemsize
+    if dtypes.mixed:
+        needs[Kind.MASTER].append(layout.shard_size * master)
+    needs[Kind.GRADIENT].append(layout.shard_size * dtypes.grad.itemsize)
+    if optimizers is not None and unit.trainable:
+        rank, found = ranks.shards.rank, optimizers.of_unit(unit.name)
+        sizes = state_sizes(layout, rank, found, unit.boxes)
+        needs[Kind.STATE].extend(elements * master for elements in sizes)
+    return needs
+
+
+def _offloaded(policy: Offload, needs: Needs) -> Needs:
+    return {kind: sizes for kind, sizes in needs.items() if kind in policy.kinds}
+
+
+def _open(policy: Offload, backend: Backend, nbytes: int) -> MappedFile:
+    """Make this rank's file; all ranks have theirs, or raise."""
+    if policy.directory is None:
+        raise ConfigError(
+            "this engine computes on the host, where Offload needs a directory on a disk for its "
+            "files: Offload('/scratch')"
+        )
+    check_system()
+    directory = os.fspath(policy.directory)
+    _refuse(backend, directory, _shared(backend, _look(directory, nbytes)))
+    file, failed = None, 0
+    try:
+        file = MappedFile(directory, nbytes)
+    except OSError as error:
+        failed = error.errno or errno.EIO
+    _refuse(backend, directory, _shared(backend, [failed, nbytes, nbytes, 0]))
+    assert file is not None
+    return file
+
+
+def _look(directory: str, nbytes: int) -> list[int]:
+    """What could be wrong, bytes that are needed and free, and the disk."""
+    try:
+        if not os.path.isdir(directory):
+            os.listdir(directory)  # for its error
+        kind = in_memory(directory)
+        found = os.statvfs(directory)
+        device = os.stat(directory).st_dev
+    except OSError as error:
+        return [error.errno or errno.EIO, nbytes, 0, 0]
+    # Some file systems do not say how large they are; to make the file is the test there.
+    free = found.f_bavail * found.f_frsize if found.f_blocks else np.iinfo(np.int64).max
+    return [_IN_MEMORY if kind else 0, nbytes, free, device]
+
+
+def _shared(backend: Backend, row: Iterable[int]) -> NDArray[np.int64]:
+    rows: Any = all_gather(np.array(list(row), np.int64), backend, label="offload")
+    return np.asarray(rows).reshape(backend.world_size, -1)
+
+
+def _refuse(backend: Backend, directory: str, table: NDArray[np.int64]) -> None:
+    """Raise for the first rank that cannot have its file, in the same words on all ranks."""
+    for number, (failed, nbytes, free, device) in enumerate(table.tolist()):
+        beside = [
+            other
+            for other in range(backend.world_size)
+            if backend.hosts[other] == backend.hosts[number] and table[other, 3] == device
+        ]
+        together = sum(table[beside, 1].tolist()) if device else nbytes
+        why = ""
+        if failed == _IN_MEMORY:
+            why = "is on a file system in memory, so nothing would be gained; name one on a disk"
+        elif failed:
+            why = f"cannot be used: {os.strerror(failed)}"
+        elif together > free:
+            others = "" if len(beside) == 1 else f", with the others on this disk {size(together)}"
+            why = f"has {size(free)} free, which is too little{others}"
+        if why:
+            raise ConfigError(
+                f"offload: rank {backend.ranks[number]} needs a file of {size(nbytes)} "
+                f"({nbytes} bytes) in {directory!r}, which {why}"
+            )

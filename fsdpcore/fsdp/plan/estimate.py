@@ -1,0 +1,189 @@
+"""``memory_estimate``: what a rank holds in training, by what it is for.
+
+Pure arithmetic on a plan: nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.fsdp.plan import table
+from fsdpcore.fsdp.plan.plan import Sync, make_plan
+from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize, even_units, lay_out
+from fsdpcore.fsdp.plan.units import sizes_of
+from fsdpcore.fsdp.sharding.strategy import Keep, Strategy
+from fsdpcore.fsdp.units.precision import Precision
+from fsdpcore.fsdp.units.unit import Unit
+
+Offload = Literal["none", "parameters", "all"]
+OFFLOADS: tuple[Offload, ...] = ("none", "parameters", "all")
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank, padding included; what the model computes with is not counted.
+
+    Attributes:
+        strategy, world_size, offload: what it is for.
+        parameters: shards, and what is gathered as far as it stays until the update.
+        gradients: shards of the reduced gradients. Where gradients are added up before they are
+            reduced, all of them, of which the shards are a part.
+        optimizer: its state.
+        live_units: parameters that are gathered for a while, when most memory is in use.
+        communication: other buffers of gradients: written, on their way, or waiting for that.
+        host: what is offloaded, and not counted in the above.
+        unsharded: the total of ``no_shard``, all else being equal, and nothing moved.
+    """
+
+    strategy: Strategy
+    world_size: int
+    offload: Offload
+    parameters: int
+    gradients: int
+    optimizer: int
+    live_units: int
+    communication: int
+    host: Persistent
+    unsharded: int
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients and optimizer: what the ZeRO paper calls model states."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The most that the rank holds, without what is offloaded."""
+        return self.states + self.live_units + self.communication
+
+    @property
+    def saving(self) -> int:
+        """How many bytes less than with ``no_shard``."""
+        return self.unsharded - self.total
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as numbers, strings and dictionaries, for JSON."""
+        return dataclasses.asdict(self) | {
+            "states": self.states,
+            "total": self.total,
+            "saving": self.saving,
+        }
+
+    def __str__(self) -> str:
+        rows = [
+            ("parameters", self.parameters, self.host.parameters),
+            ("gradients", self.gradients, self.host.gradients),
+            ("optimizer", self.optimizer, self.host.optimizer),
+            ("live units", self.live_units, 0),
+            ("communication buffers", self.communication, 0),
+            ("total", self.total, self.host.total),
+            ("saving against no_shard", self.saving, 0),
+        ]
+        moved = self.offload != "none"
+        return table.columns(
+            (f"{self.strategy.name}, {self.world_size} ranks", "bytes", "offloaded"),
+            [
+                (name, table.size(here), table.size(there) if moved else "")
+                for name, here, there in rows
+            ],
+        )
+
+
+def memory_estimate(
+    params: float | Iterable[UnitSize | Unit],
+    world_size: int,
+    *,
+    layers: int | None = None,
+    strategy: Strategy | str = "full_shard",
+    precision: Precision | None = None,
+    optimizer_states: int = 2,
+    prefetch: int = 1,
+    prefetch_bytes: int | None = None,
+    overlap: bool = True,
+    microbatches: int = 1,
+    sync: Sync = "each",
+    windowed: bool = False,
+    offload: Offload = "none",
+    rank: int = 0,
+) -> MemoryEstimate:
+    """Work out what a rank holds when it holds most.
+
+    The other arguments, and the rules, are those of ``make_plan``. What is offloaded is not in
+    memory, but for the parameters of units in use and of those that come next. What an update
+    loads of it is not counted.
+
+    Args:
+        params: units, or the number of float32 parameters.
+        world_size: number of ranks.
+        layers: of how many equal units a number of parameters is; by default of one.
+        offload: what is moved from the device to the host's memory, or from there to files:
+            "none", "parameters", or "all", which is parameters, shards of gradients, and the
+            optimizer's state.
+
+    Raises:
+        ArgumentError: something of this makes no sense.
+    """
+    if isinstance(params, Iterable):
+        units = sizes_of(params)
+        if layers is not None:
+            raise ArgumentError("layers belongs to a number of parameters; units have their own")
+    else:
+        units = even_units(params, 1 if layers is None else layers)
+    if offload not in OFFLOADS:
+        names = ", ".join(map(repr, OFFLOADS))
+        raise ArgumentError(f"offload must be one of {names}, got {offload!r}")
+    if windowed and offload != "none":
+        raise ArgumentError(
+            "what is in a window is in use at any time; leave out either windowed or offload"
+        )
+    plan, plain = (
+        make_plan(
+            units,
+            world_size,
+            strategy=which,
+            precision=precision,
+            optimizer_states=optimizer_states,
+            prefetch=prefetch,
+            prefetch_bytes=prefetch_bytes,
+            overlap=overlap,
+            microbatches=microbatches,
+            sync=sync,
+            windowed=windowed and which != "no_shard",
+            rank=rank,
+        )
+        for which in (strategy, "no_shard")
+    )
+    layouts = lay_out(units, plan.placement.shards, precision)
+    host = moved(plan.persistent, offload)
+    live = plan.peak_live.parameters
+    if offload != "none" and (plan.placement.keep is Keep.UPDATE or not plan.placement.gathers):
+        sizes = [unit.gathered for unit in layouts]
+        live = max((sum(sizes[n : n + 1 + prefetch]) for n in range(len(sizes))), default=0)
+    shards = plan.persistent.gradients - host.gradients
+    full = plan.peak_live.gradients
+    gradients = shards
+    if sync == "last" and microbatches > 1:
+        gradients = min(shards + full, sum(unit.gradients for unit in layouts))
+    return MemoryEstimate(
+        strategy=plan.strategy,
+        world_size=plan.world_size,
+        offload=offload,
+        parameters=plan.persistent.parameters - host.parameters,
+        gradients=gradients,
+        optimizer=plan.persistent.optimizer - host.optimizer,
+        live_units=live,
+        communication=shards + full - gradients,
+        host=host,
+        unsharded=plain.peak_bytes,
+    )
+
+
+def moved(held: Persistent, offload: Offload) -> Persistent:
+    """Return what is offloaded of what a rank holds."""
+    if offload == "all":
+        return held
+    return Persistent(held.parameters if offload == "parameters" else 0, 0, 0)

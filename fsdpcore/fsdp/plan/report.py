@@ -1,0 +1,118 @@
+"""``Report``: a plan beside what was measured in a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fsdpcore.core.checks import as_finite
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.fsdp.plan import table as plan_table
+from fsdpcore.fsdp.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step of one rank, as it was; None for what nobody measured.
+
+    Attributes:
+        peak_bytes: as ``Plan.peak_bytes``.
+        bytes_sent: as ``Plan.bytes_sent``.
+        step_seconds: of the step.
+        exposed_seconds: in which the rank waited for communication.
+        gathers: number of all_gathers, as ``Plan.gathers``.
+        reductions: of units' gradients, as ``Plan.reductions``.
+
+    Raises:
+        ArgumentError: a number that is negative, or not finite.
+    """
+
+    peak_bytes: int | None = None
+    bytes_sent: int | None = None
+    step_seconds: float | None = None
+    exposed_seconds: float | None = None
+    gathers: int | None = None
+    reductions: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                as_finite(value, f"{field.name} of Measured", minimum=0)
+
+
+class Row(NamedTuple):
+    """One line of a report; ``ratio`` is measured / predicted, None where there is none."""
+
+    name: str
+    predicted: float | None
+    measured: float | None
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Compares a plan with what was measured.
+
+    Args:
+        plan: of the step.
+        measured: in the step.
+    """
+
+    plan: Plan
+    measured: Measured
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plan, Plan) or not isinstance(self.measured, Measured):
+            raise ArgumentError("a Report needs a Plan and a Measured")
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All that can be compared, in the order of ``Measured``."""
+        return tuple(
+            _row(field.name, getattr(self.plan, field.name), getattr(self.measured, field.name))
+            for field in dataclasses.fields(self.measured)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the rows by name, for JSON."""
+        return {
+            row.name: {
+                "predicted": row.predicted,
+                "measured": row.measured,
+                "ratio": row.ratio,
+            }
+            for row in self.rows
+        }
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                row.name.replace("_", " ").removesuffix(" bytes").removesuffix(" seconds"),
+                _words(row.name, row.predicted),
+                _words(row.name, row.measured),
+                "-" if row.ratio is None else f"{row.ratio:.3f}",
+            )
+            for row in self.rows
+        ]
+        table = plan_table.columns(("", "predicted", "measured", "ratio"), rows)
+        return f"{plan_table.placed(self.plan)}\n\n{table}"
+
+
+def _row(name: str, predicted: float | None, measured: float | None) -> Row:
+    ratio = None
+    if predicted is not None and measured is not None:
+        if predicted:
+            ratio = measured / predicted
+        elif not measured:
+            ratio = 1.0  # nothing was predicted, and nothing came
+    return Row(name, predicted, measured, ratio)
+
+
+def _words(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if "bytes" in name:
+        return plan_table.size(value)
+    return plan_table.duration(value) if name.endswith("seconds") else str(value)

@@ -1,0 +1,202 @@
+"""The sizes that a plan is made of: units, their flat buffers, and what a rank holds of them.
+
+Pure arithmetic: nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fsdpcore.core.checks import as_dtype, as_finite, as_int
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.sharding.strategy import Keep, Placement
+from fsdpcore.fsdp.units.precision import Dtypes, Precision
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What a plan has to know of a unit.
+
+    Args:
+        name: of the unit.
+        size: elements of the parameters that are trained, without padding; may be 0.
+        dtype: of these parameters: of the shard that the optimizer updates.
+        frozen: elements of the parameters that are not trained, of the same dtype; or, for other
+            dtypes, ``((elements, dtype), ...)``, one for each.
+        ties: for each parameter that is another one: the name of the unit that owns that, its name
+            there, and the elements of its gradient, which are 0 if it is frozen.
+
+    Raises:
+        ArgumentError: a size below 0, or a dtype that is none.
+    """
+
+    name: str
+    size: int
+    dtype: DTypeLike = np.float32
+    frozen: int | tuple[tuple[int, DTypeLike], ...] = 0
+    ties: tuple[tuple[str, str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ArgumentError(f"a unit's name must be a non-empty string, got {self.name!r}")
+        what = f"of unit {self.name!r}"
+        object.__setattr__(self, "size", as_int(self.size, f"the size {what}", minimum=0))
+        object.__setattr__(self, "dtype", as_dtype(self.dtype, f"the dtype {what}"))
+        given = self.frozen if isinstance(self.frozen, tuple) else ((self.frozen, self.dtype),)
+        for size, dtype in given:
+            as_int(size, f"the frozen size {what}", minimum=0)
+            as_dtype(dtype, f"the frozen dtype {what}")
+        for *_, size in self.ties:
+            as_int(size, f"the size of a tie {what}", minimum=0)
+
+    @property
+    def frozen_parts(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
+        """Elements and dtype of each flat buffer of frozen parameters; no empty ones."""
+        given = self.frozen if isinstance(self.frozen, tuple) else ((self.frozen, self.dtype),)
+        return tuple((int(size), np.dtype(dtype)) for size, dtype in given if size)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters, frozen ones too."""
+        return self.size + sum(size for size, _ in self.frozen_parts)
+
+
+def even_units(params: float, layers: int, dtype: DTypeLike = np.float32) -> tuple[UnitSize, ...]:
+    """Return ``layers`` units that have ``params`` parameters together, as evenly as it goes.
+
+    Raises:
+        ArgumentError: a number that is not whole, or below 1.
+    """
+    total = as_finite(params, "the number of parameters", minimum=1)
+    layers = as_int(layers, "the number of layers", minimum=1)
+    if total != math.floor(total):
+        raise ArgumentError(f"the number of parameters must be a whole number, got {params!r}")
+    each, more = divmod(int(total), layers)
+    return tuple(UnitSize(f"layer {i}", each + (i < more), dtype) for i in range(layers))
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """The flat buffers of one unit under a strategy; sizes in bytes, on one rank.
+
+    Attributes:
+        trained: layout of the parameters that are trained, in the dtype that is gathered.
+        frozen: layouts of the others, one for each dtype.
+        dtypes: of the trained parameters.
+        ties: for each tied parameter, the number of its owner, its name there, and
+            the elements of its gradient.
+    """
+
+    name: str
+    trained: FlatLayout
+    frozen: tuple[FlatLayout, ...]
+    dtypes: Dtypes
+    ties: tuple[tuple[int, str, int], ...] = ()
+
+    @classmethod
+    def of(
+        cls, unit: UnitSize, numbers: Mapping[str, int], shards: int, precision: Precision
+    ) -> UnitBytes:
+        """Lay a unit out over so many shards; ``numbers`` are those of all units, by name."""
+        ties = tuple((numbers[owner], param, size) for owner, param, size in unit.ties)
+        master = np.dtype(unit.dtype)
+        dtypes = precision.dtypes(master)
+        frozen = [
+            _flat(size, dtypes.param if dtype == master else dtype, shards)
+            for size, dtype in unit.frozen_parts
+        ]
+        return cls(unit.name, _flat(unit.size, dtypes.param, shards), tuple(frozen), dtypes, ties)
+
+    @property
+    def parts(self) -> tuple[FlatLayout, ...]:
+        """All layouts, without empty ones."""
+        return tuple(layout for layout in (self.trained, *self.frozen) if layout.size)
+
+    @property
+    def gathered(self) -> int:
+        """All parameters, padding included."""
+        return sum(_nbytes(layout) for layout in self.parts)
+
+    @property
+    def sharded(self) -> int:
+        """A shard of all parameters, padding included."""
+        return self.gathered // self.trained.world_size
+
+    @property
+    def gradients(self) -> int:
+        """The full gradients, padding included."""
+        return self.trained.padded_size * self.dtypes.grad.itemsize
+
+    @property
+    def gradient_shard(self) -> int:
+        """A shard of the gradients, padding included."""
+        return self.trained.shard_size * self.dtypes.grad.itemsize
+
+    @property
+    def master(self) -> int:
+        """The shard that the optimizer updates, padding included."""
+        return self.trained.shard_size * self.dtypes.master.itemsize
+
+
+def lay_out(
+    units: Sequence[UnitSize], shards: int, precision: Precision | None
+) -> tuple[UnitBytes, ...]:
+    """Lay all units out over so many shards."""
+    numbers = {unit.name: number for number, unit in enumerate(units)}
+    dtypes = precision or Precision()
+    return tuple(UnitBytes.of(unit, numbers, shards, dtypes) for unit in units)
+
+
+@dataclass(frozen=True)
+class Persistent:
+    """What a rank holds between steps, in bytes.
+
+    Attributes:
+        parameters: master shards, and what is gathered as far as it stays; padding included.
+        gradients: shards of the reduced gradients; padding included.
+        optimizer: state of the optimizer; it has no padding.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def persistent(
+    units: Sequence[UnitBytes],
+    placement: Placement,
+    rank: int,
+    *,
+    optimizer_states: int,
+    windowed: bool,
+) -> Persistent:
+    """Add up what ``rank`` holds between steps; see ``Plan`` for the rules."""
+    whole = placement.keep is Keep.UPDATE and not windowed
+    parameters = gradients = optimizer = 0
+    for unit in units:
+        parameters += unit.gathered if whole else unit.sharded
+        parameters += unit.master if unit.dtypes.mixed else 0
+        gradients += unit.gradient_shard
+        valid = unit.trained.valid_size(rank % placement.shards)
+        optimizer += optimizer_states * valid * unit.dtypes.master.itemsize
+    return Persistent(parameters, gradients, optimizer)
+
+
+def _flat(size: int, dtype: np.dtype[Any], shards: int) -> FlatLayout:
+    return FlatLayout.build({"flat": size}, dtype, shards)
+
+
+def _nbytes(layout: FlatLayout) -> int:
+    return layout.padded_size * layout.dtype.itemsize

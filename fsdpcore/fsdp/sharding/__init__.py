@@ -1,0 +1,1 @@
+"""What is sharded over which ranks."""

@@ -1,0 +1,99 @@
+"""The groups of ranks that an engine communicates in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.device import Device
+from fsdpcore.fsdp.sharding.strategy import Placement
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's groups; a group of one rank stands for no communication.
+
+    With 8 ranks, of which 4 share a copy, and 2 of these gather for the backward pass, rank 5 has::
+
+        whole     0 1 2 3 4 5 6 7
+        shards            4 5 6 7     share one copy of parameters, gradients, optimizer state
+        replicas    1       5         hold the same shard
+        near              4 5         keep the parameters between them after the forward pass
+
+    Attributes:
+        placement: what it follows from.
+        tensor: the ranks that have the other boxes of the same parameters; None for no others.
+        everyone: all that train together: ``whole``, and for each of its ranks those of
+            ``tensor``; rank ``tensor.rank * whole.world_size + whole.rank`` of it. ``whole`` itself
+            without ``tensor``.
+    """
+
+    placement: Placement
+    whole: Backend
+    shards: Backend
+    replicas: Backend
+    near: Backend
+    everyone: Backend
+    tensor: Backend | None
+
+    @classmethod
+    def of(
+        cls,
+        backend: Backend,
+        placement: Placement,
+        everyone: Backend,
+        tensor: Backend | None,
+    ) -> Ranks:
+        """Make the groups within ``backend``; does not communicate."""
+        size, rank = backend.world_size, backend.rank
+        first = rank - rank % placement.shards
+        near = rank - rank % placement.regather
+        members = [
+            range(first, first + placement.shards),
+            range(rank % placement.shards, size, placement.shards),
+            range(near, near + placement.regather),
+        ]
+        shards = _group(backend, members[0], "shards")
+        replicas = _group(backend, members[1], "replicas")
+        same = placement.regather == placement.shards
+        return cls(
+            placement,
+            backend,
+            shards,
+            replicas,
+            shards if same else _group(backend, members[2], "near"),
+            everyone,
+            tensor,
+        )
+
+    def close(self) -> None:
+        """Close the groups, but not what they are groups of."""
+        for group in (self.shards, self.replicas, self.near, self.everyone):
+            if group is not self.whole:
+                group.close()
+
+    def part(self, size: int) -> slice:
+        """Return which of ``size`` elements, that all replicas hold, this one counts for all."""
+        share = -(-size // self.replicas.world_size)
+        return slice(share * self.replicas.rank, share * (self.replicas.rank + 1))
+
+    @property
+    def device(self) -> Device:
+        """Where the engine's arrays are."""
+        return self.whole.device
+
+    @property
+    def replica(self) -> int:
+        """Number of the group of ranks that share this copy."""
+        return self.replicas.rank
+
+    @property
+    def leads(self) -> bool:
+        """Whether what all ranks of ``tensor`` have alike is counted, and given, by this one."""
+        return self.tensor is None or self.tensor.rank == 0
+
+
+def _group(backend: Backend, members: range, name: str) -> Backend:
+    if len(members) == backend.world_size:
+        return backend
+    return backend.sub(members, name=f"fsdp {name}")

@@ -1,0 +1,1 @@
+"""What is kept of an engine: state dicts, whole parameters."""

@@ -1,0 +1,224 @@
+"""Whole parameters for a while, all at once: ``engine.full_params``."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fsdpcore.collectives import all_gather, barrier
+from fsdpcore.comm.registry import nearest
+from fsdpcore.core.buffers import Array, byte_view
+from fsdpcore.core.device import Device
+from fsdpcore.core.errors import ArgumentError, MismatchError, StateError
+from fsdpcore.fsdp.state.entries import Entry, by_unit, ignored_of, param_entries
+from fsdpcore.fsdp.state.save import gathered
+from fsdpcore.fsdp.units.unit import ParamState, Unit
+from fsdpcore.fsdp.units.views import UnknownParameterError, read_only
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.engine import FSDP
+
+_DIGEST = 16  # bytes
+
+
+class FullParams(Mapping[str, Array]):
+    """Whole parameters by ``unit.param``, until the end of ``engine.full_params()``.
+
+    With ``write=True`` they are written in place, as in ``params["u.w"][...] = 0``, or assigned:
+    ``params["u.w"] = array`` copies an array of the same shape, rounded to the parameter's dtype.
+
+    Args:
+        arrays: on the device.
+        device: where they are.
+        writable: names of those that may be assigned to.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, Array], device: Device, writable: Collection[str]
+    ) -> None:
+        self._arrays: Mapping[str, Array] | None = arrays
+        self._device = device
+        self._writable = writable
+
+    def __getitem__(self, name: str) -> Array:
+        arrays = self._open()
+        try:
+            return arrays[name]
+        except KeyError:
+            raise UnknownParameterError(
+                f"no parameter {name!r} here{nearest(name, arrays)}; they are named 'unit.param'"
+            ) from None
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        target, value = self[name], self._device.given(value, f"what is assigned to {name}")
+        if name not in self._writable:
+            raise StateError(
+                f"{name} is read-only here; full_params(write=True) gives parameters to be "
+                "written, but for ignored ones, which are not the engine's"
+            )
+        if value.shape != target.shape or not np.can_cast(value.dtype, target.dtype, "same_kind"):
+            raise ArgumentError(
+                f"{name} has shape {target.shape} and dtype {target.dtype}, but what is assigned "
+                f"to it {value.shape} and {value.dtype}"
+            )
+        if value is not target:
+            self._device.assign(target, value)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._open()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open())
+
+    def __len__(self) -> int:
+        return len(self._open())
+
+    def close(self) -> None:
+        """Let go of the arrays."""
+        self._arrays = None
+
+    def _open(self) -> Mapping[str, Array]:
+        if self._arrays is None:
+            raise StateError(
+                "full_params() has ended, and its arrays with it; use them inside of the with "
+                "block, or copy them there"
+            )
+        return self._arrays
+
+
+@contextmanager
+def full_params(
+    engine: FSDP,
+    *,
+    write: bool,
+    names: str | Iterable[str] | None,
+    unit: Unit | str | None,
+) -> Iterator[FullParams]:
+    """Give whole parameters; see ``FSDP.full_params``."""
+    chosen = _chosen(engine, names, unit)
+    what = f"full_params(write={write})"
+    engine.check_idle(what)
+    hashed = hashlib.blake2b(repr(chosen).encode(), digest_size=8).hexdigest()
+    barrier(engine.everyone, label=f"{what} of {len(chosen)} parameters, {hashed}")
+    engine.lent = True
+    opened: list[Unit] = []
+    arrays: dict[str, Array] = {}
+    params: FullParams | None = None
+    try:
+        own = {chosen[name] for name in chosen}
+        arrays.update(_own(engine, own, opened, write=write))
+        ignored = ignored_of(engine)
+        writable = {name for name, owner in chosen.items() if write and owner not in ignored}
+        found = {name: arrays[owner] for name, owner in chosen.items()}
+        params = FullParams(found, engine.device, writable)
+        yield params
+        if write:
+            _check_same(engine, what, own, arrays)
+            _keep(engine, own, arrays)
+    finally:
+        if params is not None:
+            params.close()
+        arrays.clear()
+        for each in opened:
+            each.reshard()
+        engine.lent = False
+
+
+def _chosen(
+    engine: FSDP, patterns: str | Iterable[str] | None, unit: Unit | str | None
+) -> dict[str, str]:
+    """Return the parameters to be shown, each with the one that it is, in order of declaration."""
+    units = engine.units if unit is None else (engine[unit],)
+    owners = {
+        f"{each.name}.{name}": str(each.ties.get(name, f"{each.name}.{name}"))
+        for each in units
+        for name in each.names
+    }
+    if patterns is None:
+        return owners
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matching = fnmatch.filter(owners, pattern)
+        if not matching:
+            raise ArgumentError(
+                f"names={pattern!r} matches no parameter{nearest(pattern, owners)}; they are named "
+                "'unit.param'"
+            )
+        found.update(matching)
+    return {name: owner for name, owner in owners.items() if name in found}
+
+
+def _own(engine: FSDP, own: set[str], opened: list[Unit], *, write: bool) -> dict[str, Array]:
+    """Return the arrays; take note of units that are to be resharded in the end."""
+    arrays: dict[str, Array] = {}
+    for unit in engine.units:
+        for name in unit.ignored:
+            arrays[f"{unit.name}.{name}"] = unit.ignored[name]
+        here = [entry for entry in param_entries(unit) if entry.name in own]
+        if here and not write and _is_there(engine, unit):
+            if unit.state is not ParamState.UNSHARDED:
+                unit.unshard()
+                opened.append(unit)
+            for entry in here:
+                arrays[entry.name] = unit.params[entry.name[len(unit.name) + 1 :]]
+            continue
+        for entry in itertools.chain.from_iterable(by_unit(here)):
+            array = gathered(engine, entry)
+            arrays[entry.name] = array if write else _shown(array)
+    return arrays
+
+
+def _is_there(engine: FSDP, unit: Unit) -> bool:
+    """Whether whole parameters take no memory, since each rank, or the host, has them anyway.
+
+    The ranks that share a copy find the same, but those of ``tensor`` may not: they are on other
+    hosts, or have boxes of other sizes. So these gather together in any case.
+    """
+    if engine.ranks.tensor is not None:
+        return False
+    return not unit.gathered_bytes and not any(part.mixed for part in unit.parts)
+
+
+def _shown(array: Array) -> Array:
+    return read_only(array.reshape(-1)).reshape(array.shape)
+
+
+def _check_same(engine: FSDP, what: str, own: set[str], arrays: Mapping[str, Array]) -> None:
+    """Raise MismatchError on all ranks if they have written different values."""
+    names = [entry.name for entry in _entries(engine, own)]
+    digests = np.zeros((len(names), _DIGEST), np.uint8)
+    for row, name in zip(digests, names, strict=True):
+        data = byte_view(engine.device.to_host(arrays[name])).data
+        row[:] = np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST).digest(), np.uint8)
+    backend = engine.everyone
+    joined: Array = all_gather(digests, backend, label=f"{what}: the end")
+    table = joined.reshape(backend.world_size, *digests.shape)
+    differing = (table != table[0]).any(axis=2)
+    if not differing.any():
+        return
+    number = int(np.flatnonzero(differing.any(axis=0))[0])
+    ranks = ", ".join(str(backend.ranks[rank]) for rank in np.flatnonzero(differing[:, number]))
+    raise MismatchError(
+        f"{what}: {names[number]} was written differently on rank {backend.ranks[0]} and on ranks "
+        f"{ranks}; write the same on all of them. Nothing was kept"
+    )
+
+
+def _keep(engine: FSDP, own: set[str], arrays: Mapping[str, Array]) -> None:
+    """Write this rank's part of each array back."""
+    for unit in engine.units:
+        here = [entry for entry in param_entries(unit) if entry.name in own]
+        if here:
+            with unit.rewriting():
+                for entry in here:
+                    entry.data[:] = entry.cut(arrays[entry.name])
+
+
+def _entries(engine: FSDP, own: set[str]) -> list[Entry]:
+    return [entry for unit in engine.units for entry in param_entries(unit) if entry.name in own]

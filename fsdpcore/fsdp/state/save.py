@@ -1,0 +1,134 @@
+"""``engine.state_dict``: this rank's part of everything, or all of it, gathered array by array."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdpcore.collectives import all_gather_v, barrier, gather_v
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_int
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.fsdp.sharding.tensor_group import gather_boxes, scatter_boxes
+from fsdpcore.fsdp.state.entries import Entry, by_unit, entries_of, ignored_of, ties_of
+from fsdpcore.fsdp.state.state import FORMAT, ArrayPiece, EngineState, ShardedArray
+from fsdpcore.fsdp.units.views import read_only
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.engine import FSDP
+
+
+def sharded_state(engine: FSDP, *, optimizer: bool) -> EngineState:
+    """Return views of what this rank holds; does not communicate, and copies nothing."""
+    engine.check_whole()
+    arrays: dict[str, ShardedArray | Array] = {}
+    for entry in entries_of(engine, optimizer=optimizer):
+        arrays[entry.name] = sharded(engine, entry, read_only(entry.data))
+    for name, (unit, param) in ignored_of(engine).items():
+        arrays[name] = unit.ignored[param]
+    return EngineState(arrays, info_of(engine))
+
+
+def sharded(engine: FSDP, entry: Entry, data: Array) -> ShardedArray:
+    """Return this rank's part of an array, as ``data``."""
+    pieces = (ArrayPiece(entry.start, entry.stop, data),) if data.size else ()
+    ranks = engine.ranks
+    copy = (ranks.replica, ranks.placement.replicas)
+    if not entry.split:
+        copy = (engine.backend.rank, engine.backend.world_size)
+    if ranks.tensor is not None and entry.box is None:  # all of these have it alike
+        copy = (ranks.tensor.rank * copy[1] + copy[0], copy[1] * ranks.tensor.world_size)
+    return ShardedArray(entry.whole, data.dtype, pieces, *copy, entry.box)
+
+
+def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
+    """Gather one array after the other, into NumPy's; a collective.
+
+    A rank that gets the result holds nothing else than that. Of the others, those that share a copy
+    with it may pass on what is sent, less than one array at a time.
+
+    Args:
+        engine: whose state.
+        optimizer: with the optimizer's.
+        to: the one rank that gets arrays, or "all"; with ``tensor``, the first of it that there is
+            at this rank of the engine's backend.
+    """
+    engine.check_whole()
+    backend = engine.backend
+    root = None
+    if to != "all":
+        if isinstance(to, str):
+            raise ArgumentError(f"to={to!r}; give the number of a rank, or 'all'")
+        root = as_int(to, "to (the rank that gets the state)", minimum=0)
+        if root >= backend.world_size:
+            raise ArgumentError(f"to={root}, but there are {backend.world_size} ranks, from 0")
+    entries = entries_of(engine, optimizer=optimizer)
+    barrier(engine.everyone, label=f"state_dict(full=True, optimizer={optimizer}, to={to!r})")
+    arrays: dict[str, ShardedArray | Array] = {}
+    for group in by_unit(entries):
+        for entry in group:
+            array = _gathered(engine, entry, root)
+            if array is not None:
+                arrays[entry.name] = engine.device.to_host(array)
+    if root is None or (root == backend.rank and engine.ranks.leads):
+        for name, (unit, param) in ignored_of(engine).items():
+            arrays[name] = engine.device.to_host(unit.ignored[param].copy())
+    return EngineState(arrays, info_of(engine))
+
+
+def gathered(engine: FSDP, entry: Entry) -> Array:
+    """Return a copy of all of an array; a collective of the ranks that share a copy.
+
+    Of those with the other boxes too, if it is cut.
+    """
+    array = _gathered(engine, entry, None)
+    assert array is not None
+    return array
+
+
+def _gathered(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
+    """Return all of an array on the root, or everywhere if that is None; else None."""
+    tensor = engine.ranks.tensor
+    if tensor is None:
+        return _shared(engine, entry, root)
+    if entry.boxes:
+        box = _shared(engine, entry, root)
+        only = None if root is None else 0
+        return None if box is None else gather_boxes(engine.device, entry, box, tensor, only)
+    # All ranks of tensor have it alike, or nearly so: where sums over ranks depend on the place in
+    # a buffer, as by "ring", places differ. So that it is one array, one of them gives it.
+    found = _shared(engine, entry, root) if engine.ranks.leads else None
+    if root is not None:
+        return found
+    return scatter_boxes(engine.device, entry, found, tensor).reshape(entry.shape)
+
+
+def _shared(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
+    """Return what the ranks that share a copy have of an array: all, or a box of it."""
+    shards, placement = engine.ranks.shards, engine.placement
+    mine = root in (None, engine.backend.rank)
+    if not entry.split or shards.world_size == 1:
+        return entry.data.copy().reshape(entry.shape) if mine else None
+    label = f"state, {entry.name}"
+    if root is None:
+        flat: Array = all_gather_v(entry.movable, shards, label=label)
+        return flat.reshape(entry.shape)
+    if root // placement.shards != engine.ranks.replica:
+        return None  # another replica gives it
+    out = engine.device.empty(entry.bounds[-1], entry.data.dtype) if mine else None
+    gather_v(entry.movable, shards, root=root % placement.shards, out=out, label=label)
+    return None if out is None else out.reshape(entry.shape)
+
+
+def info_of(engine: FSDP) -> dict[str, Any]:
+    """Return what ``EngineState`` says of it."""
+    scaler, optimizers = engine.scaler, engine.optimizers
+    scale = {"scale": scaler.scale, "applied": scaler.applied}
+    return {
+        "format": FORMAT,
+        "step": engine.steps,
+        "loss_scale": None if scaler.policy is None else scale,
+        "optimizer": None if optimizers is None else repr(optimizers),
+        "strategy": engine.strategy.name,
+        "world_size": engine.everyone.world_size,
+        "ties": ties_of(engine),
+    }

@@ -1,0 +1,261 @@
+"""Checks of an engine's units: each for itself, and against those of the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpcore.collectives import all_gather
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array, byte_view
+from fsdpcore.core.device import Device
+from fsdpcore.core.errors import ArgumentError, MismatchError, StateError
+from fsdpcore.core.geometry.boxes import ArrayBox
+from fsdpcore.fsdp.sharding.tensor_group import described, drop_whole_boxes, untiled
+from fsdpcore.fsdp.units.spec import Spec
+from fsdpcore.fsdp.units.special import Tied, elements_of
+from fsdpcore.fsdp.units.unit import Unit
+
+_DIGEST = 16  # bytes
+
+_OPTIONS = "the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"
+
+
+def check_units(units: tuple[Unit, ...], device: Device, *, has_tensor: bool) -> None:
+    """Tie arrays that occur twice, and raise ArgumentError for units that do not fit together.
+
+    Args:
+        units: of one engine; changed.
+        device: of it. Their arrays may be NumPy's, or those of the device.
+        has_tensor: they may be boxes of arrays of which other ranks have the rest.
+    """
+    if not units:
+        raise ArgumentError("an engine needs at least one unit")
+    names = set()
+    for unit in units:
+        if not isinstance(unit, Unit):
+            raise ArgumentError(
+                f"units must be Unit objects, got {type(unit).__name__}; make a list of them: "
+                "[fc.Unit(name, params), ...]"
+            )
+        if unit.name in names:
+            raise ArgumentError(f"two units are named {unit.name!r}; names must be unique")
+        names.add(unit.name)
+        if unit.initial is None:
+            raise StateError(f"unit {unit.name!r} belongs to an engine already; make a new one")
+        for name, value in (*unit.initial.items(), *unit.ignored.items()):
+            if not isinstance(value, Spec):
+                device.given(value, f"{unit.name}.{name}")
+    if not has_tensor:
+        drop_whole_boxes(units)
+    _tie_same_arrays(units)
+    _check_ties(units)
+
+
+def _tie_same_arrays(units: tuple[Unit, ...]) -> None:
+    seen: dict[Hashable, tuple[Unit, str]] = {}
+    for unit in units:
+        for name, value in list((unit.initial or {}).items()):
+            # The same elements, also by way of a view or a transpose.
+            place = elements_of(value)
+            owner, first = (unit, name) if place is None else seen.setdefault(place, (unit, name))
+            if (owner, first) == (unit, name):
+                continue
+            other = (owner.initial or {})[first]
+            assert not isinstance(other, Spec)
+            assert not isinstance(value, Spec)
+            if (other.shape, other.strides, other.dtype) != (
+                value.shape,
+                value.strides,
+                value.dtype,
+            ):
+                raise ArgumentError(
+                    f"{owner.name}.{first} and {unit.name}.{name} are views of the same memory, "
+                    "but not the same array; a tied parameter has one shape: pass "
+                    f"fc.Tied({owner.name!r}, {first!r}) and transpose it where it is used"
+                )
+            _check_same_box(owner, first, unit, name)
+            if (first in owner.frozen) is not (name in unit.frozen):
+                stays, learns = (f"{owner.name}.{first}", f"{unit.name}.{name}")
+                if name in unit.frozen:
+                    stays, learns = learns, stays
+                raise ArgumentError(
+                    f"{stays} is frozen, but {learns}, which is the same array, is trained; freeze "
+                    "both, or neither"
+                )
+            unit.tie(name, Tied(owner.name, first))
+
+
+def _check_same_box(owner: Unit, first: str, unit: Unit, name: str) -> None:
+    here = (owner.boxes.get(first), unit.boxes.get(name))
+    one, other = (None if box is None or box.is_whole else box for box in here)
+    if one != other:
+        told = ["whole" if box is None else described(box) for box in (one, other)]
+        raise ArgumentError(
+            f"{owner.name}.{first} and {unit.name}.{name} are the same array, but the first is "
+            f"{told[0]}, the second {told[1]}; a tied parameter has one place"
+        )
+
+
+def _check_ties(units: tuple[Unit, ...]) -> None:
+    by_name = {unit.name: unit for unit in units}
+    for unit in units:
+        for name, tie in unit.ties.items():
+            owner = by_name.get(tie.unit)
+            if owner is None or tie.param not in (owner.initial or {}):
+                raise ArgumentError(
+                    f"{unit.name}.{name} is tied to {tie}, which no unit of this engine owns; name "
+                    "a parameter that is itself an array or a Spec"
+                )
+
+
+def check_same(units: tuple[Unit, ...], backend: Backend, everyone: Backend, options: str) -> None:
+    """Compare all ranks' units and options: no model is glued together from different ones.
+
+    Args:
+        units: of this rank's engine.
+        backend: the ranks that must have the same of everything.
+        everyone: these and others, whose boxes of the same parameters are different ones; see
+            ``tensor_group.everyone_of``.
+        options: of the engine, in words.
+    """
+    found = [_Digests.of(unit, backend.device) for unit in units]
+    hashed = hashlib.blake2b(options.encode(), digest_size=_DIGEST).digest()
+    own = [f"unit {unit.name!r} differs in names, shapes or initial values" for unit in units]
+    if everyone is backend:  # and nobody has other boxes
+        table = _told([hashed, *(each.own for each in found)], backend)
+        _compare(table, backend.ranks, [_OPTIONS, *own])
+        return
+    common = [hashed, *(each.common for each in found)]
+    table = _told([*common, *(each.own for each in found)], everyone)
+    whole = [
+        f"unit {unit.name!r} differs in names, whole shapes or initial values" for unit in units
+    ]
+    _compare(table[:, : len(common)], everyone.ranks, [_OPTIONS, *whole])
+    for first in range(0, everyone.world_size, backend.world_size):  # those of each tensor rank
+        members = slice(first, first + backend.world_size)
+        _compare(table[members, len(common) :], everyone.ranks[members], own)
+
+
+def _told(digests: list[bytes], backend: Backend) -> Array:
+    """Tell all ranks digests; returns those of each, of shape (ranks, digests, bytes)."""
+    row = np.frombuffer(b"".join(digests), np.uint8)
+    table: Array = all_gather(row, backend, label="initial values")
+    return table.reshape(backend.world_size, len(digests), _DIGEST)
+
+
+def _compare(digests: Array, ranks: Sequence[int], causes: Sequence[str]) -> None:
+    """Raise MismatchError if ranks have other digests than the first.
+
+    Args:
+        digests: of shape (ranks, causes, bytes).
+        ranks: their numbers.
+        causes: what differs if a digest does.
+    """
+    differs = (digests != digests[0]).any(axis=2)
+    for number in np.flatnonzero(differs.any(axis=0)).tolist():
+        others = ", ".join(str(ranks[rank]) for rank in np.flatnonzero(differs[:, number]).tolist())
+        raise MismatchError(
+            f"{causes[number]} between rank {ranks[0]} and ranks {others}; give all ranks the same"
+        )
+
+
+class _Digests(NamedTuple):
+    """Hashes of a unit.
+
+    Attributes:
+        own: of all that the ranks that shard must have alike.
+        common: of what the ranks with other boxes must have, too.
+    """
+
+    own: bytes
+    common: bytes
+
+    @classmethod
+    def of(cls, unit: Unit, device: Device) -> _Digests:
+        """Hash a unit that has its initial values still."""
+        ignored = sorted((name, a.shape, a.dtype.name) for name, a in unit.ignored.items())
+        fixed = repr((unit.ties, sorted(unit.frozen), ignored)).encode()
+        first = unit.name.encode(errors="backslashreplace")
+        own, common = (hashlib.blake2b(first + fixed, digest_size=_DIGEST) for _ in range(2))
+        for name, value in (unit.initial or {}).items():
+            box, dtype = unit.boxes.get(name), value.dtype.name
+            digest = digest_of(value, device)
+            own.update(repr((name, value.shape, dtype, box)).encode() + digest)
+            shape = value.shape if box is None else box.whole
+            common.update(repr((name, shape, dtype, box is None, isinstance(value, Spec))).encode())
+            common.update(digest if box is None or isinstance(value, Spec) else b"")
+        return cls(own.digest(), common.digest())
+
+
+def digest_of(value: Array | Spec, device: Device) -> bytes:
+    """Hash the values of a parameter, or what they will be."""
+    if isinstance(value, Spec):
+        data: Any = repr(value.init).encode()
+    else:
+        data = byte_view(np.ascontiguousarray(device.to_host(value))).data
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
+
+
+class _BoxTold(NamedTuple):
+    """What a rank tells of a box.
+
+    Attributes:
+        box: where it lies.
+        digest: of its values if it is whole, since then all ranks of ``tensor`` may have the same;
+            else zeros.
+    """
+
+    box: ArrayBox
+    digest: bytes
+
+    def pack(self) -> bytes:
+        """Return it as bytes, as many on all ranks."""
+        return np.array([*self.box.start, *self.box.shape], np.int64).tobytes() + self.digest
+
+    @classmethod
+    def unpack(cls, data: bytes, whole: tuple[int, ...]) -> _BoxTold:
+        """Return what another rank told of its box of the same array."""
+        numbers = np.frombuffer(data[:-_DIGEST], np.int64).tolist()
+        return cls(ArrayBox(whole, numbers[: len(whole)], numbers[len(whole) :]), data[-_DIGEST:])
+
+
+def exchange_tilings(units: tuple[Unit, ...], tensor: Backend, device: Device) -> None:
+    """Learn which boxes the other ranks of ``tensor`` have; a collective, after ``check_same``.
+
+    Sets ``tilings`` of the units, and takes out of ``boxes`` what is whole on all of these ranks.
+
+    Raises:
+        MismatchError: the boxes of a parameter do not cover it, or overlap; on all ranks.
+    """
+    boxed = [(unit, name) for unit in units for name in unit.boxes]
+    if not boxed:
+        return
+    mine = []
+    for unit, name in boxed:
+        box, digest = unit.boxes[name], bytes(_DIGEST)
+        if box.is_whole:
+            digest = digest_of((unit.initial or {})[name], device)
+        mine.append(_BoxTold(box, digest).pack())
+    row = np.frombuffer(b"".join(mine), np.uint8)
+    table = all_gather(row, tensor, label="boxes").reshape(tensor.world_size, -1)
+    ends = list(itertools.accumulate(map(len, mine), initial=0))
+    for (unit, name), (start, stop) in zip(boxed, itertools.pairwise(ends), strict=True):
+        whole = unit.boxes[name].whole
+        told = [_BoxTold.unpack(each[start:stop].tobytes(), whole) for each in table]
+        tiling = tuple(each.box for each in told)
+        if all(box.is_whole for box in tiling):
+            problem = "they have other values" if len(set(told)) > 1 else ""
+            del unit.boxes[name]
+        else:
+            problem = untiled(tiling)
+            unit.tilings[name] = tiling
+        if problem:
+            raise MismatchError(
+                f"the parts that ranks {list(tensor.ranks)} have of {unit.name}.{name} do not make "
+                f"one array of shape {whole}: {problem}"
+            )

@@ -1,0 +1,162 @@
+"""What a unit consists of, as its user has declared it, before an engine takes it over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fsdpcore.core.array_module import on_host
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.core.foreign import as_numpy
+from fsdpcore.core.geometry.boxes import ArrayBox, BoxShard
+from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.units.flat_parameter import Part
+from fsdpcore.fsdp.units.precision import Dtypes, Precision
+from fsdpcore.fsdp.units.spec import Spec
+from fsdpcore.fsdp.units.special import Tied, chosen
+from fsdpcore.fsdp.units.views import read_only
+
+_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+class Declared:
+    """Parameters by name, sorted by what is to become of them; the base of ``Unit``.
+
+    Attributes:
+        name: of the unit.
+        names: of all parameters, in order.
+        initial: arrays and specs of its own parameters; None once an engine has taken them over.
+        frozen: names of those that are not trained.
+        ignored: arrays that are left as they are, read-only.
+        ties: which parameters are others.
+        boxes: which of its own parameters are boxes of whole ones, and where these lie. An engine
+            leaves out those that turn out to be whole on every rank.
+        tilings: of each of these the boxes of all ranks of the engine's ``tensor`` group, in their
+            order; set by the engine.
+        dtype: of the trained parameters.
+        parts: the flat buffers: what is trained, then what is frozen, by dtype; empty before
+            ``lay_out``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, Array | BoxShard | Spec | Tied],
+        frozen: str | Iterable[str],
+        ignored: str | Iterable[str],
+    ) -> None:
+        if not name or not isinstance(name, str):
+            raise ArgumentError(f"a unit's name must be a non-empty string, got {name!r}")
+        if not isinstance(params, Mapping):
+            raise ArgumentError(
+                f"the parameters of unit {name!r} must be a mapping from names to arrays, got "
+                f"{type(params).__name__}"
+            )
+        for key, value in params.items():
+            if isinstance(value, Mapping):
+                first = next(iter(value), "w")
+                raise ArgumentError(
+                    f"{name}.{key} is a {type(value).__name__}, and a unit's parameters are flat: "
+                    f"name them '{key}.{first}' and so on, or make it a unit of its own"
+                )
+        self.name = name
+        self.names = tuple(params)
+        self.ties = {key: value for key, value in params.items() if isinstance(value, Tied)}
+        own = {
+            key: value if isinstance(value, Spec) else _array(value, f"parameter {name}.{key}")
+            for key, value in params.items()
+            if not isinstance(value, Tied)
+        }
+        self.boxes = {
+            key: value.box
+            for key, value in params.items()
+            if isinstance(value, (BoxShard, Spec)) and value.box is not None
+        }
+        self.tilings: dict[str, tuple[ArrayBox, ...]] = {}
+        left = chosen(name, own, ignored, "ignored")
+        self.ignored = {
+            key: _as_it_is(name, key, own.pop(key), self.boxes) for key in tuple(own) if key in left
+        }
+        self.frozen = frozenset(chosen(name, own, frozen, "frozen"))
+        self.initial: dict[str, Array | Spec] | None = own
+        self.dtype = _common_dtype(name, {k: v for k, v in own.items() if k not in self.frozen})
+        self.parts: tuple[Part, ...] = ()
+        self._dtypes: Dtypes
+
+    def tie(self, name: str, tie: Tied) -> None:
+        """Make a parameter another one's alias; called by the engine, before ``lay_out``."""
+        assert self.initial is not None
+        del self.initial[name]
+        self.boxes.pop(name, None)
+        self.frozen -= {name}
+        self.ties[name] = tie
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the parameters of its own that are trained; before ``bind``."""
+        return [name for name in self.initial or () if name not in self.frozen]
+
+    def give_back(self) -> None:
+        """Undo ``lay_out``, if no engine has taken over the parameters since."""
+        if self.initial is not None:
+            self.parts = ()
+
+    def lay_out(self, shards: int, precision: Precision) -> list[FlatLayout]:
+        """Fix how the parameters are sharded; called by the engine, before ``bind``."""
+        initial = self.initial
+        if self.parts or initial is None:
+            raise StateError(f"unit {self.name!r} belongs to an engine already; make a new one")
+        self._dtypes = dtypes = precision.dtypes(self.dtype)
+        trained = {key: value for key, value in initial.items() if key not in self.frozen}
+        parts = [Part(self.name, trained, (dtypes.master, dtypes.param), shards)]
+        for dtype in dict.fromkeys(initial[key].dtype for key in initial if key in self.frozen):
+            group = {k: v for k, v in initial.items() if k in self.frozen and v.dtype == dtype}
+            kept = dtypes.param if dtype == dtypes.master else dtype
+            parts.append(Part(self.name, group, (kept, kept), shards))
+        self.parts = tuple(parts)
+        return [part.layout for part in parts]
+
+
+def _array(value: ArrayLike | BoxShard, what: str) -> Array:
+    """Return an array of NumPy, or of a GPU as it is: which one it should be, the engine knows.
+
+    Those of other libraries on the host are shown as NumPy's.
+    """
+    if isinstance(value, BoxShard):
+        value = value.array
+    on_gpu = not isinstance(value, np.ndarray) and hasattr(value, "__cuda_array_interface__")
+    return cast(Array, value) if on_gpu else as_numpy(value, what)
+
+
+def _as_it_is(unit: str, name: str, value: Array | Spec, boxes: Mapping[str, ArrayBox]) -> Array:
+    if name in boxes:
+        raise ArgumentError(
+            f"{unit}.{name} is ignored, which arrays are that every rank has whole, but it is a "
+            "box; freeze it, or leave it out of the unit"
+        )
+    if isinstance(value, Spec):
+        raise ArgumentError(f"{unit}.{name} is ignored, and needs an array instead of a Spec")
+    if not on_host(value):
+        return value
+    return read_only(np.ascontiguousarray(value).reshape(-1)).reshape(value.shape)
+
+
+def _common_dtype(unit: str, params: Mapping[str, Array | Spec]) -> np.dtype[Any]:
+    dtypes = {name: value.dtype for name, value in params.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            raise ArgumentError(
+                f"parameter {unit}.{name} has dtype {dtype}; parameters are float32 or float64, "
+                "which the optimizer updates. To compute in less, pass the engine "
+                "precision=fc.Precision(param_dtype=...); others can be frozen or ignored"
+            )
+    if len(set(dtypes.values())) > 1:
+        raise ArgumentError(
+            f"the trained parameters of unit {unit!r} must share one dtype, got "
+            + ", ".join(f"{name}: {dtype}" for name, dtype in dtypes.items())
+        )
+    return next(iter(dtypes.values()), np.dtype(np.float32))

@@ -1,0 +1,140 @@
+"""One flat buffer of a unit: its parameters of one dtype, all of which are trained, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.device import HOST, Device
+from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.offload.offload import Kind, Shelf
+from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.filling import fill
+from fsdpcore.fsdp.units.spec import Spec
+from fsdpcore.fsdp.units.storage import Storage
+from fsdpcore.fsdp.units.storages import store
+from fsdpcore.fsdp.units.views import Places, read_only
+
+
+class Part:
+    """The parameters of one flat buffer, and this rank's shard of them.
+
+    Args:
+        unit: name of the unit.
+        params: names, with the arrays or specs to begin with.
+        dtypes: of the master shard and of what is gathered.
+        shards: number of shards.
+
+    Attributes:
+        layout: where each parameter lies.
+        storage: what is gathered; made by ``bind``.
+        master: this rank's shard at full precision, which ``storage.own`` is a rounded copy of, or
+            the same; to be written after ``storage.claim`` only.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        params: Mapping[str, Array | Spec],
+        dtypes: tuple[np.dtype[Any], np.dtype[Any]],
+        shards: int,
+    ) -> None:
+        self._unit = unit
+        self._params: Mapping[str, Array | Spec] = params
+        self._master_dtype, param = dtypes
+        shapes = {name: value.shape for name, value in params.items()}
+        self.layout = FlatLayout.build(shapes, param, shards)
+        self.places = Places(unit, self.layout)
+        self.storage: Storage
+        self.master: Array
+        self._device: Device = HOST
+        self.rank = 0
+
+    def bind(
+        self,
+        ranks: Ranks,
+        algorithm: str,
+        pool: BufferPool,
+        shelf: Shelf,
+        flat: Array | None,
+        seed: int,
+        *,
+        trained: bool,
+    ) -> None:
+        """Make the memory, and write this rank's shard of the initial values."""
+        self.rank, self._device = ranks.shards.rank, ranks.device
+        kind = Kind.TRAINED if trained else Kind.FROZEN
+        self.storage = store(
+            self.places,
+            ranks,
+            algorithm,
+            pool,
+            shelf.allocate(kind),
+            flat,
+            away=kind in shelf.away,
+        )
+        if trained:
+            shelf.mark(Kind.OWN, self.storage.own)
+        if self._master_dtype == self.layout.dtype:
+            self.master = self.storage.own
+        else:
+            allocate = shelf.allocate(Kind.MASTER)
+            self.master = allocate(self.layout.shard_size, self._master_dtype)
+            self.master[self.valid_size :] = 0
+        for piece in self.layout.pieces(self.rank):
+            value = self._params[piece.name]
+            target = self.master[piece.shard_start : piece.shard_stop]
+            if isinstance(value, Spec):
+                name = f"{self._unit}.{piece.name}"
+                fill(self._device, target, value, piece.param_start, seed=seed, name=name)
+            else:
+                flat = value.reshape(-1)
+                self._device.assign(target, flat[piece.param_start : piece.param_stop])
+        self._params = {}
+        self.publish()
+
+    @property
+    def valid_size(self) -> int:
+        """Elements of this rank's shard that are not padding."""
+        return self.layout.valid_size(self.rank)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the master shard is apart from what is gathered."""
+        return self.master is not self.storage.own
+
+    @property
+    def shard(self) -> Array:
+        """The master shard, read-only."""
+        return read_only(self.master) if self.mixed else self.storage.shard
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank holds of these parameters all the time."""
+        return self.storage.nbytes + (self.master.nbytes if self.mixed else 0)
+
+    @property
+    def padding(self) -> int:
+        """How many of these bytes are padding."""
+        master = (self.master.size - self.valid_size) * self.master.itemsize
+        return self.storage.padding + (master if self.mixed else 0)
+
+    def publish(self) -> None:
+        """Round the master shard into what is gathered, after it was written."""
+        if self.mixed:
+            self._device.assign(self.storage.own, self.master)
+
+    def load(self, values: Mapping[str, Array]) -> None:
+        """Write this rank's master shard of those parameters that ``values`` has, in full shape.
+
+        They are arrays of the host or of the device. ``publish`` is for the caller.
+        """
+        for piece in self.layout.pieces(self.rank):
+            if piece.name in values:
+                flat = values[piece.name].reshape(-1)
+                target = self.master[piece.shard_start : piece.shard_stop]
+                self._device.assign(target, flat[piece.param_start : piece.param_stop])

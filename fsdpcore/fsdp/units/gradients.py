@@ -1,0 +1,381 @@
+"""The gradients of one unit on one rank: written, added up, reduced to this rank's shard.
+
+::
+
+    NONE --begin--> LOCAL --reduce--> REDUCING --wait--> REDUCED --drop--> NONE
+                    LOCAL --keep----> LOCAL                added up locally, to be reduced later
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fsdpcore.collectives import all_reduce, reduce_scatter
+from fsdpcore.collectives.on_device import in_background
+from fsdpcore.core.array_module import on_host
+from fsdpcore.core.buffers import Array, split_sizes
+from fsdpcore.core.checks import as_positive
+from fsdpcore.core.device import HOST
+from fsdpcore.core.errors import CommunicationError, StateError
+from fsdpcore.core.reductions import BLOCK
+from fsdpcore.core.work import Work
+from fsdpcore.fsdp.gpu import inplace
+from fsdpcore.fsdp.offload.offload import GRADIENTS, Kind, Shelf
+from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.precision import Dtypes
+from fsdpcore.fsdp.units.views import Gradients, Places
+
+
+class GradState(enum.Enum):
+    """Where a unit's gradients are."""
+
+    NONE = "none"
+    LOCAL = "local"
+    REDUCING = "being reduced"
+    REDUCED = "reduced"
+
+
+@dataclass
+class _Reducing:
+    """A reduction that was started.
+
+    Attributes:
+        work: None where it has ended.
+        flat: the full gradients, which it reads and may overwrite.
+        own: this rank's shard of the sum.
+        divisor: of the sum.
+        shard: what the shard will be, if that is all there is to do; None if ``own`` is to be
+            divided and added.
+    """
+
+    work: Work | None
+    flat: Array
+    own: Array
+    divisor: float | None
+    shard: Array | None = None
+
+
+class UnitGradients:
+    """See the module's docstring; ``Unit`` has the verbs that users call.
+
+    Args:
+        places: where the parameters that have gradients lie.
+        ranks: the groups to reduce over.
+        algorithm: of the collectives.
+        pool: of the full gradients.
+        dtypes: of the unit.
+        shelf: where this rank's shard is, once it is needed.
+
+    Attributes:
+        shard: this rank's part of the reduced gradients, while there are any.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        ranks: Ranks,
+        algorithm: str,
+        pool: BufferPool,
+        dtypes: Dtypes,
+        shelf: Shelf,
+    ) -> None:
+        self.shard: Array | None = None
+        self._places = places
+        self._layout = places.layout
+        self._ranks = ranks
+        self._algorithm = algorithm
+        self._pool = pool
+        self._dtypes = dtypes
+        self._shelf = shelf
+        self._buffer: Array | None = None  # what ``shard`` is, whenever it is there
+        self._open: Gradients | None = None
+        self._kept: Array | None = None
+        self._reducing: _Reducing | None = None
+        # What uses of these parameters in other units have added, by name.
+        self._from_ties: dict[str, Array] = {}
+
+    @property
+    def state(self) -> GradState:
+        """Where the gradients are."""
+        if self._reducing is not None:
+            return GradState.REDUCING
+        if self._open is not None or self.kept or self.unclaimed:
+            return GradState.LOCAL
+        return GradState.NONE if self.shard is None else GradState.REDUCED
+
+    @property
+    def kept(self) -> bool:
+        """Whether there are gradients that wait for the next ones."""
+        return self._kept is not None
+
+    @property
+    def unclaimed(self) -> bool:
+        """Whether there are gradients of tied parameters that no reduction has taken along."""
+        return bool(self._from_ties)
+
+    @property
+    def writable(self) -> Gradients | None:
+        """What ``begin`` has returned, until it is kept, reduced or dropped."""
+        return self._open
+
+    # Writing.
+
+    def begin(self, tied: Mapping[str, Array] | None = None) -> Gradients:
+        """Return zeroed gradients to be written, and those of tied parameters, which lie apart."""
+        self.check_closed()
+        flat = self._pool.take(self._layout.padded_size, self._dtypes.grad)
+        device = self._ranks.device
+        self._open = Gradients(flat, self._places, tied, self._dtypes.param, device)
+        return self._open
+
+    def check_closed(self) -> None:
+        """Raise StateError if gradients are being written."""
+        if self._open is not None:
+            raise StateError(
+                f"unit {self._places.unit!r} has gradients that were not reduced; call "
+                "reduce_gradients()"
+            )
+
+    def add_tied(self, name: str, array: Array) -> None:
+        """Add what a use of parameter ``name`` elsewhere has given; ``array`` is of the pool."""
+        total = self._from_ties.setdefault(name, array)
+        if total is not array:
+            _add_into(total, array)
+            self._pool.give(array)
+
+    def keep(self) -> None:
+        """Add what was written to what is kept, to be reduced with the next gradients."""
+        flat = self._finish()
+        if self._kept is None and self._layout.params:
+            self._kept = flat
+            return
+        if self._kept is not None:
+            _add_into(self._kept, flat)
+        self._pool.give(flat)
+
+    def _finish(self) -> Array:
+        if self._open is None:
+            raise StateError(
+                f"unit {self._places.unit!r} has no gradients to reduce; pass them, or call "
+                "begin_gradients() and write them first"
+            )
+        self._open.finish()
+        flat, self._open = self._open.close(), None
+        return flat
+
+    # Reducing.
+
+    def reduce(self, divisor: float | None, *, label: str, async_op: bool) -> None:
+        """Sum the gradients of all ranks, divide, and add this rank's shard to what it has.
+
+        Args:
+            divisor: None for the number of ranks.
+            label: for the collective.
+            async_op: begin only; ``wait`` ends it.
+        """
+        self.wait()
+        if self._kept is not None:
+            if self._open is not None:
+                self.keep()
+            flat, self._kept = self._kept, None
+        else:
+            flat = self._finish()
+        for name, array in self._from_ties.items():
+            _add_into(self._places.view(flat, name).reshape(-1), array)
+            self._pool.give(array)
+        self._from_ties.clear()
+        if self.shard is None and Kind.GRADIENT not in self._shelf.away:
+            own = self._own_buffer()
+        else:  # a collective may write to this rank's part of what it reads
+            start, stop = self._layout.shard_bounds(self._ranks.shards.rank)
+            own = flat[start:stop]
+        self._shelf.ahead(GRADIENTS)
+        try:
+            self._reducing = self._begin(flat, own, divisor, label, async_op)
+        except BaseException:
+            self._pool.give(flat)
+            raise
+        if not async_op:
+            self.wait()
+
+    def _begin(
+        self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
+    ) -> _Reducing:
+        if self._ranks.device.on_host:
+            started = self._start(flat, own, divisor, label, async_op)
+            return _Reducing(started if async_op else None, flat, own, divisor)
+
+        # On a GPU all of it goes on in the background, while the next backward pass computes.
+        def reduce() -> None:
+            self._start(flat, own, divisor, label, async_op=False)
+            reducing.shard = self._conclude(own, divisor)
+
+        reducing = _Reducing(None, flat, own, divisor)
+        reducing.work = in_background(self._ranks.whole, label, reduce)
+        return reducing
+
+    def _start(
+        self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
+    ) -> Any:
+        ranks = self._ranks
+        options: dict[str, Any] = {
+            "op": self._op(divisor),
+            "out": own,
+            "algorithm": self._algorithm,
+            "async_op": async_op,
+            "label": label if divisor is None else f"{label}, divisor {divisor}",
+        }
+        if ranks.placement.gathers or ranks.replicas.world_size == 1:
+            return reduce_scatter(flat, ranks.shards, **options)
+        return all_reduce(flat, ranks.replicas, **options)
+
+    @property
+    def _in_two(self) -> bool:
+        """Whether shards are reduced in their group, and then over the replicas."""
+        return self._ranks.placement.gathers and self._ranks.replicas.world_size > 1
+
+    def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
+        """Return what the collectives make of the gradients, before the rest is divided."""
+        if self._dtypes.grad.itemsize < 4:
+            # The sum over ranks may be too large for 16 bits where the mean is not.
+            small = divisor is None or divisor >= self._ranks.whole.world_size
+            return "mean" if small else "sum"
+        # The same bits as with one group of all ranks, since the sum is divided once.
+        return "mean" if divisor is None and not self._in_two else "sum"
+
+    def wait(self) -> None:
+        """End a reduction that was begun; blocks. Raises what went wrong with it."""
+        reducing, self._reducing = self._reducing, None
+        if reducing is None:
+            return
+        try:
+            if reducing.work is not None:
+                reducing.work.wait()
+            shard = reducing.shard
+            if shard is None:
+                shard = self._conclude(reducing.own, reducing.divisor)
+            self.shard = shard
+        finally:
+            self._pool.give(reducing.flat)
+
+    def _conclude(self, own: Array, divisor: float | None) -> Array:
+        """Have the other replicas' sums added, divide, and add to the shard, which is returned."""
+        op, ranks = self._op(divisor), self._ranks
+        size = ranks.whole.world_size
+        if self._in_two:
+            label = f"unit {self._places.unit}, over replicas"
+            algorithm = self._algorithm
+            all_reduce(own, ranks.replicas, op=op, out=own, algorithm=algorithm, label=label)
+        left = (size if divisor is None else divisor) / (size if op == "mean" else 1)
+        if left != 1:
+            _divide(own, left)
+        shard = self.shard
+        if shard is not None:
+            self._shelf.begin(GRADIENTS, write=True)
+            _add_into(shard, own)
+        else:
+            shard = self._own_buffer()
+            if own is not shard:  # it is not where a collective can write to
+                shard[:] = own
+        self._shelf.end(GRADIENTS, written=True)
+        return shard
+
+    def _own_buffer(self) -> Array:
+        if self._buffer is None:
+            allocate = self._shelf.allocate(Kind.GRADIENT)
+            self._buffer = allocate(self._layout.shard_size, self._dtypes.grad)
+        return self._buffer
+
+    def zeros(self) -> Array:
+        """Return the shard, which is zeros if nothing was reduced."""
+        if self.shard is None:
+            self.shard = self._own_buffer()
+            self.shard[:] = 0
+        return self.shard
+
+    # Forgetting.
+
+    def drop_open(self) -> None:
+        """Free what was begun and not finished; everything else stays."""
+        if self._open is not None:
+            self._pool.give(self._open.close())
+            self._open = None
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        reducing, self._reducing = self._reducing, None
+        if reducing is not None:
+            # If it failed, the backend is broken and whatever comes next says so; raised here,
+            # it would hide the error that led to this clean-up.
+            with contextlib.suppress(CommunicationError):
+                if reducing.work is not None:
+                    reducing.work.wait()
+            self._pool.give(reducing.flat)
+        self.drop_open()
+        for array in (*self._from_ties.values(), self._kept):
+            if array is not None:
+                self._pool.give(array)
+        self._from_ties.clear()
+        if self.shard is not None:
+            self._shelf.discard(GRADIENTS)
+        self._kept = self.shard = None
+
+    @property
+    def sends(self) -> int:
+        """Bytes that this rank sends in a reduction, at the least that is possible."""
+        shards, replicas = self._ranks.shards.world_size, self._ranks.replicas
+        shard = self._layout.shard_size
+        elements = shard * (shards - 1) + all_reduce_sends(
+            shard, replicas.world_size, replicas.rank
+        )
+        return elements * self._dtypes.grad.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard, also while there is none."""
+        return self._layout.shard_size * self._dtypes.grad.itemsize
+
+
+def all_reduce_sends(size: int, ranks: int, rank: int) -> int:
+    """Elements that a rank sends at least: its values for all others, then its sums to them."""
+    own = split_sizes(size, ranks)[rank]
+    return size - own + own * (ranks - 1)
+
+
+def check_divisor(divisor: float | None) -> float | None:
+    """Return ``divisor`` as a Python float, whatever number it is, so that all ranks divide alike.
+
+    Raises:
+        ArgumentError: gradients cannot be divided by it.
+    """
+    return None if divisor is None else as_positive(divisor, "divisor")
+
+
+def _add_into(total: Array, values: Array) -> None:
+    """Add in place; inf and nan are for the update to find."""
+    if not on_host(total):
+        inplace.add(total, values)
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(total, values, out=total)
+
+
+def _divide(array: Array, divisor: float) -> None:
+    """Divide in place; in float32, and rounded once, where the dtype is narrower."""
+    if not on_host(array):
+        inplace.divide(array, divisor)
+        return
+    if array.itemsize >= 4:
+        with np.errstate(over="ignore"):
+            np.divide(array, divisor, out=array)
+        return
+    for start in range(0, array.size, BLOCK):
+        block = array[start : start + BLOCK]
+        HOST.write(block, block.astype(np.float32) / np.float32(divisor))

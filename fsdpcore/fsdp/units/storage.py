@@ -1,0 +1,138 @@
+"""Where the parameters of a unit lie, and what the ranks agree on before they read or write them.
+
+``Separate``: every rank holds its shard, and gathers the others' into a buffer of the pool. After
+the forward pass it may keep a larger part, so that fewer ranks gather for the backward pass.
+
+``Kept``: every rank holds all parameters, and gathers them after they were written.
+
+``Brought``: the same where a GPU computes, but the host's memory holds them: they are copied into a
+buffer of the pool while they are used.
+
+``Windowed``: all ranks are on one host and map one window, in which the flat buffer lies once. A
+rank's shard is its slice of it; it writes there only, and reads all of it while the unit is not
+SHARDED. No bytes move, but two things must never happen: that a rank reads what another has not
+finished writing, and that it writes what another still reads. Both follow from collectives, since
+no rank leaves one before all have entered it; and as the ranks compare what each collective is for,
+they enter the same one.
+
+1. *Reading* begins with a collective of no data, ``unshard``. A rank writes in state SHARDED only,
+   so whatever it has written was complete when it entered, and is visible to those who leave. As
+   long as there was no collective of the second kind since, nobody can have written, and reading
+   begins anew without one.
+2. *Writing* needs a collective since the last ``unshard`` which every rank has entered with the
+   unit SHARDED, that is, with reading ended. After it nobody can have begun anew, because that
+   is a collective in which the writing rank would take part. The reduction of the unit's gradients
+   is such a collective if the unit was resharded before; whether it was is part of what
+   the ranks compare. So training, which ends a backward pass by ``reshard`` and then the reduction,
+   pays nothing for it. Where there was none (``exposed``), ``claim`` is one of its own. ``exposed``
+   changes by collectives alone, so it is the same on all ranks, and they agree on whether there
+   is a claim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.core.work import Work
+from fsdpcore.fsdp.sharding.strategy import Keep, Placement
+from fsdpcore.fsdp.units.views import Params, Places, read_only
+
+
+class Storage(ABC):
+    """The parameters of one unit, or some of them, as one rank has them.
+
+    Attributes:
+        places: where each parameter lies.
+        own: this rank's shard, flat, padding included; to be written after ``claim`` only.
+        shard: the same, read-only.
+        nbytes: that this rank holds all the time.
+        padding: how many of these bytes are padding.
+    """
+
+    def __init__(self, places: Places, own: Array, rank: int) -> None:
+        self.places = places
+        self.own = own
+        self.shard = read_only(own)
+        self.nbytes = own.nbytes
+        self.padding = (own.size - places.layout.valid_size(rank)) * own.itemsize
+        own[places.layout.valid_size(rank) :] = 0
+
+    @property
+    def shown(self) -> Array | None:
+        """All parameters, where they lie all the time; None where they are gathered."""
+        return None
+
+    @property
+    def fetched(self) -> bool:
+        """Whether ``gather`` would move data, so that it pays to begin ahead."""
+        return False
+
+    @property
+    def stale(self) -> bool:
+        """Whether ``gather`` would get data from other ranks."""
+        return False
+
+    @property
+    def sends(self) -> int:
+        """Bytes that this rank sends in ``gather``, at the least that is possible."""
+        return 0
+
+    @property
+    def fills(self) -> bool:
+        """Whether ``gather`` would write to what this rank holds all the time."""
+        return False
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What a gathering takes from the pool."""
+        return 0
+
+    @abstractmethod
+    def gather(self, *, async_op: bool) -> Work | None:
+        """Have all parameters readable; a collective, maybe in the background.
+
+        On a GPU it always is: so all that an engine moves there goes one after the other through
+        one stream, and groups of ranks need not wait for each other in two orders at once.
+
+        Args:
+            async_op: do not wait for the end.
+
+        Returns:
+            What is to be waited for; None where they are readable.
+        """
+
+    @property
+    @abstractmethod
+    def params(self) -> Params:
+        """All parameters; after ``gather``, until ``free``."""
+
+    @abstractmethod
+    def free(self, *, again: bool) -> None:
+        """End reading, ``again`` if the backward pass is still to come; not a collective."""
+
+    @abstractmethod
+    def claim(self) -> None:
+        """Have all ranks end reading before this one writes to ``own``; called by all of them."""
+
+    def reduced(self) -> None:  # noqa: B027 - most need not know
+        """Take note that all ranks entered the reduction of the gradients with the unit SHARDED."""
+
+
+def keeps_all(placement: Placement) -> bool:
+    """Whether every rank holds all parameters, all the time, if they are not in a window."""
+    return placement.keep is Keep.UPDATE or not placement.gathers
+
+
+def place_of(flat: Array, layout: FlatLayout, rank: int) -> Array:
+    """Return the shard of a rank in a flat buffer."""
+    start, stop = layout.shard_bounds(rank)
+    return flat[start:stop]
+
+
+def sent(places: Places, group: Backend) -> int:
+    """What each rank sends so that all have everything: its part, to all others."""
+    layout, ranks = places.layout, group.world_size
+    return layout.padded_size * layout.dtype.itemsize // ranks * (ranks - 1)

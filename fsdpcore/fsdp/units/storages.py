@@ -1,0 +1,333 @@
+"""The kinds of storage that ``storage.py`` tells of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fsdpcore.collectives import all_gather, barrier
+from fsdpcore.collectives.on_device import in_background
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.work import Work
+from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.units.buffer_pool import Allocate, BufferPool
+from fsdpcore.fsdp.units.storage import Storage, keeps_all, place_of, sent
+from fsdpcore.fsdp.units.views import Params, Places
+
+
+def store(
+    places: Places,
+    ranks: Ranks,
+    algorithm: str,
+    pool: BufferPool,
+    allocate: Allocate,
+    flat: Array | None,
+    *,
+    away: bool,
+) -> Storage:
+    """Make the storage of a flat buffer.
+
+    Args:
+        places: where each parameter lies in it.
+        ranks: that share it.
+        algorithm: of the collectives.
+        pool: of gathered parameters.
+        allocate: makes what this rank holds.
+        flat: its place in the window, if there is one.
+        away: what ``allocate`` makes is the host's memory, while a GPU computes.
+    """
+    if flat is not None:
+        return Windowed(ranks.shards, places, flat)
+    if not keeps_all(ranks.placement):
+        return Separate(ranks, places, algorithm, pool, allocate, away=away)
+    if away:
+        return Brought(ranks.shards, places, algorithm, pool, allocate)
+    return Kept(ranks.shards, places, algorithm, allocate)
+
+
+class _Pooled(Storage):
+    """Parameters that are in a buffer of the pool while they are used."""
+
+    def __init__(self, places: Places, own: Array, rank: int, pool: BufferPool) -> None:
+        super().__init__(places, own, rank)
+        self._pool = pool
+        self._flat: Array | None = None
+        self._params: Params | None = None
+
+    @property
+    def fetched(self) -> bool:
+        return True
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.places.layout.padded_size * self.places.layout.dtype.itemsize
+
+    @property
+    def params(self) -> Params:
+        if self._params is None:
+            assert self._flat is not None
+            self._params = Params(self._flat, self.places)
+        return self._params
+
+    @contextmanager
+    def _filling(self) -> Iterator[Array]:
+        """Take a buffer, which is what ``params`` shows unless the block fails."""
+        flat = self._pool.take(self.places.layout.padded_size, self.places.layout.dtype)
+        try:
+            yield flat
+        except BaseException:
+            self._pool.give(flat)
+            raise
+        self._flat = flat
+
+    def free(self, *, again: bool) -> None:
+        flat, self._flat, self._params = self._flat, None, None
+        if flat is not None:
+            self._pool.give(flat)
+
+
+class Separate(_Pooled):
+    """A shard on each rank, gathered into a buffer of the pool."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        places: Places,
+        algorithm: str,
+        pool: BufferPool,
+        allocate: Allocate,
+        *,
+        away: bool,
+    ) -> None:
+        own = allocate(places.layout.shard_size, places.layout.dtype)
+        super().__init__(places, own, ranks.shards.rank, pool)
+        self._ranks = ranks
+        self._algorithm = algorithm
+        self._away = away
+        # A larger part than the own shard, kept from the forward to the backward pass.
+        self._part: Array | None = None
+
+    @property
+    def stale(self) -> bool:
+        return True
+
+    @property
+    def sends(self) -> int:
+        group = self._ranks.shards if self._part is None else self._ranks.near
+        return sent(self.places, group)
+
+    def gather(self, *, async_op: bool) -> Work | None:
+        source, group = self.own, self._ranks.shards
+        label = f"unit {self.places.unit}"
+        if self._part is not None:
+            source, group, label = self._part, self._ranks.near, f"{label}, again"
+        away = self._away and self._part is None
+        with self._filling() as flat:
+            place = place_of(flat, self.places.layout, group.rank) if away else None
+            return _gathering(source, group, flat, place, self._algorithm, label, async_op=async_op)
+
+    def free(self, *, again: bool) -> None:
+        if again and self._flat is not None and self._part is None:
+            self._keep_part(self._flat)
+        if self._part is not None and not again:
+            self._pool.give(self._part)
+            self._part = None
+        super().free(again=again)
+
+    def _keep_part(self, flat: Array) -> None:
+        near = self._ranks.near
+        if near is not self._ranks.shards:
+            size = flat.size // near.world_size
+            self._part = self._pool.take(size, flat.dtype)
+            self._part[:] = flat[near.rank * size : (near.rank + 1) * size]
+
+    def claim(self) -> None:
+        """Nothing to wait for: nobody else sees the shard outside of ``gather``."""
+        self.free(again=False)  # what was gathered is about to be out of date
+
+
+class Kept(Storage):
+    """All parameters on every rank; the own shard is a slice of them."""
+
+    def __init__(self, shards: Backend, places: Places, algorithm: str, allocate: Allocate) -> None:
+        flat = allocate(places.layout.padded_size, places.layout.dtype)
+        super().__init__(places, place_of(flat, places.layout, shards.rank), shards.rank)
+        self.nbytes = flat.nbytes
+        self.padding = places.layout.padding * flat.itemsize
+        self._shards = shards
+        self._algorithm = algorithm
+        self._flat = flat
+        self._params = Params(flat, places)
+        self._stale = shards.world_size > 1
+
+    @property
+    def shown(self) -> Array | None:
+        return self._flat
+
+    @property
+    def fetched(self) -> bool:
+        return self._stale
+
+    @property
+    def stale(self) -> bool:
+        return self._stale
+
+    @property
+    def fills(self) -> bool:
+        return self._stale
+
+    @property
+    def sends(self) -> int:
+        return sent(self.places, self._shards) if self._stale else 0
+
+    def gather(self, *, async_op: bool) -> Work | None:
+        if not self._stale:
+            return None
+        label = f"unit {self.places.unit}"
+        started = _gathering(
+            self.own, self._shards, self._flat, None, self._algorithm, label, async_op=async_op
+        )
+        self._stale = False
+        return started
+
+    @property
+    def params(self) -> Params:
+        return self._params
+
+    def free(self, *, again: bool) -> None:
+        """Nothing to do: they stay until they are written."""
+
+    def claim(self) -> None:
+        """Nothing to wait for: what the others read is their own copy."""
+        self._stale = self._shards.world_size > 1
+
+
+class Brought(_Pooled):
+    """All parameters on every rank, in the host's memory; copied to the GPU that uses them."""
+
+    def __init__(
+        self,
+        shards: Backend,
+        places: Places,
+        algorithm: str,
+        pool: BufferPool,
+        allocate: Allocate,
+    ) -> None:
+        home = allocate(places.layout.padded_size, places.layout.dtype)
+        super().__init__(places, place_of(home, places.layout, shards.rank), shards.rank, pool)
+        self.nbytes = home.nbytes
+        self.padding = places.layout.padding * home.itemsize
+        self._shards = shards
+        self._algorithm = algorithm
+        self._home = home
+        self._stale = shards.world_size > 1
+
+    @property
+    def stale(self) -> bool:
+        return self._stale
+
+    @property
+    def sends(self) -> int:
+        return sent(self.places, self._shards) if self._stale else 0
+
+    def gather(self, *, async_op: bool) -> Work:
+        label = f"unit {self.places.unit}"
+
+        def bring() -> None:
+            if not self._stale:
+                flat[...] = self._home
+                return
+            source = place_of(flat, self.places.layout, self._shards.rank)
+            source[...] = self.own
+            all_gather(source, self._shards, out=flat, algorithm=self._algorithm, label=label)
+            self._home[...] = flat
+
+        with self._filling() as flat:
+            started = in_background(self._shards, label, bring)
+        self._stale = False
+        return started
+
+    def claim(self) -> None:
+        """Nothing to wait for: what the others read is their own copy."""
+        self.free(again=False)  # what was copied is about to be out of date
+        self._stale = self._shards.world_size > 1
+
+
+class Windowed(Storage):
+    """A slice of the flat buffer, which lies in memory that all ranks map.
+
+    Attributes:
+        exposed: the unit was unsharded since the last collective that all ranks entered with it
+            sharded; the same on all ranks.
+    """
+
+    def __init__(self, shards: Backend, places: Places, flat: Array) -> None:
+        super().__init__(places, place_of(flat, places.layout, shards.rank), shards.rank)
+        self.exposed = False
+        self._flat = flat
+        self._shards = shards
+        self._label = f"unit {places.unit}"
+        self._params = Params(flat, places)
+
+    @property
+    def shown(self) -> Array | None:
+        return self._flat
+
+    def gather(self, *, async_op: bool) -> Work | None:
+        if self.exposed:  # nobody can have written since
+            return None
+        started: Work | None = barrier(self._shards, async_op=async_op, label=self._label)
+        self.exposed = True
+        return started
+
+    @property
+    def params(self) -> Params:
+        return self._params
+
+    def free(self, *, again: bool) -> None:
+        """Nothing to do: the unit's state says that reading has ended."""
+
+    def claim(self) -> None:
+        if self.exposed:
+            barrier(self._shards, label=f"{self._label}, to be written")
+            self.exposed = False
+
+    def reduced(self) -> None:
+        self.exposed = False
+
+
+def _gathering(
+    own: Array,
+    group: Backend,
+    flat: Array,
+    place: Array | None,
+    algorithm: str,
+    label: str,
+    *,
+    async_op: bool,
+) -> Work | None:
+    """Gather the ranks' shards; see ``Storage.gather``.
+
+    Args:
+        own: of this rank.
+        group: the ranks.
+        flat: to be filled.
+        place: of the shard in it, where ``own`` has to be copied first: it is in the memory of the
+            host, and a GPU sends what is in its own.
+        algorithm, label: of the collective.
+        async_op: do not wait for the end.
+    """
+
+    def gather(**options: Any) -> Any:
+        source = own
+        if place is not None:
+            place[...] = own
+            source = place
+        return all_gather(source, group, out=flat, algorithm=algorithm, label=label, **options)
+
+    if not group.device.on_host:
+        return in_background(group, label, gather)
+    started: Work = gather(async_op=async_op)
+    return started if async_op else None

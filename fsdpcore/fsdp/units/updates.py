@@ -1,0 +1,206 @@
+"""What applies the optimizers to one rank's shard of a unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpcore.collectives import all_reduce, broadcast
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.geometry.boxes import ArrayBox
+from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.optim import Optimizer, ParamGroups
+from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
+from fsdpcore.fsdp.optim.pieces import PieceSpec, ShardPiece
+from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.units.buffer_pool import Allocate
+from fsdpcore.fsdp.units.flat_parameter import Part
+
+if TYPE_CHECKING:
+    from fsdpcore.fsdp.units.unit import Unit
+
+
+class Optimizers:
+    """Which optimizer updates which parameter of an engine; ``repr`` is what ranks compare."""
+
+    def __init__(self, given: Optimizer | Mapping[str, Optimizer], units: Iterable[Unit]) -> None:
+        self._groups = ParamGroups.of(given)
+        names = {
+            (unit.name, name): f"{unit.name}.{name}" for unit in units for name in unit.trained
+        }
+        found = self._groups.resolve(list(names.values()))
+        self._by_unit: dict[str, dict[str, Optimizer]] = {}
+        for (unit, name), full in names.items():
+            self._by_unit.setdefault(unit, {})[name] = found[full]
+
+    def of_unit(self, unit: str) -> dict[str, Optimizer]:
+        """Return the optimizers of a unit's parameters by name."""
+        return self._by_unit.get(unit, {})
+
+    @property
+    def groups(self) -> ParamGroups:
+        """The patterns, and their optimizers."""
+        return self._groups
+
+    def __repr__(self) -> str:
+        return repr(self._groups)
+
+
+class ShardUpdate:
+    """The optimizers' state for one shard, and their application.
+
+    Attributes:
+        policies: the optimizer of each parameter.
+        state: of elementwise optimizers: arrays by name, flat, as large as the shard without
+            padding; what an optimizer has no state for stays as it is.
+        whole_state: of the others: by parameter, then by name.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        part: Part,
+        optimizers: Optimizers,
+        ranks: Ranks,
+        algorithm: str,
+        allocate: Allocate,
+        boxes: Mapping[str, ArrayBox],
+    ) -> None:
+        self._label = f"optimizer of unit {unit}"
+        self._algorithm = algorithm
+        self._part = part
+        self._shards = ranks.shards
+        self._tensor = ranks.tensor
+        self._device = ranks.device
+        self.policies = found = optimizers.of_unit(unit)
+        self.ranges = elementwise_ranges(part.layout.pieces(part.rank), found)
+        self.specs = whole_parameter_specs(part.layout, part.rank, found, boxes)
+        dtype, size = part.master.dtype, part.valid_size
+        self.state: dict[str, Array] = {}
+        for name in _elementwise_names(found):
+            array = self.state[name] = allocate(size, dtype)
+            array.fill(0)
+            for start, stop, policy in self.ranges:
+                if name in policy.state_names and policy.initial_state(name):
+                    array[start:stop] = policy.initial_state(name)
+        self.whole_state: dict[str, dict[str, NDArray[Any]]] = {}
+        for policy, specs in self.specs.items():
+            self.whole_state.update(policy.init_pieces(specs, dtype))
+        self._move_whole_state(allocate, dtype)
+
+    def _move_whole_state(self, allocate: Allocate, dtype: np.dtype[Any]) -> None:
+        """Have these arrays, many of which are small, in one that was allocated as it should be."""
+        arrays = [(named, name) for named in self.whole_state.values() for name in named]
+        size = sum(named[name].size for named, name in arrays)
+        # Where there is nothing to allocate, empty arrays still have to be of this device.
+        flat, start = allocate(size, dtype) if size else self._device.empty(0, dtype), 0
+        for named, name in arrays:
+            values = named[name]
+            named[name] = flat[start : start + values.size]
+            self._device.assign(named[name], values)
+            start += values.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all state arrays."""
+        whole = [array for named in self.whole_state.values() for array in named.values()]
+        return sum(array.nbytes for array in (*self.state.values(), *whole))
+
+    @property
+    def whole_size(self) -> int:
+        """Elements of ``whole_state`` if one rank had all of it; of boxes theirs."""
+        shapes = [
+            spec.box.shape if spec.box is not None and shape == spec.shape else shape
+            for policy, specs in self.specs.items()
+            for spec in specs
+            for shape in policy.state_shapes(spec.shape).values()
+        ]
+        return sum(map(math.prod, shapes))
+
+    def apply(self, grad: Array, *, step: int, lr: float | None, grad_scale: float) -> None:
+        """Update the master shard by ``grad``, and what is gathered by that."""
+        part = self._part
+        out = part.storage.own if part.mixed else None
+        for start, stop, policy in self.ranges:
+            policy.update(
+                part.master[start:stop],
+                grad[start:stop],
+                {name: self.state[name][start:stop] for name in policy.state_names},
+                step=step,
+                lr=lr,
+                grad_scale=grad_scale,
+                out=None if out is None else out[start:stop],
+            )
+        for policy, specs in self.specs.items():
+            for boxed, reduce in ((False, self._sum), (True, self._sum_boxes)):
+                chosen = [spec for spec in specs if (spec.box is not None) is boxed]
+                if chosen:
+                    policy.update_pieces(
+                        self._pieces(chosen, grad, out),
+                        step=step,
+                        reduce=reduce,
+                        lr=lr,
+                        grad_scale=grad_scale,
+                    )
+
+    def _pieces(self, specs: list[PieceSpec], grad: Array, out: Array | None) -> list[ShardPiece]:
+        starts = {p.name: p.shard_start for p in self._part.layout.pieces(self._part.rank)}
+        pieces = []
+        for spec in specs:
+            start = starts.get(spec.name, 0)
+            here = slice(start, start + spec.size)
+            pieces.append(
+                ShardPiece(
+                    spec.name,
+                    spec.shape,
+                    spec.start,
+                    spec.stop,
+                    param=self._part.master[here],
+                    grad=grad[here],
+                    state=self.whole_state[spec.name],
+                    out=None if out is None else out[here],
+                    box=spec.box,
+                )
+            )
+        return pieces
+
+    def _sum(self, array: NDArray[np.float64]) -> None:
+        """Sum over the shards; these lie elsewhere on other ranks of ``tensor``, which get it."""
+        self._all_reduce(array, self._shards)
+        if self._tensor is not None:  # by any algorithm: those of sums are not those of broadcast
+            broadcast(array, self._tensor, out=array, label=self._label)
+
+    def _sum_boxes(self, array: NDArray[np.float64]) -> None:
+        self._all_reduce(array, self._shards)
+        assert self._tensor is not None
+        self._all_reduce(array, self._tensor)
+
+    def _all_reduce(self, array: NDArray[np.float64], group: Backend) -> None:
+        all_reduce(array, group, out=array, algorithm=self._algorithm, label=self._label)
+
+
+def state_sizes(
+    layout: FlatLayout,
+    rank: int,
+    optimizers: Mapping[str, Optimizer],
+    boxes: Mapping[str, ArrayBox],
+) -> list[int]:
+    """Return the sizes, in elements, of what ``ShardUpdate`` allocates for one shard, in order."""
+    sizes = [layout.valid_size(rank)] * len(_elementwise_names(optimizers))
+    whole = 0
+    for policy, specs in whole_parameter_specs(layout, rank, optimizers, boxes).items():
+        for spec in specs:
+            for shape in policy.state_shapes(spec.shape).values():
+                whole += spec.size if shape == spec.shape else math.prod(shape)
+    return [*sizes, whole] if whole else sizes
+
+
+def _elementwise_names(optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Names of the state that elementwise optimizers have, each of them once."""
+    policies = dict.fromkeys(each for each in optimizers.values() if each.elementwise)
+    return list(dict.fromkeys(name for policy in policies for name in policy.state_names))

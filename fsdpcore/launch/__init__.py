@@ -1,0 +1,1 @@
+"""Start the ranks, or join them: threads, processes, launchers, configuration."""

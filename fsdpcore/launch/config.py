@@ -1,0 +1,393 @@
+"""From a URL, environment variables and a TOML file to one frozen ``Config``.
+
+Precedence: arguments (with the options in the URL of a ``transport`` argument), then
+``FSDPCORE_*`` variables, then ``fsdpcore.toml`` or ``[tool.fsdpcore]`` of ``pyproject.toml`` in
+the working directory, then defaults. The file may hold a table named like a transport with that
+transport's options. A variable that is set to nothing counts as not set.
+
+Which algorithm carries a collective out can be overridden in the same places, for each collective
+by itself: ``algorithms={"all_reduce": "doubling:0-8KiB;direct:8193-max"}``, the variable
+``FSDPCORE_ALL_REDUCE``, the key ``all_reduce`` of a table ``[algorithms]``; the grammar is that of
+``collectives.overrides``. Ragged collectives follow the base one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.selection.costs import read_table, shipped
+from fsdpcore.collectives.selection.overrides import UNITS, check_collective, parse
+from fsdpcore.comm import registry
+from fsdpcore.comm.transport import Transport
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.policy import Policy, Tuning
+from fsdpcore.diagnostics.recorder import DEFAULT_SIZE
+from fsdpcore.launch.environment import LAUNCH_VARIABLES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "FSDPCORE_"
+# The argument, and the table of a file, that overrides algorithms.
+ALGORITHMS_TABLE = "algorithms"
+# Beyond this (about 23 days) the operating system's own waits overflow.
+MAX_TIMEOUT = 2e6
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What applies to every transport.
+
+    Attributes:
+        transport: URL, or bare scheme; empty for the default of whoever asks.
+        world_size: number of ranks; 0 where nothing says.
+        timeout: seconds that an operation may take.
+        rendezvous_timeout: seconds until all ranks must have joined.
+        blas_threads: threads of each rank's BLAS; 0 shares the cores of the host evenly.
+        deterministic: keep ``algorithm="auto"`` to algorithms that reduce in the canonical order,
+            so that the bits are those of every other transport. An override that names another
+            one is then an error.
+        tuning: file that ``fsdpcore tune`` has written, relative to the working directory; empty
+            for the costs that come with the package.
+        trace: directory where every rank writes its last operations when it fails, and when it
+            closes, for ``fsdpcore trace``; empty for none.
+        trace_operations: how many a rank remembers.
+    """
+
+    transport: str = ""
+    world_size: int = 0
+    timeout: float = 60.0
+    rendezvous_timeout: float = 60.0
+    blas_threads: int = 0
+    deterministic: bool = False
+    tuning: str = ""
+    trace: str = ""
+    trace_operations: int = DEFAULT_SIZE
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "rendezvous_timeout"):
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT:
+                raise ConfigError(
+                    f"{name} must be more than 0 and at most {MAX_TIMEOUT:.0f} seconds, "
+                    f"got {getattr(self, name):g}"
+                )
+        for name in ("world_size", "blas_threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.trace_operations < 1:
+            raise ConfigError(f"trace_operations must be at least 1, got {self.trace_operations}")
+        if self.trace and Path(self.trace).exists() and not Path(self.trace).is_dir():
+            raise ConfigError(f"trace must be a directory, but {self.trace!r} is a file")
+
+
+@dataclass(frozen=True)
+class Config(Settings):
+    """Settings, and what the transport's URL says, resolved and checked.
+
+    Attributes:
+        transport_class: the transport.
+        host, port: of the URL; empty and 0 where it names none.
+        transport_options: instance of ``transport_class.options``.
+        policy: how algorithms are chosen, from ``deterministic``, ``tuning`` and the overrides.
+        sources: where each setting and option that is no default comes from, in words.
+    """
+
+    transport_class: type[Transport] = Transport  # type: ignore[type-abstract]
+    host: str = ""
+    port: int = 0
+    transport_options: Any = None
+    policy: Policy = field(default_factory=Policy)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+class Given(NamedTuple):
+    """A value, and where it comes from."""
+
+    value: Any
+    source: str
+
+
+def resolve(
+    arguments: Mapping[str, Any],
+    environ: Mapping[str, str],
+    directory: Path | None = None,
+    *,
+    default_transport: str = "sim",
+) -> Config:
+    """Combine all sources into one ``Config``.
+
+    Args:
+        arguments: settings, ``algorithms`` and transport options by name; None counts as not given.
+        environ: environment variables.
+        directory: where to look for a TOML file; None for none.
+        default_transport: taken where nothing names one.
+
+    Raises:
+        ConfigError: an unknown key or a bad value; the message names the source and the key.
+    """
+    general = {f.name for f in dataclasses.fields(Settings)}
+    given = {k: Given(v, "argument") for k, v in arguments.items() if v is not None}
+    file, tables, path = _read_file(directory, general)
+    algorithms = {
+        **tables.pop(ALGORITHMS_TABLE, {}),
+        **_environment_algorithms(environ),
+        **_argument_algorithms(given.pop(ALGORITHMS_TABLE, None)),
+    }
+    settings = {
+        "transport": Given(default_transport, "default"),
+        **file,
+        **_read_environment(environ, general),
+        **{name: item for name, item in given.items() if name in general},
+    }
+    built = _build(Settings, settings)
+    if "world_size" in settings and not built.world_size:
+        raise ConfigError(f"{settings['world_size'].source}: world_size must be at least 1, got 0")
+    url = parse_url(built.transport)
+    transport = registry.load(url.scheme)
+    _check_tables(tables, path)
+    options = {
+        **tables.get(url.scheme, {}),
+        **_url_options(url, built.transport),
+        **{name: item for name, item in given.items() if name not in general},
+    }
+    _check_known(options, url.scheme, {f.name for f in dataclasses.fields(transport.options)})
+    if url.netloc and not transport.takes_address:
+        raise ConfigError(f"transport {url.scheme!r} takes no address, got {built.transport!r}")
+    used = {**settings, **options, **algorithms}
+    return Config(
+        **dataclasses.asdict(built),
+        transport_class=transport,
+        host=url.hostname or "",
+        port=url.port or 0,
+        transport_options=_build(transport.options, options),
+        policy=_policy(built, url.scheme, algorithms, settings, directory),
+        sources={n: item.source for n, item in used.items() if item.source != "default"},
+    )
+
+
+def _policy(
+    built: Settings,
+    scheme: str,
+    algorithms: Mapping[str, Given],
+    settings: Mapping[str, Given],
+    directory: Path | None,
+) -> Policy:
+    overrides = {}
+    for name, (text, source) in algorithms.items():
+        check_collective(name, source)
+        overrides[name] = parse(name, text, source, canonical=built.deterministic)
+    tuning = shipped().get(scheme, Tuning())
+    if built.tuning:
+        try:
+            table = read_table((directory or Path()) / built.tuning)
+        except ConfigError as error:
+            raise ConfigError(f"{settings['tuning'].source}: {error}") from error
+        tuning = table.get(scheme, Tuning()).over(tuning)
+    return Policy(built.deterministic, overrides, tuning)
+
+
+def _environment_algorithms(environ: Mapping[str, str]) -> dict[str, Given]:
+    variables = {name: PREFIX + name.upper() for name in ALGORITHMS}
+    return {
+        name: Given(environ[variable], f"environment variable {variable}")
+        for name, variable in variables.items()
+        if environ.get(variable)
+    }
+
+
+def _argument_algorithms(given: Given | None) -> dict[str, Given]:
+    if given is None:
+        return {}
+    if not isinstance(given.value, Mapping):
+        raise ConfigError(
+            f"argument: {ALGORITHMS_TABLE}={given.value!r}: expected a dict of collectives, such "
+            'as {"all_reduce": "doubling:0-8KiB;direct:8193-max"}'
+        )
+    return {name: Given(text, "argument") for name, text in given.value.items() if text is not None}
+
+
+def parse_url(text: str) -> SplitResult:
+    """Split a transport URL such as ``zmq://10.0.0.1:29500?segment_bytes=2MiB``.
+
+    The bare scheme works: ``zmq``.
+
+    Raises:
+        ConfigError: it is no such URL.
+    """
+    try:
+        url = urlsplit(text if "://" in text else f"{text}://")
+        port, bad = url.port, url.path not in ("", "/") or url.fragment or url.username
+    except ValueError as error:
+        raise ConfigError(f"bad transport URL {text!r}: {error}") from None
+    if not url.scheme or bad:
+        raise ConfigError(
+            f"bad transport URL {text!r}: expected SCHEME, or SCHEME://HOST:PORT?OPTION=VALUE"
+        )
+    if port is not None and not url.hostname:
+        raise ConfigError(f"bad transport URL {text!r}: a port needs a host before it")
+    return url
+
+
+def _url_options(url: SplitResult, text: str) -> dict[str, Given]:
+    options: dict[str, Given] = {}
+    for name, value in parse_qsl(url.query, keep_blank_values=True):
+        if name in options:
+            raise ConfigError(f"bad transport URL {text!r}: option {name!r} is given twice")
+        options[name] = Given(value, f"transport URL {text!r}")
+    return options
+
+
+def _check_known(options: Mapping[str, Given], scheme: str, names: set[str]) -> None:
+    general = {f.name for f in dataclasses.fields(Settings)}
+    for name, item in options.items():
+        if name in names:
+            continue
+        if name in general:
+            raise ConfigError(
+                f"{item.source}: {name!r} is no option of a transport; it goes into an argument, "
+                f"a variable ({PREFIX}{name.upper()}) or the top of the configuration file"
+            )
+        # Only an argument can have been meant for either.
+        known = general | names | {ALGORITHMS_TABLE} if item.source == "argument" else names
+        raise ConfigError(
+            f"{item.source}: unknown option {name!r} for transport {scheme!r}"
+            f"{registry.nearest(name, known)}; it has {', '.join(sorted(names)) or 'none'}"
+        )
+
+
+def _read_environment(environ: Mapping[str, str], general: set[str]) -> dict[str, Given]:
+    found = {}
+    ours = {PREFIX + name.upper() for name in general}
+    elsewhere = {*LAUNCH_VARIABLES, *(PREFIX + name.upper() for name in ALGORITHMS)}
+    known = ours | elsewhere
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        if variable not in known:
+            hint = registry.nearest(variable, known)
+            raise ConfigError(f"unknown environment variable {variable}{hint}")
+        if variable in ours and value:
+            name = variable[len(PREFIX) :].lower()
+            found[name] = Given(value, f"environment variable {variable}")
+    return found
+
+
+def _read_file(
+    directory: Path | None, general: set[str]
+) -> tuple[dict[str, Given], dict[str, dict[str, Given]], str]:
+    """Return the settings of the TOML file, its tables of transport options, and its path."""
+    content: dict[str, Any] = {}
+    source = ""
+    for name, keys in (("fsdpcore.toml", ()), ("pyproject.toml", ("tool", "fsdpcore"))):
+        file = directory / name if directory is not None else None
+        if file is None or not file.is_file():
+            continue
+        content = _parse_file(file, keys)
+        source = str(file)
+        if content:
+            break
+    plain: dict[str, Given] = {}
+    tables: dict[str, dict[str, Given]] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            tables[key] = {name: Given(v, f"{source} [{key}]") for name, v in value.items()}
+        elif key in general:
+            plain[key] = Given(value, source)
+        else:
+            raise ConfigError(f"{source}: unknown key {key!r}{registry.nearest(key, general)}")
+    return plain, tables, source
+
+
+def _parse_file(file: Path, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Read one table of a TOML file; empty where there is none."""
+    try:
+        content: Any = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    for key in keys:
+        content = content.get(key, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file}: [{'.'.join(keys)}] is not a table")
+    return dict(content)
+
+
+def _check_tables(tables: Mapping[str, Any], path: str) -> None:
+    if not tables:
+        return  # the schemes are looked up among all installed packages, which takes milliseconds
+    known = [*registry.schemes(), ALGORITHMS_TABLE]
+    for name in tables:
+        if name not in known:
+            raise ConfigError(f"{path}: [{name}] is no transport{registry.nearest(name, known)}")
+
+
+def _build(cls: type[Any], values: Mapping[str, Given]) -> Any:
+    """Make a dataclass from values that may be text, converted by the fields' types."""
+    types = typing.get_type_hints(cls)
+    converted = {}
+    for name, (value, source) in values.items():
+        try:
+            converted[name] = _convert(value, types[name])
+        except ValueError as error:
+            raise ConfigError(f"{source}: {name}={value!r}: {error}") from None
+    try:
+        return cls(**converted)
+    except ValueError as error:  # its message begins with the field's name
+        blamed = values.get(str(error).partition(" ")[0])
+        raise ConfigError(f"{blamed.source}: {error}" if blamed else str(error)) from error
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    if kind is bool:
+        known = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+        if str(value).lower() not in known:
+            raise ValueError("expected true or false")
+        return known[str(value).lower()]
+    if kind is int:
+        return _integer(value)
+    if kind is float:
+        return _number(value)
+    if kind is str and not isinstance(value, str):
+        raise ValueError("expected text")
+    if isinstance(value, str) and kind is not str:
+        raise ValueError("can be given from Python only")
+    return value
+
+
+def _integer(value: Any) -> int:
+    """Read an integer; text may carry a unit: 64KiB, 2MiB."""
+    factor = 1
+    number = value
+    if isinstance(value, str):
+        for unit, size in UNITS.items():
+            if unit and value.endswith(unit):
+                number, factor = value[: -len(unit)], size
+    try:
+        whole = int(number)
+        exact = isinstance(value, str) or whole == value
+    except (TypeError, ValueError, OverflowError):
+        exact = False
+    if not exact or isinstance(value, bool):
+        raise ValueError("expected an integer")
+    return whole * factor
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("expected a number") from None
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return number

@@ -1,0 +1,176 @@
+"""Ranks as processes of this host, each a new interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import select
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from socket import socket
+from typing import Any
+
+from fsdpcore.core.errors import ArgumentError, RankFailedError, in_one_line
+from fsdpcore.launch import supervision
+from fsdpcore.launch.config import Config
+from fsdpcore.launch.environment import Place
+from fsdpcore.launch.rank_process import Job, Outcome, command, main_module
+from fsdpcore.launch.rendezvous import listen
+
+LOOPBACK = "127.0.0.1"
+
+
+class RemoteTraceback(Exception):  # noqa: N818 (it carries a traceback's text, as a cause)
+    """The traceback of a failed rank, as text."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+class _Rank(supervision.RankProcess):
+    """A rank's process, with the pipe to tell it what to do and the one to hear what came of it.
+
+    Attributes:
+        outcome: its report; None as long as there is none.
+    """
+
+    def __init__(self, rank: int, pass_fds: Sequence[int]) -> None:
+        self.outcome: Outcome | None = None
+        self._expected = True
+        theirs, ours = os.pipe()
+        self._job = open(ours, "wb")  # noqa: SIM115 (closed by close)
+        with open(theirs, "rb") as job_end:
+            ours, theirs = os.pipe()
+            self._report = open(ours, "rb")  # noqa: SIM115
+            with open(theirs, "wb") as report_end:
+                ends = (job_end.fileno(), report_end.fileno())
+                try:
+                    super().__init__(rank, command(*ends), pass_fds=(*pass_fds, *ends))
+                except BaseException:
+                    self._close_pipes()
+                    raise
+
+    def assign(self, place: Place, job: bytes) -> None:
+        """Tell it what to do."""
+        with contextlib.suppress(BrokenPipeError), self._job:  # it has died: its end will be seen
+            pickle.dump(place, self._job)
+            self._job.write(job)
+
+    def poll(self) -> int | None:
+        code = super().poll()
+        # Read at once: a large result fills the pipe, and its sender cannot end before it was
+        # read. What an ended process has reported is in the pipe by now.
+        if self._expected and _readable(self._report.fileno()):
+            self._expected = False
+            # It may have died before, or while, it reported.
+            with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+                self.outcome = pickle.load(self._report)  # noqa: S301 (from our own child)
+        return code
+
+    def watched(self) -> list[int]:
+        return [*super().watched(), *([self._report.fileno()] if self._expected else [])]
+
+    @property
+    def failed(self) -> bool:
+        code = self.poll()
+        return code is not None and (code != 0 or self.outcome is None)
+
+    def close(self) -> None:
+        super().close()
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._job.close()
+        self._report.close()
+
+
+def _readable(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def run_processes(
+    fn: Callable[..., Any], args: Sequence[Any], world_size: int, config: Config
+) -> list[Any]:
+    """Run ``fn`` in ``world_size`` processes; see ``launch``."""
+    program = _pickled(fn, args, config)
+    job = pickle.dumps(Job(main_module(), list(sys.argv), program), pickle.HIGHEST_PROTOCOL)
+    ranks: list[_Rank] = []
+    well = False
+    try:
+        with listen(config.host or LOOPBACK, config.port) as listener:
+            _start(ranks, listener, world_size, job)
+        first = supervision.wait(ranks)
+        if first is not None:
+            supervision.stop(ranks)
+            raise _failure(ranks, first)
+        well = True
+    except KeyboardInterrupt:
+        supervision.stop(ranks, first=signal.SIGINT)
+        raise
+    finally:
+        supervision.release(ranks, kill=not well)
+    return [_result(rank) for rank in ranks]
+
+
+def _start(ranks: list[_Rank], listener: socket, world_size: int, job: bytes) -> None:
+    address, descriptor = meeting_point(listener), listener.fileno()
+    token = secrets.token_hex(16)
+    for rank in range(world_size):
+        ranks.append(_Rank(rank, (descriptor,) if rank == 0 else ()))
+    for process in ranks:
+        rank = process.rank
+        fd = descriptor if rank == 0 else None
+        place = Place(rank, world_size, rank, world_size, "launch", address, fd, token)
+        process.assign(place, job)
+
+
+def meeting_point(listener: socket) -> str:
+    """The address of a listening socket as ``HOST:PORT``."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _pickled(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> bytes:
+    if getattr(fn, "__module__", None) == "__main__" and not main_module():
+        raise ArgumentError(
+            "ranks that are processes import the function, which they cannot from an interactive "
+            "session: put it into a file, or use a transport whose ranks are threads"
+        )
+    try:
+        return pickle.dumps((fn, tuple(args), config), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise ArgumentError(
+            "ranks that are processes import the function and unpickle its arguments and options; "
+            f"pass a function at the top of a module and picklable arguments ({in_one_line(error)})"
+        ) from error
+
+
+def _result(rank: _Rank) -> Any:
+    assert rank.outcome is not None
+    try:
+        return pickle.loads(rank.outcome.result)  # noqa: S301 (from our own child)
+    except Exception as error:
+        raise RankFailedError(
+            f"the result of rank {rank.rank} cannot be unpickled ({in_one_line(error)})", rank.rank
+        ) from error
+
+
+def _failure(ranks: list[_Rank], first: _Rank) -> RankFailedError:
+    """The error to raise: about the rank that failed by itself, not one that it took along."""
+    outcomes = {rank.rank: rank.outcome for rank in ranks if rank.outcome is not None}
+    reported = {rank: outcome.consequence for rank, outcome in outcomes.items() if outcome.error}
+    culprit = supervision.culprit(ranks, first, reported)
+    number, outcome = culprit.rank, culprit.outcome
+    if outcome is None:
+        how = supervision.describe_exit(culprit.poll() or 0)
+        return RankFailedError(f"rank {number} ended without a result: {how}", number)
+    message = f"rank {number} failed: {outcome.error}"
+    failure = RankFailedError(message, number, misuse=outcome.misuse)
+    failure.__cause__ = RemoteTraceback(outcome.traceback)
+    return failure

@@ -1,0 +1,220 @@
+"""Watching over the processes of a job: the first that fails ends them all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from fsdpcore.core.errors import RankFailedError
+
+# After one rank failed, the others have this long to end by themselves, then to heed SIGTERM.
+GRACE_SECONDS = 1.4
+TERM_SECONDS = 0.4
+_KILL_SECONDS = 10.0
+# The longest single wait of a launching thread. A signal that the system delivers just before a
+# wait begins only sets a flag, and the wait, which knows nothing of it, is not cut short.
+SLICE_SECONDS = 0.2
+# Where the system cannot wake us when a process ends, we look this often.
+_POLL_SECONDS = 0.01
+
+
+class RankProcess:
+    """A rank's process: it leads a session of its own, and the kernel ends it with its launcher.
+
+    So a terminal's Ctrl-C reaches the launcher only, which passes it on once; and whatever the
+    rank has started can be ended with it. SIGINT is blocked from the start, until the rank is
+    able to end without a traceback: ``admit_interrupts``.
+
+    Attributes:
+        rank: its number.
+        stopped: it was made to end, by ``stop``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        stdin: int | None = subprocess.DEVNULL,
+    ) -> None:
+        self.rank = rank
+        self.stopped = False
+        self._code: int | None = None
+        first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("exec_rank.py"))]
+        with _interrupts_blocked():  # inherited by the process
+            try:
+                self._process = subprocess.Popen(  # noqa: S603 (the user's own command)
+                    [*first, str(os.getpid()), *command],
+                    env=None if environ is None else dict(environ),
+                    pass_fds=pass_fds,
+                    stdin=stdin,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RankFailedError(f"rank {rank} cannot be started: {error}", rank) from error
+        self._pidfd = -1
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # not in every container
+                self._pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is that of its process group as well."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code (negative: minus the signal) once it has ended, else None.
+
+        An ended process is left as a zombie until ``close``, so that its id, and its group's,
+        cannot come to mean another process.
+        """
+        if self._code is None and hasattr(os, "waitid"):
+            with contextlib.suppress(ChildProcessError):
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None:
+                    return None
+                exited = ended.si_code == os.CLD_EXITED
+                self._code = ended.si_status if exited else -ended.si_status
+        if self._code is None:
+            self._code = self._process.poll()
+        return self._code
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended, and not well."""
+        return self.poll() not in (None, 0)
+
+    def watched(self) -> list[int]:
+        """Descriptors that become readable when ``poll`` has something new to find."""
+        return [self._pidfd]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and to what it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Wait for the end, and let go of the process."""
+        self._process.wait()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+R = TypeVar("R", bound=RankProcess)
+
+
+def wait(ranks: Sequence[R]) -> R | None:
+    """Wait until all ranks have ended well (return None), or one failed (return that one)."""
+    while True:
+        running = _running(ranks)
+        for rank in ranks:  # all of them: one may have ended since it was seen running
+            if rank.failed:
+                return rank
+        if not running:
+            return None
+        _sleep(running, None)
+
+
+def culprit(ranks: Sequence[R], first: R, reported: Mapping[int, bool]) -> R:
+    """Return the rank that failed by itself.
+
+    Args:
+        ranks: of the job, which has ended.
+        first: the one that was seen to fail first.
+        reported: for the ranks that said why they failed, whether another rank was the reason.
+    """
+    for rank in (first, *ranks):
+        silent = rank.rank not in reported and rank.failed and not rank.stopped
+        if silent or reported.get(rank.rank) is False:
+            return rank
+    return first
+
+
+def stop(ranks: Sequence[RankProcess], *, first: int | None = None) -> None:
+    """End ranks: wait for them, then SIGTERM, then SIGKILL. Returns once all are gone.
+
+    Args:
+        ranks: those that have ended are left alone.
+        first: a signal to begin with.
+    """
+    if first is not None:
+        for rank in _running(ranks):
+            rank.signal(first)
+    for seconds, then in ((GRACE_SECONDS, signal.SIGTERM), (TERM_SECONDS, signal.SIGKILL)):
+        if _all_ended(ranks, seconds):
+            return
+        for rank in _running(ranks):
+            rank.stopped = True
+            rank.signal(then)
+    _all_ended(ranks, _KILL_SECONDS)
+
+
+def release(ranks: Sequence[RankProcess], *, kill: bool) -> None:
+    """Let go of processes: with ``kill``, end them and all that they have started, at once."""
+    if kill:
+        for rank in ranks:
+            rank.signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.close()
+
+
+def _running(ranks: Sequence[R]) -> list[R]:
+    return [rank for rank in ranks if rank.poll() is None]
+
+
+def _all_ended(ranks: Sequence[RankProcess], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while running := _running(ranks):
+        if time.monotonic() >= end:
+            return False
+        _sleep(running, end - time.monotonic())
+    return True
+
+
+def _sleep(running: Sequence[RankProcess], seconds: float | None) -> None:
+    """Sleep until something happens to one of the processes, or ``seconds`` have passed."""
+    if not running:
+        return
+    descriptors = [fd for rank in running for fd in rank.watched()]
+    if -1 in descriptors:
+        time.sleep(_POLL_SECONDS)
+        return
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    limit = SLICE_SECONDS if seconds is None else min(seconds, SLICE_SECONDS)
+    poller.poll(max(1.0, limit * 1000))
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def admit_interrupts() -> None:
+    """Let SIGINT through in a process that ``RankProcess`` started; one may be waiting."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def describe_exit(code: int) -> str:
+    """Say in words how a process ended."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"

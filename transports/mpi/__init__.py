@@ -1,0 +1,1 @@
+"""``mpi``: the ranks are processes that an MPI launcher started."""

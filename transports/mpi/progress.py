@@ -1,0 +1,175 @@
+"""Who drives MPI's progress on a rank: the thread that waits for a message, or one of its own.
+
+MPI moves messages only inside its calls. A thread that waits polls; other waiting threads follow,
+and the first of them takes over when it is done. While nobody waits a thread of the rank's own
+polls, so that transfers go on while Python computes, peers get answers, and calls that block
+inside MPI are watched. Whoever polls in vain does so more and more rarely: ranks may share cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from fsdpcore.core.work import Pending
+
+# Polls before the first pause, and seconds of yielding the core before the first sleep.
+_SPINS, _YIELD_SECONDS = 30, 0.002
+# A sleep is this part of the time waited so far, up to a limit: what has to be waited for long is
+# noticed a little late.
+_PART, _LONGEST_SECONDS = 1 / 16, 0.001
+# The own thread's pauses: while something is under way, while nothing is, while others wait.
+_BUSY_SECONDS, _IDLE_SECONDS, _AWAY_SECONDS = 0.001, 0.005, 0.005
+_LONG_SECONDS = 1e6
+
+
+class Waiting(Pending):
+    """A message whose waiting thread drives MPI meanwhile."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def settle(self, seconds: float) -> bool:
+        if not self.finished:
+            self._watch.wait(self, seconds)
+        return self.finished
+
+    def follow(self, seconds: float) -> None:
+        """Block until the message has finished, ``poke`` was called, or the time is over."""
+        if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)) and self.finished:
+            with contextlib.suppress(RuntimeError):  # finished between a poke and here
+                self._gate.release()
+
+    def poke(self) -> None:
+        """Wake one thread that follows."""
+        with contextlib.suppress(RuntimeError):  # awake already
+            self._gate.release()
+
+
+class _Pauses:
+    """Between polls in vain: none, then giving the core away, then sleeps."""
+
+    def __init__(self) -> None:
+        self._vain = 0
+        self._since = 0.0
+
+    def reset(self) -> None:
+        self._vain = 0
+
+    def rest(self, limit: float) -> None:
+        """Pause, for ``limit`` seconds at most."""
+        self._vain += 1
+        if self._vain < _SPINS:
+            return
+        now = time.monotonic()
+        if self._vain == _SPINS:
+            self._since = now
+        waited = now - self._since
+        if waited < _YIELD_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(max(min(waited * _PART, _LONGEST_SECONDS, limit), 0.0))
+
+
+class Watch:
+    """Polls, on the thread of whoever waits or on one of its own.
+
+    Args:
+        poll: handles what there is to handle, returns whether there was anything; thread-safe.
+        busy: whether a message is under way that needs this rank's polling.
+        tick: called by the own thread every few milliseconds.
+        name: of the own thread.
+    """
+
+    def __init__(
+        self,
+        poll: Callable[[], bool],
+        busy: Callable[[], bool],
+        tick: Callable[[], None],
+        name: str,
+    ) -> None:
+        self._poll = poll
+        self._busy = busy
+        self._tick = tick
+        # The right to poll instead of the own thread.
+        self._baton = threading.Lock()
+        self._followers: list[Waiting] = []
+        self._waits = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the own thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the own thread."""
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def wait(self, awaited: Waiting, seconds: float) -> None:
+        """Block until ``awaited`` has finished or the time is over."""
+        end = time.monotonic() + min(seconds, _LONG_SECONDS)
+        while not awaited.finished:
+            if self._baton.acquire(blocking=False):
+                try:
+                    self._lead(lambda: awaited.finished, end)
+                finally:
+                    self._step_down()
+            else:
+                self._follow(awaited, end)
+            if time.monotonic() >= end:
+                return
+
+    def until(self, predicate: Callable[[], object], seconds: float) -> bool:
+        """Block until ``predicate`` holds or the time is over, return whether it holds.
+
+        For rare occasions: it polls beside whoever else does. The caller holds no lock.
+        """
+        self._lead(predicate, time.monotonic() + min(seconds, _LONG_SECONDS))
+        return bool(predicate())
+
+    def _lead(self, predicate: Callable[[], object], end: float) -> None:
+        pauses = _Pauses()
+        while not predicate():
+            if self._poll():
+                pauses.reset()
+                continue
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                return
+            pauses.rest(remaining)
+
+    def _step_down(self) -> None:
+        self._waits += 1
+        self._baton.release()
+        for follower in self._followers[:1]:
+            follower.poke()
+
+    def _follow(self, awaited: Waiting, end: float) -> None:
+        self._followers.append(awaited)
+        try:
+            # Who leads looks for followers after it has put down the baton.
+            if self._baton.locked():
+                awaited.follow(max(end - time.monotonic(), 0.0))
+        finally:
+            self._followers.remove(awaited)
+
+    def _run(self) -> None:
+        seen, pause = 0, 0.0
+        while not self._stop.wait(pause):
+            self._tick()
+            if self._baton.locked() or self._waits != seen:  # who has waited once will again
+                seen, pause = self._waits, _AWAY_SECONDS
+            elif self._poll():
+                pause = 0.0
+            else:
+                limit = _BUSY_SECONDS if self._busy() else _IDLE_SECONDS
+                pause = min(1.5 * pause + 2e-5, limit)

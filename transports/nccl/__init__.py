@@ -1,0 +1,1 @@
+"""``nccl``: a ``zmq`` job whose ranks have a GPU each."""

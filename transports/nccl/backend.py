@@ -1,0 +1,325 @@
+"""``nccl``: a job of the ``zmq`` transport whose ranks have a GPU each, with CuPy and NCCL.
+
+NumPy arrays go the way that they go there. CuPy arrays go from GPU to GPU: collectives by NCCL,
+messages between two ranks (which have tags, and may be received in any order) through memory of
+the host.
+
+A blocking collective of CuPy arrays is ordered by the stream: it is enqueued on the caller's
+current stream and returns at once. See ``collectives/on_device.py`` for that, and ``nccl_watch``
+for who sees to it that it ends. All ranks call the collectives of CuPy arrays in the same order,
+those of different groups, too: what has begun on a GPU waits there for the others, and may keep
+what they call first from beginning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import time
+import warnings
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from fsdpcore.collectives.algorithms.table import Algorithm, Terms
+from fsdpcore.collectives.operations.rooted import broadcast
+from fsdpcore.comm.backend import Backend, Capabilities
+from fsdpcore.comm.transport import Transport
+from fsdpcore.core.device import Ticket
+from fsdpcore.core.errors import (
+    ClosedError,
+    CommTimeoutError,
+    CommunicationError,
+    ConfigError,
+    RendezvousError,
+    in_words,
+)
+from fsdpcore.core.work import Deadline, fresh
+
+from .missing import in_numbers, no_cupy, no_nccl, tells_nothing_more
+
+try:
+    import cupy
+    from cupy.cuda import runtime
+except ImportError as error:
+    raise no_cupy(error) from (None if tells_nothing_more(error) else error)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # CuPy warns where it finds none; the error says what to do
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise no_nccl(runtime.runtimeGetVersion()) from error
+if not nccl.available:
+    raise no_nccl(runtime.runtimeGetVersion())
+
+from ..zmq.backend import ZmqBackend, ZmqOptions
+from . import place as gpu_place
+from .agree import Agreement
+from .calls import NativeCollectives, reduces
+from .communicators import (
+    BOUND,
+    ERRORS,
+    ID_BYTES,
+    Communicators,
+    translated,
+)
+from .cuda_device import CudaDevice, CudaTicket
+from .direct import DirectCollectives
+from .ending import ENDED, ENDING, Ending
+from .fast_path import NATIVE, lane_for
+from .groups import GroupCommunicators
+from .supervisor import Flight, Watch, key_of
+
+if TYPE_CHECKING:
+    from fsdpcore.collectives.run import CallSpec
+    from fsdpcore.launch.config import Config
+    from fsdpcore.launch.environment import Place
+
+
+@dataclass(frozen=True)
+class NcclOptions(ZmqOptions):
+    """Options of ``nccl://HOST:PORT`` URLs: those of ``zmq``, and these.
+
+    Attributes:
+        device: number of the GPU among those that the process sees; by default that of the rank
+            among those of its host.
+        share_gpu: let ranks have the same GPU, as far as NCCL lets them: for tests, on one GPU.
+    """
+
+    device: int = field(default=-1, metadata={"default": "by local rank"})
+    share_gpu: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device < -1:
+            raise ConfigError(f"device must not be negative, got {self.device}")
+
+
+class NcclBackend(ZmqBackend):
+    """One rank and its GPU; made by ``join``.
+
+    Attributes:
+        gpu: the same as ``device``.
+        communicators, groups, watcher: what looks after NCCL, and after what was enqueued.
+    """
+
+    options: ClassVar[type[NcclOptions]] = NcclOptions
+    transport_capabilities = Capabilities("nccl", alpha=60e-6, beta=0.5e-9, gamma=0.1e-9)
+    gpu: CudaDevice
+    communicators: Communicators
+    groups: GroupCommunicators
+    watcher: Watch
+    _has_gpu = False
+
+    # Joining.
+
+    @classmethod
+    def versions(cls) -> str:
+        names = [gpu_place.name_of(ordinal) for ordinal in range(gpu_place.count_gpus())]
+        gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        version = nccl.get_version()
+        return (
+            f"CuPy {cupy.__version__}, "
+            f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100}, "
+            f"CUDA {in_numbers(runtime.runtimeGetVersion())} "
+            f"(the driver: {in_numbers(runtime.driverGetVersion())}), {gpus}"
+        )
+
+    @classmethod
+    def join(cls, place: Place, config: Config) -> Transport:
+        deadline = Deadline(config.rendezvous_timeout)
+        backend = super().join(place, config)
+        assert isinstance(backend, NcclBackend)
+        try:
+            backend._take_gpu(place, deadline)
+        except BaseException as error:
+            why = f"rank {place.rank} did not join: {in_words(error)}"
+            backend.fail(CommunicationError(why), tell=True)
+            backend._end_device()
+            backend._release(flush=False)
+            raise
+        return backend
+
+    def _take_gpu(self, place: Place, deadline: Deadline) -> None:
+        """Choose the GPU, make sure that nobody else has it, and connect to the others'."""
+        options = self._options
+        assert isinstance(options, NcclOptions)
+        ordinal = gpu_place.choose(place, options.device)
+        self.device = self.gpu = device = CudaDevice(ordinal, self._check_device)
+        device.use()
+        self.communicators = Communicators(device, lambda: self.failure, self.rank)
+        self.groups = GroupCommunicators(self.communicators)
+        self._agreement = Agreement(self.rank, self._note)
+        self._ending = ending = Ending(self, self._note)
+        self.watcher = Watch(self, device, self.communicators, self._agreement, ending.answer)
+        self._at_exit = functools.partial(_abort_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
+        with self.lock:
+            self.control.heard = self._heard
+        self._has_gpu = True
+        if self.world_size > 1:
+            self._meet(ordinal, options, deadline)
+
+    def _meet(self, ordinal: int, options: NcclOptions, deadline: Deadline) -> None:
+        group = self.sub(range(self.world_size), name="nccl")
+        mine = gpu_place.identify(ordinal)
+        gpu_place.check_distinct(group, mine, options.share_gpu, deadline.remaining())
+        if options.share_gpu:
+            gpu_place.let_share(self.rank)
+        told = self.communicators.new_id() if self.rank == 0 else np.zeros(ID_BYTES, np.uint8)
+        told = broadcast(told, group, timeout=deadline.remaining())
+        group.close()
+        what = "making the NCCL communicator of all ranks"
+        try:
+            made = self.communicators.make(
+                told, self.rank, self.world_size, deadline.remaining(), what
+            )
+        except CommTimeoutError as error:
+            raise RendezvousError(f"rank {self.rank}: {error}") from error
+        self.groups.add(self.on_device.channel, made)
+
+    # What the ranks tell each other.
+
+    def _note(self, rank: int, content: dict[str, Any]) -> None:
+        with self.lock:
+            self.control.note(rank, content)
+
+    def _heard(self, rank: int, content: Mapping[str, Any]) -> None:
+        if content.get("what") in (ENDING, ENDED):
+            self._ending.heard(rank, content)
+        else:
+            self._agreement.heard(rank, content)
+        self.watcher.wake()
+
+    # Collectives.
+
+    def device_algorithms(self, group: Backend) -> Mapping[str, Mapping[str, Algorithm]]:
+        native, direct = NativeCollectives(self, group), DirectCollectives(self, group)
+        table: dict[str, dict[str, Algorithm]] = {}
+        for name in ("all_reduce", "reduce_scatter", "reduce"):
+            table[name] = {
+                NATIVE: Algorithm(native, _cost, False, reduces),
+                "direct": Algorithm(direct, _cost),
+            }
+        for name in ("broadcast", "all_gather", "gather", "scatter", "all_to_all"):
+            # They compute nothing, so that this is what "direct" stands for, too: the same bits.
+            table[name] = {NATIVE: Algorithm(native, _cost), "direct": Algorithm(native, _cost)}
+        return table
+
+    def device_group(self) -> AbstractContextManager[None]:
+        return self.communicators.launches.group()
+
+    def enqueued(
+        self,
+        group: Backend,
+        call: CallSpec,
+        sequence: int,
+        limit: float,
+        ticket: Ticket | None,
+        held: object,
+    ) -> None:
+        end = time.monotonic() + limit
+        self.watcher.leave(group.link)
+        if isinstance(ticket, CudaTicket):
+            flight = Flight(ticket.event, False, group, call, sequence, limit, end, held)
+            self.watcher.add(self.gpu.stream.ptr, flight)
+            return
+        stream, event = cupy.cuda.get_current_stream(), self.gpu.take_event()
+        try:
+            event.record(stream)
+        except ERRORS as error:
+            raise translated(error, f"{call.operation} #{sequence}") from error
+        flight = Flight(event, True, group, call, sequence, limit, end, None)
+        self.watcher.add(key_of(stream.ptr), flight)
+        communicator = self.groups.find(group.channel)
+        if call.lane is None and communicator is not None:
+            call.lane = lane_for(self, group, call, communicator)
+
+    def keep(self, ticket: Ticket, held: object) -> None:
+        assert isinstance(ticket, CudaTicket)
+        self.watcher.keep(ticket.event, held)
+
+    def was_split(self, group: Backend, made: Backend | None) -> None:
+        if not self.groups.can_split(group):
+            return
+        deadline = Deadline(self.default_timeout)
+        try:
+            # NCCL divides communicators that are at rest.
+            if not self.watcher.finish(deadline.remaining(), group.on_device.channel):
+                self.check_usable()
+                raise self.watcher.overdue(f"after {self.default_timeout:g} s of split()")
+            self.groups.split(group, made, deadline.remaining())
+        except CommunicationError as error:
+            self.fail(error, tell=True)
+            raise
+
+    def group_closed(self, group: Backend) -> None:
+        if self.failure is None and self.watcher.finish(self.default_timeout, group.channel):
+            self.watcher.forget(group.channel)
+            self.groups.release(group)
+
+    # Ending.
+
+    def _check_device(self) -> None:
+        """Raise if what is on the GPU may be the remains of collectives that were given up."""
+        if self._failure is not None and not isinstance(self._failure, ClosedError):
+            raise fresh(self._failure)
+
+    def _fail_pending(self, error: CommunicationError) -> None:
+        super()._fail_pending(error)
+        if self._has_gpu and not isinstance(error, ClosedError):
+            self.communicators.abort()
+
+    def close(self) -> None:
+        """Do as any transport, once what was enqueued has ended here and on the other ranks.
+
+        Raises:
+            CommunicationError: what was enqueued did not end, and nobody else has been told. All
+                has been released nonetheless.
+        """
+        if self.forked:
+            return
+        lost = None
+        if self._has_gpu and self._failure is None and not self.control.leaving:
+            lost = self._finish_device()
+        self._end_device()
+        super().close()
+        if lost is not None:
+            raise fresh(lost)
+
+    def _finish_device(self) -> CommunicationError | None:
+        """Let what was enqueued end; return why it did not."""
+        seconds = self.default_timeout
+        if not self.watcher.finish(seconds):
+            if self._failure is None:
+                self.fail(self.watcher.overdue(f"after {seconds:g} s of close()"), tell=True)
+            return self.failure
+        if self._ending.meet(self.watcher, seconds):
+            self.communicators.destroy()
+        elif self._failure is None:
+            self.communicators.abandon()
+        return None
+
+    def _end_device(self) -> None:
+        if not self._has_gpu:
+            return
+        self.communicators.join(BOUND)
+        self.watcher.stop()
+        atexit.unregister(self._at_exit)
+
+
+def _cost(p: int) -> Terms:
+    """NCCL chooses by itself, and nothing else moves such arrays: the table needs some number."""
+    return Terms(1, (p - 1) / p, 0)
+
+
+def _abort_at_exit(reference: weakref.ReferenceType[NcclBackend]) -> None:
+    """At the end of a program that has not closed its backend: CuPy would destroy, and may wait."""
+    backend = reference()
+    if backend is not None and not backend.forked:
+        backend.communicators.abort()
+        backend.communicators.join(BOUND)

@@ -1,0 +1,1 @@
+"""``sim``: the ranks are threads of this process."""

@@ -1,0 +1,260 @@
+"""``sim``: the ranks are threads of this process.
+
+A message is an entry in the receiver's match table. Whichever of the two threads comes second
+copies the sender's array straight into the receiver's: one copy, nothing in between. A send of
+up to ``eager_bytes`` is copied at once instead, so that it never waits for its receiver.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from fsdpcore.comm.backend import Capabilities, Envelope
+from fsdpcore.comm.matching import Key, MatchTable, mismatch
+from fsdpcore.comm.transport import Transport
+from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.errors import ClosedError, CommunicationError, ConfigError, PeerFailedError
+from fsdpcore.core.policy import Policy
+from fsdpcore.core.work import Pending
+from fsdpcore.diagnostics.status import Status
+
+from .faults import FaultInjector, Faults, InjectedCrash
+from .memory import SimMemory, World
+
+if TYPE_CHECKING:
+    from fsdpcore.launch.config import Config
+
+
+@dataclass(frozen=True)
+class SimOptions:
+    """Options of ``sim://`` URLs.
+
+    Attributes:
+        eager_bytes: sends up to this size are copied at once and never wait.
+        hosts: the ranks are treated as if they ran on so many hosts, in equal blocks.
+        seed, max_delay: random delays in every post of a message, to shake out races.
+        faults: a whole plan of faults (from Python only); replaces the two above.
+        shm: "auto" lets collectives use the arrays of all ranks where they are, unless faults are
+            planned that only messages can have; "off" has them send messages.
+    """
+
+    eager_bytes: int = 4096
+    hosts: int = 1
+    seed: int = 0
+    max_delay: float = 0.0
+    faults: Faults | None = None
+    shm: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.shm not in ("auto", "off"):
+            raise ConfigError(f"sim: shm must be 'auto' or 'off', got {self.shm!r}")
+
+
+class _Message(Pending):
+    """One side of a message: the sender's bytes, or the receiver's room for them."""
+
+    __slots__ = ("backend", "data", "envelope", "key")
+
+    def __init__(self, backend: SimBackend, data: Bytes, src: int, envelope: Envelope) -> None:
+        super().__init__()
+        self.backend = backend
+        self.data = data
+        self.envelope = envelope
+        self.key: Key = (src, envelope.channel, envelope.tag)
+
+
+class _Send(_Message):
+    __slots__ = ("inbox",)
+
+    def __init__(
+        self, backend: SimBackend, data: Bytes, src: int, envelope: Envelope, inbox: _Inbox
+    ) -> None:
+        super().__init__(backend, data, src, envelope)
+        self.inbox = inbox
+
+    def cancel(self) -> bool:
+        with self.inbox.lock:
+            withdrawn = self.inbox.table.withdraw_message(self)
+        return withdrawn or self.settle(60)  # a peer is copying: its end is near
+
+
+class _Receive(_Message):
+    __slots__ = ()
+
+    def cancel(self) -> bool:
+        inbox = self.backend.inbox
+        with inbox.lock:
+            withdrawn = inbox.table.withdraw_receive(self)
+        return withdrawn or self.settle(60)
+
+
+class _Inbox:
+    """What is on its way to one rank."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.table: MatchTable[_Receive, _Send] = MatchTable()
+
+
+class SimBackend(Transport):
+    """One rank of a simulated job; ``threads`` makes them all."""
+
+    ranks_are_threads = True
+    options: ClassVar[type[SimOptions]] = SimOptions
+    transport_capabilities = Capabilities("sim", alpha=20e-6, beta=0.1e-9, gamma=0.1e-9)
+
+    def __init__(
+        self,
+        rank: int,
+        world: list[SimBackend],
+        world_size: int,
+        timeout: float,
+        options: SimOptions,
+        policy: Policy | None = None,
+    ) -> None:
+        hosts = [other * options.hosts // world_size for other in range(world_size)]
+        super().__init__(rank, world_size, timeout, hosts=hosts, policy=policy)
+        self.inbox = _Inbox()
+        self.gone = ""  # how, once it is
+        self._world = world
+        self._eager_bytes = options.eager_bytes
+        plan = options.faults or Faults(options.seed, options.max_delay)
+        self._injector = FaultInjector(plan, rank) if plan != Faults() else None
+        self.job: World = world[0].job if world else World()
+        if options.shm == "auto" and not plan.drop and not plan.crash:
+            self.memory = SimMemory(self.job, self._before_post if self._injector else None)
+
+    @classmethod
+    def threads(cls, world_size: int, config: Config) -> list[Transport]:
+        options = config.transport_options
+        assert isinstance(options, SimOptions)
+        if not 1 <= options.hosts <= world_size:
+            raise ConfigError(
+                f"sim: hosts={options.hosts} is not in 1..{world_size}, the number of ranks"
+            )
+        world: list[SimBackend] = []
+        for rank in range(world_size):
+            world.append(cls(rank, world, world_size, config.timeout, options, config.policy))
+        return list(world)
+
+    def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
+        self._before_post()
+        peer = self._world[dst]
+        send = _Send(self, data, self.rank, envelope, peer.inbox)
+        if self._injector is not None and self._injector.drops(dst):
+            send.finish()
+            return send
+        if data.size <= self._eager_bytes:
+            send.data = data.copy()
+        with peer.inbox.lock:
+            self._check_peer_alive(peer)
+            receive = peer.inbox.table.arrive(send)
+            if receive is None and data.size <= self._eager_bytes:
+                send.finish()
+        if receive is not None:
+            _deliver(send, receive)
+        return send
+
+    def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
+        self._before_post()
+        receive = _Receive(self, out, src, envelope)
+        with self.inbox.lock:
+            send = self.inbox.table.post(receive)
+            if send is None:
+                try:
+                    self._check_peer_alive(self._world[src])
+                except CommunicationError:
+                    self.inbox.table.withdraw_receive(receive)
+                    raise
+        if send is not None:
+            _deliver(send, receive)
+        return receive
+
+    def _before_post(self) -> None:
+        if self._injector is not None and self._injector.before_post():
+            self.fail(InjectedCrash(f"rank {self.rank} was made to die"))
+            self._vanish("has died without a word")
+        self.check_usable()
+
+    def _check_peer_alive(self, peer: SimBackend) -> None:
+        """Raise if this rank is broken or ``peer`` has left; under the receiver's lock."""
+        self.check_usable()
+        if peer.gone:
+            raise PeerFailedError(f"rank {peer.rank} {peer.gone}", peer.rank)
+
+    def _fail_pending(self, error: CommunicationError) -> None:
+        """Finish what this rank posted: its receives here, its sends in the others' inboxes.
+
+        What was sent and is not taken yet stays: buffered messages always, the others where the
+        error is only that this rank closed.
+        """
+        with self.inbox.lock:
+            for receive in list(self.inbox.table.receives()):
+                self.inbox.table.withdraw_receive(receive)
+                receive.finish(error)
+        if isinstance(error, ClosedError):
+            return
+        for peer in self._world:
+            with peer.inbox.lock:
+                for send in list(peer.inbox.table.messages()):
+                    if send.backend is self and not send.finished:
+                        peer.inbox.table.withdraw_message(send)
+                        send.finish(error)
+
+    def departed(self, rank: int) -> bool:
+        return bool(self._world[rank].gone)
+
+    def _tell(self, error: CommunicationError) -> None:
+        if isinstance(self._failure, InjectedCrash):
+            return
+        for peer in self._world:
+            if peer is not self:
+                peer.peer_reported(self.rank, error)
+
+    def _query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
+        return {
+            rank: self._world[rank].recorder.status(channel)
+            for rank in ranks
+            if not isinstance(self._world[rank]._failure, InjectedCrash)
+        }
+
+    def unexpected(self, src: int, channel: int) -> list[int]:
+        with self.inbox.lock:
+            keys = [message.key for message in self.inbox.table.messages()]
+        return [tag for sender, where, tag in keys if (sender, where) == (src, channel)]
+
+    def _release(self, flush: bool) -> None:
+        """Nothing to free; peers that wait for this rank learn that it has left."""
+        self._vanish("has left the job")
+
+    def _vanish(self, how: str) -> None:
+        """Let the receives and large sends of peers that wait for this rank fail."""
+        self.gone = self.gone or how
+        error = PeerFailedError(f"rank {self.rank} {how}", self.rank)
+        for peer in self._world:
+            with peer.inbox.lock:
+                waits = any(receive.key[0] == self.rank for receive in peer.inbox.table.receives())
+            if waits:
+                peer.fail(error, tell=True)
+        with self.inbox.lock:
+            senders = {send.backend for send in self.inbox.table.messages() if not send.finished}
+        for sender in senders:
+            sender.fail(error, tell=True)
+
+
+def _deliver(send: _Send, receive: _Receive) -> None:
+    """Copy a matched message, on the thread of whichever side came second."""
+    src, dst = send.key[0], receive.backend.rank
+    error = mismatch(src, send.envelope, send.data.size, dst, receive.envelope, receive.data.size)
+    if error is None:
+        np.copyto(receive.data, send.data)
+    send.finish(error)
+    receive.finish(error)
+    if error is not None:
+        send.backend.fail(error)
+        receive.backend.fail(error, tell=True)

@@ -1,0 +1,97 @@
+"""The memory that ranks share which are threads of one process: all of it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+from fsdpcore.collectives.shared.region import SharedRegion
+from fsdpcore.collectives.shared.thread_region import Meeting, ThreadRegion
+from fsdpcore.core.buffers import Array, Bytes, lined_up
+
+
+class World:
+    """What the ranks of one job have in common.
+
+    Attributes:
+        lock: held while one of them makes something for all.
+        made: memory that one rank has made, until it is told that all have it.
+        meetings: of the groups, by the memory that they were made on.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.numbers = itertools.count(1)
+        self.made: dict[int, Bytes] = {}
+        self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
+
+
+class _Window:
+    def __init__(self, world: World, nbytes: int) -> None:
+        self.number = next(world.numbers)
+        self._world = world
+        self._memory = world.made[self.number] = lined_up((nbytes,), np.uint8, zeros=True)
+
+    def bytes(self, offset: int, nbytes: int) -> Bytes:
+        return self._memory[offset : offset + nbytes]
+
+    def close(self) -> None:
+        self._world.made.pop(self.number, None)
+
+
+class SimMemory:
+    """The memory of one rank, as ``MemorySharing``.
+
+    Args:
+        before: called ahead of each step that the rank takes in an area.
+    """
+
+    required = False
+    available = True
+
+    def __init__(self, world: World, before: Callable[[], None] | None) -> None:
+        self._world, self._before = world, before
+
+    def area(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
+        """How threads take turns."""
+        address = memory.__array_interface__["data"][0]
+        with self._world.lock:
+            meeting = self._world.meetings.get(address)
+            if meeting is None:
+                meeting = self._world.meetings[address] = Meeting(memory, size)
+        return ThreadRegion(meeting, rank, self, self._before)
+
+    def introduce(self) -> bytes:
+        """Threads know each other."""
+        return b""
+
+    def meet(self, introduction: bytes) -> None:
+        """Threads know each other."""
+
+    def segment(self, nbytes: int) -> _Window:
+        """Make ``nbytes`` zeros."""
+        return _Window(self._world, nbytes)
+
+    def open(self, number: int) -> Bytes:
+        """Return what another thread has made."""
+        try:
+            return self._world.made[number]
+        except KeyError:
+            raise OSError(f"no thread has made memory number {number}") from None
+
+    def empty(self, nbytes: int) -> None:
+        """None: all memory is as good."""
+
+    def locate(self, array: Array) -> None:
+        """None: threads lend arrays, not places."""
+
+    def attach(self, number: int) -> Bytes:
+        """Not called, since nothing has a place."""
+        raise OSError("threads have no places to attach")
+
+    def close(self) -> None:
+        """Nothing to close."""

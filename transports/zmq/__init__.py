@@ -1,0 +1,1 @@
+"""``zmq``: the ranks are processes, connected by ZeroMQ and TCP."""

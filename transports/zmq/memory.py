@@ -1,0 +1,339 @@
+"""Large messages between two ranks of one host, by way of memory that both can see.
+
+An array that lies in shared memory already, like those of ``Backend.empty``, is lent: the receiver
+copies it from there. Of any other the sender copies pieces into blocks of its shared memory, the
+receiver copies them out, and both do so at the same time. The frames that tell of it go over the
+data connection (``zmq_wire`` lists them), so whoever looks after that moves the bytes, too, and
+nobody waits for anybody. A block is in use until the receiver has said that it has read it.
+
+Whether a receiver can reach the sender's memory shows when it first has to. If it cannot, it says
+so, and all comes over the data connection.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fsdpcore.comm.backend import Envelope
+from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.errors import CommunicationError, ConfigError, ProtocolError, in_words
+
+from ..memory.peer import Neighbour
+from ..memory.shared import SharedMemory
+from .messages import Incoming, Outgoing
+from .wire import Frame, Kind, Place, pack_header, pack_place
+
+if TYPE_CHECKING:
+    from .channel import Mail
+
+_LOG = logging.getLogger("fsdpcore")
+
+# Up to here, all of a message goes with its offer: where one rank waits for the other, TCP's copies
+# are done while that wakes up. (Of many messages at once, memory has twice as many from 64 KiB on.)
+_LEAST_BYTES = 256 * 1024
+# What is copied at once, and how many pieces are on their way to one peer. In smaller ones the
+# frames cost as much as the copies; the cache that the cores share holds a few of these.
+_PIECE_BYTES, _PIECES = 2 << 20, 2
+# What is copied of a message before it is known whether anybody receives it, and how much of that
+# may be waiting for one peer.
+_AHEAD_BYTES, _MOST_AHEAD_BYTES = 2 << 20, 2 << 20
+# What is copied of lent arrays before other threads of this rank get their turn.
+_COPY_BYTES = 16 << 20
+
+
+def required(ranks: list[int], why: str) -> ConfigError:
+    """The error where memory was asked for and cannot be had."""
+    return ConfigError(
+        f"shm=on, but rank(s) {ranks} of this host cannot share memory with the others"
+        f"{': ' + why if why else ''}; use shm=auto, which falls back to messages"
+    )
+
+
+class Lending:
+    """The messages to one peer; called with the engine's lock held.
+
+    Args:
+        mail: the messages from and to that peer.
+        memory: of this rank.
+    """
+
+    def __init__(self, mail: Mail, memory: SharedMemory) -> None:
+        self._mail = mail
+        self._memory = memory
+        self._introduced = False
+        self._refused = False
+        # Blocks that the peer has not read: with the first bytes of messages, by their numbers;
+        # and with pieces of those that it wants, which it reads in this order, and where they end.
+        self._first: dict[int, Bytes] = {}
+        self._ahead = 0
+        self._pieces: deque[tuple[int, int, Bytes]] = deque()
+        self._granted: deque[Outgoing] = deque()
+        self._withdrawn: set[int] = set()
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the peer has read all pieces."""
+        return not self._pieces
+
+    def offer(self, data: Bytes, envelope: Envelope, number: int) -> Outgoing | None:
+        """Start to send a message; None if it has to go over the data connection.
+
+        Raises:
+            ConfigError: this rank can have no shared memory, and was told that it has to.
+        """
+        if data.size <= _LEAST_BYTES or self._refused or not self._introduce():
+            return None
+        place, ahead = self._memory.own(data), data.size
+        if place is None:
+            ahead = min(ahead, _AHEAD_BYTES, _MOST_AHEAD_BYTES - self._ahead)
+            found = self._copied(data[:ahead])
+            if found is None:
+                return None
+            self._first[number], place = found
+            self._ahead += ahead
+        channel, tag, signature = envelope
+        where = pack_place(place) + signature
+        self._mail.line.post(
+            [pack_header(Kind.LEND, channel, tag, number, data.size, ahead, where)]
+        )
+        return Outgoing(self._mail, number, data, ahead, lent=True)
+
+    def _introduce(self) -> bool:
+        if not self._introduced:
+            try:
+                introduction = self._memory.introduce()
+            except OSError as error:
+                if self._memory.required:
+                    raise required([self._mail.engine.rank], str(error)) from error
+                return False
+            self._mail.line.post([pack_header(Kind.MEMORY, signature=introduction)])
+            self._introduced = True
+        return True
+
+    def _copied(self, data: Bytes) -> tuple[Bytes, Place] | None:
+        block = self._memory.empty(data.size)
+        place = None if block is None else self._memory.own(block)
+        if block is None or place is None:
+            return None
+        np.copyto(block, data)
+        return block, place
+
+    def grant(self, outgoing: Outgoing) -> None:
+        """Send the rest of a message that the peer wants."""
+        self._granted.append(outgoing)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Put pieces into memory, as many as may be there."""
+        mail = self._mail
+        while self._granted and len(self._pieces) < _PIECES:
+            outgoing = self._granted[0]
+            number, start = outgoing.number, outgoing.data.size - outgoing.left
+            end = start + min(outgoing.left, _PIECE_BYTES)
+            found = self._copied(outgoing.data[start:end])
+            if found is None:  # there is no more memory
+                self._granted.popleft()
+                mail.line.add(outgoing)
+                continue
+            block, place = found
+            self._pieces.append((number, end, block))
+            outgoing.left -= end - start
+            header = pack_header(
+                Kind.PIECE,
+                message=number,
+                size=end - start,
+                offset=start,
+                signature=pack_place(place),
+            )
+            mail.line.post([header])
+            if not outgoing.left:
+                self._granted.popleft()
+                mail.finish_sent(outgoing)
+
+    def taken(self, number: int, end: int) -> bool:
+        """Note that the peer has read bytes; return whether they were of a withdrawn message."""
+        first = self._first.get(number)
+        if first is not None and first.size == end:
+            self._forget_first(number)
+        elif self._pieces and self._pieces[0][:2] == (number, end):
+            self._pieces.popleft()
+            self._go_on()
+        if number in self._withdrawn:
+            self._withdrawn.remove(number)
+            return True
+        return False
+
+    def _forget_first(self, number: int) -> None:
+        block = self._first.pop(number, None)
+        if block is not None:
+            self._ahead -= block.size
+
+    def refuse(self, outgoing: Outgoing) -> None:
+        """Send a message over the data connection, and all others: the peer reads no memory."""
+        self._forget_first(outgoing.number)
+        self._refused = True
+        mail = self._mail
+        if self._memory.required:
+            error = required([mail.rank], "")
+            mail.give_up(outgoing, error)
+            mail.engine.fail(CommunicationError(in_words(error)))
+            return
+        outgoing.lent = False
+        outgoing.ahead, outgoing.left = 0, outgoing.data.size
+        mail.line.add(outgoing)
+
+    def withdraw(self, outgoing: Outgoing) -> None:
+        """Let nobody use what was lent of a message, and lend no more of it.
+
+        The peer may be reading it, and cannot be stopped without waiting for it. But it asks once
+        more before it takes what it has read for the message, and then sees that it was revoked.
+        """
+        self._memory.revoke(outgoing.number)
+        self._forget_first(outgoing.number)
+        if outgoing in self._granted:
+            self._granted.remove(outgoing)
+        elif outgoing.ahead == outgoing.data.size:
+            self._withdrawn.add(outgoing.number)
+
+
+class Borrowing:
+    """The messages from one peer; called with the engine's lock held.
+
+    Args:
+        mail: the messages from and to that peer.
+        memory: of this rank; None if it does not share any with the peer.
+    """
+
+    def __init__(self, mail: Mail, memory: SharedMemory | None) -> None:
+        self._mail = mail
+        self._memory = memory
+        self._neighbour: Neighbour | None = None
+        # Why there is none; and whether the peer has said where it is.
+        self._why = "it is off" if memory is None else ""
+        self._introduced = False
+        # Lent arrays, and the receives into which they are copied.
+        self._copies: deque[tuple[Incoming, Bytes]] = deque()
+
+    def meet(self, introduction: bytes) -> None:
+        """Get to know the peer's memory.
+
+        Raises:
+            ProtocolError: it was known already, or this is no introduction.
+        """
+        if self._introduced:
+            raise ProtocolError(f"rank {self._mail.rank} introduces its memory a second time")
+        self._introduced = True
+        if self._memory is None or self._why:
+            return
+        try:
+            self._neighbour = self._memory.neighbour(introduction)
+        except (OSError, MemoryError) as error:
+            self._why = str(error) or repr(error)
+
+    def accept(self, incoming: Incoming, frame: Frame, place: Place) -> None:
+        """Have a message come into a receive that it fits; ``copy`` is to be called after it.
+
+        Raises:
+            ProtocolError: it is not in the peer's memory.
+        """
+        mail, number, ahead = self._mail, frame.message, frame.offset
+        source, why = None, self._why
+        if self._neighbour is not None:
+            try:
+                source = self._neighbour.bytes(*place, ahead)
+            except (OSError, MemoryError) as error:
+                why = str(error) or repr(error)
+        elif not self._introduced:
+            raise ProtocolError(f"rank {mail.rank} lends memory that it has not introduced")
+        if source is None:
+            self._refuse(incoming, why)
+        elif ahead == frame.size:
+            self._copies.append((incoming, source))
+        else:
+            mail.ask(Kind.GRANT, number)  # first, so that the peer copies meanwhile
+            self._read(incoming, source, ahead)
+
+    def _refuse(self, incoming: Incoming, why: str) -> None:
+        mail, memory = self._mail, self._memory
+        engine = mail.engine
+        if memory is not None and memory.required:
+            error = required([engine.rank], why)
+            incoming.finish(error)
+            engine.fail(CommunicationError(in_words(error)))
+            return
+        if memory is not None and not engine.warned:
+            engine.warned = True
+            text = "rank %d reaches no memory of rank %d, whose messages come over TCP: %s"
+            _LOG.warning(text, engine.rank, mail.rank, why)
+        mail.ask(Kind.REFUSE, incoming.number)
+
+    def read(self, incoming: Incoming, frame: Frame, place: Place) -> None:
+        """Copy a piece of a message.
+
+        Raises:
+            ProtocolError: it is not in the peer's memory.
+        """
+        mail = self._mail
+        if self._neighbour is None:
+            raise ProtocolError(f"rank {mail.rank} sent a piece that it was not asked for")
+        try:
+            source = self._neighbour.bytes(*place, frame.size)
+        except ProcessLookupError:
+            return  # as its connections will tell
+        except (OSError, MemoryError) as error:
+            text = f"rank {mail.engine.rank} cannot map the memory of rank {mail.rank}"
+            mail.engine.fail(CommunicationError(f"{text}: {error}"))
+            return
+        self._read(incoming, source, frame.offset + frame.size)
+
+    def _read(self, incoming: Incoming, source: Bytes, end: int) -> None:
+        np.copyto(incoming.out[incoming.begun : end], source)
+        incoming.begun = end
+        self.tell(incoming.number, end)
+        incoming.filled()
+
+    def tell(self, number: int, end: int) -> None:
+        """Say that nothing is read any more of a message's first bytes."""
+        self._mail.line.post([pack_header(Kind.TAKEN, message=number, offset=end)])
+
+    def copy(self) -> bool:
+        """Copy lent arrays for a while; return whether there is more to copy."""
+        budget = _COPY_BYTES
+        while self._copies and budget > 0:
+            incoming, source = self._copies[0]
+            start, end = incoming.begun, min(incoming.begun + budget, source.size)
+            np.copyto(incoming.out[start:end], source[start:end])
+            incoming.begun = end
+            budget -= end - start
+            if end == source.size:
+                self._copies.popleft()
+                self._end(incoming)
+        return bool(self._copies)
+
+    def _end(self, incoming: Incoming) -> None:
+        assert self._neighbour is not None
+        if self._neighbour.revoked(incoming.number):
+            return  # the receive waits on, as for any message that is given up half sent
+        self._mail.asked += 1
+        self.tell(incoming.number, incoming.begun)
+        incoming.filled()
+
+    def drop(self, incoming: Incoming) -> bool:
+        """Copy no more into a receive; return whether a lent array was being copied."""
+        for item in self._copies:
+            if item[0] is incoming:
+                self._copies.remove(item)
+                self._mail.asked += 1
+                self.tell(incoming.number, incoming.out.size)
+                return True
+        return False
+
+    def close(self) -> None:
+        """Read nothing any more."""
+        self._copies.clear()
+        self._neighbour = None
+        self._why = self._why or "the backend is broken or closed"

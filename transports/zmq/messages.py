@@ -1,0 +1,169 @@
+"""The messages of a rank of the ``zmq`` transport while they are on their way."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.matching import Key, MatchTable
+from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.errors import CommunicationError
+from fsdpcore.core.work import Pending
+
+from ..memory.shared import SharedMemory
+from .poller import Waiting, Watch
+from .wire import Frame, Kind, Place, pack_header
+
+if TYPE_CHECKING:
+    from .channel import Mail
+
+# Where an eager message is listed, which has no number.
+EAGER = 0
+
+
+class Sizes(NamedTuple):
+    """Up to how many bytes a message is sent at once, and how long the segments of others are."""
+
+    eager: int
+    segment: int
+
+
+class Engine:
+    """What the connections of a rank share.
+
+    Attributes:
+        rank: of this process.
+        sizes: of messages.
+        memory: that this rank shares with others on its host.
+        lock: held by whoever touches a connection, its socket or the table.
+        table: receives without a message, and messages without a receive.
+        numbers: for large messages and queries.
+        watch: who polls the sockets.
+        fail: called with an error that concerns all ranks.
+        warned: that memory is out of reach was logged.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        sizes: Sizes,
+        memory: SharedMemory,
+        fail: Callable[[CommunicationError], None],
+    ) -> None:
+        self.rank = rank
+        self.sizes = sizes
+        self.memory = memory
+        self.fail = fail
+        self.warned = False
+        self.lock = threading.RLock()
+        self.table: MatchTable[Incoming, Arrival] = MatchTable()
+        self.numbers = itertools.count(1)
+        self.watch: Watch
+
+
+class Outgoing(Waiting):
+    """A large message that this rank sends.
+
+    Attributes:
+        left: bytes at its end that are in no frame so far.
+        ahead: bytes that were there when it was offered.
+        granted: the receiver has asked for the rest.
+        lent: it goes through memory.
+        on_its_way: a frame with its bytes is being sent.
+    """
+
+    __slots__ = ("ahead", "data", "granted", "left", "lent", "mail", "number", "on_its_way")
+
+    def __init__(
+        self, mail: Mail, number: int, data: Bytes, ahead: int, *, lent: bool = False
+    ) -> None:
+        super().__init__(mail.engine.watch)
+        self.mail = mail
+        self.number = number
+        self.data = data
+        self.ahead = ahead
+        self.left = data.size - ahead
+        self.granted = False
+        self.lent = lent
+        self.on_its_way = not lent
+
+    def next_segment(self) -> list[Any]:
+        start = self.data.size - self.left
+        size = min(self.left, self.mail.engine.sizes.segment)
+        self.left -= size
+        self.on_its_way = True
+        header = pack_header(Kind.DATA, message=self.number, size=size, offset=start)
+        return [header, self.data[start : start + size]]
+
+    def sent(self) -> None:
+        self.on_its_way = False
+        self.mail.finish_sent(self)
+
+    def cancel(self) -> bool:
+        return self.mail.cancel_send(self)
+
+
+class Incoming(Waiting):
+    """A receive: waiting for its message, or for the rest of it.
+
+    Attributes:
+        begun: bytes that have come, or are announced by the frame that comes in now.
+    """
+
+    __slots__ = ("begun", "envelope", "key", "mail", "number", "out")
+
+    def __init__(self, mail: Mail, out: Bytes, envelope: Envelope) -> None:
+        super().__init__(mail.engine.watch)
+        self.mail = mail
+        self.out = out
+        self.envelope = envelope
+        self.key: Key = (mail.rank, envelope.channel, envelope.tag)
+        self.number = EAGER
+        self.begun = 0
+
+    def filled(self) -> None:
+        if self.begun == self.out.size:
+            self.mail.finish_received(self)
+
+    def settle(self, seconds: float) -> bool:
+        if not self.finished:  # perhaps it is there
+            with self.mail.engine.lock:
+                self.mail.serve()
+                self.mail.engine.watch.changed()
+        return super().settle(seconds)
+
+    def cancel(self) -> bool:
+        return self.mail.cancel_receive(self)
+
+
+class Arrival:
+    """A message that came before its receive: a small one, or an offer with its first bytes.
+
+    Attributes:
+        place: where the first bytes are if they are in memory.
+        whole: all of ``bytes`` has come.
+        incoming: its receive, if that was posted meanwhile.
+    """
+
+    __slots__ = ("bytes", "frame", "incoming", "key", "mail", "place", "whole")
+
+    def __init__(self, mail: Mail, frame: Frame, place: Place | None = None) -> None:
+        self.mail = mail
+        self.frame = frame
+        self.place = place
+        self.key: Key = (mail.rank, frame.channel, frame.tag)
+        self.bytes = bytearray()
+        self.whole = False
+        self.incoming: Incoming | None = None
+
+    def filled(self) -> None:
+        self.whole = True
+        if self.incoming is not None:
+            self.mail.hand_over(self, self.incoming)
+
+
+SENT = Pending()
+SENT.finish()

@@ -1,0 +1,379 @@
+"""Who looks after the sockets of a rank: the thread that waits for a message, or one of its own.
+
+A message that has to wake a watching thread, which then wakes the waiting one, costs two changes
+of thread and of the interpreter lock. So a thread that waits takes over and polls the sockets
+itself; other waiting threads follow, and the first of them takes over when it is done. The own
+thread steps aside as long as somebody waits, and a moment longer, since who has waited once will
+wait again. It comes back when the program computes, so that transfers go on meanwhile.
+
+The descriptor of a ZeroMQ socket signals changes only, and any use of the socket may swallow such
+a signal. So whoever uses one, for sending too, goes on until nothing is left to do on it, or asks
+to have it done. These sockets are left to the own thread. Whatever another thread finishes for the
+polling one rings its bell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fsdpcore.core.errors import CommunicationError
+from fsdpcore.core.work import Pending
+
+# How long the own thread stays away after somebody has waited; twice as long for every time that
+# it looked and somebody had waited again, up to the latter. Longer, and a transfer that runs beside
+# a computation stands still for longer; shorter, and it gets in the way of the next wait.
+_AWAY_SECONDS, _LONGEST_AWAY_SECONDS = 0.002, 0.02
+# How long a waiting thread looks for input before it goes to sleep: as long as an answer takes from
+# a rank that is not busy, since being woken takes 20 us more.
+_LOOK_SECONDS = 100e-6
+# What another thread needs to wake up and take the lock.
+_CHANCE_SECONDS = 50e-6
+_LONG_SECONDS = 1e6  # more than poll() can count in milliseconds would overflow it
+
+Lock = Any  # threading.RLock, which is a function in the type stubs of some versions
+
+
+class Bell:
+    """A descriptor that one thread polls and others ring."""
+
+    def __init__(self) -> None:
+        self._inside, self._outside = socket.socketpair()
+        self._inside.setblocking(False)
+        self._outside.setblocking(False)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for input."""
+        return self._inside.fileno()
+
+    def ring(self) -> None:
+        """Wake whoever polls, or whoever will poll next."""
+        with contextlib.suppress(BlockingIOError):  # it rings already, many times over
+            self._outside.send(b"!")
+
+    def silence(self) -> None:
+        """Forget the rings so far."""
+        with contextlib.suppress(BlockingIOError):
+            self._inside.recv(4096)
+
+    def close(self) -> None:
+        """Free the descriptors."""
+        self._inside.close()
+        self._outside.close()
+
+
+class Waiting(Pending):
+    """A message whose waiting thread looks after the sockets meanwhile."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def finish(self, error: BaseException | None = None) -> None:
+        super().finish(error)
+        self._watch.finished(self)
+
+    def settle(self, seconds: float) -> bool:
+        if not self.finished:
+            self._watch.wait(self, seconds)
+        return self.finished
+
+    def follow(self, seconds: float) -> None:
+        """Block until the message has finished, ``poke`` was called, or the time is over."""
+        if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)) and self.finished:
+            with contextlib.suppress(RuntimeError):  # finished between a poke and here
+                self._gate.release()
+
+    def poke(self) -> None:
+        """Wake one thread that follows."""
+        with contextlib.suppress(RuntimeError):  # awake already
+            self._gate.release()
+
+
+class Watch:
+    """Polls descriptors and calls what is registered for those that are ready.
+
+    Args:
+        lock: held around all calls of handlers and of ``tick``; whoever changes what ``until``
+            waits for holds it too.
+        tick: called by the own thread after every round; returns after how many seconds it wants
+            to be called again, or None if only after the next event.
+        name: of the own thread.
+    """
+
+    def __init__(self, lock: Lock, tick: Callable[[], float | None], name: str) -> None:
+        self._lock = lock
+        self._tick = tick
+        self._changed = threading.Condition(lock)
+        self._expected = 0
+        self._bell, self._own_bell = Bell(), Bell()
+        # What a waiting thread polls; the own thread when it is aside; and when it is not.
+        self._leaders, self._aside, self._everything = _Poller(), _Poller(), _Poller()
+        self._leaders.add(self._bell.fileno(), self._bell.silence)
+        self.add(self._own_bell.fileno(), self._own_bell.silence, rare=True)
+        self._unfinished: list[Callable[[], None]] = []
+        # The right to poll the sockets instead of the own thread.
+        self._baton = threading.Lock()
+        self._followers: list[Waiting] = []
+        self._awaited: Waiting | None = None
+        self._leading = False
+        self._leader = 0
+        self._waits = 0
+        self._watching = False
+        self._asleep = False
+        self._rest = _AWAY_SECONDS
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def add(self, descriptor: int, handler: Callable[[], None], *, rare: bool = False) -> None:
+        """Register what to call when ``descriptor`` has input; not while other threads poll.
+
+        Rare ones are left to the own thread, so that waiting threads have less to poll.
+        """
+        self._everything.add(descriptor, handler)
+        (self._aside if rare else self._leaders).add(descriptor, handler)
+
+    def remove(self, descriptor: int) -> None:
+        """Watch ``descriptor`` no more. Close it only when the next round of polling has begun."""
+        for poller in (self._leaders, self._aside, self._everything):
+            poller.remove(descriptor)
+        self._poll_again()
+
+    def want_room(self, descriptor: int, wanted: bool) -> None:
+        """Call the handler of ``descriptor`` when it takes output, too, or no longer."""
+        for poller in (self._leaders, self._everything):
+            poller.want_room(descriptor, wanted)
+        if wanted:
+            self._poll_again()
+
+    def remind(self) -> None:
+        """Have ``tick`` called soon."""
+        self._own_bell.ring()
+
+    def _poll_again(self) -> None:
+        """Have the other threads that poll do it anew; the caller holds the lock."""
+        if self._watching:
+            self._own_bell.ring()
+        if self._leading and self._leader != threading.get_ident():
+            self._bell.ring()
+
+    def start(self) -> None:
+        """Start the own thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the own thread, once no other thread polls any more; frees what is owned here.
+
+        All messages must have finished, and no more may be waited for.
+        """
+        self._stopping = True
+        self._own_bell.ring()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._baton.acquire(timeout=1.0)
+        self._bell.close()
+        self._own_bell.close()
+
+    # Waiting.
+
+    def wait(self, awaited: Waiting, seconds: float) -> None:
+        """Block until ``awaited`` has finished or the time is over."""
+        end = time.monotonic() + min(seconds, _LONG_SECONDS)
+        while not awaited.finished:
+            if self._baton.acquire(blocking=False):
+                try:
+                    self._lead(awaited, end)
+                except BaseException:  # Ctrl-C: what was ready then has to be looked at again
+                    with self._lock:
+                        self._unfinished += self._leaders.handlers()
+                    raise
+                finally:
+                    self._step_down()
+            else:
+                self._follow(awaited, end)
+            if time.monotonic() >= end:
+                return
+
+    def _lead(self, awaited: Waiting, end: float) -> None:
+        self._leader = threading.get_ident()
+        self._leading = True
+        if self._watching:
+            self._own_bell.ring()
+        while not awaited.finished:
+            remaining = end - time.monotonic()
+            # First say what is awaited, then look: finished() does it the other way around.
+            self._awaited = awaited
+            limit = 0.0 if self._unfinished else max(remaining, 0.0)
+            ready = [] if awaited.finished else self._leaders.look(limit)
+            self._awaited = None
+            self._handle(ready)
+            if remaining <= 0:
+                break
+
+    def _step_down(self) -> None:
+        self._awaited = None
+        self._leading = False
+        self._waits += 1
+        self._baton.release()
+        for follower in self._followers[:1]:
+            follower.poke()
+        if self._asleep or self._unfinished:
+            self._own_bell.ring()
+
+    def _follow(self, awaited: Waiting, end: float) -> None:
+        self._followers.append(awaited)
+        try:
+            # Who leads looks for followers after it has put down the baton.
+            if self._baton.locked():
+                awaited.follow(max(end - time.monotonic(), 0.0))
+        finally:
+            self._followers.remove(awaited)
+
+    def again(self, handler: Callable[[], None]) -> None:
+        """Have ``handler`` called once more, after other threads got their chance at the lock.
+
+        The caller holds the lock.
+        """
+        self._unfinished.append(handler)
+        (self._bell if self._leading else self._own_bell).ring()
+
+    def finished(self, message: Waiting) -> None:
+        """Note that a message has finished; wakes the thread that waits for it."""
+        if self._awaited is message:
+            self._bell.ring()
+
+    def until(self, predicate: Callable[[], object], seconds: float) -> bool:
+        """Block until ``predicate`` holds or the time is over, return whether it holds.
+
+        It is looked at under the lock whenever something has happened. Before ``start``, the
+        calling thread polls.
+        """
+        seconds = min(seconds, _LONG_SECONDS)
+        with self._lock:
+            if self._thread.ident is None:
+                return self._poll_until(predicate, seconds)
+            self._expected += 1
+            try:
+                return bool(self._changed.wait_for(predicate, seconds))
+            finally:
+                self._expected -= 1
+
+    def _poll_until(self, predicate: Callable[[], object], seconds: float) -> bool:
+        end, due = time.monotonic() + seconds, None
+        while not predicate():
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                return False
+            limit = 0.0 if self._unfinished else remaining if due is None else min(due, remaining)
+            self._handle(self._everything.poll(limit))
+            due = self._tick()
+        return True
+
+    def changed(self) -> None:
+        """Have ``until`` look again; the caller holds the lock."""
+        if self._expected:
+            self._changed.notify_all()
+
+    # The own thread.
+
+    def _run(self) -> None:
+        seen, away, due = 0, False, None
+        while not self._stopping:
+            same = self._waits == seen
+            seen = self._waits
+            # Away while somebody waits, and until nobody has for one turn of the loop.
+            if not self._leading and (same or not away):
+                away = False
+                self._rest = _AWAY_SECONDS
+                ready = self._watch_all(due)
+                away = self._leading
+            else:
+                ready = self._stay_away(due, long=same and away)
+                away = True
+            self._handle(ready)
+            with self._lock:
+                due = self._tick()
+
+    def _watch_all(self, due: float | None) -> list[Callable[[], None]]:
+        self._watching = True
+        # A thread that begins to lead after this line sees the flag and rings.
+        limit = 0.0 if self._unfinished else due
+        ready = [] if self._leading else self._everything.poll(limit)
+        self._watching = False
+        return ready
+
+    def _stay_away(self, due: float | None, *, long: bool) -> list[Callable[[], None]]:
+        limit: float | None = self._rest
+        self._rest = min(2 * self._rest, _LONGEST_AWAY_SECONDS)
+        if long:
+            # The same wait as a turn ago: sleep until its end, of which the bell will tell.
+            self._asleep = True
+            if self._leading:
+                limit = due
+        elif self._unfinished and not self._leading:
+            limit = 0.0
+        ready = self._aside.poll(limit)
+        self._asleep = False
+        return ready
+
+    def _handle(self, ready: list[Callable[[], None]]) -> None:
+        if self._unfinished:
+            time.sleep(_CHANCE_SECONDS)
+        with self._lock:
+            unfinished, self._unfinished = self._unfinished, []
+            for handler in (*unfinished, *ready):
+                handler()
+            self.changed()
+
+
+class _Poller:
+    """A set of descriptors, each with what to call when it has input."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._poll = select.poll()
+
+    def add(self, descriptor: int, handler: Callable[[], None]) -> None:
+        self._handlers[descriptor] = handler
+        self._poll.register(descriptor, select.POLLIN)
+
+    def remove(self, descriptor: int) -> None:
+        if self._handlers.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def want_room(self, descriptor: int, wanted: bool) -> None:
+        if descriptor in self._handlers:
+            events = select.POLLIN | select.POLLOUT if wanted else select.POLLIN
+            self._poll.modify(descriptor, events)
+
+    def handlers(self) -> list[Callable[[], None]]:
+        """What is called for all of them."""
+        return list(self._handlers.values())
+
+    def look(self, seconds: float) -> list[Callable[[], None]]:
+        """As ``poll``, but stay awake for a moment, with the core given away in between."""
+        if seconds > 0:
+            # A thread that does not get the interpreter back at once does not look again.
+            end = time.monotonic() + _LOOK_SECONDS
+            while not (ready := self.poll(0.0)):
+                if time.monotonic() > end:
+                    return self.poll(seconds)
+                os.sched_yield()
+            return ready
+        return self.poll(seconds)
+
+    def poll(self, seconds: float | None) -> list[Callable[[], None]]:
+        """Wait up to ``seconds`` for input; return what to call, possibly nothing."""
+        try:
+            ready = self._poll.poll(None if seconds is None else seconds * 1000)
+        except OSError as error:  # pragma: no cover (never seen)
+            raise CommunicationError(f"the sockets cannot be polled: {error}") from error
+        return [self._handlers[found] for found, _ in ready if found in self._handlers]
