@@ -75,7 +75,7 @@ def import_transport(point: EntryPoint) -> type[Transport]:
         if error.name == _OURS:
             raise ConfigError(
                 f"transport {point.name!r}: Python imports fsdpcore from the checkout in "
-                f"{Path(__file__).parent.parent}, which is not what is installed: work in another "
+                f"{Path(__file__).parents[2]}, which is not what is installed: work in another "
                 "folder, or install the checkout with: pip install -e ."
             ) from error
         raise MissingDependencyError(

@@ -106,8 +106,8 @@ def test_an_exception_ends_all_ranks(script, more):
 
 # The other ranks have longer to say theirs, and wait longer for what they must not wait for.
 PATIENT = """
-from fsdpcore.transports import mpi, mpi_library
-mpi._FAILED_SECONDS, mpi_library.GRACE_SECONDS, mpi_library.FOLLOWING_SECONDS = 20, 6, 40
+from fsdpcore.transports.mpi import backend, library
+backend._FAILED_SECONDS, library.GRACE_SECONDS, library.FOLLOWING_SECONDS = 20, 6, 40
 """
 
 

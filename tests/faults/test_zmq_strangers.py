@@ -24,7 +24,9 @@ from support.zmq_rogue import (
 )
 
 import fsdpcore as fc
+from fsdpcore.comm.backend import Envelope
 from fsdpcore.core.errors import RendezvousError
+from fsdpcore.launch.config import resolve
 from fsdpcore.launch.environment import Place
 
 # What strangers send to a port where ranks listen for each other.
@@ -66,7 +68,7 @@ def finish(rogue: Rogue, joined: Callable[[], ZmqBackend]) -> None:
 def check(backend: ZmqBackend, rogue: Rogue) -> None:
     rogue.send(frame(EAGER, payload=b"abc"))
     out = np.empty(3, np.uint8)
-    assert backend.post_recv(out, 1, fc.backend.Envelope(0, 0)).join(PATIENCE)
+    assert backend.post_recv(out, 1, Envelope(0, 0)).join(PATIENCE)
     assert out.tobytes() == b"abc"
     backend.check_usable()
 
@@ -263,7 +265,7 @@ HOSTS = [
 def test_addresses_in_the_url(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     port = free_port(family, host.strip("[]"))
-    settings = fc.config.resolve({"transport": f"zmq://{host}:{port}", "timeout": PATIENCE}, {})
+    settings = resolve({"transport": f"zmq://{host}:{port}", "timeout": PATIENCE}, {})
     sums: list[float] = []
 
     def join(rank: int) -> None:
@@ -284,7 +286,7 @@ def test_an_unknown_host(rank: int) -> None:
     url = {"transport": "zmq://no-such-host.invalid:5555", "rendezvous_timeout": 0.5}
     here = Place(rank, 2, rank, 2, "a test", None, None, "token")
     with pytest.raises(RendezvousError, match=r"'no-such-host\.invalid'.* cannot be found") as e:
-        ZmqBackend.join(here, fc.config.resolve(url, {}))
+        ZmqBackend.join(here, resolve(url, {}))
     assert "\n" not in str(e.value)
 
 
@@ -294,7 +296,7 @@ def test_a_port_that_is_taken() -> None:
         url = {"transport": f"zmq://127.0.0.1:{port}", "rendezvous_timeout": 0.5}
         here = Place(0, 2, 0, 2, "a test", None, None, "token")
         with pytest.raises(RendezvousError, match=f"rank 0 cannot listen at 127.0.0.1:{port}: .*"):
-            ZmqBackend.join(here, fc.config.resolve(url, {}))
+            ZmqBackend.join(here, resolve(url, {}))
 
 
 def test_an_interface_that_this_host_does_not_have() -> None:

@@ -157,7 +157,7 @@ def patient_fsdpcore(*arguments: object) -> list[str]:
 
     By itself it stops them after a second or two, which on a busy machine may be before that.
     """
-    home = f"import fsdpcore.launch.supervision as s; s.GRACE_SECONDS = {SOON / 2}; "
+    home = f"from fsdpcore.launch import supervision as s; s.GRACE_SECONDS = {SOON / 2}; "
     home += "from fsdpcore.commands.main import app; app()"
     return [sys.executable, "-c", home, *map(str, arguments)]
 

@@ -41,7 +41,7 @@ def test_what_is_written_is_what_there_was(tmp_path):
             future = checkpointer.save(state, step=3, extra=extra)
             assert gate.reached.wait(60)
             for shard in state.values():  # as the next step of training does
-                for part in fc.checkpoint.shards.parts_of(shard):
+                for part in fc.checkpoint.plan.shards.parts_of(shard):
                     part.array[...] = 99
             extra["position"].append(2)
             fc.all_reduce(np.ones(3), backend)  # and it communicates

@@ -407,18 +407,27 @@ def imported(module):
             continue
         known.add(each)
         if each.startswith("fsdpcore.checkpoint."):
-            source = importlib.util.find_spec(each).origin
-            tree = ast.parse(Path(source).read_text())
+            tree = ast.parse(Path(importlib.util.find_spec(each).origin).read_text())
             todo += [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     return known
 
 
-@pytest.mark.parametrize("name", ["protocol", "joining", "step_writing", "importing", "rewrite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "storage.protocol",
+        "save.joining",
+        "save.step_writing",
+        "interchange.importing",
+        "interchange.rewrite",
+    ],
+)
 def test_one_process_needs_no_collectives(name):
     known = imported(f"fsdpcore.checkpoint.{name}")
     assert "fsdpcore.checkpoint.storage.protocol" in known
-    talking = [f"checkpoint.{each}" for each in ("committing", "agree", "talk", "shared_reads")]
-    assert known.isdisjoint(f"fsdpcore.{each}" for each in ["collectives", *talking])
+    talking = {"fsdpcore.checkpoint.save.committing", "fsdpcore.checkpoint.load.shared_reads"}
+    assert known.isdisjoint(talking)
+    assert not [each for each in known if each.startswith("fsdpcore.collectives")]
 
 
 # What rank 0 knows of the files of others.

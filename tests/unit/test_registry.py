@@ -135,7 +135,7 @@ def test_nearest():
 
 
 def test_a_checkout_that_shadows_the_installed_package_is_told(tmp_path):
-    (tmp_path / "fsdpcore").symlink_to(Path(registry.__file__).parent)
+    (tmp_path / "fsdpcore").symlink_to(Path(fc.__file__).parent)
     program = (
         "import sys\n"
         "editable = [finder for finder in sys.meta_path if 'editable' in repr(finder)]\n"
