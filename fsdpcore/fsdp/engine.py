@@ -13,20 +13,20 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.offload.offload import GATHERED, Offload, OffloadStats
-from fsdpcore.fsdp.offload.stores import open_shelves
+from fsdpcore.fsdp.offload.stores import open_stores
 from fsdpcore.fsdp.optim import Optimizer
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
 from fsdpcore.fsdp.plan.plan import Plan, Sync
 from fsdpcore.fsdp.plan.report import Report
-from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.sharding.tensor_group import check_optimizers, checked_tensor, everyone_of
 from fsdpcore.fsdp.state.full import full_params
 from fsdpcore.fsdp.state.load import load_params, load_state, set_progress, writing_state
 from fsdpcore.fsdp.state.save import full_state, sharded_state
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress
-from fsdpcore.fsdp.step.executor import Passes
+from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.schedule import Prefetch
 from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.step.step import Step
@@ -91,14 +91,14 @@ class FSDP:
         device: where the arrays are: the host, or this rank's GPU.
         host_algorithm: of collectives that move arrays of the host.
         placement: what the strategy comes to with these ranks.
-        ranks: this rank's groups.
+        groups: of ranks, that this rank communicates in.
         windowed: the parameters are in a window; the same on all ranks that share a copy.
         all_windowed: so are those of all other copies and boxes; the same on all ranks.
         steps: number of updates so far.
         optimizers: which optimizer updates which parameter; None without one.
         lent: ``full_params`` is open.
-        torn: an update was left half done, for instance by an interrupt.
-        passes: what a step does with units.
+        partially_updated: an update was left half done, for instance by an interrupt.
+        executor: what a step does with units.
 
     Raises:
         ArgumentError: units or options make no sense.
@@ -144,18 +144,18 @@ class FSDP:
         check_units(self.units, self.device, has_tensor=tensor is not None)
         optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
         self.optimizers = optimizers
-        self.lent = self.torn = False
+        self.lent = self.partially_updated = False
         options = (optimizers, self.strategy, self.precision, self.prefetching, seed, algorithm)
         everyone = everyone_of(backend, tensor)
         check_same(self.units, backend, everyone, repr((*options, window, offload)))
-        self.ranks = Ranks.of(backend, self.placement, everyone, tensor)
+        self.groups = ProcessGroups.of(backend, self.placement, everyone, tensor)
         if tensor is not None:
             exchange_tilings(self.units, tensor, self.device)
             check_optimizers(self.units, optimizers)
         self._index = {unit.name: number for number, unit in enumerate(self.units)}
         self._pool = BufferPool(backend)
         self._scaler = Scaler(self.precision.scaling)
-        self.passes = Passes(
+        self.executor = StepExecutor(
             self.units,
             self.placement.keep,
             self.prefetching,
@@ -169,11 +169,11 @@ class FSDP:
             raise
 
     def _bind(self, optimizers: Optimizers | None, seed: int, *, window: bool) -> None:
-        shards = self.ranks.shards
+        shards = self.groups.shards
         layouts = [unit.lay_out(shards.world_size, self.precision) for unit in self.units]
         flat_layouts = [layout for unit in layouts for layout in unit]
-        shelves = open_shelves(self.offload, self.units, self.ranks, optimizers, self.precision)
-        self._files = shelves.files
+        stores = open_stores(self.offload, self.units, self.groups, optimizers, self.precision)
+        self._files = stores.files
         opened = open_window(flat_layouts, shards) if window and not self.offload else None
         self.windowed = self.all_windowed = opened is not None
         if window and not self.offload and self.everyone is not shards and self.device.on_host:
@@ -181,9 +181,9 @@ class FSDP:
             self.all_windowed = bool(told.all())
         self._window_bytes = opened.nbytes if opened is not None else 0
         flats: Iterator[Array | None] = iter(opened.flats if opened else [None] * len(flat_layouts))
-        binding = Binding(self.ranks, self._pool, optimizers, self.precision, self.algorithm, seed)
-        for unit, parts, shelf in zip(self.units, layouts, shelves.each, strict=True):
-            unit.bind(binding, [next(flats) for _ in parts], shelf)
+        binding = Binding(self.groups, self._pool, optimizers, self.precision, self.algorithm, seed)
+        for unit, parts, store in zip(self.units, layouts, stores.each, strict=True):
+            unit.bind(binding, [next(flats) for _ in parts], store)
         for unit in self.units:
             unit.owners = {name: self[tie.unit] for name, tie in unit.ties.items()}
 
@@ -202,12 +202,12 @@ class FSDP:
     @property
     def tensor(self) -> Backend | None:
         """The ranks with the other boxes, if there are any; None for a group of one rank, too."""
-        return self.ranks.tensor
+        return self.groups.tensor
 
     @property
     def everyone(self) -> Backend:
         """The ranks of ``backend``, and those with the other boxes; ``backend`` without such."""
-        return self.ranks.everyone
+        return self.groups.everyone
 
     @property
     def xp(self) -> Any:
@@ -273,29 +273,29 @@ class FSDP:
 
     def begin(self, step: Step) -> None:
         """Enter a step; called by ``Step``."""
-        if self.passes.step is not None:
+        if self.executor.step is not None:
             raise StateError("a step is open already; leave it before you begin another one")
         self.check_whole()
         self.check_idle("a step")
         if self._files is not None:
             self._files.restart()
-            self.units[0].shelf.ahead(GATHERED)
+            self.units[0].store.ahead(GATHERED)
         self._pool.reset_peak()
-        self.passes.begin(step)
+        self.executor.begin(step)
 
     def end(self) -> None:
         """Leave a step: reshard all units and drop the gradients; called by ``Step``."""
-        self.passes.end()
+        self.executor.end()
         if self._files is not None:
             self._files.settle()
             for unit in self.units:
-                unit.shelf.forget()
+                unit.store.forget()
         self.stats.peak_buffers = self._pool.peak_bytes
 
     @property
     def stats(self) -> StepStats:
         """What the last step did, and how long it waited."""
-        return self.passes.stats
+        return self.executor.stats
 
     def close(self) -> None:
         """Close the groups of ranks that were made for this engine.
@@ -304,7 +304,7 @@ class FSDP:
         stays open. All ranks call it, outside of steps.
         """
         self.check_idle("close()")
-        self.ranks.close()
+        self.groups.close()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -321,7 +321,7 @@ class FSDP:
 
     def check_whole(self) -> None:
         """Raise StateError if an update was left half done, and nothing was loaded since."""
-        if self.torn:
+        if self.partially_updated:
             raise StateError(
                 "an update was left half done, so that some parameters are newer than others; load "
                 "a whole state (load_state_dict) before you go on"
@@ -329,7 +329,7 @@ class FSDP:
 
     def check_idle(self, what: str) -> None:
         """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
-        if self.passes.step is not None or self.lent:
+        if self.executor.step is not None or self.lent:
             where = "full_params()" if self.lent else "a step"
             raise StateError(f"{what} inside of {where}; leave that first")
 

@@ -29,7 +29,7 @@ def load(backend, path, model, layout, optimizer, dtype, cast):
     loaded = fc.checkpoint.load(path, engine, backend, cast=cast)
     assert (loaded.step, loaded.extra, engine.steps) == (1, {"position": [1, 2]}, 1)
     assert (loaded.missing, loaded.unexpected, loaded.uncovered) == ((), (), ())
-    assert not engine.torn
+    assert not engine.partially_updated
     with engine.full_params() as params:  # and what is gathered has the new values, too
         for name, array in params.items():
             whole = engine.state_dict().arrays[name]

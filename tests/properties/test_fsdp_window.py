@@ -15,7 +15,7 @@ from support.spmd import RanksFailed, run, run_on
 from support.windows import RefusedWindow, WithoutWindow, WithWindow
 
 import fsdpcore as fc
-from fsdpcore.fsdp.units.storages import Windowed
+from fsdpcore.fsdp.units.storages import SharedWindowStorage
 
 KINDS = [WithWindow, WithoutWindow]
 PROCESSES = [("sim", {}), ("zmq", {}), ("zmq", {"shm": "off"}), ("mpi", {})]
@@ -109,7 +109,7 @@ def test_nobody_writes_while_another_rank_reads(change):
 
 @pytest.mark.parametrize("change", [by_hand, by_update])  # a step agrees on its update, besides
 def test_without_the_claim_a_reader_would_see_the_change(monkeypatch, change):
-    monkeypatch.setattr(Windowed, "claim", lambda self: None)
+    monkeypatch.setattr(SharedWindowStorage, "claim", lambda self: None)
     args = (change, FOR_SURE, threading.Event())
     _, (passed, seen) = run_on(WithWindow, reads_while_a_peer_changes, world_size=2, args=args)
     assert passed
@@ -127,7 +127,7 @@ def test_nobody_reads_before_all_have_written():
 
 
 def test_without_a_collective_in_unshard_a_reader_would_come_too_early(monkeypatch):
-    monkeypatch.setattr(Windowed, "gather", lambda self, *, async_op: None)
+    monkeypatch.setattr(SharedWindowStorage, "gather", lambda self, *, async_op: None)
     args = (FOR_SURE, threading.Event())
     (passed, _), (_, theirs) = run_on(
         WithWindow, reads_before_a_peer_has_written, world_size=2, args=args
@@ -158,7 +158,7 @@ def test_a_training_step_needs_no_claim(monkeypatch):
     def claim(self):
         claims.append(self.exposed)
 
-    monkeypatch.setattr(Windowed, "claim", claim)
+    monkeypatch.setattr(SharedWindowStorage, "claim", claim)
 
     def body(backend):
         player = Player(backend, 0)

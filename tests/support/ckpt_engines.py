@@ -57,7 +57,7 @@ def load(backend: fc.Backend, made: Way, path: Any) -> Bits:
     train(engine, 1)  # so that there is something to overwrite
     loaded = fc.checkpoint.load(path, engine, backend)
     assert (loaded.missing, loaded.unexpected, loaded.uncovered) == ((), (), ())
-    assert (engine.steps, engine.torn) == (STEPS, False)
+    assert (engine.steps, engine.partially_updated) == (STEPS, False)
     found = all_of(engine)
     train(engine, 1)  # it goes on
     return found

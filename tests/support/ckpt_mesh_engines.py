@@ -127,6 +127,6 @@ def go_on(
     training.train(1)  # so that there is something to overwrite
     loaded = fc.checkpoint.load(path, training.engine, backend)
     assert (loaded.missing, loaded.unexpected, loaded.uncovered) == ((), (), ())
-    assert (training.engine.steps, training.engine.torn) == (STEPS, False)
+    assert (training.engine.steps, training.engine.partially_updated) == (STEPS, False)
     found = everything(training.engine)
     return found, training.train(MORE), everything(training.engine)

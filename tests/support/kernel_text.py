@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpcore.core.buffers import BFLOAT16
 from fsdpcore.fsdp.gpu import inplace, sums
-from fsdpcore.fsdp.gpu.kernel import Formula, Source, source
+from fsdpcore.fsdp.gpu.kernel import Formula, KernelSource, source
 from fsdpcore.fsdp.optim import formulas
 
 HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -51,7 +51,7 @@ template <typename T> struct Array {
 Dtypes = Mapping[str, "np.dtype[Any]"]
 
 
-def kernels() -> Iterator[tuple[Source, Dtypes]]:
+def kernels() -> Iterator[tuple[KernelSource, Dtypes]]:
     """Every kernel there is, with the dtypes of its arrays, in kinds that matter."""
     for update in formulas.ALL:
         yield _updating(update, FLOAT32, FLOAT32, None)
@@ -65,7 +65,7 @@ def kernels() -> Iterator[tuple[Source, Dtypes]]:
             wide = FLOAT32 if dtype.itemsize < 4 else dtype
             yield source(formula, wide), dict.fromkeys(formula.arrays, dtype)
         yield _summing("square", dtype)
-    kinds: tuple[sums.Kind, ...] = ("absolute", "power", "largest")
+    kinds: tuple[sums.SumKind, ...] = ("absolute", "power", "largest")
     for kind in kinds:
         yield _summing(kind, FLOAT32)
         yield sums.fold_source(kind), dict.fromkeys(("slots", "folded"), FLOAT64)
@@ -80,17 +80,17 @@ def text() -> str:
 
 def _updating(
     update: formulas.Update, wide: np.dtype[Any], grad: np.dtype[Any], out: np.dtype[Any] | None
-) -> tuple[Source, Dtypes]:
+) -> tuple[KernelSource, Dtypes]:
     formula: Formula = formulas.formula(update, rounded=out is not None)
     dtypes = {"grad": grad} | dict.fromkeys(("param", *update.state), wide)
     return source(formula, wide), dtypes if out is None else {**dtypes, "out": out}
 
 
-def _summing(kind: sums.Kind, dtype: np.dtype[Any]) -> tuple[Source, Dtypes]:
+def _summing(kind: sums.SumKind, dtype: np.dtype[Any]) -> tuple[KernelSource, Dtypes]:
     return sums.add_source(kind), {"values": dtype, "divisor": FLOAT64, "slots": FLOAT64}
 
 
-def _kernel(number: int, made: Source, dtypes: Dtypes) -> str:
+def _kernel(number: int, made: KernelSource, dtypes: Dtypes) -> str:
     types, params = {}, []
     for const, given in (("const ", made.in_params), ("", made.out_params)):
         for param in given.split(","):

@@ -329,7 +329,7 @@ class Engine:
     def __init__(self, state: dict[str, Any], ties: dict[str, str] | None = None) -> None:
         self.state = state
         self.info = {**INFO, "ties": ties or {}}
-        self.torn = False
+        self.partially_updated = False
         self.leaves: Exception | None = None
         self.loaded: Any = None
         self.seen: bool | None = None
@@ -341,7 +341,7 @@ class Engine:
     def writing_state(self, *, optimizer: bool = True) -> Any:
         names = [n for n in self.state if optimizer or not n.startswith("optimizer/")]
         yield fc.EngineState({name: self.state[name] for name in names}, self.info)
-        self.seen = self.torn
+        self.seen = self.partially_updated
         if self.leaves is not None:
             raise self.leaves
 
@@ -355,19 +355,19 @@ def test_an_engine_takes_over_arrays_and_progress(tmp_path: Path) -> None:
 
     def main(backend: fc.Backend) -> None:
         engine = Engine(empty_like(given))
-        engine.torn = True
+        engine.partially_updated = True
         load(tmp_path, engine, backend)
         assert engine.loaded == INFO
         assert engine.seen
-        assert not engine.torn
+        assert not engine.partially_updated
         assert all(np.array_equal(engine.state[name], given[name]) for name in given)
         engine = Engine(empty_like(given))
         load(tmp_path, engine, backend, optimizer=False)
         assert engine.loaded is None
         assert not engine.state["optimizer/exp_avg/w"].any()
-        engine.torn = True
+        engine.partially_updated = True
         load(tmp_path, engine, backend, names="w")
-        assert engine.torn  # some of it is as it was
+        assert engine.partially_updated  # some of it is as it was
         assert engine.loaded is None
 
     on(2, main)
@@ -386,7 +386,7 @@ def test_an_engine_that_is_half_loaded_is_torn(tmp_path: Path) -> None:
 
     text = same_error(2, CorruptCheckpointError, main)
     assert "half overwritten" in text
-    assert all(engine.torn and engine.loaded is None for engine in engines.values())
+    assert all(engine.partially_updated and engine.loaded is None for engine in engines.values())
 
 
 def test_a_load_that_fails_before_it_begins_leaves_the_engine_whole(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_a_load_that_fails_before_it_begins_leaves_the_engine_whole(tmp_path: Pa
         load(tmp_path, engine, backend)
 
     assert "format" in same_error(2, ArgumentError, main)
-    assert not any(engine.torn for engine in engines.values())
+    assert not any(engine.partially_updated for engine in engines.values())
 
 
 def damaged_newest(root: Path, older: dict[str, Array], newer: dict[str, Array]) -> None:
@@ -432,7 +432,7 @@ def test_two_steps_are_never_mixed(tmp_path: Path, kind: str) -> None:
     text = same_error(2, CheckpointError, main)
     assert "half overwritten" in text
     assert "'b'" in text
-    assert all(engine.torn and engine.loaded is None for engine in engines.values())
+    assert all(engine.partially_updated and engine.loaded is None for engine in engines.values())
 
 
 def test_what_no_step_has_is_no_obstacle_to_an_older_one(tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_what_no_step_has_is_no_obstacle_to_an_older_one(tmp_path: Path) -> None
         assert (loaded.step, loaded.missing) == (10, ("new",))
         assert engine.state["a"].tolist() == [1.0] * 4
         assert engine.state["new"].tolist() == [7.0] * 3
-        assert not engine.torn
+        assert not engine.partially_updated
 
     on(2, main)
 
@@ -480,7 +480,7 @@ def test_an_engine_that_cannot_keep_what_was_loaded(tmp_path: Path) -> None:
         load(tmp_path, engine, backend)
 
     assert "no space" in same_error(2, CheckpointError, main)
-    assert all(engine.torn for engine in engines.values())
+    assert all(engine.partially_updated for engine in engines.values())
 
 
 def test_an_engine_inside_of_a_step_is_refused_on_all_ranks(tmp_path: Path) -> None:

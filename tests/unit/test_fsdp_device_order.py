@@ -25,7 +25,7 @@ from support.fsdp_programs import Player, everything
 from support.zmq_ranks import PATIENCE
 
 import fsdpcore as fc
-from fsdpcore.fsdp.step.executor import Passes
+from fsdpcore.fsdp.step.executor import StepExecutor
 
 pytestmark = needs_compiler
 
@@ -92,10 +92,10 @@ def reached(device: Any) -> bool:
 def test_a_unit_computes_while_the_next_is_gathered(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch = Passes._fetch
+    fetch = StepExecutor._fetch
     ahead: list[fc.Unit] = []
 
-    def held(self: Passes, following: list[fc.Unit]) -> None:
+    def held(self: StepExecutor, following: list[fc.Unit]) -> None:
         device = self._units[0].device
         device.synchronize()
         machine.freeze(device.stream)  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def test_a_unit_computes_while_the_next_is_gathered(
             step.update()
         return fine
 
-    monkeypatch.setattr(Passes, "_fetch", held)
+    monkeypatch.setattr(StepExecutor, "_fetch", held)
     assert run(body, 2) == [True, True]
     assert ahead, "nothing was to be gathered ahead"
 

@@ -18,8 +18,8 @@ from support.mappings import unnamed
 
 import fsdpcore as fc
 from fsdpcore.fsdp.offload import mapped_file, stores
-from fsdpcore.fsdp.offload.mapped_file import PAGE, MappedFile, Span, joined
-from fsdpcore.fsdp.offload.offload import Kind
+from fsdpcore.fsdp.offload.mapped_file import PAGE, FileSpan, MappedFile, joined
+from fsdpcore.fsdp.offload.offload import ArrayKind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
 
@@ -172,12 +172,12 @@ def test_the_file_has_room_for_all_there_is_and_no_more(disk, strategy, optimize
         arrays = [
             array
             for unit in engine.units
-            for kind in Kind
-            for array in (span for span in unit.shelf._spans[kind] if kind is not Kind.OWN)
+            for kind in ArrayKind
+            for array in (span for span in unit.store._spans[kind] if kind is not ArrayKind.OWN)
         ]
         assert sum(span.nbytes for span in arrays) == engine.offload_stats.held
         left = [
-            span for unit in engine.units for free in unit.shelf._free.values() for span in free
+            span for unit in engine.units for free in unit.store._free.values() for span in free
         ]
         assert sum(span.nbytes for span in left) == 0
         held_bytes = held.parameters + held.gradients + held.optimizer
@@ -351,8 +351,8 @@ def test_options_that_make_no_sense(options):
 
 
 def test_spans_are_joined():
-    spans = [Span(8, 12), Span(0, 4), Span(4, 6), Span(20, 20), Span(9, 10)]
-    assert joined(spans) == [Span(0, 6), Span(8, 12)]
+    spans = [FileSpan(8, 12), FileSpan(0, 4), FileSpan(4, 6), FileSpan(20, 20), FileSpan(9, 10)]
+    assert joined(spans) == [FileSpan(0, 6), FileSpan(8, 12)]
     assert joined([]) == []
 
 
@@ -360,7 +360,7 @@ def test_pages_come_and_go_and_keep_what_they_hold(disk):
     file = MappedFile(disk, 8 * PAGE)
     array = file.array(2 * PAGE, PAGE, np.dtype(np.float32))
     span = file.span(array)
-    assert span == Span(2 * PAGE, 6 * PAGE)
+    assert span == FileSpan(2 * PAGE, 6 * PAGE)
     assert not array.any()
     array[:] = np.arange(PAGE)
     assert file.resident(span) == span.nbytes

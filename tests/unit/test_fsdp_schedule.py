@@ -20,7 +20,7 @@ from support.fsdp_steps import (
 )
 
 import fsdpcore as fc
-from fsdpcore.fsdp.step.schedule import Schedule
+from fsdpcore.fsdp.step.schedule import UnitOrder
 
 SIZES = (100, 100, 100, 100, 100)
 
@@ -275,7 +275,7 @@ def passes(*parts):
 
 
 def test_declared_order_until_a_step_has_ended():
-    schedule = Schedule(4)
+    schedule = UnitOrder(4)
     assert follow(schedule, passes(("forward", "13"), ("backward", "31"))) == [
         (2, 3),
         (),
@@ -290,7 +290,7 @@ def test_declared_order_until_a_step_has_ended():
 
 
 def test_a_unit_may_occur_several_times_in_a_pass():
-    schedule = Schedule(3)
+    schedule = UnitOrder(3)
     events = passes(("forward", "01021"), ("backward", "12010"))
     follow(schedule, events)
     upcoming = follow(schedule, events)
@@ -300,7 +300,7 @@ def test_a_unit_may_occur_several_times_in_a_pass():
 
 
 def test_each_microbatch_begins_anew():
-    schedule = Schedule(3)
+    schedule = UnitOrder(3)
     micro = passes(("forward", "201"), ("backward", "102"))
     follow(schedule, micro * 3)
     one = [(0, 1), (1,), (), (0, 2), (2,), ()]
@@ -308,7 +308,7 @@ def test_each_microbatch_begins_anew():
 
 
 def test_recomputation_of_segments_belongs_to_the_backward_pass():
-    schedule = Schedule(4)
+    schedule = UnitOrder(4)
     segments = (("forward", "23"), ("backward", "32"), ("forward", "01"), ("backward", "10"))
     events = passes(("forward", "0123"), *segments)
     follow(schedule, events)
@@ -317,6 +317,6 @@ def test_recomputation_of_segments_belongs_to_the_backward_pass():
         next_ for (phase, _), next_ in zip(events, upcoming, strict=True) if phase == "backward"
     ]
     assert backward == [(2, 1, 0), (1, 0), (0,), ()]
-    with_microbatches = Schedule(4)
+    with_microbatches = UnitOrder(4)
     follow(with_microbatches, events * 2)
     assert follow(with_microbatches, events) == upcoming

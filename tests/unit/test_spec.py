@@ -234,7 +234,8 @@ def test_neighbouring_blocks_are_not_correlated() -> None:
 
 def test_values_do_not_depend_on_the_process() -> None:
     code = (
-        "import numpy as np; from fsdpcore.fsdp import initializers; out = np.empty(4, np.float32);"
+        "import numpy as np; from fsdpcore.fsdp.units import initializers;"
+        "out = np.empty(4, np.float32);"
         "initializers.normal().fill(out, 70000, seed=3, name='w'); print(out.tobytes().hex())"
     )
     run = subprocess.run(

@@ -70,7 +70,7 @@ def load(
         CorruptCheckpointError: none is valid, or not that one. On all ranks, as is CheckpointError.
         CheckpointError: it could not be read, or one that may be newer; or it does not have what is
             wanted, or not all that was read of a newer one which is damaged. Where arrays may be
-            half overwritten the message says so, and ``engine.torn`` is set.
+            half overwritten the message says so, and ``engine.partially_updated`` is set.
         CommunicationError: a rank is gone.
     """
     if not isinstance(backend, Backend):

@@ -134,7 +134,7 @@ class Loading:
         self._state: dict[str, Shard] = {}
         self._ties: Mapping[str, str] = {}
         self._engine: Engine | None = None
-        self._was_torn = False
+        self._was_partial = False
         self._left: set[str] | None = None
         self._read_last = ""
         self._threads = 1
@@ -216,7 +216,7 @@ class Loading:
         state: object = target
         if is_engine(target):
             state = stack.enter_context(target.writing_state(optimizer=self._request.optimizer))
-            self._engine, self._was_torn = target, target.torn
+            self._engine, self._was_partial = target, target.partially_updated
         scalars = isinstance(state, Mapping) and [
             name for name, each in state.items() if isinstance(each, np.generic)
         ]
@@ -368,7 +368,7 @@ class Loading:
     def _read(self, files: FileSet, fit: _Fit, gaps: _Gaps, found: Shared) -> str | None:
         """Read; return why this is no valid checkpoint where another one may be loaded."""
         if self._engine is not None:
-            self._engine.torn = True
+            self._engine.partially_updated = True
         self._read_last = found.name
         missing = set(gaps.missing)
         self._left = missing if self._left is None else self._left & missing
@@ -411,4 +411,4 @@ class Loading:
         if whole and (request.strict or loaded.info):
             engine.load_info(loaded.info)
         complete = whole and not loaded.missing and not loaded.uncovered
-        engine.torn = self._was_torn and not complete
+        engine.partially_updated = self._was_partial and not complete

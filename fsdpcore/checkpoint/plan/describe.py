@@ -29,7 +29,7 @@ from fsdpcore.fsdp.state.state import EngineState
 class Engine(Protocol):
     """What ``save`` and ``load`` need of an engine; ``fc.FSDP`` has it."""
 
-    torn: bool
+    partially_updated: bool
 
     @property
     def tensor(self) -> Backend | None:

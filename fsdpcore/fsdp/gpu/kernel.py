@@ -61,7 +61,7 @@ class Formula:
 
 
 @dataclass(frozen=True)
-class Source:
+class KernelSource:
     """A kernel in C, as ``cupy.ElementwiseKernel`` takes it."""
 
     in_params: str
@@ -138,7 +138,7 @@ if (apart & $bit) {
 """
 
 
-def source(formula: Formula, wide: np.dtype[Any]) -> Source:
+def source(formula: Formula, wide: np.dtype[Any]) -> KernelSource:
     """Return the kernel of a formula that computes in ``wide``, float32 or float64."""
     ctype = {"float32": "float", "float64": "double"}[wide.name]
     types = dict(zip(formula.arrays, _TYPES, strict=False))
@@ -172,7 +172,7 @@ def source(formula: Formula, wide: np.dtype[Any]) -> Source:
             + [f"one_{name}" for name in written]
         ),
     )
-    return Source(
+    return KernelSource(
         in_params=", ".join(params),
         out_params=", ".join(f"raw {types[name]} {name}" for name in written),
         operation=operation,

@@ -12,16 +12,16 @@ import string
 from typing import Any, Literal
 
 from fsdpcore.core.buffers import Array
-from fsdpcore.fsdp.gpu.kernel import FOUR, LANES, Source, skew_of
+from fsdpcore.fsdp.gpu.kernel import FOUR, LANES, KernelSource, skew_of
 
-Kind = Literal["square", "absolute", "power", "largest"]
+SumKind = Literal["square", "absolute", "power", "largest"]
 
 SLOTS = 2**18
 """Threads; enough for every processor of a large GPU."""
 
 _FOLD = 64  # slots become so many times fewer in one kernel
 
-_TERMS: dict[Kind, str] = {
+_TERMS: dict[SumKind, str] = {
     "square": "value * value",
     "absolute": "fabs(value)",
     "power": "pow(fabs(value), p)",
@@ -93,9 +93,11 @@ class Slots:
             known to the host. None for 1.
     """
 
-    def __init__(self, cupy: Any, kind: Kind, p: float = 1.0, divisor: Array | None = None) -> None:
+    def __init__(
+        self, cupy: Any, kind: SumKind, p: float = 1.0, divisor: Array | None = None
+    ) -> None:
         self._cupy = cupy
-        self._kind: Kind = kind
+        self._kind: SumKind = kind
         self._p = p
         self._divisor = cupy.ones(1, "float64") if divisor is None else divisor
         self._slots = cupy.zeros(SLOTS, "float64")
@@ -120,9 +122,9 @@ class Slots:
         return slots
 
 
-def add_source(kind: Kind) -> Source:
+def add_source(kind: SumKind) -> KernelSource:
     """Return the kernel that adds an array to the slots."""
-    return Source(
+    return KernelSource(
         in_params="raw A values, raw float64 divisor, float64 p, int64 n, int32 skew",
         out_params="raw float64 slots",
         operation=_ADD.substitute(slots=SLOTS, lanes=LANES),
@@ -131,9 +133,9 @@ def add_source(kind: Kind) -> Source:
     )
 
 
-def fold_source(kind: Kind) -> Source:
+def fold_source(kind: SumKind) -> KernelSource:
     """Return the kernel that makes fewer slots of many."""
-    return Source(
+    return KernelSource(
         in_params="raw float64 slots, int64 left",
         out_params="raw float64 folded",
         operation=_FOLDED.substitute(fold=_FOLD),
@@ -142,15 +144,15 @@ def fold_source(kind: Kind) -> Source:
     )
 
 
-def _join(kind: Kind) -> str:
+def _join(kind: SumKind) -> str:
     return _JOIN.substitute(join=_LARGEST if kind == "largest" else _SUM)
 
 
 @functools.cache
-def _add_kernel(cupy: Any, kind: Kind) -> Any:
+def _add_kernel(cupy: Any, kind: SumKind) -> Any:
     return add_source(kind).compiled(cupy)
 
 
 @functools.cache
-def _fold_kernel(cupy: Any, kind: Kind) -> Any:
+def _fold_kernel(cupy: Any, kind: SumKind) -> Any:
     return fold_source(kind).compiled(cupy)

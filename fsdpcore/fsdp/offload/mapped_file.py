@@ -39,7 +39,7 @@ _MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes ``[start, stop)`` of the file; whole pages."""
 
     start: int
@@ -56,12 +56,12 @@ def pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def joined(spans: list[Span]) -> list[Span]:
+def joined(spans: list[FileSpan]) -> list[FileSpan]:
     """Return the same bytes in as few spans as possible, in order; empty ones fall out."""
-    found: list[Span] = []
+    found: list[FileSpan] = []
     for span in sorted(spans):
         if found and span.start <= found[-1].stop:
-            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
+            found[-1] = FileSpan(found[-1].start, max(found[-1].stop, span.stop))
         elif span.nbytes:
             found.append(span)
     return found
@@ -125,12 +125,12 @@ class MappedFile:
         """Return an array on the bytes from ``start``; zeros, if nobody has written there."""
         return self._bytes[start : start + size * dtype.itemsize].view(dtype)
 
-    def span(self, array: Array) -> Span:
+    def span(self, array: Array) -> FileSpan:
         """Return the pages on which an array of this file lies."""
         start = array.ctypes.data - self._address
-        return Span(start // PAGE * PAGE, pages(start + array.nbytes))
+        return FileSpan(start // PAGE * PAGE, pages(start + array.nbytes))
 
-    def resident(self, span: Span) -> int:
+    def resident(self, span: FileSpan) -> int:
         """Return how many bytes of a span are in memory."""
         found = np.empty(span.nbytes // PAGE, np.uint8)
         self._check(
@@ -139,13 +139,13 @@ class MappedFile:
         )
         return int(np.count_nonzero(found & 1)) * PAGE
 
-    def ahead(self, span: Span) -> None:
+    def ahead(self, span: FileSpan) -> None:
         """Begin to read what is not in memory; does not wait for the disk."""
         for start in range(span.start, span.stop, _STRIDE):
             stop = min(span.stop, start + _STRIDE)
-            self._advise(Span(start, stop), mmap.MADV_WILLNEED, "read ahead")
+            self._advise(FileSpan(start, stop), mmap.MADV_WILLNEED, "read ahead")
 
-    def load(self, span: Span, *, write: bool) -> None:
+    def load(self, span: FileSpan, *, write: bool) -> None:
         """Have a span in memory, ready to be read, or written, without any further delay.
 
         Raises:
@@ -162,20 +162,20 @@ class MappedFile:
         if not self._populates:
             self._bytes[span.start : span.stop : PAGE].max(initial=0)
 
-    def release(self, span: Span) -> None:
+    def release(self, span: FileSpan) -> None:
         """Take the pages from the process; they stay in the system's cache until ``evict``."""
         self._advise(span, mmap.MADV_DONTNEED, "release")
 
-    def write(self, span: Span) -> None:
+    def write(self, span: FileSpan) -> None:
         """Begin to write a span to disk; does not wait for it."""
         self._sync(span, _SYNC_WRITE)
 
-    def evict(self, span: Span) -> None:
+    def evict(self, span: FileSpan) -> None:
         """Wait until a released span is on disk, and free its memory; no other process maps it."""
         self._sync(span, _SYNC_WAIT_BEFORE | _SYNC_WRITE | _SYNC_WAIT_AFTER)
         os.posix_fadvise(self._descriptor, span.start, span.nbytes, os.POSIX_FADV_DONTNEED)
 
-    def discard(self, span: Span) -> bool:
+    def discard(self, span: FileSpan) -> bool:
         """Make a span zeros, without reading or writing any of it; it keeps its place on the disk.
 
         Returns:
@@ -190,11 +190,11 @@ class MappedFile:
                 self._check(result, "clear")
         return self._discards
 
-    def _sync(self, span: Span, flags: int) -> None:
+    def _sync(self, span: FileSpan, flags: int) -> None:
         result = self._libc.sync_file_range(self._descriptor, span.start, span.nbytes, flags)
         self._check(result, "write")
 
-    def _advise(self, span: Span, advice: int, what: str) -> None:
+    def _advise(self, span: FileSpan, advice: int, what: str) -> None:
         # Not mmap.madvise, which keeps other threads of the process from running.
         result = self._libc.madvise(self._address + span.start, span.nbytes, advice)
         self._check(result, what)

@@ -1,9 +1,9 @@
 """``Offload``: what a rank holds all the time is out of memory while nobody uses it.
 
-``Shelf`` is where the engine puts the arrays of one unit, and what it tells before and after it
-uses them. The shelf itself does nothing: arrays are in memory. A ``HostShelf`` has those of a GPU
-in the memory of the host. A ``FileShelf`` has them in the rank's ``MappedFile``, from which they
-are read before they are used, and to which they go back::
+An ``OffloadStore`` is where the engine puts the arrays of one unit, and what it tells before and
+after it uses them. The plain one does nothing: arrays are in memory. A ``HostOffloadStore`` has
+those of a GPU in the memory of the host. A ``FileOffloadStore`` has them in the rank's
+``MappedFile``, from which they are read before they are used, and to which they go back::
 
     forward, backward    ahead(next unit)  begin(parameters)  gather   ...  reshard  end
     reduction            begin(gradients)  add  end
@@ -28,14 +28,14 @@ import numpy as np
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.fsdp.offload.mapped_file import MappedFile, Span, joined, pages
+from fsdpcore.fsdp.offload.mapped_file import FileSpan, MappedFile, joined, pages
 from fsdpcore.fsdp.units.buffer_pool import Allocate
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.units.unit import Unit
 
 
-class Kind(enum.Enum):
+class ArrayKind(enum.Enum):
     """What an array of a unit is for.
 
     ``OWN`` is the part of ``TRAINED`` that this rank writes: all of it, or a slice where the rank
@@ -50,13 +50,13 @@ class Kind(enum.Enum):
     GRADIENT = "gradients"
 
 
-GATHERED = (Kind.FROZEN, Kind.TRAINED)
-WRITTEN = (Kind.FROZEN, Kind.OWN, Kind.MASTER)
-UPDATED = (Kind.OWN, Kind.MASTER, Kind.STATE)
-GRADIENTS = (Kind.GRADIENT,)
-INITIAL = (Kind.FROZEN, Kind.TRAINED, Kind.MASTER, Kind.STATE)
+GATHERED = (ArrayKind.FROZEN, ArrayKind.TRAINED)
+WRITTEN = (ArrayKind.FROZEN, ArrayKind.OWN, ArrayKind.MASTER)
+UPDATED = (ArrayKind.OWN, ArrayKind.MASTER, ArrayKind.STATE)
+GRADIENTS = (ArrayKind.GRADIENT,)
+INITIAL = (ArrayKind.FROZEN, ArrayKind.TRAINED, ArrayKind.MASTER, ArrayKind.STATE)
 
-Needs = Mapping[Kind, Sequence[int]]
+Needs = Mapping[ArrayKind, Sequence[int]]
 """Sizes in bytes of a unit's arrays, by kind, in the order in which they are allocated."""
 
 
@@ -109,10 +109,10 @@ class Offload:
             raise ConfigError(f"evict of Offload must be True or False, got {self.evict!r}")
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[ArrayKind, ...]:
         """What is offloaded."""
         if self.what == "all":
-            return tuple(Kind)
+            return tuple(ArrayKind)
         return (*GATHERED, *WRITTEN)
 
 
@@ -139,7 +139,7 @@ class OffloadStats:
     flushed: float = 0.0
 
 
-class Shelf:
+class OffloadStore:
     """Arrays of one unit that its rank holds all the time, here in memory.
 
     Attributes:
@@ -148,35 +148,35 @@ class Shelf:
     """
 
     depth = 0
-    away: Collection[Kind] = ()
+    away: Collection[ArrayKind] = ()
 
     def __init__(self, empty: Allocate) -> None:
         self._empty = empty
 
-    def allocate(self, kind: Kind) -> Allocate:
+    def allocate(self, kind: ArrayKind) -> Allocate:
         """Return what makes arrays of a kind."""
         return self._empty
 
-    def mark(self, kind: Kind, array: Array) -> None:
+    def mark(self, kind: ArrayKind, array: Array) -> None:
         """Let a part of an array that was allocated here be of a kind, too."""
 
-    def ahead(self, kinds: Sequence[Kind]) -> None:
+    def ahead(self, kinds: Sequence[ArrayKind]) -> None:
         """Begin to load arrays; does not block."""
 
     def forget(self) -> None:
         """Take note that what was announced by ``ahead`` is not used any more."""
 
-    def begin(self, kinds: Sequence[Kind], *, write: bool = False) -> None:
+    def begin(self, kinds: Sequence[ArrayKind], *, write: bool = False) -> None:
         """Have arrays loaded, to be read, or written as well; blocks until they are."""
 
-    def end(self, kinds: Sequence[Kind], *, written: bool = False) -> None:
+    def end(self, kinds: Sequence[ArrayKind], *, written: bool = False) -> None:
         """Put arrays away, which were changed or not."""
 
-    def discard(self, kinds: Sequence[Kind]) -> None:
+    def discard(self, kinds: Sequence[ArrayKind]) -> None:
         """Forget what arrays hold: nobody reads them before they are written anew."""
 
 
-class HostShelf(Shelf):
+class HostOffloadStore(OffloadStore):
     """Arrays of a GPU, of which some are in the memory of the host."""
 
     def __init__(self, policy: Offload, empty: Allocate, pinned: Allocate) -> None:
@@ -184,41 +184,41 @@ class HostShelf(Shelf):
         self.away = frozenset(policy.kinds)
         self._pinned = pinned
 
-    def allocate(self, kind: Kind) -> Allocate:
+    def allocate(self, kind: ArrayKind) -> Allocate:
         return self._pinned if kind in self.away else self._empty
 
 
-def in_turn(units: Iterable[Unit], *uses: Sequence[Kind]) -> Iterator[Unit]:
+def in_turn(units: Iterable[Unit], *uses: Sequence[ArrayKind]) -> Iterator[Unit]:
     """Go through units while arrays of those that come next are loaded, for one ``begin`` each."""
     queue = tuple(units)
     for number, unit in enumerate(queue):
-        for near in queue[number : number + 1 + unit.shelf.depth]:
+        for each in queue[number : number + 1 + unit.store.depth]:
             for kinds in uses:
-                near.shelf.ahead(kinds)
+                each.store.ahead(kinds)
         yield unit
 
 
-class FileShelf(Shelf):
-    """Arrays in a file, or some of them; made by ``Files``."""
+class FileOffloadStore(OffloadStore):
+    """Arrays in a file, or some of them; made by ``OffloadFile``."""
 
     def __init__(
-        self, files: Files, policy: Offload, empty: Allocate, start: int, needs: Needs
+        self, files: OffloadFile, policy: Offload, empty: Allocate, start: int, needs: Needs
     ) -> None:
         super().__init__(empty)
         self.depth = policy.ahead
         self._files = files
         self._kinds = policy.kinds
-        self._spans: dict[Kind, list[Span]] = {kind: [] for kind in Kind}
-        self._free: dict[Kind, list[Span]] = {}
+        self._spans: dict[ArrayKind, list[FileSpan]] = {kind: [] for kind in ArrayKind}
+        self._free: dict[ArrayKind, list[FileSpan]] = {}
         for kind, sizes in needs.items():
             self._free[kind] = []
             for size in sizes:
-                self._free[kind].append(Span(start, start + pages(size)))
+                self._free[kind].append(FileSpan(start, start + pages(size)))
                 start += pages(size)
-        self._asked: set[Span] = set()
-        self._blank = set(Kind)  # zeros, of which nothing is on the disk
+        self._asked: set[FileSpan] = set()
+        self._blank = set(ArrayKind)  # zeros, of which nothing is on the disk
 
-    def allocate(self, kind: Kind) -> Allocate:
+    def allocate(self, kind: ArrayKind) -> Allocate:
         def mapped(size: int, dtype: np.dtype[Any]) -> Array:
             span = self._free[kind].pop(0)
             assert pages(size * dtype.itemsize) == span.nbytes, f"{kind.value} were planned wrongly"
@@ -227,14 +227,14 @@ class FileShelf(Shelf):
 
         return mapped if kind in self._kinds else self._empty
 
-    def mark(self, kind: Kind, array: Array) -> None:
+    def mark(self, kind: ArrayKind, array: Array) -> None:
         if kind in self._kinds:
             self._spans[kind].append(self._files.file.span(array))
 
-    def _of(self, kinds: Iterable[Kind]) -> list[Span]:
+    def _of(self, kinds: Iterable[ArrayKind]) -> list[FileSpan]:
         return joined([span for kind in kinds for span in self._spans[kind]])
 
-    def ahead(self, kinds: Sequence[Kind]) -> None:
+    def ahead(self, kinds: Sequence[ArrayKind]) -> None:
         blank = self._blank.issuperset(kinds)
         for span in self._of(kinds):
             if span not in self._asked:
@@ -244,7 +244,7 @@ class FileShelf(Shelf):
     def forget(self) -> None:
         self._asked.clear()
 
-    def begin(self, kinds: Sequence[Kind], *, write: bool = False) -> None:
+    def begin(self, kinds: Sequence[ArrayKind], *, write: bool = False) -> None:
         spans = self._of(kinds)
         for span in spans:
             self._files.note(span)
@@ -255,14 +255,14 @@ class FileShelf(Shelf):
             self._asked.discard(span)
         self._files.stats.waited += time.perf_counter() - began
 
-    def end(self, kinds: Sequence[Kind], *, written: bool = False) -> None:
+    def end(self, kinds: Sequence[ArrayKind], *, written: bool = False) -> None:
         if written:
             self._blank.difference_update(kinds)
         for span in self._of(kinds):
             self._asked.discard(span)
             self._files.end(span, written=written)
 
-    def discard(self, kinds: Sequence[Kind]) -> None:
+    def discard(self, kinds: Sequence[ArrayKind]) -> None:
         discarded = True
         for span in self._of(kinds):
             self._asked.discard(span)
@@ -271,8 +271,8 @@ class FileShelf(Shelf):
             self._blank.update(kinds)
 
 
-class Files:
-    """The file of one rank, in which the units have their shelves.
+class OffloadFile:
+    """The file of one rank, in which the units have their stores.
 
     A unit's pages leave the process as soon as they are put away. Those that were changed are
     written meanwhile, and freed when the next ones are put away, so that nobody waits for the disk
@@ -286,7 +286,7 @@ class Files:
     def __init__(self, policy: Offload, file: MappedFile) -> None:
         self.file = file
         self._evict = policy.evict
-        self._writing: list[Span] = []
+        self._writing: list[FileSpan] = []
         self.stats = OffloadStats(held=file.nbytes)
 
     def restart(self) -> None:
@@ -296,32 +296,35 @@ class Files:
 
     def settle(self) -> None:
         """Put everything away, also what nobody has announced."""
-        whole = Span(0, self.file.nbytes)
+        whole = FileSpan(0, self.file.nbytes)
         self.file.release(whole)
         self._writing.clear()
         if self._evict:
             self._free(whole)
 
-    def ahead(self, span: Span, *, blank: bool) -> None:
-        """See ``Shelf.ahead``; what is ``blank`` needs pages, which a page fault would read."""
+    def ahead(self, span: FileSpan, *, blank: bool) -> None:
+        """See ``OffloadStore.ahead``.
+
+        What is ``blank`` needs pages, which a page fault would read.
+        """
         self._keep(span)
         missing = span.nbytes - self.file.resident(span)
         if missing:
             self.stats.read += 0 if blank else missing
             self.file.ahead(span)
 
-    def note(self, span: Span) -> None:
+    def note(self, span: FileSpan) -> None:
         """Count what is needed now, and what of it is here."""
         self.stats.used += span.nbytes
         self.stats.ready += self.file.resident(span)
 
-    def begin(self, span: Span, *, write: bool) -> None:
-        """See ``Shelf.begin``; after ``ahead``."""
+    def begin(self, span: FileSpan, *, write: bool) -> None:
+        """See ``OffloadStore.begin``; after ``ahead``."""
         self._keep(span)
         self.file.load(span, write=write)
 
-    def end(self, span: Span, *, written: bool) -> None:
-        """See ``Shelf.end``."""
+    def end(self, span: FileSpan, *, written: bool) -> None:
+        """See ``OffloadStore.end``."""
         self.file.release(span)
         if written:
             self.stats.written += span.nbytes
@@ -338,21 +341,21 @@ class Files:
         else:
             self._free(span)
 
-    def discard(self, span: Span) -> bool:
-        """See ``Shelf.discard``; returns whether the span is blank now."""
+    def discard(self, span: FileSpan) -> bool:
+        """See ``OffloadStore.discard``; returns whether the span is blank now."""
         self._keep(span)
         if self.file.discard(span):
             return True
         self.end(span, written=True)
         return False
 
-    def _keep(self, span: Span) -> None:
+    def _keep(self, span: FileSpan) -> None:
         """Do not free what is used again."""
         self._writing = [
             each for each in self._writing if each.stop <= span.start or span.stop <= each.start
         ]
 
-    def _free(self, span: Span) -> None:
+    def _free(self, span: FileSpan) -> None:
         began = time.perf_counter()
         self.file.evict(span)
         self.stats.flushed += time.perf_counter() - began

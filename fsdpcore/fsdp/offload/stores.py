@@ -18,9 +18,17 @@ from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.fsdp.offload.mapped_file import PAGE, MappedFile, check_system, in_memory, pages
-from fsdpcore.fsdp.offload.offload import Files, FileShelf, HostShelf, Kind, Needs, Offload, Shelf
+from fsdpcore.fsdp.offload.offload import (
+    ArrayKind,
+    FileOffloadStore,
+    HostOffloadStore,
+    Needs,
+    Offload,
+    OffloadFile,
+    OffloadStore,
+)
 from fsdpcore.fsdp.plan.table import size
-from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.storage import keeps_all
 from fsdpcore.fsdp.units.unit import Unit
@@ -30,73 +38,75 @@ _IN_MEMORY = -1  # not the number of any error of the system
 
 
 @dataclass(frozen=True)
-class Shelves:
-    """The shelves of all units, in their order.
+class OffloadStores:
+    """The stores of all units, in their order.
 
     Attributes:
         files: where they are; None in memory.
     """
 
-    each: Sequence[Shelf]
-    files: Files | None = None
+    each: Sequence[OffloadStore]
+    files: OffloadFile | None = None
 
 
-def open_shelves(
+def open_stores(
     policy: Offload | None,
     units: Sequence[Unit],
-    ranks: Ranks,
+    groups: ProcessGroups,
     optimizers: Optimizers | None,
     precision: Precision,
-) -> Shelves:
-    """Make shelves for units that are laid out; a collective if there is a policy.
+) -> OffloadStores:
+    """Make stores for units that are laid out; a collective if there is a policy.
 
     Raises:
         ConfigError: a rank cannot have its file, or there are none on a GPU; on all ranks, and no
             file is left.
         UnsupportedError: this is not Linux.
     """
-    empty, device = ranks.shards.empty, ranks.device
+    empty, device = groups.shards.empty, groups.device
     if policy is None:
-        return Shelves([Shelf(empty) for _ in units])
+        return OffloadStores([OffloadStore(empty) for _ in units])
     if not device.on_host:
         if policy.directory is not None:
             raise ConfigError(
                 f"this engine computes on a GPU ({device}), where Offload keeps arrays in the "
                 "memory of the host, and has no files: leave out the directory, Offload()"
             )
-        return Shelves([HostShelf(policy, empty, device.pinned) for _ in units])
-    needs = [_offloaded(policy, needs_of(unit, ranks, optimizers, precision)) for unit in units]
+        return OffloadStores([HostOffloadStore(policy, empty, device.pinned) for _ in units])
+    needs = [_offloaded(policy, needs_of(unit, groups, optimizers, precision)) for unit in units]
     starts, total = [], 0
     for need in needs:
         starts.append(total)
         total += sum(pages(nbytes) for sizes in need.values() for nbytes in sizes)
-    files = Files(policy, _open(policy, ranks.everyone, max(total, PAGE)))
+    files = OffloadFile(policy, _open(policy, groups.everyone, max(total, PAGE)))
     made = [
-        FileShelf(files, policy, empty, start, need)
+        FileOffloadStore(files, policy, empty, start, need)
         for start, need in zip(starts, needs, strict=True)
     ]
-    return Shelves(made, files)
+    return OffloadStores(made, files)
 
 
 def needs_of(
-    unit: Unit, ranks: Ranks, optimizers: Optimizers | None, precision: Precision
+    unit: Unit, groups: ProcessGroups, optimizers: Optimizers | None, precision: Precision
 ) -> Needs:
     """Return the sizes of what one rank holds of a unit all the time; before ``bind``."""
-    needs: dict[Kind, list[int]] = {kind: [] for kind in Kind}
-    everything = keeps_all(ranks.placement)
+    needs: dict[ArrayKind, list[int]] = {kind: [] for kind in ArrayKind}
+    everything = keeps_all(groups.placement)
     dtypes = precision.dtypes(unit.dtype)
-    for part in unit.parts:
-        trained, layout = part is unit.parts[0], part.layout
+    for part in unit.flat_parameters:
+        trained, layout = part is unit.flat_parameters[0], part.layout
         held = layout.padded_size if everything else layout.shard_size
-        needs[Kind.TRAINED if trained else Kind.FROZEN].append(held * layout.dtype.itemsize)
-    layout, master = unit.parts[0].layout, dtypes.master.itemsize
+        needs[ArrayKind.TRAINED if trained else ArrayKind.FROZEN].append(
+            held * layout.dtype.itemsize
+        )
+    layout, master = unit.flat_parameters[0].layout, dtypes.master.itemsize
     if dtypes.mixed:
-        needs[Kind.MASTER].append(layout.shard_size * master)
-    needs[Kind.GRADIENT].append(layout.shard_size * dtypes.grad.itemsize)
+        needs[ArrayKind.MASTER].append(layout.shard_size * master)
+    needs[ArrayKind.GRADIENT].append(layout.shard_size * dtypes.grad.itemsize)
     if optimizers is not None and unit.trainable:
-        rank, found = ranks.shards.rank, optimizers.of_unit(unit.name)
+        rank, found = groups.shards.rank, optimizers.of_unit(unit.name)
         sizes = state_sizes(layout, rank, found, unit.boxes)
-        needs[Kind.STATE].extend(elements * master for elements in sizes)
+        needs[ArrayKind.STATE].extend(elements * master for elements in sizes)
     return needs
 
 

@@ -51,7 +51,7 @@ def report_of(engine: FSDP) -> Report:
     stats, held = engine.stats, engine.held()
     if not stats.reductions:
         raise StateError("report() compares the last training step with its plan; make one first")
-    passes = Counter(unit for phase, unit in engine.passes.events if phase == "backward")
+    passes = Counter(unit for phase, unit in engine.executor.events if phase == "backward")
     microbatches = max(passes.values(), default=1)
     reduced = sum(count for unit, count in passes.items() if engine.units[unit].trainable)
     sync: Sync = "each" if stats.reductions >= reduced else "last"

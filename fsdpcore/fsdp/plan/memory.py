@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fsdpcore.fsdp.offload.offload import Kind
+from fsdpcore.fsdp.offload.offload import ArrayKind
 from fsdpcore.fsdp.units.unit import Unit
 
 
@@ -56,17 +56,21 @@ def measure(units: Iterable[Unit], buffers: int, spare: int, window: int) -> Hel
         master, grad = unit.dtypes.master.itemsize, unit.dtypes.grad.itemsize
         update = unit.updater
         states = 0 if update is None else len(update.state)
-        own = sum(part.nbytes for part in unit.parts)
+        own = sum(part.nbytes for part in unit.flat_parameters)
         reduced = unit.gradients.nbytes if unit.trainable else 0
         state = 0 if update is None else update.nbytes
         parameters, gradients, optimizer = parameters + own, gradients + reduced, optimizer + state
-        for kind, nbytes in (Kind.OWN, own), (Kind.GRADIENT, reduced), (Kind.STATE, state):
-            pinned += nbytes if kind in unit.shelf.away else 0
-        padding += sum(part.padding for part in unit.parts)
+        for kind, nbytes in (
+            (ArrayKind.OWN, own),
+            (ArrayKind.GRADIENT, reduced),
+            (ArrayKind.STATE, state),
+        ):
+            pinned += nbytes if kind in unit.store.away else 0
+        padding += sum(part.padding for part in unit.flat_parameters)
         padding += (unit.layout.shard_size - unit.valid_size) * grad
         rounded = unit.dtypes.param.itemsize if unit.dtypes.mixed else 0
         unsharded += unit.layout.size * (master * (1 + states) + grad + rounded)
         unsharded += 0 if update is None else update.whole_size * master
-        unsharded += sum(p.layout.size * p.layout.dtype.itemsize for p in unit.parts[1:])
+        unsharded += sum(p.layout.size * p.layout.dtype.itemsize for p in unit.flat_parameters[1:])
     held = (parameters, gradients, optimizer, padding, buffers, spare, window)
     return HeldMemory(*held, unsharded, pinned)

@@ -67,10 +67,10 @@ def _size(unit: Unit, known: Mapping[str, Unit], seen: _Places) -> UnitSize:
 
 def _parameters(unit: Unit) -> Iterator[tuple[str, int, np.dtype[Any] | None]]:
     """Give name, elements, and of frozen ones the dtype, of each parameter of the unit's own."""
-    for number, part in enumerate(unit.parts):
+    for number, part in enumerate(unit.flat_parameters):
         for param in part.layout.params:
             yield param.name, param.size, part.layout.dtype if number else None
-    if not unit.parts:
+    if not unit.flat_parameters:
         for name, value in (unit.initial or {}).items():
             yield name, math.prod(value.shape), value.dtype if name in unit.frozen else None
 
@@ -78,7 +78,7 @@ def _parameters(unit: Unit) -> Iterator[tuple[str, int, np.dtype[Any] | None]]:
 def _twin(unit: Unit, name: str, seen: _Places) -> tuple[str, str] | None:
     """Find the parameter that an array is already, as an engine would."""
     place = elements_of((unit.initial or {}).get(name))
-    if place is None or unit.parts:
+    if place is None or unit.flat_parameters:
         return None
     owner, first = seen.setdefault(place, (unit, name))
     return None if (owner, first) == (unit, name) else (owner.name, first)

@@ -10,15 +10,15 @@ from fsdpcore.fsdp.sharding.strategy import Placement
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessGroups:
     """This rank's groups; a group of one rank stands for no communication.
 
     With 8 ranks, of which 4 share a copy, and 2 of these gather for the backward pass, rank 5 has::
 
-        whole     0 1 2 3 4 5 6 7
-        shards            4 5 6 7     share one copy of parameters, gradients, optimizer state
-        replicas    1       5         hold the same shard
-        near              4 5         keep the parameters between them after the forward pass
+        whole           0 1 2 3 4 5 6 7
+        shards                  4 5 6 7   share one copy of parameters, gradients, optimizer state
+        replicas          1       5       hold the same shard
+        regather_group          4 5       keep the parameters between them after the forward pass
 
     Attributes:
         placement: what it follows from.
@@ -32,7 +32,7 @@ class Ranks:
     whole: Backend
     shards: Backend
     replicas: Backend
-    near: Backend
+    regather_group: Backend
     everyone: Backend
     tensor: Backend | None
 
@@ -43,15 +43,15 @@ class Ranks:
         placement: Placement,
         everyone: Backend,
         tensor: Backend | None,
-    ) -> Ranks:
+    ) -> ProcessGroups:
         """Make the groups within ``backend``; does not communicate."""
         size, rank = backend.world_size, backend.rank
         first = rank - rank % placement.shards
-        near = rank - rank % placement.regather
+        neighbour = rank - rank % placement.regather
         members = [
             range(first, first + placement.shards),
             range(rank % placement.shards, size, placement.shards),
-            range(near, near + placement.regather),
+            range(neighbour, neighbour + placement.regather),
         ]
         shards = _group(backend, members[0], "shards")
         replicas = _group(backend, members[1], "replicas")
@@ -61,14 +61,14 @@ class Ranks:
             backend,
             shards,
             replicas,
-            shards if same else _group(backend, members[2], "near"),
+            shards if same else _group(backend, members[2], "regather"),
             everyone,
             tensor,
         )
 
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
-        for group in (self.shards, self.replicas, self.near, self.everyone):
+        for group in (self.shards, self.replicas, self.regather_group, self.everyone):
             if group is not self.whole:
                 group.close()
 

@@ -29,7 +29,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 
 if TYPE_CHECKING:
-    from fsdpcore.fsdp.state.entries import Entry
+    from fsdpcore.fsdp.state.entries import StateEntry
     from fsdpcore.fsdp.units.unit import Unit
     from fsdpcore.fsdp.units.updates import Optimizers
 
@@ -139,7 +139,7 @@ def spans(unit: Unit, *, boxed: bool) -> Iterator[slice]:
 
 
 def gather_boxes(
-    device: Device, entry: Entry, box: Array, tensor: Backend, root: int | None
+    device: Device, entry: StateEntry, box: Array, tensor: Backend, root: int | None
 ) -> Array | None:
     """Put an array together from the boxes of all ranks of ``tensor``; a collective of these.
 
@@ -168,7 +168,7 @@ def gather_boxes(
     return whole
 
 
-def scatter_boxes(device: Device, entry: Entry, whole: Array | None, tensor: Backend) -> Array:
+def scatter_boxes(device: Device, entry: StateEntry, whole: Array | None, tensor: Backend) -> Array:
     """Return this rank's box, flat, of an array that rank 0 of ``tensor`` has; a collective.
 
     Of an array that is not cut it is all of it.

@@ -12,7 +12,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
-from fsdpcore.fsdp.offload.offload import WRITTEN, Kind
+from fsdpcore.fsdp.offload.offload import WRITTEN, ArrayKind
 from fsdpcore.fsdp.state.state import optimizer_name
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class StateEntry:
     """One array, sharded over the ranks that share a copy, or whole on every rank.
 
     Attributes:
@@ -33,7 +33,7 @@ class Entry:
             holds all of it.
         start, stop: what this rank holds; equal if nothing.
         data: that part, flat, writable, the engine's own memory.
-        kinds: what it is among, for the unit's shelf.
+        kinds: what it is among, for the unit's store.
         box: where it lies in a whole array of which it is a box; None if it is none.
         boxes: of all ranks of the ``tensor`` group; empty if it is none.
     """
@@ -45,7 +45,7 @@ class Entry:
     start: int
     stop: int
     data: Array
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ArrayKind, ...]
     box: ArrayBox | None = None
     boxes: tuple[ArrayBox, ...] = ()
 
@@ -72,7 +72,7 @@ class Entry:
     @property
     def movable(self) -> Array:
         """The data where collectives can read and write it: itself, or a copy of it on the GPU."""
-        away = any(kind in self.unit.shelf.away for kind in self.kinds)
+        away = any(kind in self.unit.store.away for kind in self.kinds)
         return self.data.copy() if away else self.data
 
     @property
@@ -91,9 +91,9 @@ def bounds_in(layout: FlatLayout, param: ParamRange) -> tuple[int, ...]:
     return tuple([0 if end < 0 else most if end > most else end for end in ends])
 
 
-def param_entries(unit: Unit) -> Iterator[Entry]:
+def param_entries(unit: Unit) -> Iterator[StateEntry]:
     """Give the parameters of a unit's own at full precision: trained ones, then frozen ones."""
-    for part in unit.parts:
+    for part in unit.flat_parameters:
         for param in part.layout.params:
             bounds = bounds_in(part.layout, param)
             data = _cut(part.master, part.layout, param, bounds, part.rank)
@@ -102,7 +102,7 @@ def param_entries(unit: Unit) -> Iterator[Entry]:
             yield _boxed(entry, unit, param.name)
 
 
-def optimizer_entries(unit: Unit) -> Iterator[Entry]:
+def optimizer_entries(unit: Unit) -> Iterator[StateEntry]:
     """Give what the optimizers keep of a unit's parameters, state by state."""
     update = unit.updater
     if update is None:
@@ -129,7 +129,7 @@ def optimizer_entries(unit: Unit) -> Iterator[Entry]:
             else:
                 data = update.whole_state[param.name][state]
             shape = param.shape if alike else shape
-            entry = _entry(name, unit, shape, bounds, unit.shard_rank, data, (Kind.STATE,))
+            entry = _entry(name, unit, shape, bounds, unit.shard_rank, data, (ArrayKind.STATE,))
             yield _boxed(entry, unit, param.name) if alike else entry
 
 
@@ -154,31 +154,31 @@ def _entry(
     bounds: tuple[int, ...],
     rank: int,
     data: Array,
-    kinds: tuple[Kind, ...],
-) -> Entry:
+    kinds: tuple[ArrayKind, ...],
+) -> StateEntry:
     whole = (0, math.prod(shape))
     start, stop = bounds[rank : rank + 2] if bounds else whole
-    return Entry(name, unit, shape, bounds, start, stop, data, kinds)
+    return StateEntry(name, unit, shape, bounds, start, stop, data, kinds)
 
 
-def _boxed(entry: Entry, unit: Unit, param: str) -> Entry:
+def _boxed(entry: StateEntry, unit: Unit, param: str) -> StateEntry:
     """Say of an array that is cut as a parameter is where it lies."""
     if param not in unit.boxes:
         return entry
     return replace(entry, box=unit.boxes[param], boxes=unit.tilings[param])
 
 
-def by_unit(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+def by_unit(entries: Iterable[StateEntry]) -> Iterator[list[StateEntry]]:
     """Give neighbours of one unit and kind together, loaded if they are offloaded."""
     for (unit, kinds), group in itertools.groupby(entries, lambda each: (each.unit, each.kinds)):
-        unit.shelf.begin(kinds)
+        unit.store.begin(kinds)
         try:
             yield list(group)
         finally:
-            unit.shelf.end(kinds)
+            unit.store.end(kinds)
 
 
-def entries_of(engine: FSDP, *, optimizer: bool) -> list[Entry]:
+def entries_of(engine: FSDP, *, optimizer: bool) -> list[StateEntry]:
     """Return all arrays of an engine but the ignored ones: parameters, then optimizer state.
 
     The same names in the same order on all ranks.

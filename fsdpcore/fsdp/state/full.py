@@ -16,7 +16,7 @@ from fsdpcore.comm.registry import nearest
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, MismatchError, StateError
-from fsdpcore.fsdp.state.entries import Entry, by_unit, ignored_of, param_entries
+from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries
 from fsdpcore.fsdp.state.save import gathered
 from fsdpcore.fsdp.units.unit import ParamState, Unit
 from fsdpcore.fsdp.units.views import UnknownParameterError, read_only
@@ -180,9 +180,9 @@ def _is_there(engine: FSDP, unit: Unit) -> bool:
     The ranks that share a copy find the same, but those of ``tensor`` may not: they are on other
     hosts, or have boxes of other sizes. So these gather together in any case.
     """
-    if engine.ranks.tensor is not None:
+    if engine.groups.tensor is not None:
         return False
-    return not unit.gathered_bytes and not any(part.mixed for part in unit.parts)
+    return not unit.gathered_bytes and not any(part.mixed for part in unit.flat_parameters)
 
 
 def _shown(array: Array) -> Array:
@@ -220,5 +220,5 @@ def _keep(engine: FSDP, own: set[str], arrays: Mapping[str, Array]) -> None:
                     entry.data[:] = entry.cut(arrays[entry.name])
 
 
-def _entries(engine: FSDP, own: set[str]) -> list[Entry]:
+def _entries(engine: FSDP, own: set[str]) -> list[StateEntry]:
     return [entry for unit in engine.units for entry in param_entries(unit) if entry.name in own]

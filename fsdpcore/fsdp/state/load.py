@@ -20,7 +20,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.fsdp.sharding.tensor_group import described, scatter_boxes
 from fsdpcore.fsdp.state.consent import check_equal, consent
-from fsdpcore.fsdp.state.entries import Entry, entries_of, ignored_of, ties_of
+from fsdpcore.fsdp.state.entries import StateEntry, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state.save import info_of, sharded
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress, ShardedArray
 from fsdpcore.fsdp.units.views import locked, read_only
@@ -34,7 +34,7 @@ _SHOWN = 8  # names in a message
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _LoadPlan:
     """What is about to be loaded; the same on all ranks, plain values only.
 
     Attributes:
@@ -60,7 +60,7 @@ def load_state(
 ) -> LoadReport:
     """Load what ``state_dict`` gave; see ``FSDP.load_state_dict``."""
     what = f"load_state_dict(strict={strict}, optimizer={optimizer}, src={src})"
-    loading = _Loading(engine, what, optimizer=optimizer, src=src)
+    loading = _StateLoader(engine, what, optimizer=optimizer, src=src)
     if not loading.reads:
         return loading.run(None, None, strict=strict)
     try:
@@ -81,7 +81,9 @@ def load_params(
     engine: FSDP, params: Mapping[str, Array] | None, *, strict: bool, src: int | None
 ) -> LoadReport:
     """Load whole parameters by name; see ``FSDP.load_full``."""
-    loading = _Loading(engine, f"load_full(strict={strict}, src={src})", optimizer=False, src=src)
+    loading = _StateLoader(
+        engine, f"load_full(strict={strict}, src={src})", optimizer=False, src=src
+    )
     if not loading.reads:
         return loading.run(None, None, strict=strict)
     if not isinstance(params, Mapping):
@@ -92,7 +94,7 @@ def load_params(
     return loading.run(params, None, strict=strict, optional=ignored_of(engine))
 
 
-class _Loading:
+class _StateLoader:
     """One call of ``load_state``, ``load_params``.
 
     Attributes:
@@ -112,7 +114,7 @@ class _Loading:
             raise ArgumentError(f"src={src}, but there are {engine.backend.world_size} ranks")
         self._entries = entries_of(engine, optimizer=optimizer)
         self._ignored = ignored_of(engine)
-        here = self._src == engine.backend.rank and engine.ranks.leads
+        here = self._src == engine.backend.rank and engine.groups.leads
         self.reads = self._src is None or here
         self.problems: list[str] = []
         self.stale = False
@@ -127,7 +129,7 @@ class _Loading:
     ) -> LoadReport:
         """Agree with the other ranks, then load."""
         arrays: dict[str, ShardedArray | Array] = {}
-        plan = _Plan((), (), ())
+        plan = _LoadPlan((), (), ())
         if given is not None:
             arrays = self._untied(given)
             plan = self._plan(arrays, progress)
@@ -140,7 +142,7 @@ class _Loading:
             scale = None if plan.scale is None else (float(plan.scale[0]), int(plan.scale[1]))
             set_progress(self._engine, Progress(plan.step, scale))
         if self._optimizer and not plan.missing:
-            self._engine.torn = False
+            self._engine.partially_updated = False
         return LoadReport(tuple(plan.missing), tuple(plan.unexpected))
 
     # Checking.
@@ -165,8 +167,10 @@ class _Loading:
                 )
         return arrays
 
-    def _plan(self, arrays: dict[str, ShardedArray | Array], progress: Progress | None) -> _Plan:
-        known: dict[str, Entry | None] = {entry.name: entry for entry in self._entries}
+    def _plan(
+        self, arrays: dict[str, ShardedArray | Array], progress: Progress | None
+    ) -> _LoadPlan:
+        known: dict[str, StateEntry | None] = {entry.name: entry for entry in self._entries}
         known |= dict.fromkeys(self._ignored)
         present = [name for name in known if name in arrays]
         for name in present:
@@ -178,10 +182,10 @@ class _Loading:
         if not self._optimizer:  # then it does not matter whether there is any
             unexpected = [name for name in unexpected if not _of_optimizer(name)]
         if progress is None:
-            return _Plan(present, missing, unexpected)
-        return _Plan(present, missing, unexpected, progress.step, progress.scale)
+            return _LoadPlan(present, missing, unexpected)
+        return _LoadPlan(present, missing, unexpected, progress.step, progress.scale)
 
-    def _check(self, name: str, entry: Entry | None, value: ShardedArray | Array) -> str:
+    def _check(self, name: str, entry: StateEntry | None, value: ShardedArray | Array) -> str:
         """Say what is wrong with an array for an entry, or for an ignored array; "" for nothing."""
         if not isinstance(value, ShardedArray):
             try:
@@ -215,7 +219,7 @@ class _Loading:
                 )
         return ""
 
-    def _shares(self, array: Array, entry: Entry) -> bool:
+    def _shares(self, array: Array, entry: StateEntry) -> bool:
         return self._device.owns(array) and self._device.overlap(array, entry.data)
 
     def _check_ignored(self, name: str, value: ShardedArray | Array) -> str:
@@ -243,7 +247,7 @@ class _Loading:
             hint += ", and load_state_dict(optimizer=False) the parameters only"
         return f"{', '.join(parts)} ({hint})"
 
-    def _agreed(self, plan: _Plan) -> _Plan:
+    def _agreed(self, plan: _LoadPlan) -> _LoadPlan:
         told = json.dumps(dataclasses.astuple(plan))
         if self._src is None:  # all ranks have one, and long lists need not travel
             told = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
@@ -254,7 +258,7 @@ class _Loading:
         backend = self._engine.everyone
         everyone = consent(backend, self._what, problem, told)
         if self._src is not None:
-            return _Plan(*json.loads(everyone[self._src]))
+            return _LoadPlan(*json.loads(everyone[self._src]))
         check_equal(
             backend,
             everyone,
@@ -277,7 +281,7 @@ class _Loading:
             if name in present:
                 self._replace(unit, param, arrays.get(name))
 
-    def _fill(self, entry: Entry, value: ShardedArray | Array | None) -> None:
+    def _fill(self, entry: StateEntry, value: ShardedArray | Array | None) -> None:
         """Write this rank's part of an array; a collective if one rank gives it."""
         if isinstance(value, ShardedArray):
             for piece in value.pieces:  # one, with what this rank holds
@@ -292,7 +296,7 @@ class _Loading:
             rounded = self._device.empty(whole.shape, entry.data.dtype)
             self._device.assign(rounded, whole)
             whole = rounded
-        tensor = self._engine.ranks.tensor
+        tensor = self._engine.groups.tensor
         if tensor is not None and self._engine.backend.rank == self._src:
             whole = scatter_boxes(self._device, entry, whole, tensor)
         _deal(self._engine, entry, None if whole is None else whole.reshape(-1), self._src)
@@ -314,9 +318,9 @@ class _Loading:
             unit.ignored[param] = read_only(array.reshape(-1)).reshape(array.shape)
 
 
-def _deal(engine: FSDP, entry: Entry, flat: Array | None, src: int) -> None:
+def _deal(engine: FSDP, entry: StateEntry, flat: Array | None, src: int) -> None:
     """Give each rank its part of an array, of which ``src`` has all; nobody else holds more."""
-    ranks, shards, data = engine.ranks, engine.placement.shards, entry.movable
+    groups, shards, data = engine.groups, engine.placement.shards, entry.movable
     label = f"state, {entry.name}"
     if not entry.split:
         if flat is not None:
@@ -324,11 +328,11 @@ def _deal(engine: FSDP, entry: Entry, flat: Array | None, src: int) -> None:
         broadcast(data, engine.backend, root=src, out=data, label=label)
     else:
         home = src // shards
-        if ranks.replica == home:
+        if groups.replica == home:
             counts = None if flat is None else entry.counts
-            scatter_v(flat, ranks.shards, counts, root=src % shards, out=data, label=label)
-        if ranks.replicas.world_size > 1:
-            broadcast(data, ranks.replicas, root=home, out=data, label=label)
+            scatter_v(flat, groups.shards, counts, root=src % shards, out=data, label=label)
+        if groups.replicas.world_size > 1:
+            broadcast(data, groups.replicas, root=home, out=data, label=label)
     if data is not entry.data:
         entry.data[:] = data
 

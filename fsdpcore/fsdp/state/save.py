@@ -9,7 +9,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.sharding.tensor_group import gather_boxes, scatter_boxes
-from fsdpcore.fsdp.state.entries import Entry, by_unit, entries_of, ignored_of, ties_of
+from fsdpcore.fsdp.state.entries import StateEntry, by_unit, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state.state import FORMAT, ArrayPiece, EngineState, ShardedArray
 from fsdpcore.fsdp.units.views import read_only
 
@@ -28,15 +28,15 @@ def sharded_state(engine: FSDP, *, optimizer: bool) -> EngineState:
     return EngineState(arrays, info_of(engine))
 
 
-def sharded(engine: FSDP, entry: Entry, data: Array) -> ShardedArray:
+def sharded(engine: FSDP, entry: StateEntry, data: Array) -> ShardedArray:
     """Return this rank's part of an array, as ``data``."""
     pieces = (ArrayPiece(entry.start, entry.stop, data),) if data.size else ()
-    ranks = engine.ranks
-    copy = (ranks.replica, ranks.placement.replicas)
+    groups = engine.groups
+    copy = (groups.replica, groups.placement.replicas)
     if not entry.split:
         copy = (engine.backend.rank, engine.backend.world_size)
-    if ranks.tensor is not None and entry.box is None:  # all of these have it alike
-        copy = (ranks.tensor.rank * copy[1] + copy[0], copy[1] * ranks.tensor.world_size)
+    if groups.tensor is not None and entry.box is None:  # all of these have it alike
+        copy = (groups.tensor.rank * copy[1] + copy[0], copy[1] * groups.tensor.world_size)
     return ShardedArray(entry.whole, data.dtype, pieces, *copy, entry.box)
 
 
@@ -69,13 +69,13 @@ def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
             array = _gathered(engine, entry, root)
             if array is not None:
                 arrays[entry.name] = engine.device.to_host(array)
-    if root is None or (root == backend.rank and engine.ranks.leads):
+    if root is None or (root == backend.rank and engine.groups.leads):
         for name, (unit, param) in ignored_of(engine).items():
             arrays[name] = engine.device.to_host(unit.ignored[param].copy())
     return EngineState(arrays, info_of(engine))
 
 
-def gathered(engine: FSDP, entry: Entry) -> Array:
+def gathered(engine: FSDP, entry: StateEntry) -> Array:
     """Return a copy of all of an array; a collective of the ranks that share a copy.
 
     Of those with the other boxes too, if it is cut.
@@ -85,9 +85,9 @@ def gathered(engine: FSDP, entry: Entry) -> Array:
     return array
 
 
-def _gathered(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
+def _gathered(engine: FSDP, entry: StateEntry, root: int | None) -> Array | None:
     """Return all of an array on the root, or everywhere if that is None; else None."""
-    tensor = engine.ranks.tensor
+    tensor = engine.groups.tensor
     if tensor is None:
         return _shared(engine, entry, root)
     if entry.boxes:
@@ -96,15 +96,15 @@ def _gathered(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
         return None if box is None else gather_boxes(engine.device, entry, box, tensor, only)
     # All ranks of tensor have it alike, or nearly so: where sums over ranks depend on the place in
     # a buffer, as by "ring", places differ. So that it is one array, one of them gives it.
-    found = _shared(engine, entry, root) if engine.ranks.leads else None
+    found = _shared(engine, entry, root) if engine.groups.leads else None
     if root is not None:
         return found
     return scatter_boxes(engine.device, entry, found, tensor).reshape(entry.shape)
 
 
-def _shared(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
+def _shared(engine: FSDP, entry: StateEntry, root: int | None) -> Array | None:
     """Return what the ranks that share a copy have of an array: all, or a box of it."""
-    shards, placement = engine.ranks.shards, engine.placement
+    shards, placement = engine.groups.shards, engine.placement
     mine = root in (None, engine.backend.rank)
     if not entry.split or shards.world_size == 1:
         return entry.data.copy().reshape(entry.shape) if mine else None
@@ -112,7 +112,7 @@ def _shared(engine: FSDP, entry: Entry, root: int | None) -> Array | None:
     if root is None:
         flat: Array = all_gather_v(entry.movable, shards, label=label)
         return flat.reshape(entry.shape)
-    if root // placement.shards != engine.ranks.replica:
+    if root // placement.shards != engine.groups.replica:
         return None  # another replica gives it
     out = engine.device.empty(entry.bounds[-1], entry.data.dtype) if mine else None
     gather_v(entry.movable, shards, root=root % placement.shards, out=out, label=label)

@@ -19,7 +19,7 @@ Events = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class UpdateArguments:
     """Arguments of a step and its update, and what came of those before; nan for None.
 
     The same on all ranks.
@@ -35,18 +35,18 @@ class Wanted:
     loss_scale: float
 
     @classmethod
-    def of(cls, *given: float | None) -> Wanted:
+    def of(cls, *given: float | None) -> UpdateArguments:
         """Take the arguments in this order."""
         return cls(*(math.nan if value is None else float(value) for value in given))
 
 
 # That each rank tells all others: what is wanted, a hash of the order, and three numbers.
-AGREED_BYTES = 8 * (len(fields(Wanted)) + 2 + 3)
+AGREED_BYTES = 8 * (len(fields(UpdateArguments)) + 2 + 3)
 
 
 def agree(
     backend: Backend,
-    wanted: Wanted,
+    wanted: UpdateArguments,
     events: Events,
     names: Sequence[str],
     local: Sequence[float],
@@ -70,12 +70,12 @@ def agree(
         MismatchError: they differ. On all ranks, unless another rank's end of the job comes first.
     """
     digest = hashlib.blake2b(repr(events).encode(), digest_size=8).digest()
-    mine = [getattr(wanted, field.name) for field in fields(Wanted)]
+    mine = [getattr(wanted, field.name) for field in fields(UpdateArguments)]
     row = np.array([*mine, *np.frombuffer(digest, np.uint32), *local], np.float64)
     rows = all_gather(row, backend, algorithm=algorithm, label="update")
     table = rows.reshape(backend.world_size, -1)
     bits = table.view(np.uint64)
-    for column, field in enumerate(fields(Wanted)):
+    for column, field in enumerate(fields(UpdateArguments)):
         differing = np.flatnonzero(bits[:, column] != bits[0, column])
         if differing.size:
             theirs = ", ".join(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdpcore.fsdp.offload.offload import GATHERED
 from fsdpcore.fsdp.sharding.strategy import Keep
-from fsdpcore.fsdp.step.schedule import Phase, Prefetch, Schedule
+from fsdpcore.fsdp.step.schedule import Phase, Prefetch, UnitOrder
 from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.units.unit import ParamState, Unit
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.step.step import Step
 
 
-class Passes:
+class StepExecutor:
     """The units of an engine in the order in which steps go through them.
 
     Args:
@@ -41,24 +41,24 @@ class Passes:
         self._keep = keep
         self._prefetch = ahead
         self._overlaps = overlaps
-        self._schedule = Schedule(len(units))
+        self._order = UnitOrder(len(units))
         self._ahead: list[Unit] = []
         self._reducing: Unit | None = None
 
     @property
     def events(self) -> list[tuple[Phase, int]]:
         """What the step has gone through: phases, and numbers of units."""
-        return self._schedule.events
+        return self._order.events
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
         self.step = step
-        self._schedule.begin()
+        self._order.begin()
         self.stats = StepStats(began=time.perf_counter())
 
     def updated(self) -> None:
         """Take note that the step has come to its update."""
-        self._schedule.end()
+        self._order.end()
 
     def end(self) -> None:
         """End a step: reshard all units and drop the gradients."""
@@ -83,7 +83,7 @@ class Passes:
 
     def gather(self, unit: Unit, phase: Phase) -> None:
         """Have ``unit`` and the owners of its ties gathered, and begin with what comes next."""
-        upcoming = self._schedule.enter(phase, self._number[unit.name])
+        upcoming = self._order.enter(phase, self._number[unit.name])
         following = [self._units[number] for number in upcoming[: self._prefetch.units]]
         members = _members(unit)
         for ahead in self._ahead:
@@ -95,14 +95,14 @@ class Passes:
                 member.unshard()
         self._ahead = [each for each in following if each.has_pending_prefetch]
         self._fetch(following)
-        near = len(following) + unit.shelf.depth
-        for number in upcoming[len(following) : near] if unit.shelf.depth else ():
+        last = len(following) + unit.store.depth
+        for number in upcoming[len(following) : last] if unit.store.depth else ():
             if self._units[number].state is ParamState.SHARDED:
-                self._units[number].shelf.ahead(GATHERED)
+                self._units[number].store.ahead(GATHERED)
 
     def record(self, unit: Unit, phase: Phase) -> None:
         """Take note of a pass of a unit for which nothing has to be gathered."""
-        self._schedule.enter(phase, self._number[unit.name])
+        self._order.enter(phase, self._number[unit.name])
 
     def _fetch(self, following: list[Unit]) -> None:
         limit = self._prefetch.max_bytes

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
-from fsdpcore.fsdp.gpu.sums import Kind, Slots
+from fsdpcore.fsdp.gpu.sums import Slots, SumKind
 
 _BLOCK = 32 * 1024
 # Squares that add up to less may have vanished. Those of float32 do not.
@@ -53,7 +53,7 @@ def _peeked(arrays: Iterable[Array]) -> tuple[Any, Iterable[Array]]:
 def _gpu_part(cupy: Any, first: Iterable[Array], again: Iterable[Array], p: float) -> NormPart:
     if math.isinf(p):
         return NormPart(_fetched(_summed(cupy, "largest", first))[0], 0.0)
-    kind: Kind = "power" if p not in (1.0, 2.0) else "square" if p == 2.0 else "absolute"
+    kind: SumKind = "power" if p not in (1.0, 2.0) else "square" if p == 2.0 else "absolute"
     if p in (1.0, 2.0):
         (total,) = _fetched(_summed(cupy, kind, first))
         if math.isfinite(total) and total > _LEAST:
@@ -67,7 +67,7 @@ def _gpu_part(cupy: Any, first: Iterable[Array], again: Iterable[Array], p: floa
 
 
 def _summed(
-    cupy: Any, kind: Kind, arrays: Iterable[Array], p: float = 1.0, divisor: Array | None = None
+    cupy: Any, kind: SumKind, arrays: Iterable[Array], p: float = 1.0, divisor: Array | None = None
 ) -> Array:
     slots = Slots(cupy, kind, p, divisor)
     for array in arrays:

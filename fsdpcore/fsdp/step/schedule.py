@@ -67,7 +67,7 @@ class Prefetch:
         return self.reductions == 1 and len(hosts) > 1
 
 
-class Schedule:
+class UnitOrder:
     """The order of one engine's units.
 
     Attributes:

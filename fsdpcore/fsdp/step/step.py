@@ -131,7 +131,7 @@ class Step:
         counts = 0 if recompute else 1
         self._forwards[member.name] += counts
         try:
-            self._engine.passes.gather(member, "forward")
+            self._engine.executor.gather(member, "forward")
             with _lent(member) as params:
                 yield params
         except BaseException:
@@ -158,13 +158,13 @@ class Step:
         self._enter(member, "backward")
         self._forwards[member.name] -= 1
         try:
-            self._engine.passes.gather(member, "backward")
+            self._engine.executor.gather(member, "backward")
             with _lent(member) as params:
                 yield BackwardUnit(params, member.begin_gradients())
             # Before the reduction, which needs the room, and ends all reading.
-            self._engine.passes.release(member)
+            self._engine.executor.release(member)
             if self._synchronising:
-                self._engine.passes.reduce(member, self.divisor)
+                self._engine.executor.reduce(member, self.divisor)
             else:
                 member.keep_gradients()
             self._reduced = True
@@ -195,17 +195,17 @@ class Step:
             StateError: outside of the step, after ``update``, or inside another context.
         """
         self._check_entering("whole()")
-        units, passes = self._engine.units, self._engine.passes
+        units, executor = self._engine.units, self._engine.executor
         for unit in units:
             self._check_written(unit)
         given = WholeGradients(units, "" if self.training else _NO_BACKWARD)
         params: dict[str, dict[str, Array]] = {}
-        self._whole = passes.stats.whole = True
+        self._whole = executor.stats.whole = True
         for unit in units:
             unit.in_use = True
         try:
             for unit in units:
-                passes.gather(unit, "forward")
+                executor.gather(unit, "forward")
             params.update((unit.name, dict(unit.params)) for unit in units)
             yield Whole(params, given)
             if self.training:
@@ -220,7 +220,7 @@ class Step:
                 self._whole = False
                 for unit in units:
                     unit.in_use = False
-                    passes.free(unit)
+                    executor.free(unit)
                     unit.drop_local_gradients()
 
     @staticmethod
@@ -232,12 +232,12 @@ class Step:
 
     def _hand_over(self, unit: Unit, given: WholeGradients) -> None:
         """Free a unit, and reduce or keep its gradients."""
-        passes = self._engine.passes
-        passes.record(unit, "backward")
+        executor = self._engine.executor
+        executor.record(unit, "backward")
         given.hand_over(unit.name, unit.begin_gradients())
-        passes.free(unit)
+        executor.free(unit)
         if self._synchronising:
-            passes.reduce(unit, self.divisor)
+            executor.reduce(unit, self.divisor)
         else:
             unit.keep_gradients()
         self._reduced = True
@@ -329,7 +329,7 @@ class Step:
         if not self._active:
             return False
         self._open, member.in_use = None, False
-        self._engine.passes.release(member)
+        self._engine.executor.release(member)
         return True
 
     def _enter(self, member: Unit, phase: Phase) -> None:

@@ -14,7 +14,7 @@ from fsdpcore.core.errors import NonFiniteGradientError
 from fsdpcore.fsdp.gpu import inplace
 from fsdpcore.fsdp.offload.offload import GRADIENTS, UPDATED, in_turn
 from fsdpcore.fsdp.sharding.tensor_group import spans
-from fsdpcore.fsdp.step.agreement import AGREED_BYTES, Wanted, agree
+from fsdpcore.fsdp.step.agreement import AGREED_BYTES, UpdateArguments, agree
 from fsdpcore.fsdp.step.norm import NormPart, all_finite, joined, local_part
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def apply_update(
         NonFiniteGradientError: gradients are not finite, and that is no reason to skip.
         MismatchError: see ``agree``.
     """
-    engine.passes.finish_reductions(divisor)
+    engine.executor.finish_reductions(divisor)
     numbers = (lr, clip, norm_type, clip_value, divisor)
-    wanted = Wanted.of(*numbers, skip, engine.steps, engine.loss_scale)
+    wanted = UpdateArguments.of(*numbers, skip, engine.steps, engine.loss_scale)
     norm, where = _judge(engine, wanted, None if clip is None else norm_type)
     finite = not where and (norm is None or math.isfinite(norm))
     if not finite and not skip and engine.scaler.policy is None:
@@ -58,17 +58,19 @@ def apply_update(
             factor *= clip / norm
         if clip_value is not None:
             _cut(_Shards(engine, _all, written=True), clip_value * engine.loss_scale)
-        engine.torn = True
+        engine.partially_updated = True
         for unit in in_turn(engine.units, UPDATED, GRADIENTS):
             unit.update(step=engine.steps + 1, lr=lr, grad_scale=factor)
-        engine.torn = False
+        engine.partially_updated = False
         engine.steps += 1
     engine.scaler.updated(skipped=not finite)
-    engine.passes.updated()
+    engine.executor.updated()
     return norm, not finite
 
 
-def _judge(engine: FSDP, wanted: Wanted, p: float | None) -> tuple[float | None, list[int]]:
+def _judge(
+    engine: FSDP, wanted: UpdateArguments, p: float | None
+) -> tuple[float | None, list[int]]:
     """Return the global Lp norm, unless p is None, and the ranks whose shards are not finite."""
     # What several ranks hold alike is read by one of them, and counted once.
     if p is None:
@@ -76,14 +78,14 @@ def _judge(engine: FSDP, wanted: Wanted, p: float | None) -> tuple[float | None,
     else:
         part = local_part(_Shards(engine, _counted), p)
         finite = math.isfinite(part.largest)
-        if not engine.ranks.leads:  # what is no box was counted by another, but is it the same?
+        if not engine.groups.leads:  # what is no box was counted by another, but is it the same?
             finite = finite and all_finite(_Shards(engine, _not_counted))
     engine.stats.bytes_sent += AGREED_BYTES * (engine.everyone.world_size - 1)
-    with engine.passes.waiting():
+    with engine.executor.waiting():
         told = agree(
             engine.everyone,
             wanted,
-            engine.passes.events,
+            engine.executor.events,
             [unit.name for unit in engine.units],
             (*part, float(finite)),
             algorithm=engine.host_algorithm,
@@ -126,12 +128,12 @@ class _Shards:
             assert unit.gradients.shard is not None
             shard = unit.gradients.shard[: unit.valid_size]
             ranges = self._ranges(self._engine, unit)
-            unit.shelf.begin(GRADIENTS, write=self._written)
+            unit.store.begin(GRADIENTS, write=self._written)
             try:
                 for each in ranges:
                     yield shard[each]
             finally:
-                unit.shelf.end(GRADIENTS, written=self._written)
+                unit.store.end(GRADIENTS, written=self._written)
 
 
 def _all(engine: FSDP, unit: Unit) -> list[slice]:
@@ -140,13 +142,13 @@ def _all(engine: FSDP, unit: Unit) -> list[slice]:
 
 def _held_by_one(engine: FSDP, unit: Unit) -> list[slice]:
     """What this rank reads of a shard that all replicas have."""
-    return [engine.ranks.part(unit.valid_size)]
+    return [engine.groups.part(unit.valid_size)]
 
 
 def _counted(engine: FSDP, unit: Unit) -> list[slice]:
     """Of that, what no other rank of ``tensor`` counts."""
     here = _held_by_one(engine, unit)[0]
-    return [here] if engine.ranks.leads else _within(here, spans(unit, boxed=True))
+    return [here] if engine.groups.leads else _within(here, spans(unit, boxed=True))
 
 
 def _not_counted(engine: FSDP, unit: Unit) -> list[slice]:

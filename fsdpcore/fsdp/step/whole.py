@@ -45,7 +45,7 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
     """
 
     def __init__(self, units: Iterable[Unit], refusal: str = "") -> None:
-        self._units = {unit.name: _UnitGradients(unit) for unit in units}
+        self._units = {unit.name: _GivenGradients(unit) for unit in units}
         self._refusal = refusal
 
     def __getitem__(self, unit: str) -> MutableMapping[str, Array]:
@@ -66,7 +66,7 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
     def __len__(self) -> int:
         return len(self._units)
 
-    def _of(self, unit: str) -> _UnitGradients:
+    def _of(self, unit: str) -> _GivenGradients:
         if self._refusal:
             raise StateError(self._refusal)
         try:
@@ -114,7 +114,7 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
         )
 
 
-class _UnitGradients(MutableMapping[str, Array]):
+class _GivenGradients(MutableMapping[str, Array]):
     """What was given for one unit.
 
     Attributes:
@@ -125,12 +125,12 @@ class _UnitGradients(MutableMapping[str, Array]):
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.arrays: dict[str, Array] = {}
-        own = unit.parts[0].places
+        own = unit.flat_parameters[0].places
         self._kinds = {name: (own.shape(name), unit.dtypes.grad) for name in own}
         for name, tie in unit.ties.items():
             owner = unit.owners[name]
-            if tie.param in owner.parts[0].places:
-                shape = owner.parts[0].places.shape(tie.param)
+            if tie.param in owner.flat_parameters[0].places:
+                shape = owner.flat_parameters[0].places.shape(tie.param)
                 self._kinds[name] = (shape, owner.dtypes.grad)
 
     def replace(self, found: Mapping[str, Array]) -> None:

@@ -201,7 +201,7 @@ def digest_of(value: Array | Spec, device: Device) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
 
-class _BoxTold(NamedTuple):
+class _BoxRecord(NamedTuple):
     """What a rank tells of a box.
 
     Attributes:
@@ -218,7 +218,7 @@ class _BoxTold(NamedTuple):
         return np.array([*self.box.start, *self.box.shape], np.int64).tobytes() + self.digest
 
     @classmethod
-    def unpack(cls, data: bytes, whole: tuple[int, ...]) -> _BoxTold:
+    def unpack(cls, data: bytes, whole: tuple[int, ...]) -> _BoxRecord:
         """Return what another rank told of its box of the same array."""
         numbers = np.frombuffer(data[:-_DIGEST], np.int64).tolist()
         return cls(ArrayBox(whole, numbers[: len(whole)], numbers[len(whole) :]), data[-_DIGEST:])
@@ -240,13 +240,13 @@ def exchange_tilings(units: tuple[Unit, ...], tensor: Backend, device: Device) -
         box, digest = unit.boxes[name], bytes(_DIGEST)
         if box.is_whole:
             digest = digest_of((unit.initial or {})[name], device)
-        mine.append(_BoxTold(box, digest).pack())
+        mine.append(_BoxRecord(box, digest).pack())
     row = np.frombuffer(b"".join(mine), np.uint8)
     table = all_gather(row, tensor, label="boxes").reshape(tensor.world_size, -1)
     ends = list(itertools.accumulate(map(len, mine), initial=0))
     for (unit, name), (start, stop) in zip(boxed, itertools.pairwise(ends), strict=True):
         whole = unit.boxes[name].whole
-        told = [_BoxTold.unpack(each[start:stop].tobytes(), whole) for each in table]
+        told = [_BoxRecord.unpack(each[start:stop].tobytes(), whole) for each in table]
         tiling = tuple(each.box for each in told)
         if all(box.is_whole for box in tiling):
             problem = "they have other values" if len(set(told)) > 1 else ""

@@ -14,7 +14,7 @@ from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.core.foreign import as_numpy
 from fsdpcore.core.geometry.boxes import ArrayBox, BoxShard
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.units.flat_parameter import Part
+from fsdpcore.fsdp.units.flat_parameter import FlatParameter
 from fsdpcore.fsdp.units.precision import Dtypes, Precision
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.fsdp.units.special import Tied, chosen
@@ -38,8 +38,7 @@ class Declared:
         tilings: of each of these the boxes of all ranks of the engine's ``tensor`` group, in their
             order; set by the engine.
         dtype: of the trained parameters.
-        parts: the flat buffers: what is trained, then what is frozen, by dtype; empty before
-            ``lay_out``.
+        flat_parameters: what is trained, then what is frozen, by dtype; empty before ``lay_out``.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Declared:
         self.frozen = frozenset(chosen(name, own, frozen, "frozen"))
         self.initial: dict[str, Array | Spec] | None = own
         self.dtype = _common_dtype(name, {k: v for k, v in own.items() if k not in self.frozen})
-        self.parts: tuple[Part, ...] = ()
+        self.flat_parameters: tuple[FlatParameter, ...] = ()
         self._dtypes: Dtypes
 
     def tie(self, name: str, tie: Tied) -> None:
@@ -103,21 +102,21 @@ class Declared:
     def give_back(self) -> None:
         """Undo ``lay_out``, if no engine has taken over the parameters since."""
         if self.initial is not None:
-            self.parts = ()
+            self.flat_parameters = ()
 
     def lay_out(self, shards: int, precision: Precision) -> list[FlatLayout]:
         """Fix how the parameters are sharded; called by the engine, before ``bind``."""
         initial = self.initial
-        if self.parts or initial is None:
+        if self.flat_parameters or initial is None:
             raise StateError(f"unit {self.name!r} belongs to an engine already; make a new one")
         self._dtypes = dtypes = precision.dtypes(self.dtype)
         trained = {key: value for key, value in initial.items() if key not in self.frozen}
-        parts = [Part(self.name, trained, (dtypes.master, dtypes.param), shards)]
+        parts = [FlatParameter(self.name, trained, (dtypes.master, dtypes.param), shards)]
         for dtype in dict.fromkeys(initial[key].dtype for key in initial if key in self.frozen):
             group = {k: v for k, v in initial.items() if k in self.frozen and v.dtype == dtype}
             kept = dtypes.param if dtype == dtypes.master else dtype
-            parts.append(Part(self.name, group, (kept, kept), shards))
-        self.parts = tuple(parts)
+            parts.append(FlatParameter(self.name, group, (kept, kept), shards))
+        self.flat_parameters = tuple(parts)
         return [part.layout for part in parts]
 
 

@@ -10,17 +10,17 @@ import numpy as np
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.offload.offload import Kind, Shelf
-from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.offload.offload import ArrayKind, OffloadStore
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.filling import fill
 from fsdpcore.fsdp.units.spec import Spec
-from fsdpcore.fsdp.units.storage import Storage
-from fsdpcore.fsdp.units.storages import store
+from fsdpcore.fsdp.units.storage import ParameterStorage
+from fsdpcore.fsdp.units.storages import make_storage
 from fsdpcore.fsdp.units.views import Places, read_only
 
 
-class Part:
+class FlatParameter:
     """The parameters of one flat buffer, and this rank's shard of them.
 
     Args:
@@ -49,40 +49,40 @@ class Part:
         shapes = {name: value.shape for name, value in params.items()}
         self.layout = FlatLayout.build(shapes, param, shards)
         self.places = Places(unit, self.layout)
-        self.storage: Storage
+        self.storage: ParameterStorage
         self.master: Array
         self._device: Device = HOST
         self.rank = 0
 
     def bind(
         self,
-        ranks: Ranks,
+        groups: ProcessGroups,
         algorithm: str,
         pool: BufferPool,
-        shelf: Shelf,
+        store: OffloadStore,
         flat: Array | None,
         seed: int,
         *,
         trained: bool,
     ) -> None:
         """Make the memory, and write this rank's shard of the initial values."""
-        self.rank, self._device = ranks.shards.rank, ranks.device
-        kind = Kind.TRAINED if trained else Kind.FROZEN
-        self.storage = store(
+        self.rank, self._device = groups.shards.rank, groups.device
+        kind = ArrayKind.TRAINED if trained else ArrayKind.FROZEN
+        self.storage = make_storage(
             self.places,
-            ranks,
+            groups,
             algorithm,
             pool,
-            shelf.allocate(kind),
+            store.allocate(kind),
             flat,
-            away=kind in shelf.away,
+            away=kind in store.away,
         )
         if trained:
-            shelf.mark(Kind.OWN, self.storage.own)
+            store.mark(ArrayKind.OWN, self.storage.own)
         if self._master_dtype == self.layout.dtype:
             self.master = self.storage.own
         else:
-            allocate = shelf.allocate(Kind.MASTER)
+            allocate = store.allocate(ArrayKind.MASTER)
             self.master = allocate(self.layout.shard_size, self._master_dtype)
             self.master[self.valid_size :] = 0
         for piece in self.layout.pieces(self.rank):

@@ -21,7 +21,7 @@ def load_arrays(unit: Unit, values: Mapping[str, Array]) -> None:
     device = unit.device
     found = {
         param.name: (param.shape, part.master.dtype)
-        for part in unit.parts
+        for part in unit.flat_parameters
         for param in part.layout.params
     }
     arrays = {}
@@ -39,7 +39,7 @@ def load_arrays(unit: Unit, values: Mapping[str, Array]) -> None:
                 f"load {array.shape} and {array.dtype}"
             )
     # What shows parameters of the unit itself changes while it is loaded.
-    shown = [flat for part in unit.parts if (flat := part.storage.shown) is not None]
+    shown = [flat for part in unit.flat_parameters if (flat := part.storage.shown) is not None]
     for name, array in arrays.items():
         if any(_shared(array, flat, device) for flat in shown):
             arrays[name] = array.copy()

@@ -26,8 +26,8 @@ from fsdpcore.core.errors import CommunicationError, StateError
 from fsdpcore.core.reductions import BLOCK
 from fsdpcore.core.work import Work
 from fsdpcore.fsdp.gpu import inplace
-from fsdpcore.fsdp.offload.offload import GRADIENTS, Kind, Shelf
-from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.offload.offload import GRADIENTS, ArrayKind, OffloadStore
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.precision import Dtypes
 from fsdpcore.fsdp.units.views import Gradients, Places
@@ -67,11 +67,11 @@ class UnitGradients:
 
     Args:
         places: where the parameters that have gradients lie.
-        ranks: the groups to reduce over.
+        groups: to reduce over.
         algorithm: of the collectives.
         pool: of the full gradients.
         dtypes: of the unit.
-        shelf: where this rank's shard is, once it is needed.
+        store: where this rank's shard is, once it is needed.
 
     Attributes:
         shard: this rank's part of the reduced gradients, while there are any.
@@ -80,20 +80,20 @@ class UnitGradients:
     def __init__(
         self,
         places: Places,
-        ranks: Ranks,
+        groups: ProcessGroups,
         algorithm: str,
         pool: BufferPool,
         dtypes: Dtypes,
-        shelf: Shelf,
+        store: OffloadStore,
     ) -> None:
         self.shard: Array | None = None
         self._places = places
         self._layout = places.layout
-        self._ranks = ranks
+        self._groups = groups
         self._algorithm = algorithm
         self._pool = pool
         self._dtypes = dtypes
-        self._shelf = shelf
+        self._store = store
         self._buffer: Array | None = None  # what ``shard`` is, whenever it is there
         self._open: Gradients | None = None
         self._kept: Array | None = None
@@ -131,7 +131,7 @@ class UnitGradients:
         """Return zeroed gradients to be written, and those of tied parameters, which lie apart."""
         self.check_closed()
         flat = self._pool.take(self._layout.padded_size, self._dtypes.grad)
-        device = self._ranks.device
+        device = self._groups.device
         self._open = Gradients(flat, self._places, tied, self._dtypes.param, device)
         return self._open
 
@@ -191,12 +191,12 @@ class UnitGradients:
             _add_into(self._places.view(flat, name).reshape(-1), array)
             self._pool.give(array)
         self._from_ties.clear()
-        if self.shard is None and Kind.GRADIENT not in self._shelf.away:
+        if self.shard is None and ArrayKind.GRADIENT not in self._store.away:
             own = self._own_buffer()
         else:  # a collective may write to this rank's part of what it reads
-            start, stop = self._layout.shard_bounds(self._ranks.shards.rank)
+            start, stop = self._layout.shard_bounds(self._groups.shards.rank)
             own = flat[start:stop]
-        self._shelf.ahead(GRADIENTS)
+        self._store.ahead(GRADIENTS)
         try:
             self._reducing = self._begin(flat, own, divisor, label, async_op)
         except BaseException:
@@ -208,7 +208,7 @@ class UnitGradients:
     def _begin(
         self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
     ) -> _Reducing:
-        if self._ranks.device.on_host:
+        if self._groups.device.on_host:
             started = self._start(flat, own, divisor, label, async_op)
             return _Reducing(started if async_op else None, flat, own, divisor)
 
@@ -218,13 +218,13 @@ class UnitGradients:
             reducing.shard = self._conclude(own, divisor)
 
         reducing = _Reducing(None, flat, own, divisor)
-        reducing.work = in_background(self._ranks.whole, label, reduce)
+        reducing.work = in_background(self._groups.whole, label, reduce)
         return reducing
 
     def _start(
         self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
     ) -> Any:
-        ranks = self._ranks
+        groups = self._groups
         options: dict[str, Any] = {
             "op": self._op(divisor),
             "out": own,
@@ -232,20 +232,20 @@ class UnitGradients:
             "async_op": async_op,
             "label": label if divisor is None else f"{label}, divisor {divisor}",
         }
-        if ranks.placement.gathers or ranks.replicas.world_size == 1:
-            return reduce_scatter(flat, ranks.shards, **options)
-        return all_reduce(flat, ranks.replicas, **options)
+        if groups.placement.gathers or groups.replicas.world_size == 1:
+            return reduce_scatter(flat, groups.shards, **options)
+        return all_reduce(flat, groups.replicas, **options)
 
     @property
     def _in_two(self) -> bool:
         """Whether shards are reduced in their group, and then over the replicas."""
-        return self._ranks.placement.gathers and self._ranks.replicas.world_size > 1
+        return self._groups.placement.gathers and self._groups.replicas.world_size > 1
 
     def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
         """Return what the collectives make of the gradients, before the rest is divided."""
         if self._dtypes.grad.itemsize < 4:
             # The sum over ranks may be too large for 16 bits where the mean is not.
-            small = divisor is None or divisor >= self._ranks.whole.world_size
+            small = divisor is None or divisor >= self._groups.whole.world_size
             return "mean" if small else "sum"
         # The same bits as with one group of all ranks, since the sum is divided once.
         return "mean" if divisor is None and not self._in_two else "sum"
@@ -267,29 +267,29 @@ class UnitGradients:
 
     def _conclude(self, own: Array, divisor: float | None) -> Array:
         """Have the other replicas' sums added, divide, and add to the shard, which is returned."""
-        op, ranks = self._op(divisor), self._ranks
-        size = ranks.whole.world_size
+        op, groups = self._op(divisor), self._groups
+        size = groups.whole.world_size
         if self._in_two:
             label = f"unit {self._places.unit}, over replicas"
             algorithm = self._algorithm
-            all_reduce(own, ranks.replicas, op=op, out=own, algorithm=algorithm, label=label)
+            all_reduce(own, groups.replicas, op=op, out=own, algorithm=algorithm, label=label)
         left = (size if divisor is None else divisor) / (size if op == "mean" else 1)
         if left != 1:
             _divide(own, left)
         shard = self.shard
         if shard is not None:
-            self._shelf.begin(GRADIENTS, write=True)
+            self._store.begin(GRADIENTS, write=True)
             _add_into(shard, own)
         else:
             shard = self._own_buffer()
             if own is not shard:  # it is not where a collective can write to
                 shard[:] = own
-        self._shelf.end(GRADIENTS, written=True)
+        self._store.end(GRADIENTS, written=True)
         return shard
 
     def _own_buffer(self) -> Array:
         if self._buffer is None:
-            allocate = self._shelf.allocate(Kind.GRADIENT)
+            allocate = self._store.allocate(ArrayKind.GRADIENT)
             self._buffer = allocate(self._layout.shard_size, self._dtypes.grad)
         return self._buffer
 
@@ -324,13 +324,13 @@ class UnitGradients:
                 self._pool.give(array)
         self._from_ties.clear()
         if self.shard is not None:
-            self._shelf.discard(GRADIENTS)
+            self._store.discard(GRADIENTS)
         self._kept = self.shard = None
 
     @property
     def sends(self) -> int:
         """Bytes that this rank sends in a reduction, at the least that is possible."""
-        shards, replicas = self._ranks.shards.world_size, self._ranks.replicas
+        shards, replicas = self._groups.shards.world_size, self._groups.replicas
         shard = self._layout.shard_size
         elements = shard * (shards - 1) + all_reduce_sends(
             shard, replicas.world_size, replicas.rank

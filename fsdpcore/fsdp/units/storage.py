@@ -1,16 +1,16 @@
 """Where the parameters of a unit lie, and what the ranks agree on before they read or write them.
 
-``Separate``: every rank holds its shard, and gathers the others' into a buffer of the pool. After
-the forward pass it may keep a larger part, so that fewer ranks gather for the backward pass.
+``ShardedStorage``: every rank holds its shard, and gathers the others' into a buffer of the pool.
+After the forward pass it may keep a larger part, so that fewer ranks gather for the backward pass.
 
-``Kept``: every rank holds all parameters, and gathers them after they were written.
+``ReplicatedStorage``: every rank holds all parameters, and gathers them after they were written.
 
-``Brought``: the same where a GPU computes, but the host's memory holds them: they are copied into a
-buffer of the pool while they are used.
+``PinnedReplicaStorage``: the same where a GPU computes, but the host's memory holds them: they are
+copied into a buffer of the pool while they are used.
 
-``Windowed``: all ranks are on one host and map one window, in which the flat buffer lies once. A
-rank's shard is its slice of it; it writes there only, and reads all of it while the unit is not
-SHARDED. No bytes move, but two things must never happen: that a rank reads what another has not
+``SharedWindowStorage``: all ranks are on one host and map one window, in which the flat buffer lies
+once. A rank's shard is its slice of it; it writes there only, and reads all of it while the unit is
+not SHARDED. No bytes move, but two things must never happen: that a rank reads what another has not
 finished writing, and that it writes what another still reads. Both follow from collectives, since
 no rank leaves one before all have entered it; and as the ranks compare what each collective is for,
 they enter the same one.
@@ -41,7 +41,7 @@ from fsdpcore.fsdp.sharding.strategy import Keep, Placement
 from fsdpcore.fsdp.units.views import Params, Places, read_only
 
 
-class Storage(ABC):
+class ParameterStorage(ABC):
     """The parameters of one unit, or some of them, as one rank has them.
 
     Attributes:

@@ -11,27 +11,27 @@ from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.work import Work
-from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import Allocate, BufferPool
-from fsdpcore.fsdp.units.storage import Storage, keeps_all, place_of, sent
+from fsdpcore.fsdp.units.storage import ParameterStorage, keeps_all, place_of, sent
 from fsdpcore.fsdp.units.views import Params, Places
 
 
-def store(
+def make_storage(
     places: Places,
-    ranks: Ranks,
+    groups: ProcessGroups,
     algorithm: str,
     pool: BufferPool,
     allocate: Allocate,
     flat: Array | None,
     *,
     away: bool,
-) -> Storage:
+) -> ParameterStorage:
     """Make the storage of a flat buffer.
 
     Args:
         places: where each parameter lies in it.
-        ranks: that share it.
+        groups: of the ranks that share it.
         algorithm: of the collectives.
         pool: of gathered parameters.
         allocate: makes what this rank holds.
@@ -39,15 +39,15 @@ def store(
         away: what ``allocate`` makes is the host's memory, while a GPU computes.
     """
     if flat is not None:
-        return Windowed(ranks.shards, places, flat)
-    if not keeps_all(ranks.placement):
-        return Separate(ranks, places, algorithm, pool, allocate, away=away)
+        return SharedWindowStorage(groups.shards, places, flat)
+    if not keeps_all(groups.placement):
+        return ShardedStorage(groups, places, algorithm, pool, allocate, away=away)
     if away:
-        return Brought(ranks.shards, places, algorithm, pool, allocate)
-    return Kept(ranks.shards, places, algorithm, allocate)
+        return PinnedReplicaStorage(groups.shards, places, algorithm, pool, allocate)
+    return ReplicatedStorage(groups.shards, places, algorithm, allocate)
 
 
-class _Pooled(Storage):
+class _PooledStorage(ParameterStorage):
     """Parameters that are in a buffer of the pool while they are used."""
 
     def __init__(self, places: Places, own: Array, rank: int, pool: BufferPool) -> None:
@@ -88,12 +88,12 @@ class _Pooled(Storage):
             self._pool.give(flat)
 
 
-class Separate(_Pooled):
+class ShardedStorage(_PooledStorage):
     """A shard on each rank, gathered into a buffer of the pool."""
 
     def __init__(
         self,
-        ranks: Ranks,
+        groups: ProcessGroups,
         places: Places,
         algorithm: str,
         pool: BufferPool,
@@ -102,8 +102,8 @@ class Separate(_Pooled):
         away: bool,
     ) -> None:
         own = allocate(places.layout.shard_size, places.layout.dtype)
-        super().__init__(places, own, ranks.shards.rank, pool)
-        self._ranks = ranks
+        super().__init__(places, own, groups.shards.rank, pool)
+        self._groups = groups
         self._algorithm = algorithm
         self._away = away
         # A larger part than the own shard, kept from the forward to the backward pass.
@@ -115,14 +115,14 @@ class Separate(_Pooled):
 
     @property
     def sends(self) -> int:
-        group = self._ranks.shards if self._part is None else self._ranks.near
+        group = self._groups.shards if self._part is None else self._groups.regather_group
         return sent(self.places, group)
 
     def gather(self, *, async_op: bool) -> Work | None:
-        source, group = self.own, self._ranks.shards
+        source, group = self.own, self._groups.shards
         label = f"unit {self.places.unit}"
         if self._part is not None:
-            source, group, label = self._part, self._ranks.near, f"{label}, again"
+            source, group, label = self._part, self._groups.regather_group, f"{label}, again"
         away = self._away and self._part is None
         with self._filling() as flat:
             place = place_of(flat, self.places.layout, group.rank) if away else None
@@ -137,18 +137,18 @@ class Separate(_Pooled):
         super().free(again=again)
 
     def _keep_part(self, flat: Array) -> None:
-        near = self._ranks.near
-        if near is not self._ranks.shards:
-            size = flat.size // near.world_size
+        group = self._groups.regather_group
+        if group is not self._groups.shards:
+            size = flat.size // group.world_size
             self._part = self._pool.take(size, flat.dtype)
-            self._part[:] = flat[near.rank * size : (near.rank + 1) * size]
+            self._part[:] = flat[group.rank * size : (group.rank + 1) * size]
 
     def claim(self) -> None:
         """Nothing to wait for: nobody else sees the shard outside of ``gather``."""
         self.free(again=False)  # what was gathered is about to be out of date
 
 
-class Kept(Storage):
+class ReplicatedStorage(ParameterStorage):
     """All parameters on every rank; the own shard is a slice of them."""
 
     def __init__(self, shards: Backend, places: Places, algorithm: str, allocate: Allocate) -> None:
@@ -204,7 +204,7 @@ class Kept(Storage):
         self._stale = self._shards.world_size > 1
 
 
-class Brought(_Pooled):
+class PinnedReplicaStorage(_PooledStorage):
     """All parameters on every rank, in the host's memory; copied to the GPU that uses them."""
 
     def __init__(
@@ -255,7 +255,7 @@ class Brought(_Pooled):
         self._stale = self._shards.world_size > 1
 
 
-class Windowed(Storage):
+class SharedWindowStorage(ParameterStorage):
     """A slice of the flat buffer, which lies in memory that all ranks map.
 
     Attributes:
@@ -308,7 +308,7 @@ def _gathering(
     *,
     async_op: bool,
 ) -> Work | None:
-    """Gather the ranks' shards; see ``Storage.gather``.
+    """Gather the ranks' shards; see ``ParameterStorage.gather``.
 
     Args:
         own: of this rank.

@@ -34,13 +34,13 @@ from fsdpcore.fsdp.offload.offload import (
     INITIAL,
     UPDATED,
     WRITTEN,
-    Kind,
-    Shelf,
+    ArrayKind,
+    OffloadStore,
 )
-from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.declared import Declared
-from fsdpcore.fsdp.units.flat_parameter import Part
+from fsdpcore.fsdp.units.flat_parameter import FlatParameter
 from fsdpcore.fsdp.units.given_arrays import load_arrays, update_shard
 from fsdpcore.fsdp.units.gradients import GradState, UnitGradients, check_divisor
 from fsdpcore.fsdp.units.precision import Dtypes, Precision
@@ -64,7 +64,7 @@ class ParamState(enum.Enum):
 class Binding:
     """What the engine gives to each of its units."""
 
-    ranks: Ranks
+    groups: ProcessGroups
     pool: BufferPool
     optimizers: Optimizers | None
     precision: Precision
@@ -95,10 +95,10 @@ class Unit(Declared):
 
     Attributes:
         state: where the parameters are.
-        shelf: where this rank's arrays are; set by ``bind``.
+        store: where this rank's arrays are; set by ``bind``.
     """
 
-    shelf: Shelf
+    store: OffloadStore
 
     def __init__(
         self,
@@ -122,40 +122,40 @@ class Unit(Declared):
 
     # Taking over.
 
-    def bind(self, binding: Binding, flats: Iterable[Array | None], shelf: Shelf) -> None:
+    def bind(self, binding: Binding, flats: Iterable[Array | None], store: OffloadStore) -> None:
         """Shard the parameters; called by the engine, once.
 
         Args:
             binding: what all units of the engine have in common.
             flats: the parts' flat buffers in the window of the host, or None where there is none.
-            shelf: where the arrays are that this rank holds all the time.
+            store: where the arrays are that this rank holds all the time.
         """
-        self.shelf = shelf
-        for part, flat in zip(self.parts, flats, strict=True):
+        self.store = store
+        for part, flat in zip(self.flat_parameters, flats, strict=True):
             part.bind(
-                binding.ranks,
+                binding.groups,
                 binding.algorithm,
                 binding.pool,
-                shelf,
+                store,
                 flat,
                 binding.seed,
-                trained=part is self.parts[0],
+                trained=part is self.flat_parameters[0],
             )
-        trained = self.parts[0]
+        trained = self.flat_parameters[0]
         self._gradients = UnitGradients(
-            trained.places, binding.ranks, binding.algorithm, binding.pool, self._dtypes, shelf
+            trained.places, binding.groups, binding.algorithm, binding.pool, self._dtypes, store
         )
         if binding.optimizers is not None and self.trainable:
             self._update = ShardUpdate(
                 self.name,
                 trained,
                 binding.optimizers,
-                binding.ranks,
+                binding.groups,
                 binding.algorithm,
-                shelf.allocate(Kind.STATE),
+                store.allocate(ArrayKind.STATE),
                 self.boxes,
             )
-        shelf.end(INITIAL, written=True)
+        store.end(INITIAL, written=True)
         self._binding, self.initial = binding, None
         if not self.device.on_host:
             self._move_ignored(self.device)
@@ -169,7 +169,7 @@ class Unit(Declared):
     @property
     def device(self) -> Device:
         """Where the arrays are."""
-        return self._bound(self._binding).ranks.device
+        return self._bound(self._binding).groups.device
 
     @property
     def trainable(self) -> bool:
@@ -185,7 +185,7 @@ class Unit(Declared):
     @property
     def layout(self) -> FlatLayout:
         """Which trained parameter lies where in the flat buffer and in the shards."""
-        return self.parts[0].layout if self.parts else self._bound(None)
+        return self.flat_parameters[0].layout if self.flat_parameters else self._bound(None)
 
     @property
     def shard(self) -> Array:
@@ -194,13 +194,13 @@ class Unit(Declared):
         Read-only; ``writing`` is for changes.
         """
         self._bound(self._binding)
-        return self.parts[0].shard
+        return self.flat_parameters[0].shard
 
     @property
     def valid_size(self) -> int:
         """Elements of this rank's shard that are not padding."""
         self._bound(self._binding)
-        return self.parts[0].valid_size
+        return self.flat_parameters[0].valid_size
 
     @property
     def optimizer_state(self) -> dict[str, Array]:
@@ -253,9 +253,9 @@ class Unit(Declared):
         if self.state is ParamState.SHARDED:
             if self._in_writing:
                 raise StateError(f"unshard() of unit {self.name!r} while it is being written")
-            self._filled = any(part.storage.fills for part in self.parts)
-            self.shelf.begin(GATHERED, write=self._filled)
-            for part in self.parts:
+            self._filled = any(part.storage.fills for part in self.flat_parameters)
+            self.store.begin(GATHERED, write=self._filled)
+            for part in self.flat_parameters:
                 if part.layout.params:
                     started = part.storage.gather(async_op=async_op)
                     if started is not None:
@@ -276,22 +276,22 @@ class Unit(Declared):
     @property
     def fetched(self) -> int:
         """How many flat buffers move in a gathering; if any, it pays to begin ahead of its use."""
-        return sum(part.storage.fetched for part in self.parts if part.layout.params)
+        return sum(part.storage.fetched for part in self.flat_parameters if part.layout.params)
 
     @property
     def stale(self) -> int:
         """How many of these come from other ranks."""
-        return sum(part.storage.stale for part in self.parts if part.layout.params)
+        return sum(part.storage.stale for part in self.flat_parameters if part.layout.params)
 
     @property
     def sends(self) -> int:
         """Bytes that this rank sends when the unit is gathered."""
-        return sum(part.storage.sends for part in self.parts)
+        return sum(part.storage.sends for part in self.flat_parameters)
 
     @property
     def gathered_bytes(self) -> int:
         """Memory that a gathering takes; 0 where it takes none."""
-        return sum(part.storage.gathered_bytes for part in self.parts)
+        return sum(part.storage.gathered_bytes for part in self.flat_parameters)
 
     @property
     def params(self) -> Mapping[str, Array]:
@@ -301,7 +301,7 @@ class Unit(Declared):
                 f"parameters of unit {self.name!r} are {self.state.value}; call unshard() first"
             )
         if 0 < len(self.layout.params) == len(self.names):
-            return self.parts[0].storage.params
+            return self.flat_parameters[0].storage.params
         return Joined(self.name, {name: self._source(name) for name in self.names})
 
     def _source(self, name: str) -> Any:
@@ -309,7 +309,7 @@ class Unit(Declared):
             return functools.partial(self._tied_to, name)
         if name in self.ignored:
             return functools.partial(self.ignored.__getitem__, name)
-        part = next(part for part in self.parts if name in part.places)
+        part = next(part for part in self.flat_parameters if name in part.places)
         return functools.partial(part.storage.params.__getitem__, name)
 
     def _tied_to(self, name: str) -> Array:
@@ -337,9 +337,9 @@ class Unit(Declared):
             with contextlib.suppress(CommunicationError):
                 work.wait()
         if self.state is not ParamState.SHARDED:
-            self.shelf.end(GATHERED, written=self._filled)
+            self.store.end(GATHERED, written=self._filled)
         self.state = ParamState.SHARDED
-        for part in self.parts:
+        for part in self.flat_parameters:
             part.storage.free(again=again)
 
     @contextlib.contextmanager
@@ -359,7 +359,7 @@ class Unit(Declared):
         Raises:
             StateError: it is being written already.
         """
-        trained = self.parts[0] if self.parts else self._bound(None)
+        trained = self.flat_parameters[0] if self.flat_parameters else self._bound(None)
         with self._claimed(trained):
             writable = trained.master.view()
             try:
@@ -369,17 +369,17 @@ class Unit(Declared):
                 trained.publish()
 
     @contextlib.contextmanager
-    def rewriting(self, *, optimizer: bool = False) -> Iterator[tuple[Part, ...]]:
-        """Like ``writing``, frozen parameters too: gives ``parts``, to write each ``master``.
+    def rewriting(self, *, optimizer: bool = False) -> Iterator[tuple[FlatParameter, ...]]:
+        """Like ``writing``, frozen parameters too: gives all flat parameters, to write ``master``.
 
         With ``optimizer`` its state is written, too.
         """
-        kinds = (*WRITTEN, Kind.STATE) if optimizer else WRITTEN
-        with self._claimed(*self.parts, kinds=kinds):
+        kinds = (*WRITTEN, ArrayKind.STATE) if optimizer else WRITTEN
+        with self._claimed(*self.flat_parameters, kinds=kinds):
             try:
-                yield self.parts
+                yield self.flat_parameters
             finally:
-                for part in self.parts:
+                for part in self.flat_parameters:
                     part.publish()
 
     def update_shards(self, flat: Array) -> None:
@@ -400,7 +400,7 @@ class Unit(Declared):
     def shard_rank(self) -> int:
         """Which of the shards this rank has."""
         self._bound(self._binding)
-        return self.parts[0].rank
+        return self.flat_parameters[0].rank
 
     def load(self, values: Mapping[str, Array]) -> None:
         """Replace parameters by ``values``, whole arrays by name; others stay as they are.
@@ -417,7 +417,9 @@ class Unit(Declared):
         load_arrays(self, values)
 
     @contextlib.contextmanager
-    def _claimed(self, *parts: Part, kinds: Sequence[Kind] = WRITTEN) -> Iterator[None]:
+    def _claimed(
+        self, *parts: FlatParameter, kinds: Sequence[ArrayKind] = WRITTEN
+    ) -> Iterator[None]:
         self._bound(self._binding)
         if self._in_writing:
             raise StateError(f"unit {self.name!r} is being written already")
@@ -431,11 +433,11 @@ class Unit(Declared):
             part.storage.claim()
         self._in_writing = True
         try:
-            self.shelf.begin(kinds, write=True)
+            self.store.begin(kinds, write=True)
             yield
         finally:
             self._in_writing = False
-            self.shelf.end(kinds, written=True)
+            self.store.end(kinds, written=True)
 
     # Gradients.
 
@@ -445,7 +447,7 @@ class Unit(Declared):
         gradients.check_closed()
         views = {}
         for name, tie in self.ties.items():
-            places = self.owners[name].parts[0].places
+            places = self.owners[name].flat_parameters[0].places
             if tie.param in places:
                 shape = places.shape(tie.param)
                 flat = binding.pool.take(math.prod(shape), self.owners[name].dtypes.grad)
@@ -488,7 +490,7 @@ class Unit(Declared):
         label = f"unit {self.name}" if sharded else f"unit {self.name}, before reshard"
         gradients.reduce(divisor, label=label, async_op=async_op)
         if sharded:  # frozen parts are written by ``load`` alone, which claims them
-            self.parts[0].storage.reduced()
+            self.flat_parameters[0].storage.reduced()
 
     def keep_gradients(self) -> None:
         """Add what was written since ``begin_gradients`` to what is reduced with the next ones."""
@@ -532,9 +534,9 @@ class Unit(Declared):
             raise StateError("the engine has no optimizer; pass one: FSDP(..., optimizer=...)")
         if self._update is None:
             return
-        self.shelf.begin(GRADIENTS)
+        self.store.begin(GRADIENTS)
         with self._claimed(
-            self.parts[0], kinds=UPDATED
+            self.flat_parameters[0], kinds=UPDATED
         ):  # what is gathered is about to be out of date
             self._update.apply(gradients.zeros(), step=step, lr=lr, grad_scale=grad_scale)
         gradients.drop()

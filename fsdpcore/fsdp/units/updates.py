@@ -17,9 +17,9 @@ from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.optim import Optimizer, ParamGroups
 from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
 from fsdpcore.fsdp.optim.pieces import PieceSpec, ShardPiece
-from fsdpcore.fsdp.sharding.process_groups import Ranks
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import Allocate
-from fsdpcore.fsdp.units.flat_parameter import Part
+from fsdpcore.fsdp.units.flat_parameter import FlatParameter
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.units.unit import Unit
@@ -64,9 +64,9 @@ class ShardUpdate:
     def __init__(
         self,
         unit: str,
-        part: Part,
+        part: FlatParameter,
         optimizers: Optimizers,
-        ranks: Ranks,
+        groups: ProcessGroups,
         algorithm: str,
         allocate: Allocate,
         boxes: Mapping[str, ArrayBox],
@@ -74,9 +74,9 @@ class ShardUpdate:
         self._label = f"optimizer of unit {unit}"
         self._algorithm = algorithm
         self._part = part
-        self._shards = ranks.shards
-        self._tensor = ranks.tensor
-        self._device = ranks.device
+        self._shards = groups.shards
+        self._tensor = groups.tensor
+        self._device = groups.device
         self.policies = found = optimizers.of_unit(unit)
         self.ranges = elementwise_ranges(part.layout.pieces(part.rank), found)
         self.specs = whole_parameter_specs(part.layout, part.rank, found, boxes)

@@ -18,7 +18,7 @@ _LOG = logging.getLogger("fsdpcore")
 
 
 @dataclass(frozen=True)
-class Window:
+class ParameterWindow:
     """The flat buffers of all units in memory that all ranks see.
 
     Attributes:
@@ -30,7 +30,7 @@ class Window:
     nbytes: int
 
 
-def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> Window | None:
+def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> ParameterWindow | None:
     """Return a window for units with these ``layouts``, or None if there can be none.
 
     There can be if all ranks are on one host and the transport has windows; not on GPUs, each of
@@ -56,4 +56,4 @@ def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> Window | Non
         memory[start : start + size].view(layout.dtype)
         for start, size, layout in zip(bounds[:-1], sizes, layouts, strict=True)
     )
-    return Window(flats, bounds[-1])
+    return ParameterWindow(flats, bounds[-1])
