@@ -130,6 +130,7 @@ __all__ = [
     "UnknownTransportError",
     "UnsupportedError",
     "Work",
+    "__version__",
     "adapters",
     "all_gather",
     "all_gather_v",
@@ -206,5 +207,6 @@ if not TYPE_CHECKING:
         found = globals()[name] = getattr(module, name, module)
         return found
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,5 +9,24 @@
 ``arrays``      any of these, with arrays of another library
 ==============  ====================================================================================
 
-The first three are in ``fsdpcore`` itself; the others are modules to be imported from here.
+The first three are in ``fsdpcore`` itself; the others are modules of this package.
 """
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdpcore.adapters import arrays, autograd, jax
+
+__all__ = ["arrays", "autograd", "jax"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -34,6 +34,12 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import REFUSED, as_numpy, detached, is_foreign
 from fsdpcore.fsdp.step.whole import Named
 
+__all__ = ["from_numpy", "function", "layer", "to_numpy"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def from_numpy(array: Array, xp: Any) -> Any:
     """Return a NumPy array as one of another library.

@@ -34,6 +34,12 @@ from fsdpcore.core.array_module import address
 from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.core.errors import ArgumentError, StateError
 
+__all__ = ["layer", "loss", "loss_and_grads"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def layer(
     function: Callable[[dict[str, Array], Any], Any],

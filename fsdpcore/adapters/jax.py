@@ -50,6 +50,12 @@ from fsdpcore.adapters.layers import Initials
 from fsdpcore.core.buffers import Array
 from fsdpcore.fsdp.step.whole import Named
 
+__all__ = ["layer", "loss", "loss_and_grads"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def layer(
     function: Callable[[dict[str, Any], Any], Any],

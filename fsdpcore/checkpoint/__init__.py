@@ -65,3 +65,7 @@ __all__ = [
     "steps",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

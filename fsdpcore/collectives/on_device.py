@@ -54,6 +54,9 @@ class DeviceWork(Work):
     def done(self) -> bool:
         return self._ticket.done() or self._root.failure is not None
 
+    def _words(self) -> str:
+        return self._text
+
     def wait(self, timeout: float | None = None) -> Any:
         """Have what this thread enqueues from now on see the result, and return it.
 

@@ -25,6 +25,32 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ClosedError",
+    "CommTimeoutError",
+    "CommunicationError",
+    "ConfigError",
+    "CorruptCheckpointError",
+    "FsdpcoreError",
+    "MismatchError",
+    "MissingDependencyError",
+    "NonFiniteGradientError",
+    "PeerFailedError",
+    "ProtocolError",
+    "RankFailedError",
+    "RendezvousError",
+    "StateError",
+    "UnknownTransportError",
+    "UnsupportedError",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class FsdpcoreError(Exception):
     """Base of every exception of this package."""

@@ -146,6 +146,15 @@ class Work(ABC):
             raise StateError("the operation has not ended; call wait() first")
         return self.wait()
 
+    def _words(self) -> str:
+        """What was started, for people."""
+        return "an operation"
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: {self._words()}, {'ended' if self.done() else 'under way'}>"
+        )
+
 
 class AllOf(Work):
     """Several operations as one; with none, it has ended. Its result is that of the last."""
@@ -155,6 +164,9 @@ class AllOf(Work):
 
     def done(self) -> bool:
         return all(work.done() for work in self._works)
+
+    def _words(self) -> str:
+        return f"{len(self._works)} operations"
 
     def wait(self, timeout: float | None = None) -> Any:
         deadline = None if timeout is None else Deadline(timeout)
@@ -192,7 +204,7 @@ class TaskWork(Work):
     def __init__(
         self, task: Callable[[], Any], text: str, nbytes: int = 0, failures: Failures | None = None
     ) -> None:
-        self.nbytes = nbytes
+        self._nbytes = nbytes
         self._task: Callable[[], Any] | None = task
         self._text = text
         self._failures = failures or Failures()
@@ -200,7 +212,7 @@ class TaskWork(Work):
         self._value: Any = None
         self._error: BaseException | None = None
 
-    def run(self, ending: Callable[[], None]) -> None:
+    def _run(self, ending: Callable[[], None]) -> None:
         """Run the function on this thread, keep what comes out, call ``ending``, wake waiters."""
         assert self._task is not None
         try:
@@ -212,7 +224,7 @@ class TaskWork(Work):
         ending()
         self._ended.set()
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End without running, because of ``error``."""
         self._error = error
         self._task = None
@@ -220,6 +232,9 @@ class TaskWork(Work):
 
     def done(self) -> bool:
         return self._ended.is_set()
+
+    def _words(self) -> str:
+        return self._text
 
     def wait(self, timeout: float | None = None) -> Any:
         deadline = Deadline(math.inf if timeout is None else timeout)
@@ -303,7 +318,7 @@ class OrderedExecutor:
         work = TaskWork(task, text, nbytes, self._failures)
         with self._changed:
             if self._closed:
-                work.fail(ClosedError(f"{text} was started after its backend was closed"))
+                work._fail(ClosedError(f"{text} was started after its backend was closed"))
             else:
                 self._open += 1
                 self._bytes += nbytes
@@ -312,7 +327,7 @@ class OrderedExecutor:
 
     def _run(self) -> None:
         while (work := self._tasks.get()) is not None:
-            work.run(functools.partial(self._count_down, work.nbytes))
+            work._run(functools.partial(self._count_down, work._nbytes))
             del work  # or the last task's arrays would live until the next one
 
     def _count_down(self, nbytes: int) -> None:

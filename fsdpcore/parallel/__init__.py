@@ -64,3 +64,7 @@ __all__ = [
     "reduce_scatter",
     "split",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -172,6 +172,6 @@ def test_closing_runs_what_was_submitted() -> None:
 
 def test_work_that_never_ran() -> None:
     work = TaskWork(lambda: 1, "task")
-    work.fail(CommunicationError("closed before"))
+    work._fail(CommunicationError("closed before"))
     with pytest.raises(CommunicationError, match="closed before"):
         work.wait()

@@ -41,6 +41,9 @@ class CheckpointFuture(Work):
         """Return whether it has ended, well or badly; never blocks."""
         return self._work.done()
 
+    def _words(self) -> str:
+        return self._work._words()
+
     def wait(self, timeout: float | None = None) -> Saved:
         """Block until it has ended and return what was saved, as often as it is called.
 

@@ -79,11 +79,14 @@ class BatchedWork(Work):
         self._number = number
 
     def done(self) -> bool:
-        return self._batch.ended()
+        return self._batch._ended()
+
+    def _words(self) -> str:
+        return f"call {self._number} of {self._batch!r}"
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the call's result; raises ``StateError`` while the batch's block is open."""
-        return self._batch.wait(timeout)[self._number]
+        return self._batch._results(timeout)[self._number]
 
 
 class Batch:
@@ -162,13 +165,13 @@ class Batch:
         call = CallSpec(group, "", fingerprint)
         return run(group, call, body, timeout=self._timeout, async_op=self._async_op)
 
-    def ended(self) -> bool:
+    def _ended(self) -> bool:
         """Return whether the results are there, or will never be."""
         if self._state != "ended":
             return False
         return not self._async_op or all(work.done() for work in self._parts)
 
-    def wait(self, timeout: float | None = None) -> dict[int, Array | None]:
+    def _results(self, timeout: float | None) -> dict[int, Array | None]:
         """Block until the batch has ended; return the results of its calls by their numbers.
 
         Raises:
@@ -265,6 +268,11 @@ class Batch:
     def _joined(self, source: Array, out: Array | None, device: Device) -> Output:
         rows, rest = (source.shape[0], source.shape[1:]) if source.ndim else (1, ())
         return Output(out, (self._backend.world_size * rows, *rest), source.dtype, device)
+
+    def __repr__(self) -> str:
+        label = f" {self._label!r}" if self._label else ""
+        state = "under way" if self._state == "ended" and not self._ended() else self._state
+        return f"<Batch{label} of {len(self._calls)} calls, {state}>"
 
     def _add(
         self,

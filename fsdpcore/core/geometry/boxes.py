@@ -139,6 +139,9 @@ class BoxShard:
         """Where the box lies."""
         return ArrayBox(self.shape, self.start, self.array.shape)
 
+    def __repr__(self) -> str:
+        return f"<BoxShard {self.array.dtype} {self.array.shape} at {self.start} of {self.shape}>"
+
 
 def is_array(value: object) -> bool:
     """Whether it has what an array of NumPy has, wherever its elements are."""

@@ -40,3 +40,7 @@ __all__ = [
     "schedules",
     "whole_parameter_specs",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

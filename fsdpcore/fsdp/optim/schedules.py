@@ -19,6 +19,12 @@ from dataclasses import dataclass
 from fsdpcore.core.checks import as_finite, as_int
 from fsdpcore.core.errors import ConfigError
 
+__all__ = ["Constant", "Cosine", "InverseSqrt", "Linear", "Schedule", "Step"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class Schedule(ABC):
     """A learning rate as a function of the step, the same on every rank."""

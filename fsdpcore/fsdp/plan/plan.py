@@ -126,6 +126,13 @@ class Plan:
     def __str__(self) -> str:
         return plan_table.summary(self)
 
+    def __repr__(self) -> str:
+        return (
+            f"<Plan of a step with {self.strategy.name!r} on rank {self.rank} of "
+            f"{self.world_size}: {len(self.units)} units, {len(self.operations)} operations, at "
+            f"most {self.peak_bytes} bytes>"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dictionaries, for JSON."""
         place = self.placement

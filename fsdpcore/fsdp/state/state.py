@@ -117,6 +117,14 @@ class ShardedArray:
         """Bytes of this rank's pieces."""
         return sum(piece.array.nbytes for piece in self.pieces)
 
+    def __repr__(self) -> str:
+        ranges = ", ".join(f"[{start}, {stop})" for start, stop, _ in self.pieces[:3])
+        more = f" and {len(self.pieces) - 3} more" if len(self.pieces) > 3 else ""
+        return (
+            f"<ShardedArray {self.dtype} {self.shape}: {ranges or 'no elements'}{more}, "
+            f"replica {self.replica} of {self.replicas}>"
+        )
+
 
 class EngineState(Mapping[str, "ShardedArray | Array"]):
     """The arrays of an engine by name, and what else it has to remember.

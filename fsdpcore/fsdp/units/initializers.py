@@ -29,6 +29,25 @@ from numpy.typing import NDArray
 from fsdpcore.core.checks import as_dtype, as_finite, as_int
 from fsdpcore.core.errors import ArgumentError, ConfigError
 
+__all__ = [
+    "Constant",
+    "Initializer",
+    "Normal",
+    "Ones",
+    "Uniform",
+    "Zeros",
+    "constant",
+    "normal",
+    "ones",
+    "uniform",
+    "zeros",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 BLOCK_ELEMENTS = 65536
 """Random values drawn from one counter; another number would give other values."""
 

@@ -1,0 +1,174 @@
+"""What is public is what these lists say: ``dir()`` shows that, ``help()`` explains all of it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import types
+
+import numpy as np
+import pytest
+from support import spmd
+
+import fsdpcore as fc
+
+OPERATIONS = """
+    all_gather all_gather_v all_reduce all_reduce_many all_to_all all_to_all_v barrier broadcast
+    coalesce gather gather_v reduce reduce_scatter reduce_scatter_v scatter scatter_v
+"""
+
+ERRORS = """
+    ArgumentError CheckpointError CheckpointNotFoundError ClosedError CommTimeoutError
+    CommunicationError ConfigError CorruptCheckpointError FsdpcoreError MismatchError
+    MissingDependencyError NonFiniteGradientError PeerFailedError ProtocolError RankFailedError
+    RendezvousError StateError UnknownTransportError UnsupportedError
+"""
+
+MODULES = {
+    "fsdpcore": f"""
+        {OPERATIONS} {ERRORS}
+        ArrayPiece Backend Batch BoxShard Capabilities Chain EngineState FSDP Layer LayerStack
+        LossScale MemoryEstimate Mesh Offload Plan Precision Prefetch ReduceOp Report ShardedArray
+        ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize Work
+        __version__ adapters checkpoint dump_trace errors fully_shard init initializers launch
+        make_plan memory_estimate optim parallel train_step
+    """,
+    "fsdpcore.errors": ERRORS,
+    "fsdpcore.checkpoint": """
+        ArrayBox AsyncCheckpointer Box BoxShard CheckpointFuture Cleaned Difference Exported Latest
+        Loaded Problem Range Retention Saved ShardMetadata TensorShardSpec Verified clean
+        compute_shard_sizes diff export_safetensors flat_shard_metadata import_safetensors latest
+        load load_distributed read reshard rewrite save save_distributed steps verify
+    """,
+    "fsdpcore.parallel": """
+        BlockTraffic ColumnParallelLinear GatherSequence LayerNorm ParallelAttention ParallelBlock
+        ParallelMLP PassTraffic PositionEmbedding RMSNorm RowParallelLinear ScatterSequence Scope
+        VocabParallelEmbedding all_gather all_reduce bounds cross_entropy local_part prefixed
+        reduce_scatter split
+    """,
+    "fsdpcore.adapters": "arrays autograd jax",
+    "fsdpcore.adapters.arrays": "from_numpy function layer to_numpy",
+    "fsdpcore.adapters.autograd": "layer loss loss_and_grads",
+    "fsdpcore.adapters.jax": "layer loss loss_and_grads",
+    "fsdpcore.initializers": """
+        Constant Initializer Normal Ones Uniform Zeros constant normal ones uniform zeros
+    """,
+    "fsdpcore.optim": """
+        Adafactor Adagrad Adam AdamW Lion Optimizer OptimizerRange ParamGroups PieceSpec RMSprop
+        Reduce SGD Schedule ShardPiece WholeParameterOptimizer elementwise_ranges resolve schedules
+        whole_parameter_specs
+    """,
+    "fsdpcore.optim.schedules": "Constant Cosine InverseSqrt Linear Schedule Step",
+}
+
+# What instances show, attributes included.
+OBJECTS = {
+    "mesh": "axes backend close coordinates ranks shape",
+    "work": "done result wait",
+    "batch": "all_gather all_reduce all_to_all broadcast gather reduce reduce_scatter",
+}
+
+
+def module(name):
+    """The object of a dotted name: modules are reached as a user reaches them, by attributes."""
+    first, *rest = name.split(".")
+    found = importlib.import_module(first)
+    for each in rest:
+        found = getattr(found, each)
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_of_a_module_is_what_is_public(name):
+    found = module(name)
+    assert sorted(dir(found)) == sorted(MODULES[name].split())
+    assert set(found.__all__) == set(dir(found))
+    for each in dir(found):
+        public = getattr(found, each)
+        if isinstance(public, types.ModuleType):
+            public_name = f"{name}.{each}"
+            assert public_name in MODULES, f"{public_name} is public: list what it shows"
+
+
+def shown(value):
+    return " ".join(name for name in dir(value) if not name.startswith("_"))
+
+
+def _shown(backend):
+    x = np.ones(4, np.float32)
+    with fc.coalesce(backend) as batch:
+        batch.all_reduce(x)
+    work = fc.all_reduce(x, backend, async_op=True)
+    work.wait()
+    found = {"mesh": fc.Mesh(backend, {"rank": -1}), "work": work, "batch": batch}
+    return {name: shown(value) for name, value in found.items()}
+
+
+def test_dir_of_an_object_is_what_is_public():
+    for found in spmd.run(_shown, transport="sim", world_size=2):
+        assert found == {name: " ".join(sorted(OBJECTS[name].split())) for name in found}
+
+
+def _works(backend):
+    x = np.ones(4, np.float32)
+    batch = fc.coalesce(backend, label="losses")
+    texts = [repr(batch)]
+    with batch:
+        one = batch.all_reduce(x)
+        texts += [repr(batch), repr(one)]
+    texts += [repr(batch), repr(one)]
+    work = fc.all_reduce(x, backend, async_op=True)
+    work.wait()
+    message = backend.isend(x, 1, tag=3) if backend.rank == 0 else backend.irecv(x, 0, tag=3)
+    message.wait()
+    return [*texts, repr(work), repr(message)]
+
+
+def test_repr_says_what_it_is_in_a_line():
+    first, second = spmd.run(_works, transport="sim", world_size=2)
+    assert first[:5] == [
+        "<Batch 'losses' of 0 calls, new>",
+        "<Batch 'losses' of 1 calls, open>",
+        "<BatchedWork: call 0 of <Batch 'losses' of 1 calls, open>, under way>",
+        "<Batch 'losses' of 1 calls, ended>",
+        "<BatchedWork: call 0 of <Batch 'losses' of 1 calls, ended>, ended>",
+    ]
+    assert re.fullmatch(r"<TaskWork: all_reduce.*, ended>", first[5])
+    assert re.fullmatch(r"<MessageWork: send.* to rank 1.*, ended>", first[6])
+    assert re.fullmatch(r"<MessageWork: recv.* from rank 0.*, ended>", second[6])
+
+
+def test_repr_of_what_holds_arrays_is_a_line():
+    array = np.zeros((100, 100), np.float32)
+    piece = fc.ArrayPiece(0, 100, array[0])
+    sharded = fc.ShardedArray((100, 100), array.dtype, (piece,))
+    assert repr(sharded) == "<ShardedArray float32 (100, 100): [0, 100), replica 0 of 1>"
+    box = fc.BoxShard((200, 100), (100, 0), array)
+    assert repr(box) == "<BoxShard float32 (100, 100) at (100, 0) of (200, 100)>"
+    state = fc.EngineState({"a.w": array}, {"step": 3})
+    assert repr(state) == "<EngineState of 1 arrays, step 3>"
+    plan = fc.make_plan([fc.UnitSize("a", 1000)], world_size=4)
+    assert re.fullmatch(
+        r"<Plan of a step with 'full_shard' on rank 0 of 4: 1 units, \d+ operations, at most "
+        r"\d+ bytes>",
+        repr(plan),
+    )
+    spec = fc.Spec((1000, 64), init=fc.initializers.normal(std=0.02))
+    assert "\n" not in repr(spec)
+    assert "(1000, 64)" in repr(spec)
+
+
+def documented():
+    """Public functions, classes and their public methods, by name; errors speak for themselves."""
+    for name in MODULES:
+        for each in MODULES[name].split():
+            found = getattr(module(name), each)
+            error = isinstance(found, type) and issubclass(found, BaseException)
+            if isinstance(found, (type, types.FunctionType)) and not error:
+                yield f"{name}.{each}", found
+
+
+@pytest.mark.parametrize("name", sorted(dict(documented())))
+def test_help_has_words_for_it(name):
+    assert inspect.getdoc(dict(documented())[name])
