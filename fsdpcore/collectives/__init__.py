@@ -21,6 +21,7 @@ ARCHITECTURE.md follows one call through them.
 
 from fsdpcore.collectives.batch.bucketed import all_reduce_many
 from fsdpcore.collectives.batch.coalesce import Batch, coalesce
+from fsdpcore.collectives.methods import CollectiveMethods
 from fsdpcore.collectives.operations.api import (
     all_gather,
     all_reduce,
@@ -36,6 +37,7 @@ from fsdpcore.collectives.operations.ragged import (
     scatter_v,
 )
 from fsdpcore.collectives.operations.rooted import broadcast, gather, reduce, scatter
+from fsdpcore.comm.backend import provide_collectives
 
 __all__ = [
     "Batch",
@@ -56,3 +58,5 @@ __all__ = [
     "scatter",
     "scatter_v",
 ]
+
+provide_collectives(CollectiveMethods)

@@ -9,9 +9,11 @@ later ones behind the caller's back. It watches the deadline, too; the next call
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend, SubBackend
 from fsdpcore.core.device import Device, Ticket
 from fsdpcore.core.errors import ClosedError, CommTimeoutError
@@ -23,23 +25,45 @@ if TYPE_CHECKING:
 
 
 class DeviceGroup(SubBackend):
-    """The ranks of a group as one that moves arrays of the device; see ``Backend.on_device``.
+    """The ranks of a group as one that moves arrays of the device; made by ``device_twin``.
 
     Its collectives have an order and numbers of their own.
     """
 
     def __init__(self, group: Backend) -> None:
         everyone = tuple(range(group.world_size))
-        super().__init__(group, everyone, channel_of(group.channel, everyone, 0, "on device"))
-        self.group = group.group.for_device(self.channel)
+        channel = channel_of(group.channel, everyone, 0, "on device")
+        super().__init__(group, everyone, group.group.for_device(channel))
         self.moves: Device = group.root.device
-
-    def mover(self, array: object) -> Backend:
-        return self
 
     def close(self) -> None:
         super().close()
         self.root.group_closed(self)
+
+
+_making = threading.Lock()  # two groups of one channel would mix their messages
+
+
+def device_twin(backend: Backend) -> Backend:
+    """Return the same ranks as a group that moves arrays of the device; the same every time."""
+    state = state_of(backend)
+    if state.device_twin is None:
+        with _making:
+            if state.device_twin is None:
+                made = DeviceGroup(backend)
+                backend.root.recorder.add_group(made.order)
+                state.device_twin = made
+    return state.device_twin
+
+
+def mover(backend: Backend, array: object) -> Backend:
+    """Return the group whose collectives move such an array; for others, the one given.
+
+    Arrays of any GPU go where those of this rank's GPU do, which says what is wrong with them.
+    """
+    if isinstance(backend, DeviceGroup) or not backend.device.claims(array):
+        return backend
+    return device_twin(backend)
 
 
 class DeviceWork(Work):
@@ -104,10 +128,11 @@ def run(
 ) -> Any:
     """Enqueue one collective by ``perform``; see ``call.run``."""
     root, device = backend.root, backend.moves
-    with backend.issue_lock:
-        before = backend.issued
+    order = backend.order
+    with order.lock:
+        before = order.issued
         try:
-            sequence = backend.turn()
+            sequence = order.acquire_sequence()
             if not async_op:
                 value = perform(backend, call, body, limit, sequence, False)
                 root.enqueued(backend, call, sequence, limit, None, None)
@@ -116,6 +141,6 @@ def run(
                 value = perform(backend, call, body, limit, sequence, False)
             root.enqueued(backend, call, sequence, limit, ticket, body)
         except BaseException as error:
-            backend.left(before, call.operation, error)
+            order.abandon(before, call.operation, error)
             raise
     return DeviceWork(backend, f"{call.operation} #{sequence}", ticket, value)

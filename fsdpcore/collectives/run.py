@@ -19,6 +19,7 @@ from fsdpcore.collectives.selection.choose import Choice, choose
 from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.collectives.shared import region
 from fsdpcore.collectives.shared.fast_path import Lane, lane_for
+from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, dtype_code
 from fsdpcore.core.errors import ArgumentError, PeerFailedError
@@ -122,7 +123,7 @@ class CallSpec:
         """
         memory = backend.root.memory
         open_yet = (
-            backend.link is None
+            state_of(backend).context is None
             and backend.moves.on_host
             and memory is not None
             and memory.available
@@ -191,16 +192,16 @@ def operand(array: ArrayLike, backend: Backend) -> tuple[Array, Backend]:
     Raises:
         ArgumentError: one of them is not what it should be.
     """
-    if type(array) is np.ndarray and array.flags.c_contiguous and hasattr(backend, "calls"):
+    if type(array) is np.ndarray and array.flags.c_contiguous and isinstance(backend, Backend):
         return array, backend
     check_backend(backend)
-    backend = backend.mover(array)
+    backend = on_device.mover(backend, array)
     return backend.moves.operand(array), backend
 
 
 def remembered(backend: Backend, make: Callable[..., CallSpec], *key: Any) -> CallSpec:
     """Return ``make(backend, *key)``, made once for equal keys."""
-    calls = backend.calls
+    calls: dict[Any, CallSpec] = state_of(backend).calls
     try:
         return calls[make, key]
     except KeyError:
@@ -250,16 +251,17 @@ def run(
     limit = backend.root.default_timeout if timeout is None else Deadline(timeout).seconds
     if not backend.moves.on_host:
         return on_device.run(_perform, backend, call, body, limit, async_op=async_op)
+    order = backend.order
     if not async_op:
-        with backend.issue_lock:
-            before = backend.issued
+        with order.lock:
+            before = order.issued
             try:
-                if sequence := backend.turn():
+                if sequence := order.acquire_sequence():
                     return _perform(backend, call, body, limit, sequence, False)
             except BaseException as error:
-                backend.left(before, call.operation, error)
+                order.abandon(before, call.operation, error)
                 raise
-    return backend.issue(
+    return order.issue(
         call.operation,
         lambda sequence: _perform(backend, call, body, limit, sequence, True),
         async_op=async_op,
@@ -271,9 +273,10 @@ def run(
 def _perform(
     backend: Backend, call: CallSpec, body: Body, limit: float, sequence: int, background: bool
 ) -> Any:
-    link, recorder = backend.link or CollectiveContext(backend), backend.root.recorder
+    recorder = backend.root.recorder
+    link = state_of(backend).context or CollectiveContext(backend)
     link.begin(call, sequence, limit, background)
-    entry = link.entry = recorder.begin(backend, sequence, call.record)
+    entry = link.entry = recorder.begin(backend.order, sequence, call.record)
     try:
         choice = call.choice
         if choice is _UNCHOSEN:
@@ -298,7 +301,7 @@ def _perform(
 
 def _settle(backend: Backend, link: CollectiveContext, call: CallSpec) -> Choice:
     """Choose the algorithm of a call that is new to the group, or late in choosing."""
-    if backend.link is None:
+    if state_of(backend).context is None:
         _first(backend, link)
     if not call.chooses_late:
         call.choice = call.choose(call.size)
@@ -310,8 +313,9 @@ def _settle(backend: Backend, link: CollectiveContext, call: CallSpec) -> Choice
 
 def _first(backend: Backend, link: CollectiveContext) -> None:
     """Find out, in a group's first collective, whether its ranks share memory."""
+    state = state_of(backend)
     if not backend.moves.on_host:
-        backend.link = link
+        state.context = link
         return
     link.area = region.establish(link, backend)
     if link.area is not None:
@@ -319,9 +323,9 @@ def _first(backend: Backend, link: CollectiveContext) -> None:
         found = shared.ALGORITHMS
     else:
         found = hierarchy_costs.establish(link, backend)
-    own = backend.own_algorithms
+    own = state.own_algorithms
     if found:
-        backend.own_algorithms = {
+        state.own_algorithms = {
             name: {**own.get(name, {}), **found.get(name, {})} for name in {*own, *found}
         }
-    backend.link = link
+    state.context = link

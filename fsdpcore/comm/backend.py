@@ -7,19 +7,19 @@ derives from ``fsdpcore.comm.transport.Transport`` and implements two non-blocki
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from fsdpcore.comm.message_work import MessageWork
+from fsdpcore.comm.order import CallOrder
 from fsdpcore.core.buffers import (
     Array,
     Bytes,
@@ -37,16 +37,13 @@ from fsdpcore.core.errors import (
     CommunicationError,
     in_words,
 )
-from fsdpcore.core.members import channel_of, check_int64, check_members, check_tag
+from fsdpcore.core.members import channel_of, check_members, check_tag
 from fsdpcore.core.members import check_rank as check_rank
-from fsdpcore.core.work import Deadline, OrderedExecutor, Pending, Work
+from fsdpcore.core.work import Deadline, Pending, Work
 from fsdpcore.diagnostics.recorder import Message
 from fsdpcore.diagnostics.status import Group
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.algorithms.table import Algorithm
-    from fsdpcore.collectives.context import CollectiveContext
-    from fsdpcore.collectives.run import CallSpec
     from fsdpcore.comm.transport import Transport
 
 B = TypeVar("B", bound="Backend")
@@ -78,6 +75,34 @@ class Envelope(NamedTuple):
     signature: bytes = b""
 
 
+class Collectives(Protocol):
+    """The collectives of one group: those that are methods of ``Backend``, and what they all keep.
+
+    ``fsdpcore.collectives`` hands them down. What else one of these has is theirs.
+    """
+
+    def barrier(self, timeout: float | None) -> None:
+        """See ``Backend.barrier``."""
+
+    def split(self, color: int | None, key: int, timeout: float | None) -> SubBackend | None:
+        """See ``Backend.split``."""
+
+    def shared_window(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
+        """See ``Backend.shared_window``."""
+
+    def close(self) -> None:
+        """Let go of what the collectives keep with the group, which is being closed."""
+
+
+_make_collectives: Callable[[Backend], Collectives]
+
+
+def provide_collectives(make: Callable[[Backend], Collectives]) -> None:
+    """Set what makes the collectives of every group; called once, by the package of them."""
+    global _make_collectives
+    _make_collectives = make
+
+
 class Backend(ABC):
     """A group of ``world_size`` ranks, seen from the rank that is number ``rank`` of it.
 
@@ -87,78 +112,35 @@ class Backend(ABC):
         ranks: the members' numbers in the whole job, in the order of the group.
         hosts: the number of each member's host; equal for members that share one.
         channel: identifies the group's messages; equal on all members, unlike any other group's.
-        issued, begun: how many collectives this rank has called, and how many of them have begun.
-        closed: by its user.
-        executor: runs asynchronous collectives; None before the first.
         group: all of this that tells the group from others, for reports.
+        order: numbers the group's collectives, and runs them one after the other.
+        collectives: those that are methods here, and what all of them keep with the group.
 
     A backend may be used from several threads, but the ranks must issue collectives of one group
     in the same order. Once an operation has failed with a ``CommunicationError``, the backend and
     all groups made from it stay broken: later calls raise the first cause again at once.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, channel: int, hosts: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, group: Group, rank: int, hosts: Sequence[int]) -> None:
+        self.group = group
+        self.ranks = group.ranks
+        self.channel = group.channel
         self.hosts = tuple(hosts)
         self.rank = rank
         self.world_size = len(self.ranks)
-        self.channel = channel
-        self.group = Group(channel, self.ranks)
+        self.order = CallOrder(self.root, group)
+        self.collectives = _make_collectives(self)
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
         self._groups_lock = threading.Lock()
-        self.issue_lock = threading.Lock()
-        self.issued = 0
-        self.begun = 0
-        self.closed = False
-        self.executor: OrderedExecutor | None = None
         self._host_group: Backend | None = None
-        self._on_device: Backend | None = None
 
-    # What collectives keep with a group: see collectives/call.py.
-    link: CollectiveContext | None = None
-
-    # Which arrays they move: NumPy's. Those of ``device`` are moved by ``on_device``.
+    # Which arrays its collectives move: NumPy's.
     moves: Device = HOST
 
     @property
     def device(self) -> Device:
         """Where arrays are best: the host, or this rank's GPU."""
         return self.root.device
-
-    @property
-    def on_device(self) -> Backend:
-        """The same ranks as a group that moves arrays of ``device``; collectives find it."""
-        if self._on_device is None:
-            from fsdpcore.collectives.on_device import DeviceGroup
-
-            with self._groups_lock:  # two groups of one channel would mix their messages
-                if self._on_device is None:
-                    self._on_device = DeviceGroup(self)
-                    self.root.recorder.add_group(self._on_device)
-        return self._on_device
-
-    def mover(self, array: object) -> Backend:
-        """Return the group whose collectives move such an array; for others, this one.
-
-        Arrays of any GPU go where those of this rank's GPU do, which says what is wrong with them.
-        """
-        device = self.root.device
-        if device.on_host or isinstance(array, np.ndarray):
-            return self
-        on_some = device.owns(array) or hasattr(array, "__cuda_array_interface__")
-        return self.on_device if on_some else self
-
-    @functools.cached_property
-    def calls(self) -> dict[Any, CallSpec]:
-        """The kinds of collective calls that this group has seen."""
-        return {}
-
-    @functools.cached_property
-    def own_algorithms(self) -> Mapping[str, Mapping[str, Algorithm]]:
-        """What the transport offers for this group's collectives beyond the general algorithms."""
-        if self.moves.on_host:
-            return self.root.algorithms(self)
-        return self.root.device_algorithms(self)
 
     # What differs between a whole job and a group of it.
 
@@ -249,7 +231,7 @@ class Backend(ABC):
         return self._post(self.post_send, byte_view(source), dst, envelope, message, None)
 
     def _irecv(self, out: Array, src: int, tag: int) -> MessageWork:
-        device = self.mover(out).moves
+        device = self.device if self.device.claims(out) else HOST
         shape = tuple(getattr(out, "shape", ()))
         device.check_out(out, shape, getattr(out, "dtype", np.dtype(object)))
         dtype_code(out.dtype)
@@ -275,9 +257,9 @@ class Backend(ABC):
         message: Message,
         deliver: Callable[[], Array] | None,
     ) -> MessageWork:
-        self._check_open()
+        self.order.check_open()
         recorder = self.root.recorder
-        entry = recorder.message(self, message)
+        entry = recorder.message(self.group, message)
         try:
             pending = post(data, peer, envelope)
         except BaseException as error:
@@ -286,9 +268,6 @@ class Backend(ABC):
                 self.root.fail(error, tell=True)
             raise
         return MessageWork(self, pending, entry, peer, deliver)
-
-    def _check_open(self) -> None:
-        self.root.check_usable()
 
     def _on_host(self, array: ArrayLike) -> ArrayLike:
         """Return the values of an array of the device as one of the host, others as they are.
@@ -322,9 +301,7 @@ class Backend(ABC):
             MismatchError: a rank called another collective.
             PeerFailedError: another rank failed or left.
         """
-        from fsdpcore.collectives import barrier  # collectives are built on this module
-
-        barrier(self, timeout=timeout)
+        self.collectives.barrier(timeout)
 
     def sub(self, ranks: Sequence[int], *, name: str = "") -> SubBackend:
         """Return the group of those members, numbered in the order given.
@@ -341,8 +318,8 @@ class Backend(ABC):
             ArgumentError: a number twice, out of range, or this rank not among them.
         """
         members = check_members(ranks, self.world_size)
-        if self.closed or isinstance(self.root.failure, ClosedError):
-            self._check_open()
+        if self.order.closed or isinstance(self.root.failure, ClosedError):
+            self.order.check_open()
         if self.rank not in members:
             raise ArgumentError(
                 f"sub(): rank {self.rank} is not in {list(members)}; only members make a group"
@@ -352,9 +329,10 @@ class Backend(ABC):
         with self._groups_lock:
             count = self._groups.get((name, members), 0)
             self._groups[name, members] = count + 1
-        made = SubBackend(self, members, channel_of(self.channel, members, count, name))
-        made.group = Group(made.channel, made.ranks, count, name)
-        self.root.recorder.add_group(made)
+        channel = channel_of(self.channel, members, count, name)
+        ranks = tuple(self.ranks[member] for member in members)
+        made = SubBackend(self, members, Group(channel, ranks, count, name))
+        self.root.recorder.add_group(made.order)
         return made
 
     def host_group(self) -> Backend:
@@ -392,78 +370,7 @@ class Backend(ABC):
             ArgumentError: a color or key that is not an integer of 64 bits. Nothing was sent.
             The errors of a collective (``CommTimeoutError``, ``MismatchError``, ...).
         """
-        from fsdpcore.collectives import all_gather  # collectives are built on this module
-
-        mine = np.zeros(3, np.int64)
-        if color is not None:
-            mine[:] = 1, check_int64(color, "split(): color (None for no group)"), 0
-        mine[2] = check_int64(key, "split(): key")
-        every = all_gather(mine, self, timeout=timeout, label="split").reshape(-1, 3).tolist()
-        made = None
-        if color is not None:
-            alike = [rank for rank, (member, c, _) in enumerate(every) if member and c == mine[1]]
-            made = self.sub(sorted(alike, key=lambda rank: (every[rank][2], rank)))
-        self.root.was_split(self, made)
-        return made
-
-    def turn(self) -> int:
-        """Take the next sequence number for a blocking collective; 0 if others are queued.
-
-        Called, and the collective run, with ``issue_lock`` held.
-        """
-        if self.closed or self.root.failure is not None:
-            self._check_open()
-        if self.executor is not None and not self.executor.idle:
-            return 0
-        self.issued = sequence = self.issued + 1
-        return sequence
-
-    def left(self, before: int, what: str, error: BaseException) -> None:
-        """Break the backend if ``error`` ended a collective that was issued after ``before``.
-
-        Most errors have broken it already. A signal's may come between any two instructions; then
-        nobody else knows that the others wait, or that they have gone on.
-        """
-        if self.issued != before and self.root.failure is None:
-            why = f"{what} #{self.issued} was left on rank {self.root.rank}: {in_words(error)}"
-            self.root.fail(CommunicationError(why), tell=True)
-
-    def issue(
-        self,
-        text: str,
-        task: Callable[[int], Any],
-        *,
-        async_op: bool,
-        nbytes: int = 0,
-        timeout: float | None = None,
-    ) -> Any:
-        """Run ``task(sequence)`` as this group's next collective, in the order of the calls.
-
-        Args:
-            text: the operation in words.
-            task: runs it.
-            async_op: do not wait for it. Where too much is queued already (``work.MAX_QUEUED``
-                operations or ``work.MAX_QUEUED_BYTES``), wait until some of that has run.
-            nbytes: memory that the task holds while it is queued, beyond the caller's arrays.
-            timeout: seconds to wait for room in the queue; by default ``backend.timeout``.
-
-        Returns:
-            What ``task`` returns or, with ``async_op``, a ``Work`` for it.
-
-        Raises:
-            CommTimeoutError: the queue stayed full for ``timeout`` seconds; nothing was begun.
-        """
-        with self.issue_lock:
-            if not async_op and (sequence := self.turn()):
-                return task(sequence)
-            self._check_open()
-            if self.executor is None:
-                self.executor = self.root.new_executor(f"fsdpcore-rank{self.root.rank}")
-            self.executor.make_room(nbytes, self._limit(timeout), text)
-            self._check_open()  # it may have been closed, or have failed, while this one waited
-            self.issued = sequence = self.issued + 1
-            work = self.executor.submit(lambda: task(sequence), text, nbytes)
-        return work if async_op else work.wait()
+        return self.collectives.split(color, key, timeout)
 
     # Memory.
 
@@ -504,9 +411,7 @@ class Backend(ABC):
                 all, ``capabilities.shared_window`` is false.
             The errors of a collective.
         """
-        from fsdpcore.collectives.shared.window import shared_window
-
-        return shared_window(self, shape, dtype)
+        return self.collectives.shared_window(shape, dtype)
 
     # Ending.
 
@@ -540,15 +445,10 @@ class Backend(ABC):
 class SubBackend(Backend):
     """Some ranks of another backend, as a backend of their own; made by ``Backend.sub``."""
 
-    def __init__(self, parent: Backend, members: Sequence[int], channel: int) -> None:
-        super().__init__(
-            [parent.ranks[member] for member in members],
-            members.index(parent.rank),
-            channel,
-            [parent.hosts[member] for member in members],
-        )
+    def __init__(self, parent: Backend, members: Sequence[int], group: Group) -> None:
         self._root = parent.root
-        self.closed = False
+        hosts = [parent.hosts[member] for member in members]
+        super().__init__(group, members.index(parent.rank), hosts)
 
     @property
     def root(self) -> Transport:
@@ -562,28 +462,8 @@ class SubBackend(Backend):
 
     def close(self) -> None:
         """Let the group's asynchronous operations end. The job's backend stays open."""
-        self.closed = True
-        if self._on_device is not None:
-            self._on_device.close()
-        if self.executor is not None:
-            self._root.end_executor(self.executor)
-        # Another thread may be in a collective; if it does not end, the memory goes with the group.
-        if self.link is not None and self.issue_lock.acquire(timeout=self.timeout):
-            try:
-                for area in self.link.areas:
-                    if area in self._root.areas:
-                        self._root.areas.discard(area)
-                        area.close()
-            finally:
-                self.issue_lock.release()
-
-    def _check_open(self) -> None:
-        self._root.check_usable()
-        if self.closed:
-            raise ClosedError(
-                f"rank {self.rank} has closed this group (ranks {list(self.ranks)}); "
-                "make a new one with sub()"
-            )
+        self.order.close()
+        self.collectives.close()
 
     def abort(self, reason: str) -> None:
         self._root.abort(reason)

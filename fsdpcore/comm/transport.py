@@ -157,11 +157,12 @@ class Transport(Backend):
         hosts: Sequence[int] | None = None,
         policy: Policy | None = None,
     ) -> None:
-        super().__init__(range(world_size), rank, WORLD_CHANNEL, hosts or [0] * world_size)
+        group = Group(WORLD_CHANNEL, tuple(range(world_size)))
+        super().__init__(group, rank, hosts or [0] * world_size)
         self.default_timeout = timeout
         self.policy = policy or Policy()
         self.recorder = Recorder(self)
-        self.recorder.add_group(self)
+        self.recorder.add_group(self.order)
         self._failure: CommunicationError | None = None
         # In a process forked from this rank: connections and memory belong to the rank.
         self.forked = False

@@ -59,6 +59,15 @@ class Device(ABC):
     def owns(self, array: object) -> bool:
         """Whether it is an array of this device."""
 
+    def claims(self, array: object) -> bool:
+        """Whether an array is of this GPU or of another one, and not of the host.
+
+        Another GPU's is for this device to refuse, which says what is wrong with it.
+        """
+        if self.on_host or isinstance(array, np.ndarray):
+            return False
+        return self.owns(array) or hasattr(array, "__cuda_array_interface__")
+
     @abstractmethod
     def operand(self, value: ArrayLike) -> Array:
         """Return ``value`` as a C-contiguous array of a dtype that travels, copied if needed.

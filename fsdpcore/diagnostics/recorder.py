@@ -174,6 +174,21 @@ class MessageEntry(Entry):
         return self.end == 0 and self.waiting
 
 
+class Order(Protocol):
+    """What is recorded of a group: who it is, and how far its collectives are on this rank.
+
+    Attributes:
+        issued, begun: how many collectives this rank has called, and how many of them have begun.
+    """
+
+    issued: int
+    begun: int
+
+    @property
+    def group(self) -> Group:
+        """The group's name."""
+
+
 class Recorder:
     """The last operations of one rank.
 
@@ -188,7 +203,7 @@ class Recorder:
         self._transport = weakref.ref(transport)
         self._entries: deque[Entry] = deque(maxlen=size)
         # The groups that are in use, so that this does not grow with those that were.
-        self._groups: weakref.WeakValueDictionary[int, Backend] = weakref.WeakValueDictionary()
+        self._groups: weakref.WeakValueDictionary[int, Order] = weakref.WeakValueDictionary()
         self._directory: Path | None = None
         self._file_lock = threading.Lock()
         self._written = -_SECONDS_BETWEEN_TIMEOUTS
@@ -202,20 +217,20 @@ class Recorder:
 
     # Recording.
 
-    def add_group(self, backend: Backend) -> None:
+    def add_group(self, order: Order) -> None:
         """Note that this rank is a member of a group, for as long as the group is in use."""
-        self._groups[backend.channel] = backend
+        self._groups[order.group.channel] = order
 
-    def begin(self, backend: Backend, sequence: int, call: Call) -> Entry:
+    def begin(self, order: Order, sequence: int, call: Call) -> Entry:
         """Note that collective number ``sequence`` of a group starts on this rank."""
         entry = Entry()
         entry.sequence = sequence
-        entry.group = backend.group
+        entry.group = order.group
         entry.call = call
         entry.end = 0
         entry.failed = ""
         entry.algorithm = ""
-        backend.begun = sequence
+        order.begun = sequence
         entry.start = monotonic_ns()
         self._entries.append(entry)
         return entry
@@ -232,13 +247,13 @@ class Recorder:
             entry.failed = "timed out" if isinstance(error, CommTimeoutError) else "failed"
             entry.end = monotonic_ns()
 
-    def message(self, backend: Backend, message: Message) -> MessageEntry:
+    def message(self, group: Group, message: Message) -> MessageEntry:
         """Note that this rank posts a send or a receive; ended as other operations are."""
         entry = MessageEntry()
         entry.waiting = False
         entry.work = None
         entry.sequence = 0
-        entry.group = backend.group
+        entry.group = group
         entry.call = message
         entry.algorithm = ""
         entry.end = 0
@@ -266,14 +281,14 @@ class Recorder:
 
     def group(self, channel: int) -> Group | None:
         """The group of a channel, if this rank has it."""
-        backend = self._groups.get(channel)
-        return None if backend is None else backend.group
+        order = self._groups.get(channel)
+        return None if order is None else order.group
 
     def entered(self, channel: int) -> int:
         """The last collective begun on a channel; 0 for none."""
-        backend = self._groups.get(channel)
-        if backend is not None:
-            return backend.begun
+        order = self._groups.get(channel)
+        if order is not None:
+            return order.begun
         last = (e.sequence for e in reversed(self.entries()) if e.group.channel == channel)
         return next((sequence for sequence in last if sequence), 0)
 
@@ -332,8 +347,8 @@ class Recorder:
         entries = self.entries()
         groups = {entry.group for entry in entries}
         alive = list(self._groups.values())
-        groups.update(backend.group for backend in alive)
-        issued = {backend.channel: backend.issued for backend in alive}
+        groups.update(order.group for order in alive)
+        issued = {order.group.channel: order.issued for order in alive}
         failure = transport.failure
         return {
             "format": FORMAT,

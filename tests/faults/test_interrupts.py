@@ -22,15 +22,15 @@ def _interrupted(backend: fc.Backend) -> str:
     if backend.rank == 1:
         signal.signal(signal.SIGALRM, raise_it)
         signal.setitimer(signal.ITIMER_REAL, 0.02)
-    before = backend.issued
+    before = backend.order.issued
     try:
-        while backend.issued < CALLS:
-            before = backend.issued
+        while backend.order.issued < CALLS:
+            before = backend.order.issued
             fc.all_reduce(values, backend)
     except KeyboardInterrupt:
         if backend.root.failure is not None:
             return "broken"
-        if backend.issued == before or backend.root.recorder._entries[-1].end:
+        if backend.order.issued == before or backend.root.recorder._entries[-1].end:
             return "between two calls"
         return "left, and nobody knows"
     except fc.PeerFailedError:

@@ -23,6 +23,7 @@ from support.spmd import meet, run_on
 import fsdpcore as fc
 from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.collectives.shared import region
+from fsdpcore.collectives.state import state_of
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -36,8 +37,8 @@ def _threads_let_each_other_run(monkeypatch):
 
 def _shares(backend: fc.Backend) -> bool:
     backend.barrier()
-    assert backend.link is not None
-    return backend.link.area is not None
+    assert state_of(backend).context is not None
+    return state_of(backend).context.area is not None
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -72,7 +73,9 @@ def _auto(backend: fc.Backend, body: Any, *args: int) -> None:
     assert _shares(backend) == (backend.world_size > 1)
     body(backend, *args)
     if backend.world_size > 1:
-        names = {call.record.algorithm for call in backend.calls.values() if call.collective}
+        names = {
+            call.record.algorithm for call in state_of(backend).calls.values() if call.collective
+        }
         assert shared.NAME in names
 
 
@@ -154,10 +157,10 @@ def _groups(backend: fc.Backend) -> None:
         low = 2 * (backend.rank // 2)
         assert works[2 * number + 1].wait().tolist() == [(2 * low + 1) * number] * 3
     assert _shares(pair)
-    assert pair.link is not backend.link
-    assert pair.link is not None
-    assert backend.link is not None
-    assert pair.link.area is not backend.link.area
+    assert state_of(pair).context is not state_of(backend).context
+    assert state_of(pair).context is not None
+    assert state_of(backend).context is not None
+    assert state_of(pair).context.area is not state_of(backend).context.area
     pair.close()
     assert _shares(backend)
 
@@ -228,7 +231,9 @@ def test_one_deadline_counts_for_all_ranks_that_are_late() -> None:
 def _late(backend: fc.Backend, over: threading.Event, times: dict[str, float]) -> None:
     array = np.zeros(2)
     fc.all_reduce(array, backend)
-    assert {call.lane is not None for call in backend.calls.values() if call.collective} == {True}
+    assert {
+        call.lane is not None for call in state_of(backend).calls.values() if call.collective
+    } == {True}
     if backend.rank == 0:
         with pytest.raises(fc.CommTimeoutError, match=r"ranks? (1, )?2 (is|are) missing"):
             fc.all_reduce(array, backend)
@@ -257,8 +262,8 @@ def _drop_groups(backend: fc.Backend) -> None:
         group = backend.sub([0, 1])
         fc.all_reduce(np.zeros(2), group)
         fc.all_reduce(np.zeros(2), group)
-        assert group.link is not None
-        groups.append(weakref.ref(group.link.area))
+        assert state_of(group).context is not None
+        groups.append(weakref.ref(state_of(group).context.area))
     del group
     backend.barrier()
     end = time.monotonic() + 10
@@ -365,7 +370,7 @@ def _close_while_waiting(backend: fc.Backend) -> None:
     thread = threading.Thread(target=lambda: results.append(fc.all_reduce(np.ones(2), group)))
     if backend.rank == 0:
         thread.start()
-        while group.begun < 2:
+        while group.order.begun < 2:
             time.sleep(0.001)
         closing = threading.Thread(target=group.close)
         closing.start()

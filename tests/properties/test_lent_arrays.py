@@ -16,6 +16,7 @@ from support.spmd import run_on
 
 import fsdpcore as fc
 from fsdpcore.collectives.shared import region
+from fsdpcore.collectives.state import state_of
 
 
 @pytest.fixture(autouse=True)
@@ -110,11 +111,11 @@ def test_pieces_of_more_than_a_room() -> None:
 
 def _with_fences(backend: fc.Backend, cases: list[lent.Case]) -> None:
     _carry_out(backend, cases)
-    assert backend.link is not None
-    assert backend.link.area is not None
-    assert backend.link.area.fence is not None
-    assert not backend.link.area.express
-    assert all(call.lane is None for call in backend.calls.values())
+    assert state_of(backend).context is not None
+    assert state_of(backend).context.area is not None
+    assert state_of(backend).context.area.fence is not None
+    assert not state_of(backend).context.area.express
+    assert all(call.lane is None for call in state_of(backend).calls.values())
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "riscv64"])

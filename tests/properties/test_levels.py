@@ -23,6 +23,7 @@ import fsdpcore as fc
 from fsdpcore.collectives.algorithms import hierarchy_costs
 from fsdpcore.collectives.selection.choose import cheapest
 from fsdpcore.collectives.shared.region import SharedRegion
+from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Capabilities
 from fsdpcore.core.device import HOST
 from fsdpcore.core.policy import Policy, Tuning
@@ -54,7 +55,7 @@ def _sent(backend: Any, collective: str, rows: int) -> list[int]:
             before = counters(backend)
             getattr(fc, collective)(mine, backend, algorithm="hierarchical")
         counts.append([b - a for a, b in zip(before, counters(backend), strict=True)])
-    assert backend.link.inside is not None
+    assert state_of(backend).context.inside is not None
     return [b - a for a, b in zip(*counts, strict=True)][:2]
 
 
@@ -91,10 +92,10 @@ class _HalfSharing(SharingSim):
 
 def _mixed(backend: fc.Backend, body: Any, without: list[int]) -> None:
     backend.barrier()
-    assert backend.link is not None
-    assert backend.link.inside is not None
-    assert (backend.link.inside.area is None) == (backend.rank in without)
-    assert "hierarchical" not in backend.own_algorithms.get("all_reduce", {})
+    assert state_of(backend).context is not None
+    assert state_of(backend).context.inside is not None
+    assert (state_of(backend).context.inside.area is None) == (backend.rank in without)
+    assert "hierarchical" not in state_of(backend).own_algorithms.get("all_reduce", {})
     body(backend)
 
 
@@ -189,8 +190,8 @@ def test_a_rank_that_stops_inside_of_its_host(hangs: bool) -> None:
 
 def _stop(backend: fc.Backend, hangs: bool, ended: list[int], all_ended: threading.Event) -> None:
     backend.barrier()
-    assert backend.link is not None
-    inside = backend.link.inside
+    assert state_of(backend).context is not None
+    inside = state_of(backend).context.inside
     assert inside is not None
 
     def stop(*args: Any) -> None:
@@ -225,7 +226,7 @@ def _group(hosts: list[int], capabilities: Capabilities, *, shares: bool) -> Any
         rank=0,
         hosts=hosts,
         capabilities=capabilities,
-        own_algorithms=own,
+        collectives=SimpleNamespace(own_algorithms=own),
         moves=HOST,
         root=SimpleNamespace(policy=Policy()),
     )
@@ -277,5 +278,5 @@ def test_auto_knows_of_it_once_the_group_has_met(hosts: list[int]) -> None:
 def _offered(backend: Any, hosts: list[int]) -> bool:
     backend.hosts = tuple(hosts)
     fc.all_reduce(np.zeros(3), backend)
-    known = backend.own_algorithms.get("all_reduce", {})
+    known = state_of(backend).own_algorithms.get("all_reduce", {})
     return hierarchy_costs.NAME in known and known[hierarchy_costs.NAME].besides is not None

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 import fsdpcore
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.on_device import device_twin
+from fsdpcore.collectives.state import state_of
 from fsdpcore.core.buffers import DTYPES
 from fsdpcore.core.device import Device
 
@@ -108,7 +110,7 @@ def _device_of(backend: Any) -> Device | None:
 def _known(function: str, backend: fsdpcore.Backend, algorithm: Any) -> Any:
     """The algorithm, or "auto" where it is one that only arrays of the host have."""
     collective = function.removesuffix("_v").removesuffix("_many")
-    there = backend.on_device.own_algorithms.get(collective, {})
+    there = state_of(device_twin(backend)).own_algorithms.get(collective, {})
     general = isinstance(algorithm, str) and algorithm in ALGORITHMS[collective]
     return "auto" if general and algorithm not in there else algorithm
 

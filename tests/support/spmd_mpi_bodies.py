@@ -12,6 +12,7 @@ from support.arrays import Array, array_of, arrays_of, check_close, check_same
 from support.bodies.point_to_point import check_words, expect
 
 import fsdpcore as fc
+from fsdpcore.collectives.state import state_of
 from fsdpcore.core.reductions import Reduction
 
 NATIVE = "native"
@@ -112,13 +113,13 @@ def in_place(backend: fc.Backend) -> None:
 def without_a_copy(backend: fc.Backend) -> None:
     """MPI reduces from one array into another, and leaves the first as it is."""
     me, p = backend.rank, backend.world_size
-    algorithm = backend.own_algorithms["all_reduce"][NATIVE].module
+    algorithm = state_of(backend).own_algorithms["all_reduce"][NATIVE].module
     into = algorithm.all_reduce_into  # type: ignore[attr-defined]
     for op, dtype in (("sum", np.int64), ("mean", np.float32), ("min", np.float16)):
         parts = arrays_of(p, (70,), dtype)
         source, out = parts[me].copy(), np.zeros(70, dtype)
         fc.barrier(backend)
-        link = backend.link
+        link = state_of(backend).context
         assert link is not None
         into(link, source, out, Reduction.of(op, source.dtype))
         _compare(out, oracle.reduced(parts, op), op, p)

@@ -34,12 +34,12 @@ def _passes(backend, build, whole, x, dy, x_axis, y_axis):
     grads = {name: np.zeros_like(value) for name, value in params.items()}
     x, dy = own_part(x, backend, x_axis), own_part(dy, backend, y_axis)
     given = x.copy(), dy.copy()
-    before = backend.issued
+    before = backend.order.issued
     y, saved = layer.forward(params, x)
-    between = backend.issued
+    between = backend.order.issued
     y = y.copy()
     dx = layer.backward(params, saved, dy, grads)
-    issued = between - before, backend.issued - between
+    issued = between - before, backend.order.issued - between
     assert np.array_equal(x, given[0]), "the input was changed"
     assert np.array_equal(dy, given[1]), "the gradient of the output was changed"
     return y, dx, {name: _shard(initial[name], grads[name]) for name in grads}, issued

@@ -122,13 +122,13 @@ def _issue_until_full(backend: fc.Backend) -> list[Any]:
         log.append(sequence)
         return sequence
 
-    start = lambda nbytes: backend.issue("a task", task, async_op=True, nbytes=nbytes)  # noqa: E731
+    start = lambda nbytes: backend.order.issue("a task", task, async_op=True, nbytes=nbytes)  # noqa: E731
     works = [start(1 << 29), start(1 << 29)]
     with pytest.raises(CommTimeoutError, match="a task was not started"):
         start(1)
     gate.set()
     works += [start(1 << 28) for _ in range(20)]
-    first = backend.issue("a blocking task", task, async_op=False)
+    first = backend.order.issue("a blocking task", task, async_op=False)
     assert [work.wait() for work in works] == list(range(1, 23))  # none was skipped
     assert first == 23
     return log
@@ -142,8 +142,8 @@ def test_operations_are_numbered_in_order_though_some_were_refused() -> None:
 def _close_while_full(backend: fc.Backend) -> None:
     group = backend.sub([0])
     gate = threading.Event()
-    group.issue("a task", lambda _: gate.wait(60), async_op=True, nbytes=1 << 30)
-    start = lambda: group.issue("late", lambda _: 1, async_op=True, nbytes=1)  # noqa: E731
+    group.order.issue("a task", lambda _: gate.wait(60), async_op=True, nbytes=1 << 30)
+    start = lambda: group.order.issue("late", lambda _: 1, async_op=True, nbytes=1)  # noqa: E731
     thread, results = _in_background(start)
     time.sleep(0.05)
     closer = threading.Thread(target=group.close)

@@ -223,7 +223,7 @@ def test_a_group_of_one_costs_nothing():
         engine.state_dict(full=True)
         assert engine.everyone is backend
         assert not any(unit.boxes for unit in engine.units)
-        return backend.issued
+        return backend.order.issued
 
     def body(backend):
         mesh = fc.Mesh(backend, {"shard": 2, "tensor": 1})

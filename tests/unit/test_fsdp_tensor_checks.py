@@ -237,7 +237,7 @@ def test_an_engine_closes_the_group_it_made_and_no_other():
             engine = engine_on(TWO, backend, model)
             train(engine, model, range(1))
             engine.close()
-        assert engine.everyone.closed
-        return engine.tensor.closed or engine.backend.closed
+        assert engine.everyone.order.closed
+        return engine.tensor.order.closed or engine.backend.order.closed
 
     assert launch(body, 4) == [False] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Side:
         self.channel, self.rank, self.world_size = CHANNEL, rank, size
         self.ranks = tuple(10 + rank for rank in range(size))
         self.group = Group(CHANNEL, self.ranks)
-        self.link: Any = None
+        self.collectives: Any = SimpleNamespace(context=None)
 
 
 class Ranks:
@@ -129,10 +130,10 @@ def test_a_call_that_waits_for_others_is_compared(ranks: Ranks) -> None:
     ranks.call(2, 2)
     ranks.talk()
     side, waits_in = ranks.sides[1], Call(5)
-    side.link = type("CollectiveContext", (), {"entry": Running(waits_in, 2), "call": waits_in})
+    side.collectives.context = SimpleNamespace(entry=Running(waits_in, 2), call=waits_in)
     with pytest.raises(MismatchError, match=r"#2 .*\n  rank 10: .*\(2,\)\)\n  rank 11: .*\(5,\)\)"):
         ranks.all[1].compare()
-    side.link.entry.end = 1  # it has ended: it will be compared when it is noted
+    side.collectives.context.entry.end = 1  # it has ended: it will be compared when it is noted
     ranks.all[1].compare()
 
 

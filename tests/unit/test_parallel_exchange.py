@@ -127,9 +127,9 @@ def _counted(backend):
         lambda: exchange.reduce_scatter(x, backend, 1),
         lambda: exchange.local_part(x, backend, 1),
     ):
-        before = backend.issued
+        before = backend.order.issued
         call()
-        counts.append(backend.issued - before)
+        counts.append(backend.order.issued - before)
     return counts
 
 

@@ -68,7 +68,7 @@ def _gradients(backend):
         params = parameters(layer)
         y, saved = layer.forward(params, x)
         grads = {name: np.zeros_like(value) for name, value in params.items()}
-        before = backend.issued
+        before = backend.order.issued
         for wrong in (
             np.ones((1, *y.shape[1:]), y.dtype),  # those two NumPy would repeat
             np.ones((1, 1, y.shape[-1]), y.dtype),
@@ -81,7 +81,7 @@ def _gradients(backend):
             assert "the gradient of the output" in refused(
                 layer.backward, params, saved, wrong, grads
             )
-        assert backend.issued == before
+        assert backend.order.issued == before
         assert layer.backward(params, saved, y, grads).shape == x.shape
 
 
@@ -93,12 +93,12 @@ def test_a_gradient_of_another_shape_than_the_output_is_refused(ranks):
 def _inputs(backend):
     for name, layer, x in layers(backend):
         params = parameters(layer)
-        before = backend.issued
+        before = backend.order.issued
         if not name.startswith("embedding"):
             for wrong in (x.tolist(), x + 1j, x.astype(str), None):
                 message = refused(layer.forward, params, wrong)
                 assert "the input must be an array of NumPy or CuPy of real numbers" in message
-        assert backend.issued == before
+        assert backend.order.issued == before
         wanted, _ = layer.forward(params, x)
         for same in (x.astype(x.dtype.newbyteorder()), x.astype(np.int32)):
             np.testing.assert_array_equal(layer.forward(params, same)[0], wanted)
@@ -116,11 +116,11 @@ def _logits(backend):
     def loss(given):
         return parallel.cross_entropy(given, targets, backend, vocab=6)
 
-    before = backend.issued
+    before = backend.order.issued
     for wrong in (logits.astype(np.int64), logits + 0j, logits.tolist(), logits > 0, None):
         message = refused(loss, wrong)
         assert "cross_entropy: logits must be an array of NumPy or CuPy of floating" in message
-    assert backend.issued == before
+    assert backend.order.issued == before
     for dtype in (np.float64, np.float32, np.float16):
         wanted = loss(logits.astype(dtype))
         found = loss(logits.astype(np.dtype(dtype).newbyteorder()))

@@ -410,7 +410,7 @@ def _fails(backend, ranks):
     ranks[backend.rank] = backend
     fc.all_reduce(np.ones(3), backend)
     if backend.rank == 1:
-        while ranks[0].begun < 2:
+        while ranks[0].order.begun < 2:
             time.sleep(0.001)
         raise ValueError("no more")
     fc.all_reduce(np.ones(3), backend)

@@ -44,7 +44,7 @@ def _backend(
         world_size=world_size,
         rank=rank,
         capabilities=capabilities,
-        own_algorithms=own or {},
+        collectives=SimpleNamespace(own_algorithms=own or {}),
         moves=HOST,
         hosts=[member * hosts // world_size for member in range(world_size)],
         root=SimpleNamespace(policy=policy or Policy()),
@@ -246,9 +246,8 @@ def test_a_group_may_find_algorithms_of_its_own_while_another_thread_chooses() -
         def own_algorithms(self) -> Any:
             return next(answers)
 
-    fields = vars(_backend(2))
-    del fields["own_algorithms"]
-    backend: Any = Finding(**fields)
+    backend = _backend(2)
+    backend.collectives = Finding()
     assert choose("all_reduce", "auto", 100, backend).name in ALGORITHMS["all_reduce"]
     assert choose("all_reduce", "auto", 100, backend).name == "own"
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import MismatchError, ProtocolError
 
@@ -198,7 +199,8 @@ class Agreement:
 
         Those that do not wait may have called something else long ago.
         """
-        entry, call = getattr(group.link, "entry", None), getattr(group.link, "call", None)
+        context = state_of(group).context
+        entry, call = getattr(context, "entry", None), getattr(context, "call", None)
         if entry is None or call is None or entry.end or entry.call is not call.record:
             return
         for told in ahead:

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fsdpcore.collectives.algorithms.table import Algorithm, Terms
+from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.rooted import broadcast
+from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend, Capabilities
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.device import Ticket
@@ -180,7 +182,7 @@ class NcclBackend(ZmqBackend):
             )
         except CommTimeoutError as error:
             raise RendezvousError(f"rank {self.rank}: {error}") from error
-        self.groups.add(self.on_device.channel, made)
+        self.groups.add(device_twin(self).channel, made)
 
     # What the ranks tell each other.
 
@@ -223,7 +225,7 @@ class NcclBackend(ZmqBackend):
         held: object,
     ) -> None:
         end = time.monotonic() + limit
-        self.watcher.leave(group.link)
+        self.watcher.leave(state_of(group).context)
         if isinstance(ticket, CudaTicket):
             flight = Flight(ticket.event, False, group, call, sequence, limit, end, held)
             self.watcher.add(self.gpu.stream.ptr, flight)
@@ -249,7 +251,7 @@ class NcclBackend(ZmqBackend):
         deadline = Deadline(self.default_timeout)
         try:
             # NCCL divides communicators that are at rest.
-            if not self.watcher.finish(deadline.remaining(), group.on_device.channel):
+            if not self.watcher.finish(deadline.remaining(), device_twin(group).channel):
                 self.check_usable()
                 raise self.watcher.overdue(f"after {self.default_timeout:g} s of split()")
             self.groups.split(group, made, deadline.remaining())

@@ -16,6 +16,7 @@ import cupy
 from cupy.cuda import get_current_stream, runtime
 
 from fsdpcore.collectives.shared.fast_path import Lane
+from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 
@@ -61,7 +62,8 @@ def _lane(
     transport: NcclBackend, group: Backend, call: CallSpec, communicator: Communicator, form: _Form
 ) -> Lane:
     device, watch, record = transport.gpu, transport.watcher, call.record
-    begin, lock, ordinal = transport.recorder.begin, group.issue_lock, device.ordinal
+    begin, order, ordinal = transport.recorder.begin, group.order, device.ordinal
+    lock = order.lock
     dtype, shape, limit = call.dtype, call.out_shape, transport.default_timeout
     assert dtype is not None
     size_in = call.nbytes
@@ -94,12 +96,12 @@ def _lane(
         if lock.locked():
             return None
         with lock:
-            if group.closed or transport.failure is not None:
+            if order.closed or transport.failure is not None:
                 return None
-            before = group.issued
+            before = order.issued
             try:
-                group.issued = sequence = before + 1
-                entry = begin(group, sequence, record)
+                order.issued = sequence = before + 1
+                entry = begin(order, sequence, record)
                 try:
                     stream = get_current_stream()
                     where = stream.ptr
@@ -121,7 +123,7 @@ def _lane(
                     raise
                 entry.end = monotonic_ns()
             except BaseException as error:
-                group.left(before, call.operation, error)
+                order.abandon(before, call.operation, error)
                 raise
         result: Array = out
         return result
@@ -130,8 +132,9 @@ def _lane(
 
 
 def _broke(group: Backend, entry: Any, error: BaseException) -> None:
-    assert group.link is not None, "it has had a call"
-    group.link.broke(entry, error)
+    context = state_of(group).context
+    assert context is not None, "it has had a call"
+    context.broke(entry, error)
 
 
 def _all_reduce(group: Backend, call: CallSpec, communicator: Communicator) -> _Form | None:

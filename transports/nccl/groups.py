@@ -8,6 +8,7 @@ import numpy as np
 
 from fsdpcore.collectives.algorithms import bruck
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.api import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of
@@ -88,7 +89,7 @@ class GroupCommunicators:
 
     def can_split(self, group: Backend) -> bool:
         """Whether a group's communicator can be divided: all ranks know that all have it."""
-        return group.on_device.channel in self._common
+        return device_twin(group).channel in self._common
 
     def split(self, group: Backend, made: Backend | None, seconds: float) -> None:
         """Divide the communicator of a group, all whose calls have ended, as it was divided itself.
@@ -112,7 +113,7 @@ class GroupCommunicators:
                 )
             if again is None:
                 color, key = min(group.ranks.index(rank) for rank in made.ranks), made.rank
-        parent = self._found[group.on_device.channel]
+        parent = self._found[device_twin(group).channel]
         part = self._communicators.split(parent, color, key, deadline.remaining()) or again
         if part is not None and made is not None:
-            self.add(made.on_device.channel, part)
+            self.add(device_twin(made).channel, part)

@@ -29,6 +29,7 @@ from fsdpcore.collectives.batch.device_batch import DeviceItem, carry_out_on_dev
 from fsdpcore.collectives.batch.packs import CARRIERS, Item, Key, Pack
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.fingerprint import Fingerprint
+from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import CallSpec, check_backend, operand, run
 from fsdpcore.collectives.selection.choose import choose
@@ -144,7 +145,7 @@ class Batch:
         if packs or not items:
             found.append(self._start(backend, lambda link: _carry_out(link, backend, packs)))
         if items:
-            group = backend.on_device
+            group = device_twin(backend)
             found.append(self._start(group, lambda link: carry_out_on_device(link, group, items)))
         self._parts = found
 

@@ -9,6 +9,7 @@ from fsdpcore.collectives.batch.packs import Item
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.selection.choose import Choice, choose
+from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of
 from fsdpcore.core.reductions import Reduction
@@ -38,7 +39,7 @@ def carry_out_on_device(
         name = reduction.name if reduction is not None else ""
         flat = each.item.flat
         choice = choose(each.collective, "auto", flat.nbytes, group, flat.dtype, name)
-        canonical = group.own_algorithms[each.collective][choice.name].canonical
+        canonical = state_of(group).own_algorithms[each.collective][choice.name].canonical
         # Canonical ones compute between their messages, which in a group come at its end.
         (single if canonical and reduction is not None else grouped).append((each, choice))
     with group.root.device_group():

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from fsdpcore.collectives.algorithms import tree
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.api import all_gather_call, check_splittable, nbytes_of
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import CallSpec, call_for, check_backend, operand, remembered, run
@@ -231,8 +232,8 @@ def mover_of_root(array: ArrayLike | None, backend: Backend, root: int) -> Backe
     """
     if backend.root.device.on_host:
         return backend
-    elsewhere = np.array([array is not None and not backend.mover(array).moves.on_host])
-    return backend.on_device if broadcast(elsewhere, backend, root=root)[0] else backend
+    elsewhere = np.array([array is not None and backend.device.claims(array)])
+    return device_twin(backend) if broadcast(elsewhere, backend, root=root)[0] else backend
 
 
 def tell_what_is_scattered(

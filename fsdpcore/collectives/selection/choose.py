@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpcore.collectives.algorithms.table import ALGORITHMS, Algorithm
+from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend, Capabilities
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
@@ -78,7 +79,7 @@ def choose(
         ArgumentError: the collective has no such algorithm, or on a GPU none at all for the call.
     """
     # Once: the group's thread may find more of them at any time, with the first collective.
-    own = backend.own_algorithms.get(collective, {})
+    own = state_of(backend).own_algorithms.get(collective, {})
     known = _known(collective, backend, own)
     lender = None
     if algorithm == "auto":
@@ -129,7 +130,7 @@ def candidates(
     collective: str, backend: Backend, dtype: np.dtype[Any] | None = None, op: str = ""
 ) -> dict[str, Algorithm]:
     """Return what ``auto`` may choose from, without an override."""
-    own = backend.own_algorithms.get(collective, {})
+    own = state_of(backend).own_algorithms.get(collective, {})
     known = _known(collective, backend, own)
     return _allowed(_usable(known, backend, dtype, op), own)
 

@@ -20,6 +20,7 @@ from fsdpcore.collectives.output import apart
 from fsdpcore.collectives.shared import published_path
 from fsdpcore.collectives.shared.reducing import prepare
 from fsdpcore.collectives.shared.region import DIGEST
+from fsdpcore.collectives.state import state_of
 from fsdpcore.core.buffers import Array
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ LARGEST = 8 * 1024  # bytes
 
 def lane_for(backend: Backend, call: CallSpec) -> Lane | None:
     """Return the lane of a call of a group that shares memory, if it has one."""
-    link, choice = backend.link, call.choice
+    link, choice = state_of(backend).context, call.choice
     if link is None or link.area is None or not link.area.express:
         return None
     if choice.agrees and call.operation in _READERS and call.nbytes <= LARGEST:
@@ -57,7 +58,7 @@ def lane_for(backend: Backend, call: CallSpec) -> Lane | None:
 def _lane(backend: Backend, call: CallSpec, work: _Work) -> Lane:
     """Return ``work`` with what stands before and after it in every call."""
     root, record, begin = backend.root, call.record, backend.root.recorder.begin
-    lock = backend.issue_lock
+    order, lock = backend.order, backend.order.lock
     dtype, shape = call.dtype, call.out_shape
     empty, ndarray = np.empty, np.ndarray
 
@@ -71,18 +72,18 @@ def _lane(backend: Backend, call: CallSpec, work: _Work) -> Lane:
         if lock.locked():
             return None
         with lock:
-            executor = backend.executor
+            executor = order.executor
             busy = executor is not None and not executor.idle
-            if busy or backend.closed or root.failure is not None:
+            if busy or order.closed or root.failure is not None:
                 return None
-            before = backend.issued
+            before = order.issued
             try:
-                backend.issued = sequence = before + 1
-                entry = begin(backend, sequence, record)
+                order.issued = sequence = before + 1
+                entry = begin(order, sequence, record)
                 work(entry, sequence, source, out)
                 entry.end = monotonic_ns()
             except BaseException as error:
-                backend.left(before, call.operation, error)
+                order.abandon(before, call.operation, error)
                 raise
         return out
 

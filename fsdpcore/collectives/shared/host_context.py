@@ -22,6 +22,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import CommTimeoutError
 from fsdpcore.core.members import channel_of
 from fsdpcore.core.reductions import Reduction
+from fsdpcore.diagnostics.status import Group
 
 
 class Carrier(NamedTuple):
@@ -63,7 +64,8 @@ class HostContext(CollectiveContext):
         members = [rank for rank, host in enumerate(backend.hosts) if host == here]
         # Not from ``sub``: the group may be closed already, while its last collectives run.
         channel = channel_of(backend.channel, tuple(members), 0, "\0levels")
-        self._group = SubBackend(backend, members, channel)
+        ranks = tuple(backend.ranks[member] for member in members)
+        self._group = SubBackend(backend, members, Group(channel, ranks))
         super().__init__(self._group)
         self._whole, self._memory = whole, memory
         self.carrier = MESSAGES

@@ -19,6 +19,7 @@ from support.spmd import meet
 
 import fsdpcore as fc
 from fsdpcore.collectives.shared import region
+from fsdpcore.collectives.state import state_of
 
 # Bytes of an input: what goes through one step, a room, a block of a reduction; and around them.
 AT_ONCE, ROOM, BLOCK = 8 * 1024, 256 * 1024, 512 * 1024
@@ -254,7 +255,7 @@ def as_on_a_weak_memory_model(backend: fc.Backend) -> None:
         group = backend.sub(range(backend.world_size))
         for number in range(40):
             lent.run_case(group, random_case(group.world_size, number), str(number))
-        found = group.link.area if group.link is not None else None
+        found = state_of(group).context.area if state_of(group).context is not None else None
         if type(found) is region.SharedRegion:
             assert found.fence is not None
             assert not found.express

@@ -14,6 +14,7 @@ from support.arrays import check_same
 from support.bodies.memory import AT_ONCE, random_case
 
 import fsdpcore as fc
+from fsdpcore.collectives.state import state_of
 
 
 @contextlib.contextmanager
@@ -44,8 +45,8 @@ def one_rank_without(backend: fc.Backend, culprit: int, call: str, error: OSErro
         with without(call, error) if backend.rank == culprit else contextlib.nullcontext():
             for number in range(12):
                 lent.run_case(backend, random_case(backend.world_size, number), str(number))
-            assert backend.link is not None
-            assert backend.link.area is None
+            assert state_of(backend).context is not None
+            assert state_of(backend).context.area is None
             if backend.rank == culprit:
                 assert backend.empty(3 << 20).shape == (3 << 20,)
             with pytest.raises(fc.UnsupportedError):
@@ -58,8 +59,8 @@ def one_rank_without(backend: fc.Backend, culprit: int, call: str, error: OSErro
     # A group that is made when there is memory again has its own.
     group = backend.sub(range(backend.world_size))
     lent.run_case(group, random_case(group.world_size, 5), "5")
-    assert group.link is not None
-    assert group.link.area is not None
+    assert state_of(group).context is not None
+    assert state_of(group).context.area is not None
     group.close()
     return records
 

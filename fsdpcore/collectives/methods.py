@@ -1,0 +1,57 @@
+"""``CollectiveMethods``: the methods of a ``Backend`` that are collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fsdpcore.collectives.operations.api import all_gather, barrier
+from fsdpcore.collectives.shared.window import shared_window
+from fsdpcore.collectives.state import CollectiveState
+from fsdpcore.comm.backend import SubBackend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.members import check_int64
+
+
+class CollectiveMethods(CollectiveState):
+    """The collectives of one group as ``Backend`` calls them; see its methods."""
+
+    def barrier(self, timeout: float | None) -> None:
+        """Block until every rank of the group has called it."""
+        barrier(self.backend, timeout=timeout)
+
+    def split(self, color: int | None, key: int, timeout: float | None) -> SubBackend | None:
+        """Make a group of the ranks that give the same color."""
+        backend, mine = self.backend, np.zeros(3, np.int64)
+        if color is not None:
+            mine[:] = 1, check_int64(color, "split(): color (None for no group)"), 0
+        mine[2] = check_int64(key, "split(): key")
+        every = all_gather(mine, backend, timeout=timeout, label="split").reshape(-1, 3).tolist()
+        made = None
+        if color is not None:
+            alike = [rank for rank, (member, c, _) in enumerate(every) if member and c == mine[1]]
+            made = backend.sub(sorted(alike, key=lambda rank: (every[rank][2], rank)))
+        backend.root.was_split(backend, made)
+        return made
+
+    def shared_window(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
+        """Make one array that all ranks of a host see."""
+        return shared_window(self.backend, shape, dtype)
+
+    def close(self) -> None:
+        """Give back the memory that this rank shares because of the group."""
+        backend = self.backend
+        if self.device_twin is not None:
+            self.device_twin.close()
+        # Another thread may be in a collective; if it does not end, the memory goes with the group.
+        lock, root = backend.order.lock, backend.root
+        if self.context is not None and lock.acquire(timeout=backend.timeout):
+            try:
+                for area in self.context.areas:
+                    if area in root.areas:
+                        root.areas.discard(area)
+                        area.close()
+            finally:
+                lock.release()

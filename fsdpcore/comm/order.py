@@ -1,0 +1,138 @@
+"""``CallOrder``: the order in which a rank issues the collectives of a group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from fsdpcore.core.errors import ClosedError, CommunicationError, in_words
+from fsdpcore.core.work import Deadline, OrderedExecutor
+from fsdpcore.diagnostics.status import Group
+
+
+class Job(Protocol):
+    """What an order uses of the transport that its group belongs to."""
+
+    rank: int
+    default_timeout: float
+
+    @property
+    def failure(self) -> CommunicationError | None:
+        """What the job is broken by."""
+
+    def check_usable(self) -> None:
+        """Raise the first cause if the job is broken or closed."""
+
+    def fail(self, error: CommunicationError, *, tell: bool = False) -> None:
+        """Break the job, and let the peers know."""
+
+    def new_executor(self, name: str) -> OrderedExecutor:
+        """Make a thread for asynchronous operations."""
+
+    def end_executor(self, executor: OrderedExecutor) -> None:
+        """Let what is queued end, and stop the thread."""
+
+
+class CallOrder:
+    """Numbers this rank's collectives of one group, and runs them one after the other.
+
+    All ranks issue the collectives of a group in the same order, so that equal numbers mean the
+    same call on all of them.
+
+    Attributes:
+        group: whose collectives these are.
+        lock: held while a collective gets its number and, if it blocks, until it has ended.
+        issued, begun: how many collectives this rank has called, and how many of them have begun.
+        executor: runs asynchronous collectives; None before the first.
+        closed: the group was closed by its user.
+    """
+
+    __slots__ = ("__weakref__", "_job", "begun", "closed", "executor", "group", "issued", "lock")
+
+    def __init__(self, job: Job, group: Group) -> None:
+        self._job = job
+        self.group = group
+        self.lock = threading.Lock()
+        self.issued = 0
+        self.begun = 0
+        self.executor: OrderedExecutor | None = None
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raise the first cause if the job is broken, or ``ClosedError`` if the group is closed."""
+        self._job.check_usable()
+        if self.closed:
+            ranks = self.group.ranks
+            raise ClosedError(
+                f"rank {ranks.index(self._job.rank)} has closed this group (ranks {list(ranks)}); "
+                "make a new one with sub()"
+            )
+
+    def acquire_sequence(self) -> int:
+        """Take the next number for a blocking collective; 0 if others are queued.
+
+        Called, and the collective run, with ``lock`` held.
+        """
+        if self.closed or self._job.failure is not None:
+            self.check_open()
+        if self.executor is not None and not self.executor.idle:
+            return 0
+        self.issued = sequence = self.issued + 1
+        return sequence
+
+    def abandon(self, before: int, what: str, error: BaseException) -> None:
+        """Break the job if ``error`` ended a collective that was issued after number ``before``.
+
+        Most errors have broken it already. A signal's may come between any two instructions; then
+        nobody else knows that the others wait, or that they have gone on.
+        """
+        job = self._job
+        if self.issued != before and job.failure is None:
+            why = f"{what} #{self.issued} was left on rank {job.rank}: {in_words(error)}"
+            job.fail(CommunicationError(why), tell=True)
+
+    def issue(
+        self,
+        text: str,
+        task: Callable[[int], Any],
+        *,
+        async_op: bool,
+        nbytes: int = 0,
+        timeout: float | None = None,
+    ) -> Any:
+        """Run ``task(sequence)`` as this group's next collective, in the order of the calls.
+
+        Args:
+            text: the operation in words.
+            task: runs it.
+            async_op: do not wait for it. Where too much is queued already (``work.MAX_QUEUED``
+                operations or ``work.MAX_QUEUED_BYTES``), wait until some of that has run.
+            nbytes: memory that the task holds while it is queued, beyond the caller's arrays.
+            timeout: seconds to wait for room in the queue; by default the job's.
+
+        Returns:
+            What ``task`` returns or, with ``async_op``, a ``Work`` for it.
+
+        Raises:
+            CommTimeoutError: the queue stayed full for ``timeout`` seconds; nothing was begun.
+        """
+        job = self._job
+        limit = Deadline(job.default_timeout if timeout is None else timeout).seconds
+        with self.lock:
+            if not async_op and (sequence := self.acquire_sequence()):
+                return task(sequence)
+            self.check_open()
+            if self.executor is None:
+                self.executor = job.new_executor(f"fsdpcore-rank{job.rank}")
+            self.executor.make_room(nbytes, limit, text)
+            self.check_open()  # it may have been closed, or have failed, while this one waited
+            self.issued = sequence = self.issued + 1
+            work = self.executor.submit(lambda: task(sequence), text, nbytes)
+        return work if async_op else work.wait()
+
+    def close(self) -> None:
+        """Let no further collective begin, and let the asynchronous ones end."""
+        self.closed = True
+        if self.executor is not None:
+            self._job.end_executor(self.executor)
