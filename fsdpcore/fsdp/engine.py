@@ -157,7 +157,7 @@ class FSDP:
         self._scaler = Scaler(self.precision.scaling)
         self.executor = StepExecutor(
             self.units,
-            self.placement.keep,
+            self.placement,
             self.prefetching,
             overlaps=self.prefetching.overlaps(backend.hosts, on_host=self.device.on_host),
         )

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.plan.estimate import moved
 from fsdpcore.fsdp.plan.plan import Plan, Sync, make_plan
-from fsdpcore.fsdp.plan.report import Measured, Report
-from fsdpcore.fsdp.units.storage import keeps_all
+from fsdpcore.fsdp.plan.report import MeasuredStep, Report
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
@@ -33,7 +32,7 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync, *, whole: bool) -> Plan
         microbatches=microbatches,
         sync=sync,
         windowed=engine.windowed,
-        brought=pinned is not None and keeps_all(engine.placement),
+        brought=pinned is not None and engine.placement.whole_parameters,
         rank=engine.backend.rank,
         tensor=engine.everyone.world_size // engine.backend.world_size,
         whole=whole,
@@ -57,7 +56,7 @@ def report_of(engine: FSDP) -> Report:
     sync: Sync = "each" if stats.reductions >= reduced else "last"
     return Report(
         plan_of(engine, microbatches, sync, whole=stats.whole),
-        Measured(
+        MeasuredStep(
             peak_bytes=held.parameters + held.gradients + held.optimizer + stats.peak_buffers,
             bytes_sent=stats.bytes_sent,
             step_seconds=stats.seconds,

@@ -19,8 +19,9 @@ from fsdpcore.fsdp.plan import table as plan_table
 from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize, lay_out, persistent
 from fsdpcore.fsdp.plan.times import Times, seconds, simulate
 from fsdpcore.fsdp.plan.units import sizes_of
-from fsdpcore.fsdp.plan.walk import Job, Live, Operation, Walk
-from fsdpcore.fsdp.sharding.strategy import Placement, Strategy
+from fsdpcore.fsdp.plan.walk import Live, PlannedCollective, PlannedStep, Walk
+from fsdpcore.fsdp.sharding.placement import Placement
+from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.step.schedule import Prefetch
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
@@ -63,7 +64,7 @@ class Plan:
     rank: int
     units: tuple[UnitSize, ...]
     microbatches: int
-    operations: tuple[Operation, ...]
+    operations: tuple[PlannedCollective, ...]
     persistent: Persistent
     peak_live: Live
     compute_seconds: float | None = None
@@ -100,7 +101,7 @@ class Plan:
     @property
     def reductions(self) -> int:
         """How often gradients of a unit are reduced; over shards and replicas counts once."""
-        kind = "reduce_scatter" if self.placement.gathers else "all_reduce"
+        kind = self.placement.reduction
         return sum(o.kind == kind and o.phase != "update" for o in self.operations)
 
     @property
@@ -138,7 +139,12 @@ class Plan:
         place = self.placement
         return {
             "strategy": dataclasses.asdict(self.strategy),
-            "placement": dataclasses.asdict(place) | {"keep": place.keep.name.lower()},
+            "placement": {
+                "shards": place.shards,
+                "replicas": place.replicas,
+                "regather": place.regather,
+                "keep": place.keep.name.lower(),
+            },
             "world_size": self.world_size,
             "rank": self.rank,
             "tensor": self.tensor,
@@ -229,7 +235,7 @@ def make_plan(
     states = as_int(optimizer_states, "optimizer_states", minimum=0)
     place = strategy.place(world_size)
     layouts = lay_out(sizes, place.shards, precision)
-    job = Job(
+    job = PlannedStep(
         units=layouts,
         placement=place,
         rank=rank,

@@ -13,7 +13,7 @@ from fsdpcore.fsdp.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One step of one rank, as it was; None for what nobody measured.
 
     Attributes:
@@ -39,10 +39,10 @@ class Measured:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None:
-                as_finite(value, f"{field.name} of Measured", minimum=0)
+                as_finite(value, f"{field.name} of MeasuredStep", minimum=0)
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """One line of a report; ``ratio`` is measured / predicted, None where there is none."""
 
     name: str
@@ -61,15 +61,15 @@ class Report:
     """
 
     plan: Plan
-    measured: Measured
+    measured: MeasuredStep
 
     def __post_init__(self) -> None:
-        if not isinstance(self.plan, Plan) or not isinstance(self.measured, Measured):
-            raise ArgumentError("a Report needs a Plan and a Measured")
+        if not isinstance(self.plan, Plan) or not isinstance(self.measured, MeasuredStep):
+            raise ArgumentError("a Report needs a Plan and a MeasuredStep")
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """All that can be compared, in the order of ``Measured``."""
+    def rows(self) -> tuple[ReportRow, ...]:
+        """All that can be compared, in the order of ``MeasuredStep``."""
         return tuple(
             _row(field.name, getattr(self.plan, field.name), getattr(self.measured, field.name))
             for field in dataclasses.fields(self.measured)
@@ -100,14 +100,14 @@ class Report:
         return f"{plan_table.placed(self.plan)}\n\n{table}"
 
 
-def _row(name: str, predicted: float | None, measured: float | None) -> Row:
+def _row(name: str, predicted: float | None, measured: float | None) -> ReportRow:
     ratio = None
     if predicted is not None and measured is not None:
         if predicted:
             ratio = measured / predicted
         elif not measured:
             ratio = 1.0  # nothing was predicted, and nothing came
-    return Row(name, predicted, measured, ratio)
+    return ReportRow(name, predicted, measured, ratio)
 
 
 def _words(name: str, value: float | None) -> str:
