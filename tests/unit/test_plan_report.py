@@ -9,7 +9,7 @@ import pytest
 
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
-from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.make_plan import make_plan
 from fsdpcore.fsdp.plan.report import MeasuredStep, Report
 from fsdpcore.fsdp.plan.sizes import even_units
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import ml_dtypes
 
 from fsdpcore.core.policy import Costs
-from fsdpcore.fsdp.plan.plan import Plan, Sync, make_plan
+from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
+from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.sizes import UnitSize, even_units
 from fsdpcore.fsdp.sharding.placement import Placement
 from fsdpcore.fsdp.sharding.strategy import STRATEGIES, Strategy

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.plan import table
-from fsdpcore.fsdp.plan.plan import Sync, make_plan
+from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize, even_units, lay_out
 from fsdpcore.fsdp.plan.units import sizes_of
 from fsdpcore.fsdp.sharding.strategy import Strategy

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from fsdpcore.core.checks import as_finite
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.fsdp.plan import table as plan_table
-from fsdpcore.fsdp.plan.plan import Plan
+from fsdpcore.fsdp.plan import table
+from fsdpcore.fsdp.plan.plan import Plan, placed
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Report:
             )
             for row in self.rows
         ]
-        table = plan_table.columns(("", "predicted", "measured", "ratio"), rows)
-        return f"{plan_table.placed(self.plan)}\n\n{table}"
+        header = ("", "predicted", "measured", "ratio")
+        return f"{placed(self.plan)}\n\n{table.columns(header, rows)}"
 
 
 def _row(name: str, predicted: float | None, measured: float | None) -> ReportRow:
@@ -114,5 +114,5 @@ def _words(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if "bytes" in name:
-        return plan_table.size(value)
-    return plan_table.duration(value) if name.endswith("seconds") else str(value)
+        return table.size(value)
+    return table.duration(value) if name.endswith("seconds") else str(value)
