@@ -12,13 +12,13 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-# Modules of this package, and what the command is there: a function, or an app of its own.
+# Each command, and where it is: a function, or an app of its own, in a module of this package.
 _LATER = {
-    "tune": "tune",
-    "trace": "trace",
-    "bench": "show_bench",
-    "plan": "show_plan",
-    "ckpt": "app",
+    "tune": "tune:tune",
+    "trace": "trace.command:trace",
+    "bench": "bench:show_bench",
+    "plan": "plan:show_plan",
+    "ckpt": "ckpt.command:app",
 }
 
 
@@ -43,7 +43,8 @@ class CommandsLater(TyperGroup):
 
 
 def _imported(name: str) -> Any:
-    found = getattr(import_module(f"fsdpcore.commands.{name}"), _LATER[name])
+    module, _, attribute = _LATER[name].partition(":")
+    found = getattr(import_module(f"fsdpcore.commands.{module}"), attribute)
     around = typer.Typer()
     if isinstance(found, typer.Typer):
         around.add_typer(found, name=name)

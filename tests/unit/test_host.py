@@ -14,7 +14,7 @@ from fsdpcore.core.errors import ConfigError
 
 
 def test_processes_that_see_each_other_are_on_one_host() -> None:
-    code = "from fsdpcore import host; print(host.identity())"
+    code = "from fsdpcore.comm import hosts; print(hosts.identity())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == hosts.identity()
     assert len(hosts.identity().encode()) <= hosts.MAX_BYTES
