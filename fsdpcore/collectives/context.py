@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpcore.collectives.fingerprint import disagreement, exchange
-from fsdpcore.collectives.spec import CallSpec, Choice
+from fsdpcore.collectives.fingerprint import compare_calls, refuse_calls
 from fsdpcore.comm.backend import Backend, Envelope
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Pending
-from fsdpcore.diagnostics.recorder import Entry
+
+if TYPE_CHECKING:
+    from fsdpcore.collectives.run import CallSpec
+    from fsdpcore.collectives.selection.choose import Choice
+    from fsdpcore.collectives.shared.host_context import HostContext
+    from fsdpcore.collectives.shared.region import SharedRegion
+    from fsdpcore.diagnostics.recorder import Entry
+
 
 _KEPT = 64 << 20  # bytes of scratch memory at most
-
-
-class Region(Protocol):
-    """What a context needs of the memory that its ranks share: a ``SharedRegion``."""
-
-    def sync(self, context: Any) -> None:
-        """Wait until all ranks have entered the next step; raises as ``agree`` does."""
-
-    def rows(self) -> list[int]:
-        """The rows that every rank has entered the step with."""
-
-    def close(self) -> None:
-        """Let go of the memory."""
 
 
 class CollectiveContext:
@@ -42,7 +35,7 @@ class CollectiveContext:
     Attributes:
         rank, size: this rank and the number of ranks, in the group.
         area: memory that all ranks of the group see, or None.
-        inside: the context of the ranks on this host, where the group spans several.
+        inside: the link of the ranks on this host, where the group spans several.
         call: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
         staged: of the choice of an algorithm for this call.
@@ -59,8 +52,8 @@ class CollectiveContext:
         self._backend = backend
         self.rank = backend.rank
         self.size = backend.world_size
-        self.area: Region | None = None
-        self.inside: CollectiveContext | None = None
+        self.area: SharedRegion | None = None
+        self.inside: HostContext | None = None
         self.staged: Choice | None = None
         self.entered = False
         self.sequence = 0
@@ -73,10 +66,10 @@ class CollectiveContext:
         self._scratch: Array = np.empty(0, np.uint8)
 
     @property
-    def areas(self) -> list[Any]:
+    def areas(self) -> list[SharedRegion]:
         """The memory that this rank shares because of the group."""
-        contexts = [self] if self.inside is None else [self, self.inside]
-        return [each.area for each in contexts if each.area is not None]
+        links = [self] if self.inside is None else [self, self.inside]
+        return [link.area for link in links if link.area is not None]
 
     def begin(self, call: CallSpec, sequence: int, limit: float, background: bool) -> None:
         """Start a collective, which may take ``limit`` seconds."""
@@ -109,12 +102,17 @@ class CollectiveContext:
         """The number of each rank's host."""
         return self._backend.hosts
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers that the ranks of the group have in the whole job."""
+        return self._backend.ranks
+
     def global_rank(self, rank: int) -> int:
         """The number that a rank of the group has in the whole job."""
         return self._backend.ranks[rank]
 
-    def choose(self, size: int) -> Choice:
-        """Return what carries a call out whose ``size`` only the ranks together know.
+    def choose(self, size: int) -> Callable[..., Any]:
+        """Return the function that carries a call out whose ``size`` only the ranks together know.
 
         Args:
             size: the n of the cost formulas, the same on all ranks.
@@ -122,7 +120,7 @@ class CollectiveContext:
         choice = self.call.choose(size)
         self.entry.algorithm = choice.name
         self.staged = choice.staged
-        return choice
+        return choice.function
 
     def otherwise(self) -> Choice | None:
         """What carries the call out where arrays were not lent; None for the algorithm itself."""
@@ -140,13 +138,13 @@ class CollectiveContext:
             MismatchError: they do not.
         """
         if self.area is None:
-            return exchange(self, self.call.fingerprint) if self.size > 1 else [self.call.rows]
+            return compare_calls(self, self.call.fingerprint) if self.size > 1 else [self.call.rows]
         self.area.sync(self)
         return self.area.rows()
 
     def disagree(self) -> None:
         """Raise the error of ranks whose fingerprints differ, once all know that they do."""
-        raise disagreement(self, self.call.fingerprint)
+        refuse_calls(self, self.call.fingerprint)
 
     def isend(self, array: Array, dst: int) -> Pending:
         """Start sending ``array``, which must not change until the result was waited for."""
@@ -253,6 +251,3 @@ def _shorten(ranks: tuple[int, ...]) -> str:
 
 _NOTHING = Pending()
 _NOTHING.finish()
-
-# Moves the data of a collective.
-Body = Callable[[CollectiveContext], Any]

@@ -12,13 +12,17 @@ instead, see ``area.py``.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpcore.core.errors import MismatchError
+from fsdpcore.core.differences import check_same
+
+if TYPE_CHECKING:
+    from fsdpcore.collectives.context import CollectiveContext
 
 # A call in words is cut off here, and so is the policy.
 _WORDS = 240
@@ -81,23 +85,7 @@ class Fingerprint:
         return f"{self.operation}({', '.join(parts)})"
 
 
-class Messages(Protocol):
-    """What the ranks tell each other their calls by: a ``CollectiveContext``."""
-
-    rank: int
-    size: int
-    sequence: int
-
-    def exchange(
-        self, array: np.ndarray[Any, Any], dst: int, out: np.ndarray[Any, Any], src: int
-    ) -> None:
-        """Send to one rank and receive from another at the same time, and wait for both."""
-
-    def global_rank(self, rank: int) -> int:
-        """The number that a rank of the group has in the whole job."""
-
-
-def exchange(context: Messages, mine: Fingerprint) -> list[int]:
+def compare_calls(link: CollectiveContext, mine: Fingerprint) -> list[int]:
     """Tell all ranks of the group what this one calls, and check that all called what fits.
 
     Returns:
@@ -106,71 +94,62 @@ def exchange(context: Messages, mine: Fingerprint) -> list[int]:
     Raises:
         MismatchError: the ranks called different things; every one of them raises it.
     """
-    records = np.empty((context.size, 2), np.uint64)
+    records = np.empty((link.size, 2), np.uint64)
     records[0] = mine.digest, mine.rows
-    _disseminate(context, records)
-    first = context.size - context.rank  # where rank 0's record is
+    _disseminate(link, records)
+    first = link.size - link.rank  # where rank 0's record is
     found = records.tolist()
     found = found[first:] + found[:first]
     if any(digest != mine.digest for digest, _ in found):
-        raise disagreement(context, mine)
+        refuse_calls(link, mine)
     return [rows for _, rows in found]
 
 
-def disagreement(context: Messages, mine: Fingerprint) -> MismatchError:
-    """Tell all ranks in words what this one calls; all of them get the same error."""
-    record = mine.digest.to_bytes(8, "little") + _padded(str(mine)) + _padded(mine.policy)
-    records = np.empty((context.size, len(record)), np.uint8)
-    records[0] = np.frombuffer(record, np.uint8)
-    _disseminate(context, records)
-    everyone = [row.tobytes() for row in np.roll(records, context.rank, axis=0)]
-    calls = [(record[:8], _unpadded(record[8 : 8 + _WORDS])) for record in everyone]
-    policies = [_unpadded(record[8 + _WORDS :]) for record in everyone]
-    if len(set(policies)) > 1:
-        calls = [
-            (digest, f"{call}, algorithms chosen by: {policy}")
-            for (digest, call), policy in zip(calls, policies, strict=True)
-        ]
+def refuse_calls(link: CollectiveContext, mine: Fingerprint) -> None:
+    """Tell all ranks in words what this one calls, and raise; once all know that they differ."""
+    said = [str(mine.digest), str(mine)[:_WORDS], mine.policy[:_WORDS]]
+    everyone = [json.loads(text) for text in exchange_texts(link, json.dumps(said))]
+    same_policy = len({policy for *_, policy in everyone}) == 1
+    # The digest tells apart what the words, cut off, do not.
+    calls = [
+        (digest, call if same_policy else f"{call}, algorithms chosen by: {policy}")
+        for digest, call, policy in everyone
+    ]
     # The same words on every rank: each may raise its own error or one that it was told of.
-    number = f"collective #{context.sequence}"
-    return MismatchError(f"{number} does not fit together:{_by_rank(context, calls)}")
+    check_same(
+        [[call] for call in calls],
+        link.ranks,
+        lambda found: found.lines(f"collective #{link.sequence}"),
+        words=lambda call: str(call[1]),
+    )
 
 
-def _padded(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")[:_WORDS].ljust(_WORDS, b"\0")
+def exchange_texts(link: CollectiveContext, text: str) -> list[str]:
+    """Tell all ranks of the group a text, inside of a collective; return those of all."""
+    own = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
+    sizes = np.empty((link.size, 1), np.int64)
+    sizes[0] = own.size
+    _disseminate(link, sizes)
+    records = np.zeros((link.size, max(sizes.max(), 1)), np.uint8)
+    records[0, : own.size] = own
+    _disseminate(link, records)
+    texts = [row[:size].tobytes() for row, (size,) in zip(records, sizes.tolist(), strict=True)]
+    first = link.size - link.rank  # where rank 0's is
+    return [text.decode(errors="replace") for text in texts[first:] + texts[:first]]
 
 
-def _unpadded(field: bytes) -> str:
-    return field.rstrip(b"\0").decode(errors="replace")
-
-
-def _disseminate(context: Messages, rows: np.ndarray[Any, Any]) -> None:
+def _disseminate(link: CollectiveContext, rows: np.ndarray[Any, Any]) -> None:
     """Bring the rows of all ranks together (Bruck's algorithm); the first row is this rank's.
 
     After the step of distance d, row i is that of rank (this rank + i), for i < 2 d.
     """
     distance = 1
-    while distance < context.size:
-        count = min(distance, context.size - distance)
-        context.exchange(
+    while distance < link.size:
+        count = min(distance, link.size - distance)
+        link.exchange(
             rows[:count].reshape(-1),
-            (context.rank - distance) % context.size,
+            (link.rank - distance) % link.size,
             rows[distance : distance + count].reshape(-1),
-            (context.rank + distance) % context.size,
+            (link.rank + distance) % link.size,
         )
         distance *= 2
-
-
-def _by_rank(context: Messages, calls: list[tuple[bytes, str]]) -> str:
-    """List the calls (digest and words), each once, with the ranks (of the job) that made it.
-
-    The digest tells apart what the words, cut off at the end of a record, do not.
-    """
-    callers: dict[tuple[bytes, str], list[int]] = {}
-    for rank, key in enumerate(calls):
-        callers.setdefault(key, []).append(context.global_rank(rank))
-    lines = []
-    for (_, call), ranks in callers.items():
-        who = "ranks" if len(ranks) > 1 else "rank"
-        lines.append(f"  {who} {', '.join(map(str, ranks))}: {call}")
-    return "\n".join(["", *lines])

@@ -30,8 +30,8 @@ from fsdpcore.diagnostics.status import WORLD_CHANNEL, Group, Status
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.algorithms.table import Algorithm
+    from fsdpcore.collectives.run import CallSpec
     from fsdpcore.collectives.shared.region import SharedRegion
-    from fsdpcore.collectives.spec import CallSpec
     from fsdpcore.launch.config import Config
     from fsdpcore.launch.environment import Place
 

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.differences import check_same
 from fsdpcore.core.errors import MismatchError, ProtocolError
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.spec import CallSpec
+    from fsdpcore.collectives.run import CallSpec
 
 # Calls that a rank can still compare, and those that it tells in words.
 _REMEMBERED, _WORDS = 256, 8
@@ -33,7 +34,7 @@ _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15  # odd, so that no call is lost by being multiplied
 
 
-class Told(NamedTuple):
+class PeerCalls(NamedTuple):
     """What a rank has told of its calls in a group.
 
     Attributes:
@@ -85,8 +86,8 @@ class Agreement:
         self._ledgers: dict[int, _Ledger] = {}
         # Of groups that are not used any more: their ranks, and the number of calls.
         self._gone: dict[int, tuple[tuple[int, ...], int]] = {}
-        self._ahead: dict[int, deque[Told]] = {}
-        self._heard: deque[tuple[int, Told]] = deque()
+        self._ahead: dict[int, deque[PeerCalls]] = {}
+        self._heard: deque[tuple[int, PeerCalls]] = deque()
 
     @property
     def waits(self) -> bool:
@@ -161,7 +162,7 @@ class Agreement:
             raise ProtocolError(f"rank {rank} tells of its last calls what makes no sense")
         channel, sequence, total = (int(n or 0) for n in numbers)
         calls = tuple((item[0], item[1], item[2]) for item in last)
-        self._heard.append((channel, Told(rank, sequence, total, calls)))
+        self._heard.append((channel, PeerCalls(rank, sequence, total, calls)))
 
     def compare(self) -> None:
         """Compare what was heard with what this rank has called.
@@ -186,15 +187,15 @@ class Agreement:
         ahead, ledger = self._ahead[channel], self._ledgers.get(channel)
         while ledger is not None and ahead and ahead[0].sequence <= ledger.sequence:
             told = ahead.popleft()
-            mine = ledger.at(told.sequence)
-            if mine is not None and mine.sum != told.sum:
-                raise self._mismatch(ledger, told)
+            own = ledger.at(told.sequence)
+            if own is not None and own.sum != told.sum:
+                self._refuse(ledger, told)
         if not ahead:
             del self._ahead[channel]
         elif ledger is not None:
             self._compare_running(ledger.group, ahead)
 
-    def _compare_running(self, group: Backend, ahead: deque[Told]) -> None:
+    def _compare_running(self, group: Backend, ahead: deque[PeerCalls]) -> None:
         """Compare the call that this rank is in, which waits for the others before it is enqueued.
 
         Those that do not wait may have called something else long ago.
@@ -206,19 +207,24 @@ class Agreement:
         for told in ahead:
             for sequence, digest, words in told.last:
                 if sequence == entry.sequence and digest != call.digest:
-                    raise self._error(sequence, told.rank, words, str(call.fingerprint))
+                    self._compare_words(sequence, told.rank, words, str(call.fingerprint))
 
-    def _mismatch(self, ledger: _Ledger, told: Told) -> MismatchError:
+    def _refuse(self, ledger: _Ledger, told: PeerCalls) -> None:
+        """Raise the error of a rank that called something else."""
         for sequence, digest, words in told.last:
-            mine = ledger.at(sequence)
-            if mine is not None and mine.call.digest != digest:
-                return self._error(sequence, told.rank, words, str(mine.call.fingerprint))
-        return MismatchError(
+            own = ledger.at(sequence)
+            if own is not None and own.call.digest != digest:
+                self._compare_words(sequence, told.rank, words, str(own.call.fingerprint))
+        raise MismatchError(
             f"the collectives of GPU arrays in {ledger.group.group} do not fit together: those of "
             f"ranks {told.rank} and {self._rank} differ somewhere before #{told.last[0][0]}"
         )
 
-    def _error(self, sequence: int, rank: int, words: str, mine: str) -> MismatchError:
-        found = sorted([(rank, words), (self._rank, mine)])
-        lines = "".join(f"\n  rank {who}: {what}" for who, what in found)
-        return MismatchError(f"collective #{sequence} of GPU arrays does not fit together:{lines}")
+    def _compare_words(self, sequence: int, rank: int, theirs: str, own: str) -> None:
+        found = sorted([(rank, theirs), (self._rank, own)])
+        check_same(
+            [[call] for call in found],
+            [who for who, _ in found],
+            lambda difference: difference.lines(f"collective #{sequence} of GPU arrays"),
+            words=lambda call: str(call[1]),
+        )

@@ -11,7 +11,7 @@ from fsdpcore.checkpoint.format.metadata import Metadata
 from fsdpcore.checkpoint.load.finding import Finder
 from fsdpcore.checkpoint.storage.steps import Skipped
 from fsdpcore.collectives import all_gather_v
-from fsdpcore.collectives.agree import agree
+from fsdpcore.collectives.consensus import Attempt, agree
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Bytes
 
@@ -39,24 +39,18 @@ def find_together(
         CheckpointNotFoundError, CorruptCheckpointError, CheckpointError: there is none, or the
             folder cannot be read; on all ranks.
     """
-    error: Exception | None = None
     metadata: Metadata | None = None
-    told, row = "", np.empty(0, np.uint8)
-    if finder is not None:
-        try:
+    candidate, row = "", np.empty(0, np.uint8)
+    with Attempt() as attempt:
+        if finder is not None:
             found = finder.next()
-            told = json.dumps([found.name, finder.skipped])
+            candidate = json.dumps([found.name, finder.skipped])
             row, metadata = np.frombuffer(found.data, np.uint8), found.metadata
-        except Exception as caught:
-            error = caught
-    replies = agree(backend, "load", error, told, timeout=timeout, ending=ending)
+    replies = agree(backend, "load", attempt.error, candidate, timeout=timeout, ending=ending)
     data: Bytes = all_gather_v(row, backend, label="metadata", timeout=timeout)
     name, skipped = json.loads(replies[0])
-    failed: Exception | None = None
-    try:
+    with Attempt() as attempt:
         metadata = metadata or Metadata.from_bytes(data.tobytes())
-    except Exception as caught:
-        failed = caught
-    agree(backend, f"load of {name}", failed, timeout=timeout, ending=ending)
+    agree(backend, f"load of {name}", attempt.error, timeout=timeout, ending=ending)
     assert metadata is not None
     return Shared(name, metadata, tuple(Skipped(*each) for each in skipped))

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from fsdpcore.checkpoint.format.generators import Generators
 from fsdpcore.checkpoint.load.loading import Loaded as Loaded
 from fsdpcore.checkpoint.load.loading import Loading, Request
-from fsdpcore.checkpoint.load.talk import TIMEOUT
 from fsdpcore.checkpoint.plan.describe import Engine
 from fsdpcore.checkpoint.plan.shards import State
-from fsdpcore.checkpoint.storage.storage import StoragePath
+from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_positive
 from fsdpcore.core.errors import ArgumentError
@@ -78,5 +77,5 @@ def load(
             f"load takes (path, target, backend), got {type(backend).__name__} as backend"
         )
     request = Request(step, strict, optimizer, cast, names, generators, threads)
-    limit = TIMEOUT if timeout is None else as_positive(timeout, "timeout")
+    limit = DISK_TIMEOUT if timeout is None else as_positive(timeout, "timeout")
     return Loading(backend, request, limit).run(path, target)

@@ -32,7 +32,7 @@ from fsdpcore.checkpoint.plan.targets import (
 from fsdpcore.checkpoint.storage.steps import Skipped, StepName
 from fsdpcore.checkpoint.storage.storage import Storage, StoragePath
 from fsdpcore.collectives import all_reduce
-from fsdpcore.collectives.agree import agree
+from fsdpcore.collectives.consensus import Attempt, agree
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError
@@ -151,13 +151,9 @@ class Loading:
             if self._backend.rank == 0:
                 finder = stack.enter_context(Finder(storage, self._which))
             found, fit, loaded = self._newest(storage, finder)
-            error: Exception | None = None
-            try:
+            with Attempt() as attempt:
                 stack.close()  # which writes what an engine keeps in files
-            except Exception as caught:
-                error = caught
-        what = f"load of {found.name}"
-        agree(self._backend, what, error, timeout=self._timeout, ending=self._ending)
+        self._agree(f"load of {found.name}", attempt)
         self._finish(loaded, fit)
         return loaded
 
@@ -166,16 +162,12 @@ class Loading:
     def _begin(self, path: StoragePath, target: Engine | State, stack: ExitStack) -> Storage:
         """Check the arguments, on all ranks, and open the engine for writing."""
         storage = self._checked(path, target)
-        error, told = None, ""
-        try:
+        fitting = ""
+        with Attempt() as attempt:
             self._open(target, stack)
             names = list(self._state)
-            told = json.dumps([each for each in self._patterns or () if chosen(names, [each])])
-        except Exception as caught:
-            error = caught
-        replies = agree(
-            self._backend, "load", error, told, timeout=self._timeout, ending=_UNTOUCHED
-        )
+            fitting = json.dumps([each for each in self._patterns or () if chosen(names, [each])])
+        replies = self._agree("load", attempt, fitting)
         fits = {pattern for reply in replies for pattern in json.loads(reply)}
         idle = [each for each in self._patterns or () if each not in fits]
         if idle:
@@ -186,9 +178,9 @@ class Loading:
 
     def _checked(self, path: StoragePath, target: Engine | State) -> Storage:
         """Check the arguments, before the engine is opened, in which ranks wait for each other."""
-        request, error, told = self._request, None, ""
+        request, options = self._request, ""
         storage: Storage | None = None
-        try:
+        with Attempt() as attempt:
             check_ranks(target, self._backend)
             storage, self._which = chosen_step(path, request.step)
             if request.generators is not None:
@@ -197,17 +189,12 @@ class Loading:
             if request.threads is not None:
                 self._threads = as_int(request.threads, "threads", minimum=1)
             self._patterns = checked_patterns(request.names)
-            told = self._told(target)
-        except Exception as caught:
-            error = caught
-        replies = agree(
-            self._backend, "load", error, told, timeout=self._timeout, ending=_UNTOUCHED
-        )
-        options = sorted(set(replies))
-        if len(options) > 1:
+            options = self._options(target)
+        different = sorted(set(self._agree("load", attempt, options)))
+        if len(different) > 1:
             raise ArgumentError(
                 f"load: the ranks differ in step, strict, optimizer, cast, names or the kind of "
-                f"target: {' and '.join(options[:2])}. {_UNTOUCHED}"
+                f"target: {' and '.join(different[:2])}. {_UNTOUCHED}"
             )
         assert storage is not None
         return storage
@@ -233,7 +220,11 @@ class Loading:
             device,
         )
 
-    def _told(self, target: Engine | State) -> str:
+    def _agree(self, what: str, attempt: Attempt, value: str = "") -> list[str]:
+        backend, error = self._backend, attempt.error
+        return agree(backend, what, error, value, timeout=self._timeout, ending=self._ending)
+
+    def _options(self, target: Engine | State) -> str:
         request = self._request
         flags = [bool(each) for each in (request.strict, request.optimizer, request.cast)]
         which = self._which
@@ -256,18 +247,11 @@ class Loading:
     def _fitted(self, found: Shared) -> tuple[_Fit, _Gaps]:
         """Find out what to read, and agree on what does not fit."""
         what = f"load of {found.name}"
-        fit: _Fit | None = None
-        error: Exception | None = None
-        told = ""
-        try:
+        lacking = ""
+        with Attempt() as attempt:
             fit = self._fit(found)
-            told = json.dumps([fit.matched.missing, fit.uncovered])
-        except Exception as caught:
-            error = caught
-        replies = agree(
-            self._backend, what, error, told, timeout=self._timeout, ending=self._ending
-        )
-        assert fit is not None
+            lacking = json.dumps([fit.matched.missing, fit.uncovered])
+        replies = self._agree(what, attempt, lacking)
         every = [json.loads(reply) for reply in replies]
         missing, uncovered = (
             tuple(dict.fromkeys(itertools.chain.from_iterable(each)))

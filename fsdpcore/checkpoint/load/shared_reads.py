@@ -32,7 +32,7 @@ from fsdpcore.checkpoint.plan.sharing import (
     windows,
 )
 from fsdpcore.collectives import all_gather_v, all_to_all_v
-from fsdpcore.collectives.agree import Attempts
+from fsdpcore.collectives.consensus import Attempt
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Bytes
 
@@ -60,11 +60,11 @@ def read_all(
         What went wrong with this rank's reads, for the ranks to agree on: it has taken part in all
         that the others do, who may have been given what is wrong.
     """
-    attempts = Attempts()
+    attempt = Attempt()
     shared = _NOTHING
     pieces = len(catalog)
     if backend.world_size > 1:
-        wasteful = attempts.value(lambda: _wasteful(catalog, batches), _NOTHING)
+        wasteful = attempt.value(lambda: _wasteful(catalog, batches), _NOTHING)
         told: Ints = all_gather_v(wasteful, backend, label="load, shared pieces", timeout=timeout)
         shared = np.unique(told)
     found = {batch.number: batch for batch in batches}
@@ -72,9 +72,9 @@ def read_all(
         batch = found.get(number) or Batch(number, _NO_PLAN, backend.device)
         low, high = np.searchsorted(shared, [number * pieces, (number + 1) * pieces])
         _read_batch(
-            files, catalog, batch, shared[low:high] - number * pieces, backend, timeout, attempts
+            files, catalog, batch, shared[low:high] - number * pieces, backend, timeout, attempt
         )
-    return attempts.error
+    return attempt.error
 
 
 def _wasteful(catalog: Catalog, batches: Sequence[Batch]) -> Ints:
@@ -91,7 +91,7 @@ def _read_batch(
     shared: Ints,
     backend: Backend,
     timeout: float,
-    attempts: Attempts,
+    attempt: Attempt,
 ) -> None:
     """Read one batch; a collective if there are any pieces to share."""
     plan = batch.plan
@@ -110,12 +110,12 @@ def _read_batch(
         nonlocal mine
         mine = Mine(plan.rows[theirs], scatters)
 
-    attempts.do(alone)
+    attempt.do(alone)
     if len(shared):
-        reads = _SharedReads(files, catalog, plan.targets, backend, timeout, attempts)
+        reads = _SharedReads(files, catalog, plan.targets, backend, timeout, attempt)
         for window in windows(catalog, shared):
             reads.run(window, mine)
-    attempts.do(batch.end)
+    attempt.do(batch.end)
 
 
 class _Round(NamedTuple):
@@ -141,7 +141,7 @@ class _SharedReads:
         targets: of this rank's rows.
         backend: all ranks.
         timeout: seconds to wait for the slowest rank.
-        attempts: what failed on this rank so far; has what fails here.
+        attempt: what failed on this rank so far; has what fails here.
     """
 
     def __init__(
@@ -151,24 +151,24 @@ class _SharedReads:
         targets: Sequence[memoryview],
         backend: Backend,
         timeout: float,
-        attempts: Attempts,
+        attempt: Attempt,
     ) -> None:
         self._files = files
         self._catalog = catalog
         self._targets = targets
         self._backend = backend
         self._timeout = timeout
-        self._attempts = attempts
+        self._attempt = attempt
         self._sharing = Sharing(catalog, backend.world_size)
         # What is read, sent and received in a round.
         self._buffers = [np.empty(0, np.uint8)] * 3
 
     def run(self, window: Window, mine: Mine) -> None:
         """Read one window; a collective."""
-        attempts = self._attempts
-        mine = attempts.value(lambda: mine.within(self._catalog, window), Mine(mine.rows[:0], []))
+        attempt = self._attempt
+        mine = attempt.value(lambda: mine.within(self._catalog, window), Mine(mine.rows[:0], []))
         told: Ints = all_gather_v(
-            attempts.value(lambda: _encoded(mine), _NO_NEEDS),
+            attempt.value(lambda: _encoded(mine), _NO_NEEDS),
             self._backend,
             label="load, shared parts",
             timeout=self._timeout,
@@ -176,7 +176,7 @@ class _SharedReads:
         # Where a rank does not even know what the others expect of it, or has no room for it,
         # there can be no rounds: all leave them out.
         nothing: tuple[list[Needs], list[_Round] | None] = ([], None)
-        needs, planned = attempts.value(lambda: self._planned(told, window), nothing)
+        needs, planned = attempt.value(lambda: self._planned(told, window), nothing)
         able: Bytes = all_gather_v(
             np.array([planned is not None], np.uint8),
             self._backend,
@@ -186,7 +186,7 @@ class _SharedReads:
         if planned is None or not able.all():
             return
         extents = [each for batch in planned for each in batch.extents]
-        attempts.do(lambda: self._read_own(window, mine, self._blocks(extents)))
+        attempt.do(lambda: self._read_own(window, mine, self._blocks(extents)))
         for batch in planned:
             self._round(batch, needs, mine)
 
@@ -243,7 +243,7 @@ class _SharedReads:
         """Read this rank's share of some extents, pass it on, and take what others pass on."""
         outgoing = self._buffers[1][: sum(batch.sends)]
         incoming = self._buffers[2][: sum(batch.receives)]
-        self._attempts.do(lambda: self._give(batch, needs, mine, outgoing))
+        self._attempt.do(lambda: self._give(batch, needs, mine, outgoing))
         all_to_all_v(
             outgoing,
             self._backend,
@@ -252,7 +252,7 @@ class _SharedReads:
             out=incoming,
             timeout=self._timeout,
         )
-        self._attempts.do(lambda: self._take(batch, mine, incoming))
+        self._attempt.do(lambda: self._take(batch, mine, incoming))
 
     def _give(self, batch: _Round, needs: Sequence[Needs], mine: Mine, outgoing: Bytes) -> None:
         """Read, take what this rank needs of it, and pack what the others do."""

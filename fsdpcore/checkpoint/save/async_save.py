@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from fsdpcore.checkpoint.format.generators import Generators
-from fsdpcore.checkpoint.load.talk import TIMEOUT
 from fsdpcore.checkpoint.plan.describe import Engine
 from fsdpcore.checkpoint.plan.shards import State
 from fsdpcore.checkpoint.save.committing import Prepared
@@ -19,8 +18,8 @@ from fsdpcore.checkpoint.save.saver import Saver
 from fsdpcore.checkpoint.save.staging import Staging
 from fsdpcore.checkpoint.storage.protocol import Saved
 from fsdpcore.checkpoint.storage.retention import Retention
-from fsdpcore.checkpoint.storage.storage import StoragePath
-from fsdpcore.collectives.agree import agree
+from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath
+from fsdpcore.collectives.consensus import agree
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ArgumentError, StateError, in_words
 from fsdpcore.core.work import Work
@@ -93,7 +92,7 @@ class AsyncCheckpointer:
         *,
         retention: Retention | None = None,
         busy: Busy = "wait",
-        timeout: float = TIMEOUT,
+        timeout: float = DISK_TIMEOUT,
     ) -> None:
         if busy not in get_args(Busy):
             raise ArgumentError(f"busy must be 'wait' or 'raise', got {busy!r}")

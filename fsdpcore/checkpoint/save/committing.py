@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpcore.checkpoint.format.file_layout import FilePlaces, lay_out, places_of
-from fsdpcore.checkpoint.load.talk import gather_text
 from fsdpcore.checkpoint.plan.plan_save import SavePlan, Written
 from fsdpcore.checkpoint.save.fetching import fetched
 from fsdpcore.checkpoint.save.writing import FileSums, write_file
@@ -32,7 +31,8 @@ from fsdpcore.checkpoint.storage.steps import (
     remove_superseded,
 )
 from fsdpcore.checkpoint.storage.storage import Storage
-from fsdpcore.collectives.agree import agree
+from fsdpcore.collectives.consensus import Attempt, agree
+from fsdpcore.collectives.texts import gather_texts
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
@@ -48,7 +48,7 @@ class Prepared:
         sources: the elements of each; views of the state, on its device, or copies in NumPy.
         plan: what all ranks write; on rank 0.
         info, extra, metrics: see ``Metadata``.
-        mine: what of the metadata is this rank's own.
+        rank_state: what of the metadata is this rank's own.
         failed: why this rank cannot write, if that was found after the ranks had agreed.
     """
 
@@ -59,7 +59,7 @@ class Prepared:
     info: dict[str, Any]
     extra: Any
     metrics: dict[str, float]
-    mine: Any
+    rank_state: Any
     failed: Exception | None = None
 
 
@@ -113,16 +113,14 @@ class Commit:
 
     def _open(self, held: ExitStack) -> None:
         """Have rank 0 make the folder, and hold it against those that clear leftovers."""
-        told, failed = "", None
-        if self._backend.rank == 0:
-            try:
+        names = ""
+        with Attempt() as attempt:
+            if self._backend.rank == 0:
                 self._clear_leftovers()
                 made = new_claimed_step(self._storage, self._prepared.step)
                 self._name = held.enter_context(made)
-                told = json.dumps([self._name.generation, secrets.token_hex(16)])
-            except Exception as error:
-                failed = error
-        generation, self._save_id = json.loads(self._agree(failed, told)[0])
+                names = json.dumps([self._name.generation, secrets.token_hex(16)])
+        generation, self._save_id = json.loads(self._agree(attempt, names)[0])
         self._name = StepName(self._prepared.step, generation)
 
     def _clear_leftovers(self) -> None:
@@ -130,31 +128,24 @@ class Commit:
         if self._storage.locks:
             self._notes += remove_leftovers(self._storage).notes()
 
-    def _agree(self, failed: Exception | None, told: str) -> list[str]:
-        return agree(
-            self._backend, self._what, failed, told, timeout=self._timeout, ending=self._kept
-        )
+    def _agree(self, attempt: Attempt, value: str) -> list[str]:
+        backend, error = self._backend, attempt.error
+        return agree(backend, self._what, error, value, timeout=self._timeout, ending=self._kept)
 
     def _write(self) -> Saved:
-        failed: Exception | None = None
-        summary = "null"
-        try:
-            summary = self._write_mine()
-        except Exception as error:
-            failed = error
-        summaries = gather_text(summary, self._backend, timeout=self._timeout)
+        attempt = Attempt()
+        summary = attempt.value(self._write_own, "null")
+        summaries = gather_texts(summary, self._backend, timeout=self._timeout)
         if summaries is not None and "null" not in summaries:
-            try:
+            with attempt:
                 self._commit([json.loads(each) for each in summaries])
                 self._clear()
-            except Exception as error:
-                failed = error
         notes = list(dict.fromkeys(self._notes))  # of one folder the same may be told twice
-        told = self._agree(failed, json.dumps([self._nbytes, notes]))
-        nbytes, notes = json.loads(told[0])
+        replies = self._agree(attempt, json.dumps([self._nbytes, notes]))
+        nbytes, notes = json.loads(replies[0])
         return Saved(self._prepared.step, self._name.name, nbytes, tuple(notes))
 
-    def _write_mine(self) -> str:
+    def _write_own(self) -> str:
         """Write this rank's file, if it has anything to write; return what rank 0 has to know."""
         prepared, rank = self._prepared, self._backend.rank
         if prepared.failed is not None:
@@ -173,18 +164,18 @@ class Commit:
                     f"{in_words(error)}; rank 0 has made that folder, do all ranks see it?"
                 ) from error
             self._storage.sync(directory)
-        return json.dumps([sums.header, sums.table, data_start, prepared.mine])
+        return json.dumps([sums.header, sums.table, data_start, prepared.rank_state])
 
-    def _commit(self, told: Sequence[Sequence[Any]]) -> None:
+    def _commit(self, summaries: Sequence[Sequence[Any]]) -> None:
         """Describe what was written, and mark it as whole."""
         prepared = self._prepared
         assert prepared.plan is not None
         files = []
         for rank, written in enumerate(prepared.plan.written):
             if written:
-                header, table, data_start, _ = told[rank]
-                mine = self._places if rank == self._backend.rank else None
-                places = mine or places_of(written, data_start)
+                header, table, data_start, _ = summaries[rank]
+                own = self._places if rank == self._backend.rank else None
+                places = own or places_of(written, data_start)
                 self._nbytes += places.table - places.data_start
                 files.append(RankFile(rank, places, FileSums(header, table)))
         metadata = described(
@@ -195,7 +186,7 @@ class Commit:
             arrays=prepared.plan.arrays,
             info=prepared.info,
             extra=prepared.extra,
-            ranks=[mine for *_, mine in told],
+            ranks=[rank_state for *_, rank_state in summaries],
             metrics=prepared.metrics,
         )
         commit(self._storage, self._name.name, metadata)

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdpcore.checkpoint.format.generators import Generators
-from fsdpcore.checkpoint.load.talk import TIMEOUT
 from fsdpcore.checkpoint.plan.describe import Engine
 from fsdpcore.checkpoint.plan.shards import State
 from fsdpcore.checkpoint.save.saver import Saver, check_backend, refuse
 from fsdpcore.checkpoint.storage.protocol import Saved
 from fsdpcore.checkpoint.storage.retention import Retention
-from fsdpcore.checkpoint.storage.storage import StoragePath
+from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath
 from fsdpcore.comm.backend import Backend
 
 
@@ -26,7 +25,7 @@ def save(
     generators: Generators | None = None,
     metrics: Mapping[str, float] | None = None,
     retention: Retention | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float = DISK_TIMEOUT,
 ) -> Saved:
     """Save a checkpoint of a step; a collective, which blocks until it is on the disk.
 

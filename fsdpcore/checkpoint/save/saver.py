@@ -7,13 +7,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpcore.checkpoint.format.generators import Generators, states_of
 from fsdpcore.checkpoint.format.strict_json import check_json
-from fsdpcore.checkpoint.load.talk import TIMEOUT, deal_text, gather_text
 from fsdpcore.checkpoint.plan.describe import Holding, check_ranks, holding_of, rows_of
 from fsdpcore.checkpoint.plan.plan_save import (
     HeldArray,
@@ -29,11 +28,13 @@ from fsdpcore.checkpoint.save.committing import Commit, Prepared
 from fsdpcore.checkpoint.storage.protocol import Saved
 from fsdpcore.checkpoint.storage.retention import Retention
 from fsdpcore.checkpoint.storage.steps import check_step
-from fsdpcore.checkpoint.storage.storage import StoragePath, open_storage
-from fsdpcore.collectives.agree import agree
+from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath, open_storage
+from fsdpcore.collectives.consensus import Attempt, agree
+from fsdpcore.collectives.texts import gather_texts, scatter_texts
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_positive
-from fsdpcore.core.errors import ArgumentError, MismatchError, in_words
+from fsdpcore.core.differences import Difference, check_same
+from fsdpcore.core.errors import ArgumentError
 
 _UNWRITTEN = "Nothing was written"
 
@@ -53,7 +54,7 @@ class Saver:
         backend: Backend,
         *,
         retention: Retention | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float = DISK_TIMEOUT,
     ) -> None:
         check_backend(backend)
         if retention is not None and not isinstance(retention, Retention):
@@ -76,61 +77,42 @@ class Saver:
         metrics: Mapping[str, float] | None = None,
     ) -> Prepared:
         """Agree on a save; a collective. The arguments are those of ``save``."""
-        failed, number = None, -1
-        holding = Holding((), (), {})
-        numbers: dict[str, float] = {}
-        mine: dict[str, Any] = {}
-        try:
-            check_ranks(state, self._backend)
-            holding = holding_of(state, self._backend.device)
-            number = _step_of(step, holding)
-            numbers = _checked_metrics(metrics)
-            check_json(extra, "extra")
-            if generators:
-                mine = {"generators": states_of(generators)}
-                check_json(mine, "the states of generators")
-        except Exception as error:
-            failed = error
-        common = (
-            [number, numbers, _digest(json.dumps(extra, sort_keys=True))] if failed is None else []
-        )
-        told = json.dumps([common, holding.arrays == self._arrays])
+        described = ""
+        with Attempt() as attempt:
+            checked = _checked(state, self._backend, step, extra, generators, metrics)
+            known = checked.holding.arrays == self._arrays
+            described = json.dumps([checked.step, checked.metrics, _digest(extra), known])
         # No disk is involved yet: the ranks wait for one another as in any collective.
-        replies = refuse(self._backend, failed, told)
+        replies = refuse(self._backend, attempt.error, described)
         everyone = [json.loads(reply) for reply in replies]
-        _check_equal([theirs for theirs, _ in everyone])
-        if not all(known for _, known in everyone):
+        _check_same(everyone, self._backend)
+        holding = checked.holding
+        if not all(known for *_, known in everyone):
             self._arrays = None
             self._agree(encode(holding.arrays))
             self._arrays = holding.arrays
         sources = [rows_of(holding.sources[each.rows.piece], each.rows) for each in self._pieces]
-        info = dict(holding.info)
         return Prepared(
-            number,
+            checked.step,
             self._pieces,
             tuple(sources),
             self._plan,
-            info,
+            dict(holding.info),
             copy.deepcopy(extra),  # the caller's may change before it is written
-            numbers,
-            mine,
+            checked.metrics,
+            checked.rank_state,
         )
 
     def _agree(self, described: str) -> None:
         """Have rank 0 decide who writes what."""
-        texts = gather_text(described, self._backend, timeout=self._backend.timeout)
-        deals: list[str] | None = None
-        if texts is not None:
-            try:
+        backend, pieces = self._backend, None
+        texts = gather_texts(described, backend, timeout=backend.timeout)
+        with Attempt() as attempt:
+            if texts is not None:
                 self._plan = plan([decode(text) for text in texts])
-                deals = [json.dumps(["", encode_written(each)]) for each in self._plan.written]
-            except Exception as error:
-                wrong = isinstance(error, ArgumentError)
-                deals = [json.dumps([str(error) if wrong else in_words(error), ""])] * len(texts)
-        problem, pieces = json.loads(deal_text(deals, self._backend, timeout=self._backend.timeout))
-        if problem:
-            raise ArgumentError(f"save: {problem}. {_UNWRITTEN}")
-        self._pieces = decode_written(pieces)
+                pieces = [encode_written(each) for each in self._plan.written]
+        refuse(backend, attempt.error)
+        self._pieces = decode_written(scatter_texts(pieces, backend, timeout=backend.timeout))
 
     def write(self, prepared: Prepared, backend: Backend) -> Saved:
         """Write what was prepared, and commit it; a collective of ``backend``'s ranks, blocks."""
@@ -145,9 +127,44 @@ def check_backend(backend: object) -> None:
         )
 
 
-def refuse(backend: Backend, error: Exception | None, told: str = "") -> list[str]:
+def refuse(backend: Backend, error: Exception | None, value: str = "") -> list[str]:
     """Begin a save together, or have all ranks raise what one of them found; a collective."""
-    return agree(backend, "save", error, told, timeout=backend.timeout, ending=_UNWRITTEN)
+    return agree(backend, "save", error, value, timeout=backend.timeout, ending=_UNWRITTEN)
+
+
+class _Checked(NamedTuple):
+    """What a rank has been given to save, and that makes sense.
+
+    Attributes:
+        holding: the arrays.
+        step, metrics: see ``save``.
+        rank_state: what of the metadata is this rank's own.
+    """
+
+    holding: Holding
+    step: int
+    metrics: dict[str, float]
+    rank_state: dict[str, Any]
+
+
+def _checked(
+    state: object,
+    backend: Backend,
+    step: int | None,
+    extra: Any,
+    generators: Generators | None,
+    metrics: Mapping[str, float] | None,
+) -> _Checked:
+    """Check the arguments of ``save`` as far as a rank can by itself."""
+    check_ranks(state, backend)
+    holding = holding_of(state, backend.device)
+    number, numbers = _step_of(step, holding), _checked_metrics(metrics)
+    check_json(extra, "extra")
+    rank_state: dict[str, Any] = {}
+    if generators:
+        rank_state = {"generators": states_of(generators)}
+        check_json(rank_state, "the states of generators")
+    return _Checked(holding, number, numbers, rank_state)
 
 
 def _step_of(step: int | None, holding: Holding) -> int:
@@ -176,25 +193,31 @@ def _number(value: Any, what: str) -> float:
     return float(value)
 
 
-def _check_equal(told: Sequence[Sequence[Any]]) -> None:
-    """Raise MismatchError, which says how, unless all ranks told the same."""
-    for rank, (step, metrics, extra) in enumerate(told):
-        first_step, first_metrics, first_extra = told[0]
-        where = f"on rank 0 and rank {rank}"
-        if step != first_step:
-            raise MismatchError(f"save: step is {first_step} and {step} {where}. {_UNWRITTEN}")
-        for name in {**first_metrics, **metrics}:
-            if first_metrics.get(name) != metrics.get(name):
-                raise MismatchError(
-                    f"save: the metric {name!r} is {first_metrics.get(name)} and "
-                    f"{metrics.get(name)} {where}; average it over the ranks first. {_UNWRITTEN}"
-                )
-        if extra != first_extra:
-            raise MismatchError(
-                f"save: extra differs {where}; what ranks have of their own belongs into arrays. "
-                f"{_UNWRITTEN}"
+def _check_same(described: Sequence[Sequence[Any]], backend: Backend) -> None:
+    """Raise MismatchError, which says how, unless all ranks save the same step."""
+    names = list(dict.fromkeys(name for _, metrics, *_ in described for name in metrics))
+    rows = [
+        [step, *(metrics.get(name) for name in names), extra]
+        for step, metrics, extra, _ in described
+    ]
+
+    def message(found: Difference) -> str:
+        where = f"on {found.ranks}"
+        if found.position == 0:
+            return f"save: step is {found.values} {where}. {_UNWRITTEN}"
+        if found.position <= len(names):
+            return (
+                f"save: the metric {names[found.position - 1]!r} is {found.values} {where}; "
+                f"average it over the ranks first. {_UNWRITTEN}"
             )
+        return (
+            f"save: extra differs {where}; what ranks have of their own belongs into arrays. "
+            f"{_UNWRITTEN}"
+        )
+
+    check_same(rows, backend.ranks, message)
 
 
-def _digest(text: str) -> str:
+def _digest(extra: Any) -> str:
+    text = json.dumps(extra, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

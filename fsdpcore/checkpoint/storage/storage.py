@@ -18,6 +18,9 @@ from typing import Union
 from fsdpcore.checkpoint.storage.files import ReadableBuffer, WritableBuffer
 from fsdpcore.core.errors import ArgumentError
 
+DISK_TIMEOUT = 1800.0
+"""Seconds that ranks wait for one another's disks."""
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 

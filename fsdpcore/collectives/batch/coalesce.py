@@ -17,28 +17,26 @@ together. Where a batch has arrays of both kinds, it is one collective of each.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives.algorithms import direct
-from fsdpcore.collectives.arguments import check_backend, operand
 from fsdpcore.collectives.batch.device_batch import DeviceItem, carry_out_on_device
 from fsdpcore.collectives.batch.packs import CARRIERS, Item, Key, Pack
 from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.fingerprint import Fingerprint
+from fsdpcore.collectives.fingerprint import Fingerprint, exchange_texts
 from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.output import Output
-from fsdpcore.collectives.run import run
+from fsdpcore.collectives.run import CallSpec, check_backend, operand, run
 from fsdpcore.collectives.selection.choose import choose
-from fsdpcore.collectives.spec import CallSpec
 from fsdpcore.comm.backend import Backend, check_rank
 from fsdpcore.core.buffers import Array, bounds_of, byte_view, dtype_code, row_size, split_sizes
 from fsdpcore.core.device import Device
-from fsdpcore.core.errors import ArgumentError, MismatchError, StateError
+from fsdpcore.core.differences import check_same
+from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.core.reductions import ReduceOp, Reduction
 from fsdpcore.core.work import Deadline, Work, fresh
 
@@ -162,10 +160,10 @@ class Batch:
 
         def body(link: CollectiveContext) -> dict[int, Array | None]:
             if any(other != rows for other in link.rows):
-                raise _mismatch(link, calls)
+                _refuse(link, self._calls, self._label)
             return carry_out(link)
 
-        call = CallSpec(fingerprint)
+        call = CallSpec(group, "", fingerprint)
         return run(group, call, body, timeout=self._timeout, async_op=self._async_op)
 
     def _ended(self) -> bool:
@@ -330,29 +328,18 @@ def _carry_out(
     }
 
 
-def _mismatch(link: CollectiveContext, calls: list[str]) -> MismatchError:
-    """Exchange the calls in full, and say where they first differ; the same on every rank."""
-    own = np.frombuffer("\n".join(calls).encode(errors="backslashreplace"), np.uint8)
-    sizes = np.empty(link.size, np.int64)
-    direct.all_gather(link, np.array([own.size]), sizes, bounds_of([1] * link.size))
-    bounds = bounds_of(sizes.tolist())
-    texts = np.empty(bounds[-1], np.uint8)
-    direct.all_gather(link, own, texts, bounds)
-    batches = [
-        texts[bounds[rank] : bounds[rank + 1]].tobytes().decode(errors="replace").split("\n")
-        for rank in range(link.size)
-    ]
-    return MismatchError(_difference(link, batches))
-
-
-def _difference(link: CollectiveContext, batches: list[list[str]]) -> str:
-    longest = max(len(batch) for batch in batches)
-    padded = [[*b[:-1], *["nothing more"] * (longest - len(b)), b[-1]] for b in batches]
-    first = next(at for at in range(longest) if len({batch[at] for batch in padded}) > 1)
-    callers: dict[str, list[int]] = {}
-    for rank, batch in enumerate(padded):
-        callers.setdefault(batch[first], []).append(link.global_rank(rank))
-    lines = [f"  rank {', '.join(map(str, ranks))}: {call}" for call, ranks in callers.items()]
-    where = f"call {first + 1} of the batch" if first + 1 < longest else "the batch"
-    title = f"collective #{link.sequence}, coalesce: {where} does not fit together:"
-    return "\n".join([title, *lines])
+def _refuse(link: CollectiveContext, calls: list[str], label: str) -> None:
+    """Exchange the calls in full, and raise where they first differ; the same on every rank."""
+    texts = exchange_texts(link, json.dumps([label, *calls]))
+    title = f"collective #{link.sequence}, coalesce"
+    labels, batches = [], []
+    for text in texts:
+        theirs, *batch = json.loads(text)
+        labels.append([f"label {theirs!r}"])
+        batches.append(batch)
+    check_same(
+        batches,
+        link.ranks,
+        lambda found: found.lines(f"{title}: call {found.position + 1} of the batch"),
+    )
+    check_same(labels, link.ranks, lambda found: found.lines(f"{title}: the batch"))

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from fsdpcore.collectives.batch.packs import Item
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.output import Output
-from fsdpcore.collectives.selection.choose import choose
-from fsdpcore.collectives.spec import Choice
+from fsdpcore.collectives.selection.choose import Choice, choose
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of

@@ -80,12 +80,12 @@ class HostContext(CollectiveContext):
         """Let the ranks of this host find out whether they share memory."""
         self.follow()
         try:
-            area = self.area = region.establish(self, self._group)
+            self.area = region.establish(self, self._group)
         finally:
             self.release()
-        if area is not None:
+        if self.area is not None:
             self.carrier = self._memory
-            self._group.root.areas.add(area)
+            self._group.root.areas.add(self.area)
 
     def timed_out(self) -> CommTimeoutError:
         return self._whole.timed_out()
@@ -120,7 +120,6 @@ def within_host(link: CollectiveContext) -> Iterator[tuple[CollectiveContext, Ca
     if inside is None:  # all ranks are on one host
         yield link, MESSAGES
         return
-    assert isinstance(inside, HostContext)
     inside.follow()
     try:
         yield inside, inside.carrier

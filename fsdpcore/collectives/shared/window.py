@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.collectives.arguments import remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.operations.all_gather import all_gather
-from fsdpcore.collectives.run import run
-from fsdpcore.collectives.shared.region import region_of
-from fsdpcore.collectives.spec import CallSpec
+from fsdpcore.collectives.operations.api import all_gather
+from fsdpcore.collectives.run import CallSpec, call_for, remembered, run
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes, check_shape
@@ -65,12 +62,12 @@ def _on_every_host(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any
 
 
 def _shared_window(backend: Backend, dtype: np.dtype[Any], shape: tuple[int, ...]) -> CallSpec:
-    return spec_for(backend, "shared_window", None, dtype, shape)
+    return call_for(backend, "shared_window", "", dtype, shape)
 
 
 def _map(link: CollectiveContext, sharing: MemorySharing, nbytes: int) -> Bytes | None:
     """Let the first rank make memory and all map it; the same outcome on all ranks."""
-    area = region_of(link)
+    area = link.area
     if area is None:
         return None
     window, memory, why = None, None, ""

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from fsdpcore.core.checks import as_finite
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.fsdp.plan import table
-from fsdpcore.fsdp.plan.plan import Plan, placed
+from fsdpcore.fsdp.plan import table as plan_table
+from fsdpcore.fsdp.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
+class Measured:
     """One step of one rank, as it was; None for what nobody measured.
 
     Attributes:
@@ -39,10 +39,10 @@ class MeasuredStep:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None:
-                as_finite(value, f"{field.name} of MeasuredStep", minimum=0)
+                as_finite(value, f"{field.name} of Measured", minimum=0)
 
 
-class ReportRow(NamedTuple):
+class Row(NamedTuple):
     """One line of a report; ``ratio`` is measured / predicted, None where there is none."""
 
     name: str
@@ -61,15 +61,15 @@ class Report:
     """
 
     plan: Plan
-    measured: MeasuredStep
+    measured: Measured
 
     def __post_init__(self) -> None:
-        if not isinstance(self.plan, Plan) or not isinstance(self.measured, MeasuredStep):
-            raise ArgumentError("a Report needs a Plan and a MeasuredStep")
+        if not isinstance(self.plan, Plan) or not isinstance(self.measured, Measured):
+            raise ArgumentError("a Report needs a Plan and a Measured")
 
     @property
-    def rows(self) -> tuple[ReportRow, ...]:
-        """All that can be compared, in the order of ``MeasuredStep``."""
+    def rows(self) -> tuple[Row, ...]:
+        """All that can be compared, in the order of ``Measured``."""
         return tuple(
             _row(field.name, getattr(self.plan, field.name), getattr(self.measured, field.name))
             for field in dataclasses.fields(self.measured)
@@ -96,23 +96,23 @@ class Report:
             )
             for row in self.rows
         ]
-        header = ("", "predicted", "measured", "ratio")
-        return f"{placed(self.plan)}\n\n{table.columns(header, rows)}"
+        table = plan_table.columns(("", "predicted", "measured", "ratio"), rows)
+        return f"{plan_table.placed(self.plan)}\n\n{table}"
 
 
-def _row(name: str, predicted: float | None, measured: float | None) -> ReportRow:
+def _row(name: str, predicted: float | None, measured: float | None) -> Row:
     ratio = None
     if predicted is not None and measured is not None:
         if predicted:
             ratio = measured / predicted
         elif not measured:
             ratio = 1.0  # nothing was predicted, and nothing came
-    return ReportRow(name, predicted, measured, ratio)
+    return Row(name, predicted, measured, ratio)
 
 
 def _words(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if "bytes" in name:
-        return table.size(value)
-    return table.duration(value) if name.endswith("seconds") else str(value)
+        return plan_table.size(value)
+    return plan_table.duration(value) if name.endswith("seconds") else str(value)

@@ -21,7 +21,7 @@ class Issue(NamedTuple):
     operation: int
 
 
-class WaitFor(NamedTuple):
+class Wait(NamedTuple):
     """The rank waits for the end of an operation."""
 
     operation: int
@@ -34,7 +34,7 @@ class Compute(NamedTuple):
     factor: int
 
 
-Event = Issue | WaitFor | Compute
+Event = Issue | Wait | Compute
 
 
 class Times(NamedTuple):

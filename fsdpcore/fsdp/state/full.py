@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsdpcore.collectives import all_gather, barrier
+from fsdpcore.collectives import barrier
+from fsdpcore.collectives.consensus import compare
 from fsdpcore.comm.registry import nearest
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
-from fsdpcore.core.errors import ArgumentError, MismatchError, StateError
+from fsdpcore.core.differences import Difference
+from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries
 from fsdpcore.fsdp.state.save import gathered
 from fsdpcore.fsdp.units.unit import ParamState, Unit
@@ -192,22 +194,19 @@ def _shown(array: Array) -> Array:
 def _check_same(engine: FSDP, what: str, own: set[str], arrays: Mapping[str, Array]) -> None:
     """Raise MismatchError on all ranks if they have written different values."""
     names = [entry.name for entry in _entries(engine, own)]
-    digests = np.zeros((len(names), _DIGEST), np.uint8)
-    for row, name in zip(digests, names, strict=True):
+    digests = []
+    for name in names:
         data = byte_view(engine.device.to_host(arrays[name])).data
-        row[:] = np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST).digest(), np.uint8)
-    backend = engine.everyone
-    joined: Array = all_gather(digests, backend, label=f"{what}: the end")
-    table = joined.reshape(backend.world_size, *digests.shape)
-    differing = (table != table[0]).any(axis=2)
-    if not differing.any():
-        return
-    number = int(np.flatnonzero(differing.any(axis=0))[0])
-    ranks = ", ".join(str(backend.ranks[rank]) for rank in np.flatnonzero(differing[:, number]))
-    raise MismatchError(
-        f"{what}: {names[number]} was written differently on rank {backend.ranks[0]} and on ranks "
-        f"{ranks}; write the same on all of them. Nothing was kept"
-    )
+        digests.append(hashlib.blake2b(data, digest_size=_DIGEST).hexdigest())
+
+    def message(found: Difference) -> str:
+        others = ", ".join(map(str, found.others))
+        return (
+            f"{what}: {names[found.position]} was written differently on rank {found.first} and on "
+            f"ranks {others}; write the same on all of them. Nothing was kept"
+        )
+
+    compare(engine.everyone, f"{what}: the end", digests, message)
 
 
 def _keep(engine: FSDP, own: set[str], arrays: Mapping[str, Array]) -> None:

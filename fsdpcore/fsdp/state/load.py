@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpcore.collectives import broadcast, scatter_v
+from fsdpcore.collectives.consensus import agree
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.checks import as_int, rounds_into
 from fsdpcore.core.device import HOST, Device
+from fsdpcore.core.differences import check_same
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.fsdp.sharding.tensor_group import described, scatter_boxes
-from fsdpcore.fsdp.state.consent import check_equal, consent
 from fsdpcore.fsdp.state.entries import StateEntry, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state.save import info_of, sharded
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress, ShardedArray
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.units.unit import Unit
 
 Given = Mapping[str, "ShardedArray | Array"]
+_UNCHANGED = "Nothing was changed on any rank"
 _SHOWN = 8  # names in a message
 
 
@@ -256,14 +258,17 @@ class _StateLoader:
         shown, more = self.problems[:_SHOWN], len(self.problems) - _SHOWN
         problem = "; ".join(shown) + (f"; and {more} problems more" if more > 0 else "")
         backend = self._engine.everyone
-        everyone = consent(backend, self._what, problem, told)
+        error = ArgumentError(problem) if problem else None
+        everyone = agree(backend, self._what, error, told, ending=_UNCHANGED)
         if self._src is not None:
             return _LoadPlan(*json.loads(everyone[self._src]))
-        check_equal(
-            backend,
-            everyone,
-            f"{self._what}: the ranks have states of different names, steps or loss scales; "
-            "nothing was changed",
+        check_same(
+            [[each] for each in everyone],
+            backend.ranks,
+            lambda found: (
+                f"{self._what}: the ranks have states of different names, steps or loss scales; "
+                f"nothing was changed: {found.ranks} differ"
+            ),
         )
         return plan
 

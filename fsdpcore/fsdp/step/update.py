@@ -14,7 +14,7 @@ from fsdpcore.core.errors import NonFiniteGradientError
 from fsdpcore.fsdp.gpu import inplace
 from fsdpcore.fsdp.offload.offload import GRADIENTS, UPDATED, in_turn
 from fsdpcore.fsdp.sharding.tensor_group import spans
-from fsdpcore.fsdp.step.agreement import AGREED_BYTES, UpdateArguments, agree
+from fsdpcore.fsdp.step.agreement import AGREED_BYTES, UpdateArguments, compare_updates
 from fsdpcore.fsdp.step.norm import NormPart, all_finite, joined, local_part
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def apply_update(
 
     Raises:
         NonFiniteGradientError: gradients are not finite, and that is no reason to skip.
-        MismatchError: see ``agree``.
+        MismatchError: see ``compare_updates``.
     """
     engine.executor.finish_reductions(divisor)
     numbers = (lr, clip, norm_type, clip_value, divisor)
@@ -82,7 +82,7 @@ def _judge(
             finite = finite and all_finite(_Shards(engine, _not_counted))
     engine.stats.bytes_sent += AGREED_BYTES * (engine.everyone.world_size - 1)
     with engine.executor.waiting():
-        told = agree(
+        told = compare_updates(
             engine.everyone,
             wanted,
             engine.executor.events,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpcore.collectives import all_gather
+from fsdpcore.collectives.consensus import Attempt, agree, compare
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
+from fsdpcore.core.differences import Difference
 from fsdpcore.core.errors import ArgumentError, MismatchError, StateError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.fsdp.sharding.tensor_group import described, drop_whole_boxes, untiled
@@ -124,44 +126,33 @@ def check_same(units: tuple[Unit, ...], backend: Backend, everyone: Backend, opt
         options: of the engine, in words.
     """
     found = [_Digests.of(unit, backend.device) for unit in units]
-    hashed = hashlib.blake2b(options.encode(), digest_size=_DIGEST).digest()
-    own = [f"unit {unit.name!r} differs in names, shapes or initial values" for unit in units]
-    if everyone is backend:  # and nobody has other boxes
-        table = _told([hashed, *(each.own for each in found)], backend)
-        _compare(table, backend.ranks, [_OPTIONS, *own])
-        return
-    common = [hashed, *(each.common for each in found)]
-    table = _told([*common, *(each.own for each in found)], everyone)
-    whole = [
-        f"unit {unit.name!r} differs in names, whole shapes or initial values" for unit in units
+    hashed = hashlib.blake2b(options.encode(), digest_size=_DIGEST).hexdigest()
+    same = [f"{_OPTIONS}|{hashed}", f"the number of units differs|{len(units)}"]
+    own = [
+        f"unit {unit.name!r} differs in names, shapes or initial values|{each.own.hex()}"
+        for unit, each in zip(units, found, strict=True)
     ]
-    _compare(table[:, : len(common)], everyone.ranks, [_OPTIONS, *whole])
-    for first in range(0, everyone.world_size, backend.world_size):  # those of each tensor rank
-        members = slice(first, first + backend.world_size)
-        _compare(table[members, len(common) :], everyone.ranks[members], own)
+    if everyone is backend:  # and nobody has other boxes
+        _compare(backend, [*same, *own])
+        return
+    common = [
+        f"unit {unit.name!r} differs in names, whole shapes or initial values|{each.common.hex()}"
+        for unit, each in zip(units, found, strict=True)
+    ]
+    _compare(everyone, [*same, *common])
+    with Attempt() as attempt:
+        _compare(backend, own)  # the ranks of one tensor rank, which have the same boxes
+    agree(everyone, "initial values", attempt.error)
 
 
-def _told(digests: list[bytes], backend: Backend) -> Array:
-    """Tell all ranks digests; returns those of each, of shape (ranks, digests, bytes)."""
-    row = np.frombuffer(b"".join(digests), np.uint8)
-    table: Array = all_gather(row, backend, label="initial values")
-    return table.reshape(backend.world_size, len(digests), _DIGEST)
+def _compare(backend: Backend, digests: list[str]) -> None:
+    """Compare digests, each behind what is wrong if it differs."""
 
+    def message(found: Difference) -> str:
+        cause = found.groups[0][0].rpartition("|")[0]
+        return f"{cause} between {found.ranks}; give all ranks the same"
 
-def _compare(digests: Array, ranks: Sequence[int], causes: Sequence[str]) -> None:
-    """Raise MismatchError if ranks have other digests than the first.
-
-    Args:
-        digests: of shape (ranks, causes, bytes).
-        ranks: their numbers.
-        causes: what differs if a digest does.
-    """
-    differs = (digests != digests[0]).any(axis=2)
-    for number in np.flatnonzero(differs.any(axis=0)).tolist():
-        others = ", ".join(str(ranks[rank]) for rank in np.flatnonzero(differs[:, number]).tolist())
-        raise MismatchError(
-            f"{causes[number]} between rank {ranks[0]} and ranks {others}; give all ranks the same"
-        )
+    compare(backend, "initial values", digests, message)
 
 
 class _Digests(NamedTuple):

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fsdpcore.collectives.consensus import Attempt, agree
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import rounds_into
 from fsdpcore.core.device import Device
+from fsdpcore.core.differences import check_same
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.fsdp.state.consent import check_equal, consent
 
 if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
     from fsdpcore.fsdp.units.unit import Unit
+
+
+_UNCHANGED = "Nothing was changed on any rank"
 
 
 def load_arrays(unit: Unit, values: Mapping[str, Array]) -> None:
@@ -88,16 +92,19 @@ def update_shards(engine: FSDP, shards: Mapping[str, Array]) -> None:
     """Replace this rank's shards of some units; see ``FSDP.update_shards``."""
     what = "update_shards"
     engine.check_idle(what)
-    problem, found = "", {}
-    try:
+    found = {}
+    with Attempt() as attempt:
         if not isinstance(shards, Mapping):
             raise ArgumentError(f"shards come as a mapping by unit, got {type(shards).__name__}")
         for name, flat in shards.items():
             found[engine[name].name] = checked_shard(engine[name], flat)
-    except ArgumentError as error:
-        problem = str(error)
     units = [unit.name for unit in engine.units if unit.name in found]
-    told = consent(engine.everyone, what, problem, repr(units))
-    check_equal(engine.everyone, told, f"{what}: the units differ between ranks")
+    everyone = engine.everyone
+    told = agree(everyone, what, attempt.error, repr(units), ending=_UNCHANGED)
+    check_same(
+        [[each] for each in told],
+        everyone.ranks,
+        lambda found: f"{what}: the units differ between ranks: {found.ranks} differ",
+    )
     for name in units:
         update_shard(engine[name], found[name])

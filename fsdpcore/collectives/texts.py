@@ -1,4 +1,4 @@
-"""Text between the ranks, of any length."""
+"""Texts between the ranks, of any length."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsdpcore.collectives import gather_v, scatter_v
+from fsdpcore.collectives import all_gather_v, gather_v, scatter_v
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 
-TIMEOUT = 1800.0
-"""Seconds that ranks wait for one another's disks."""
+
+def share_texts(
+    text: str, backend: Backend, *, label: str, timeout: float | None = None
+) -> list[str]:
+    """Give every rank the texts of all, in their order; a collective."""
+    joined: Array = all_gather_v(_row(text), backend, label=label, timeout=timeout)
+    return _texts(joined)
 
 
-def gather_text(text: str, backend: Backend, *, timeout: float) -> list[str] | None:
+def gather_texts(text: str, backend: Backend, *, timeout: float) -> list[str] | None:
     """Give rank 0 the texts of all ranks, in their order; the others get None. A collective."""
     joined: Array | None = gather_v(_row(text), backend, root=0, timeout=timeout)
     return None if joined is None else _texts(joined)
 
 
-def deal_text(texts: Sequence[str] | None, backend: Backend, *, timeout: float) -> str:
+def scatter_texts(texts: Sequence[str] | None, backend: Backend, *, timeout: float) -> str:
     """Give each rank the text that rank 0 has for it; the others pass None. A collective."""
     if texts is None:
         row: Array = scatter_v(None, backend, root=0, timeout=timeout)
