@@ -26,10 +26,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from fsdpcore.adapters.checks import check_callable, loss_and_found
+from fsdpcore.adapters.function import loss_and_found
 from fsdpcore.adapters.layers import Initials, Layer
 from fsdpcore.adapters.trees import detached_from, leaves, map_leaves
 from fsdpcore.core.buffers import BFLOAT16, Array
+from fsdpcore.core.checks import as_callable
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import REFUSED, as_numpy, detached, is_foreign
 from fsdpcore.fsdp.step.whole import Named
@@ -134,7 +135,7 @@ def function(
     Raises:
         ArgumentError: the first is no function, or the second no such module.
     """
-    check_callable(loss_and_grads, "arrays.function(loss_and_grads, xp)", "params, *batch")
+    as_callable(loss_and_grads, "arrays.function(loss_and_grads, xp)", "params, *batch")
     _check_library(xp, "arrays.function(loss_and_grads, xp)")
 
     def of_numpy(params: Named, *batch: Any) -> tuple[Any, Named]:

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.adapters.autograd_tape import Tape, check_installed, check_not_gpu, is_variable
-from fsdpcore.adapters.checks import check_callable, check_init
-from fsdpcore.adapters.layers import Initials
+from fsdpcore.adapters.layers import Initials, as_initials
 from fsdpcore.adapters.trees import detached_from, leaves, map_leaves
 from fsdpcore.core.array_module import address
 from fsdpcore.core.buffers import BFLOAT16, Array
+from fsdpcore.core.checks import as_callable
 from fsdpcore.core.errors import ArgumentError, StateError
 
 __all__ = ["layer", "loss", "loss_and_grads"]
@@ -82,8 +82,8 @@ class AutogradLayer:
         recompute: bool,
     ) -> None:
         check_installed()
-        check_callable(function, "layer(function, init)", "params, x")
-        check_init(init)
+        as_callable(function, "layer(function, init)", "params, x")
+        as_initials(init)
         self._function = function
         self._init = init
         self.holds_params = not recompute
@@ -152,7 +152,7 @@ def loss_and_grads(
         MissingDependencyError: autograd is not installed.
     """
     check_installed()
-    check_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
+    as_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
 
     def compute(params: Any, *batch: Any) -> tuple[Any, Any]:
         given = {unit: dict(named) for unit, named in params.items()}
@@ -178,7 +178,7 @@ def loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         MissingDependencyError: autograd is not installed.
     """
     check_installed()
-    check_callable(loss_fn, "loss(loss_fn)", "y, *targets")
+    as_callable(loss_fn, "loss(loss_fn)", "y, *targets")
 
     def compute(y: Any, *targets: Any) -> tuple[Any, Any]:
         tape = Tape(lambda y: loss_fn(y, *targets), y)

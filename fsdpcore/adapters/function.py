@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from fsdpcore.adapters.checks import check_callable, loss_and_found
+from fsdpcore.core.checks import as_callable, as_instance
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.engine import FSDP
 from fsdpcore.fsdp.step.whole import Named
@@ -50,9 +50,8 @@ def train_step(
         NonFiniteGradientError, MismatchError, StateError: as ``Step.update``.
     """
     call = "train_step(engine, loss_and_grads, *batch)"
-    if not isinstance(engine, FSDP):
-        raise ArgumentError(f"{call} needs an FSDP engine, got {type(engine).__name__}")
-    check_callable(loss_and_grads, call, "params, *batch")
+    as_instance(engine, FSDP, f"{call}: the first argument", "an FSDP engine")
+    as_callable(loss_and_grads, call, "params, *batch")
     with engine.step(divisor=divisor) as step:
         with step.whole() as (params, grads):
             loss, found = loss_and_found(loss_and_grads(params, *batch))
@@ -66,3 +65,13 @@ def train_step(
             skip_nonfinite=skip_nonfinite,
         )
     return loss
+
+
+def loss_and_found(result: tuple[Loss, Named]) -> tuple[Loss, Named]:
+    """Return what a function of the whole model has returned; ArgumentError if it is no such."""
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        raise ArgumentError(
+            "the function must return the loss, and a mapping from units to mappings from names to "
+            f"gradients; got {type(result).__name__}"
+        )
+    return result

@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.checks import check_callable, check_init
 from fsdpcore.adapters.jax_host import Lent, has_jax_arrays, import_jax, on_host, to_numpy
 from fsdpcore.adapters.jax_passes import (
     Backward,
@@ -46,8 +45,9 @@ from fsdpcore.adapters.jax_passes import (
     Valued,
     ordered,
 )
-from fsdpcore.adapters.layers import Initials
+from fsdpcore.adapters.layers import Initials, as_initials
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_callable
 from fsdpcore.fsdp.step.whole import Named
 
 __all__ = ["layer", "loss", "loss_and_grads"]
@@ -98,8 +98,8 @@ class JaxLayer:
         jit: bool,
     ) -> None:
         self._jax = import_jax()
-        check_callable(function, "layer(function, init)", "params, x")
-        check_init(init)
+        as_callable(function, "layer(function, init)", "params, x")
+        as_initials(init)
         self._init = init
         self._recompute, self._jit = recompute, jit
         passes = (Forward, Backward) if recompute else (Taped, Untaped)
@@ -172,7 +172,7 @@ def loss_and_grads(
         MissingDependencyError: JAX is not installed.
     """
     jax = import_jax()
-    check_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
+    as_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
     valued = _prepared(jax, Valued(loss_fn), jit)
 
     def compute(params: Named, *batch: Any) -> tuple[Any, Named]:
@@ -205,7 +205,7 @@ def loss(loss_fn: Callable[..., Any], *, jit: bool = True) -> Callable[..., tupl
         MissingDependencyError: JAX is not installed.
     """
     jax = import_jax()
-    check_callable(loss_fn, "loss(loss_fn)", "y, *targets")
+    as_callable(loss_fn, "loss(loss_fn)", "y, *targets")
     ended = _prepared(jax, Ended(loss_fn), jit)
 
     def compute(y: Any, *targets: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from fsdpcore.adapters.trees import detached_from, lies_in, may_lie_in
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_instance
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.fsdp.step.step import Step
@@ -22,6 +23,17 @@ Initial: TypeAlias = Array | Spec | BoxShard | Tied
 
 Initials: TypeAlias = Mapping[str, Initial]
 """Those of a layer, by name."""
+
+
+def as_initials(init: object) -> None:
+    """Raise ArgumentError unless a layer can have its initial parameters from this."""
+    if not callable(init):
+        as_instance(
+            init,
+            Mapping,
+            "init",
+            "a mapping from names to arrays, or a function of a generator that returns one",
+        )
 
 
 class Layer(Protocol):

@@ -1,21 +1,78 @@
-"""Turn what a caller passed into canonical Python and NumPy values, or say what is wrong.
+"""Arguments: turn what a caller passed into what is computed with, or say what is wrong with it.
 
-Pure: nothing is allocated. Every function takes ``what``, the words that the message uses for
-the value, and the exception to raise where that differs between callers.
+All functions have one form: ``as_...(value, what, ...)`` returns the value in its canonical form,
+and raises ``ArgumentError`` (or the ``error`` that a caller names) otherwise. The message begins
+with ``what``, the words for the value; then it says what is expected, and what was passed. Nothing
+is communicated, and nothing but what is returned is allocated.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from numbers import Real
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from fsdpcore.core.array_module import array_module, on_host
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, FsdpcoreError
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
+
+MAX_TAG = 2**31 - 1
+
+
+# Objects.
+
+
+def kind_of(value: object) -> str:
+    """Say what kind of object was passed: None as itself, else its type."""
+    return "None" if value is None else type(value).__name__
+
+
+def as_instance(value: T, kind: type, what: str, expected: str, hint: str = "") -> T:
+    """Return ``value`` if it is of that type.
+
+    ``expected`` are the words for such a one, ``hint`` those for what to do.
+    """
+    if not isinstance(value, kind):
+        end = f"; {hint}" if hint else ""
+        raise ArgumentError(f"{what} must be {expected}, got {kind_of(value)}{end}")
+    return value
+
+
+def as_callable(value: C, what: str, takes: str) -> C:
+    """Return ``value`` if it can be called; ``takes`` are the arguments that it will get."""
+    if not callable(value):
+        raise ArgumentError(f"{what} needs a function of ({takes}), got {kind_of(value)}")
+    return value
+
+
+def as_choice(
+    value: T, choices: Collection[T], what: str, *, error: type[FsdpcoreError] = ArgumentError
+) -> T:
+    """Return ``value`` if it is one of ``choices``."""
+    # Not by ``in``, which an array does not answer and for which 1 is True.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        *some, last = map(repr, choices)
+        raise error(f"{what} must be {', '.join(some)} or {last}, got {value!r:.200}")
+    return value
+
+
+def as_name(value: object, what: str) -> str:
+    """Return ``value`` if it is text of at least a character."""
+    if not isinstance(value, str) or not value:
+        raise ArgumentError(f"{what} must be a non-empty string, got {value!r:.200}")
+    return value
+
+
+# Numbers.
 
 
 def as_int(
@@ -23,11 +80,12 @@ def as_int(
     what: str,
     *,
     minimum: int | None = None,
+    maximum: int | None = None,
     error: type[FsdpcoreError] = ArgumentError,
 ) -> int:
     """Return ``value`` as a Python int.
 
-    Raises ``error`` for bools, for what is not an integer, and below ``minimum``.
+    Raises ``error`` for bools, for what is not an integer, below ``minimum`` and above ``maximum``.
     """
     number: int | None = None
     if type(value) is int:  # what is common, without the cost of asking for a protocol
@@ -41,7 +99,14 @@ def as_int(
         raise error(f"{what} must be an integer, got {value!r}")
     if minimum is not None and number < minimum:
         raise error(f"{what} must be at least {minimum}, got {number}")
+    if maximum is not None and number > maximum:
+        raise error(f"{what} must be at most {maximum}, got {number}")
     return number
+
+
+def as_int64(value: object, what: str) -> int:
+    """Return ``value`` as an integer of 64 bits."""
+    return as_int(value, what, minimum=-(2**63), maximum=2**63 - 1)
 
 
 def as_finite(
@@ -67,6 +132,61 @@ def as_finite(
     if minimum is not None and number < minimum:
         raise error(f"{what} must be at least {minimum:g}, got {number:g}")
     return number
+
+
+def as_positive(value: object, what: str, *, infinite: bool = False) -> float:
+    """Return ``value`` as a Python float; raise ArgumentError if it is no positive real.
+
+    Infinity counts as one if ``infinite``.
+    """
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    real = isinstance(value, (Real, np.generic, np.ndarray))
+    if not (real and number > 0 and (infinite or math.isfinite(number))):
+        raise ArgumentError(f"{what} must be a positive number, got {value!r}")
+    return number
+
+
+# Ranks.
+
+
+def as_rank(value: object, world_size: int, what: str) -> int:
+    """Return ``value`` as a rank of a group of ``world_size``."""
+    rank = as_int(value, f"{what}: a rank")
+    if not 0 <= rank < world_size:
+        raise ArgumentError(f"{what}: rank {rank} is not in 0..{world_size - 1}")
+    return rank
+
+
+def as_members(ranks: object, world_size: int, what: str) -> tuple[int, ...]:
+    """Return ``ranks`` as members of a group of ``world_size``, in their order, each named once."""
+    # Text and bytes are sequences too, and a set has no order to number its members by.
+    if isinstance(ranks, (str, bytes, bytearray, Set, Mapping)) or not isinstance(ranks, Iterable):
+        raise ArgumentError(f"{what}: the members must be a sequence of ranks, got {ranks!r:.200}")
+    members = tuple(as_rank(rank, world_size, f"{what}: no such member") for rank in ranks)
+    if len(set(members)) != len(members):
+        raise ArgumentError(f"{what}: a rank is named twice in {list(members)}")
+    return members
+
+
+def as_counts(counts: object, ranks: int, what: str) -> list[int]:
+    """Return ``counts`` as numbers of rows, one for each of so many ranks."""
+    if isinstance(counts, (str, bytes, Mapping, Set)) or not isinstance(counts, Iterable):
+        raise ArgumentError(f"{what} must be integers, one per rank, got {counts!r:.200}")
+    sizes = [as_int(count, f"each of {what}", minimum=0) for count in counts]
+    if len(sizes) != ranks:
+        raise ArgumentError(f"{what} must be {ranks} numbers, one per rank, got {sizes}")
+    return sizes
+
+
+def as_tag(value: object) -> int:
+    """Return ``value`` as the tag of a message."""
+    return as_int(value, "a tag", minimum=0, maximum=MAX_TAG)
+
+
+# Arrays.
 
 
 def as_shape(shape: object, what: str) -> tuple[int, ...]:
@@ -119,16 +239,57 @@ def rounds_into(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     return given == wanted or all(d.name.startswith(("float", "bfloat")) for d in (given, wanted))
 
 
-def as_positive(value: object, what: str, *, infinite: bool = False) -> float:
-    """Return ``value`` as a Python float; raise ArgumentError if it is no positive real.
+def as_allocatable(shape: object, dtype: np.dtype[Any], what: str) -> tuple[int, ...]:
+    """Return ``shape`` as ``as_shape`` does, if some memory is as large as such an array."""
+    sizes = as_shape(shape, what)
+    if math.prod(sizes) * dtype.itemsize > sys.maxsize:
+        raise ArgumentError(f"no memory is as large as {what}, {dtype} of shape {sizes}")
+    return sizes
 
-    Infinity counts as one if ``infinite``.
+
+def as_real_array(
+    value: Any, what: str, *, floating: bool = False, shape: tuple[int, ...] | None = None
+) -> Array:
+    """Return ``value`` in this machine's byte order; the same array where it has that already.
+
+    It must be an array of NumPy or CuPy, of real numbers, or of floating-point ones if
+    ``floating``; and of that ``shape``, if one is given.
     """
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    real = isinstance(value, (Real, np.generic, np.ndarray))
-    if not (real and number > 0 and (infinite or math.isfinite(number))):
-        raise ArgumentError(f"{what} must be a positive number, got {value!r}")
-    return number
+    module = array_module(value)
+    real = module is not None and (
+        rounds_into(value.dtype, _FLOAT) if floating else _is_real(value.dtype)
+    )
+    if not real:
+        raise ArgumentError(
+            f"{what} must be an array of NumPy or CuPy of "
+            f"{'floating-point' if floating else 'real'} numbers, got "
+            f"{kind_of(value) if module is None else value.dtype}"
+        )
+    array: Array = value
+    if shape is not None and array.shape != shape:
+        raise ArgumentError(f"{what} must have the shape {shape}, got {array.shape}")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def as_indices(values: Any, size: int, what: str) -> Array:
+    """Return ``values``, an array of integers in [0, ``size``), as int64.
+
+    On a GPU a look at them would wait for it: there their range is not checked.
+    """
+    dtype = getattr(values, "dtype", None)
+    if array_module(values) is None or dtype is None or dtype.kind not in "iu":
+        raise ArgumentError(f"{what} must be an array of integers, got {dtype or type(values)}")
+    if on_host(values) and values.size:
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= size:
+            raise ArgumentError(f"{what} are in [0, {size}), got {low if low < 0 else high}")
+    found: Array = values.astype(np.int64)
+    return found
+
+
+_FLOAT = np.dtype(np.float32)
+
+
+def _is_real(dtype: np.dtype[Any]) -> bool:
+    """Whether it is of numbers without an imaginary part; 2 marks those of other packages."""
+    return dtype.kind in "biuf" or dtype.isbuiltin == 2

@@ -19,8 +19,7 @@ ranks.
 ``traffic``                         what a block exchanges, as a formula
 ``splits``                          which part is whose
 ``scope``                           several layers in one mapping of parameters
-``weights``, ``indices``            initial values and gradients; integers that count rows
-``given``                           what a layer is given: looked at before anything is sent
+``weights``                         initial values and gradients
 ``arrays``, ``heads``,              arithmetic of NumPy and CuPy
 ``activations``
 ==================================  ================================================================

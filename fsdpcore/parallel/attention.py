@@ -11,14 +11,14 @@ from numpy.typing import DTypeLike
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_dtype, as_int
+from fsdpcore.core.checks import as_dtype, as_int, as_real_array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
-from fsdpcore.parallel.exchange import all_gather, all_reduce, check_group, reduce_scatter
-from fsdpcore.parallel.given import as_array, as_gradient
+from fsdpcore.parallel.exchange import all_gather, all_reduce, as_group, reduce_scatter
 from fsdpcore.parallel.heads import attend, attend_backward
+from fsdpcore.parallel.splits import as_gradient
 from fsdpcore.parallel.weights import Init, checked, cut, gradient, weight
 
 
@@ -70,7 +70,7 @@ class ParallelAttention:
     ) -> None:
         self.width = as_int(width, "the width of an attention", minimum=1)
         self.heads = as_int(heads, "the heads of an attention", minimum=1)
-        self.group = check_group(group, "ParallelAttention")
+        self.group = as_group(group, "ParallelAttention")
         self.causal = causal
         self.sequence_parallel = sequence_parallel
         if self.width % self.heads:
@@ -102,7 +102,7 @@ class ParallelAttention:
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Map (B, T, width), or this rank's part of the sequence, to the same shape."""
-        x = as_array(x, "ParallelAttention: the input")
+        x = as_real_array(x, "ParallelAttention: the input")
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ArgumentError(
                 f"ParallelAttention maps arrays (B, T, {self.width}), got the shape {x.shape}"

@@ -12,13 +12,13 @@ from numpy.typing import DTypeLike
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_dtype, as_int
+from fsdpcore.core.checks import as_dtype, as_indices, as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.fsdp.units.spec import Spec
-from fsdpcore.parallel import exchange, indices
+from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import narrow, sum_by_index
-from fsdpcore.parallel.given import as_gradient
+from fsdpcore.parallel.splits import as_gradient, localised, outside
 from fsdpcore.parallel.weights import Init, checked, gradient, weight
 
 
@@ -62,7 +62,7 @@ class VocabParallelEmbedding:
         what = type(self).__name__
         self.vocab = as_int(vocab, f"{what}: vocab", minimum=1)
         self.width = as_int(width, f"{what}: width", minimum=1)
-        self.group = exchange.check_group(group, what)
+        self.group = exchange.as_group(group, what)
         self.sequence_parallel = sequence_parallel
         self.initial = checked(init, 1.0 / math.sqrt(self.width), what)
         self.dtype = as_dtype(dtype, f"{what}: a parameter")
@@ -80,7 +80,7 @@ class VocabParallelEmbedding:
                 them would wait for it, rows of others are NaN instead.
         """
         what = "VocabParallelEmbedding: indices"
-        x = indices.checked(x, self.vocab, what)
+        x = as_indices(x, self.vocab, what)
         if self.sequence_parallel and x.ndim < 1:
             raise ArgumentError(f"{what} are (..., sequence), got a single one")
         y = self._own_rows(params["w"], x)
@@ -96,11 +96,11 @@ class VocabParallelEmbedding:
         if not len(table):
             y: Array = xp.zeros((*x.shape, self.width), table.dtype)
         else:
-            local, mine = indices.localised(x, self.vocab, self.group)
+            local, mine = localised(x, self.vocab, self.group)
             y = table[xp.where(mine, local, 0)]
             if self.group.world_size > 1:
                 y[~mine] = 0
-        lost = indices.outside(x, self.vocab)
+        lost = outside(x, self.vocab)
         if lost is not None:
             y[lost] = math.nan
         return y
@@ -123,6 +123,6 @@ class VocabParallelEmbedding:
             )
         out = gradient(grads, "w")
         if out is not None:
-            local, _ = indices.localised(x, self.vocab, self.group)
+            local, _ = localised(x, self.vocab, self.group)
             sum_by_index(local.reshape(-1), dy.reshape(x.size, self.width), out)
         return dx

@@ -19,6 +19,7 @@ from fsdpcore import collectives
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_instance
 from fsdpcore.core.errors import ArgumentError, MismatchError
 from fsdpcore.parallel.splits import bounds, own_range, own_size, split
 
@@ -121,13 +122,9 @@ def reduce_scatter(
     return summed.reshape(shape)
 
 
-def check_group(group: object, what: str) -> Backend:
+def as_group(group: Backend, what: str) -> Backend:
     """Return ``group`` if it is one; raise ``ArgumentError`` otherwise."""
-    if not isinstance(group, Backend):
-        raise ArgumentError(
-            f"{what}: the group is a Backend, such as mesh['tensor']; got {type(group).__name__}"
-        )
-    return group
+    return as_instance(group, Backend, f"{what}: the group", "a Backend, such as mesh['tensor']")
 
 
 def _packed(x: Array, parts: int) -> Array:

@@ -19,14 +19,13 @@ from numpy.typing import DTypeLike
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_dtype, as_int
+from fsdpcore.core.checks import as_dtype, as_int, as_real_array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import column_sum, matmul, narrow
-from fsdpcore.parallel.given import as_array, as_gradient
-from fsdpcore.parallel.splits import own_size
+from fsdpcore.parallel.splits import as_gradient, own_size
 from fsdpcore.parallel.weights import Init, checked, cut, gradient, weight
 
 
@@ -46,14 +45,14 @@ class _Linear:
         what = type(self).__name__
         self.inputs = as_int(inputs, f"{what}: inputs", minimum=1)
         self.outputs = as_int(outputs, f"{what}: outputs", minimum=1)
-        self.group = exchange.check_group(group, what)
+        self.group = exchange.as_group(group, what)
         self.bias = bias
         self.sequence_parallel = sequence_parallel
         self.initial = checked(init, 1.0 / math.sqrt(self.inputs), what)
         self.dtype = as_dtype(dtype, f"{what}: a parameter")
 
     def _checked(self, x: Array, features: int) -> Array:
-        x = as_array(x, f"{type(self).__name__}: the input")
+        x = as_real_array(x, f"{type(self).__name__}: the input")
         least = 2 if self.sequence_parallel else 1
         if x.ndim < least or x.shape[-1] != features:
             axes = "(..., sequence, {})" if self.sequence_parallel else "(..., {})"

@@ -10,12 +10,11 @@ import numpy as np
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.array_module import array_module, on_host
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_int
+from fsdpcore.core.checks import as_indices, as_int, as_real_array
 from fsdpcore.core.errors import ArgumentError, MismatchError
-from fsdpcore.parallel import exchange, indices
+from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import row_sum, wide
-from fsdpcore.parallel.given import as_array
-from fsdpcore.parallel.splits import own_size
+from fsdpcore.parallel.splits import localised, outside, own_size
 
 
 def cross_entropy(
@@ -52,11 +51,11 @@ def cross_entropy(
     none of the classes or differ.
     """
     what = "cross_entropy"
-    exchange.check_group(group, what)
-    logits = as_array(logits, f"{what}: logits", floating=True)
+    exchange.as_group(group, what)
+    logits = as_real_array(logits, f"{what}: logits", floating=True)
     vocab = as_int(vocab, f"{what}: vocab", minimum=1)
     own = own_size(vocab, group)
-    targets = indices.checked(targets, vocab, f"{what}: targets")
+    targets = as_indices(targets, vocab, f"{what}: targets")
     if logits.shape != (*targets.shape, own) or not targets.size:
         raise ArgumentError(
             f"{what}: rank {group.rank} of {group.world_size} has logits (..., {own}) of a "
@@ -74,14 +73,14 @@ def _of_rows(rows: Array, targets: Array, group: Backend, vocab: int) -> tuple[A
     count, own = rows.shape
     largest, differ = _agreed(xp, rows, targets, group)
     probability = rows - largest[:, None]
-    local, mine = indices.localised(targets, vocab, group)
+    local, mine = localised(targets, vocab, group)
     place = (xp.arange(count), xp.where(mine, local, 0))
 
     sums: Array = xp.zeros((2, count), rows.dtype)
     total, wanted = sums
     if own:
         wanted[...] = xp.where(mine, probability[place], rows.dtype.type(0))
-    lost = indices.outside(targets, vocab)
+    lost = outside(targets, vocab)
     if lost is not None:
         wanted[lost | differ] = math.nan
     xp.exp(probability, out=probability)

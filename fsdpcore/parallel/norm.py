@@ -12,11 +12,11 @@ from numpy.typing import DTypeLike
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_dtype, as_finite, as_int
+from fsdpcore.core.checks import as_dtype, as_finite, as_int, as_real_array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.parallel import exchange
 from fsdpcore.parallel.arrays import column_dot, column_sum, narrow, row_dot, row_sum, wide
-from fsdpcore.parallel.given import as_array, as_gradient
+from fsdpcore.parallel.splits import as_gradient
 from fsdpcore.parallel.weights import gradient
 
 
@@ -36,7 +36,7 @@ class _Norm:
     ) -> None:
         what = type(self).__name__
         self.width = as_int(width, f"{what}: width", minimum=1)
-        self.group = None if group is None else exchange.check_group(group, what)
+        self.group = None if group is None else exchange.as_group(group, what)
         if sequence_parallel and group is None:
             raise ArgumentError(
                 f"{what}: with sequence_parallel the gradients are summed over the ranks that have "
@@ -55,7 +55,7 @@ class _Norm:
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         """Map (..., width) to the same shape, in the type of the parameters."""
-        x = as_array(x, f"{type(self).__name__}: the input")
+        x = as_real_array(x, f"{type(self).__name__}: the input")
         if not x.ndim or x.shape[-1] != self.width:
             raise ArgumentError(
                 f"{type(self).__name__}: the input has the shape (..., {self.width}), got {x.shape}"

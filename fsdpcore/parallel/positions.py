@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_dtype, as_int
+from fsdpcore.core.checks import as_dtype, as_int, as_real_array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.parallel.arrays import column_sum, narrow, wide
-from fsdpcore.parallel.given import as_array, as_gradient
+from fsdpcore.parallel.splits import as_gradient
 from fsdpcore.parallel.weights import Init, checked, gradient, weight
 
 
@@ -63,7 +63,7 @@ class PositionEmbedding:
         Raises:
             ArgumentError: a sequence is longer than the context, or another shape.
         """
-        x = as_array(x, "PositionEmbedding: the input")
+        x = as_real_array(x, "PositionEmbedding: the input")
         if x.ndim != 3 or x.shape[-1] != self.width or x.shape[1] > self.context:
             raise ArgumentError(
                 f"PositionEmbedding: positions are added to (B, T, {self.width}) with T at most "

@@ -14,9 +14,10 @@ import numpy as np
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_real_array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.parallel import exchange
-from fsdpcore.parallel.given import as_array, as_gradient
+from fsdpcore.parallel.splits import as_gradient
 
 
 class ScatterSequence:
@@ -29,7 +30,7 @@ class ScatterSequence:
     """
 
     def __init__(self, group: Backend) -> None:
-        self.group = exchange.check_group(group, type(self).__name__)
+        self.group = exchange.as_group(group, type(self).__name__)
 
     def init(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return no parameters."""
@@ -61,7 +62,7 @@ class GatherSequence:
     """
 
     def __init__(self, group: Backend) -> None:
-        self.group = exchange.check_group(group, type(self).__name__)
+        self.group = exchange.as_group(group, type(self).__name__)
 
     def init(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return no parameters."""
@@ -83,7 +84,7 @@ class GatherSequence:
 
 
 def _checked(x: Array, what: str) -> Array:
-    x = as_array(x, f"{what}: the input")
+    x = as_real_array(x, f"{what}: the input")
     if x.ndim < 2:
         raise ArgumentError(f"{what}: the input is (..., sequence, features), got {x.shape}")
     return x

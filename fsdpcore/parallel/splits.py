@@ -6,9 +6,12 @@ first ``size % parts`` parts have one more. With fewer indices than parts, the l
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import bounds_of, split_sizes
-from fsdpcore.core.checks import as_int
+from fsdpcore.core.array_module import on_host
+from fsdpcore.core.buffers import Array, bounds_of, split_sizes
+from fsdpcore.core.checks import as_int, as_real_array
 from fsdpcore.core.errors import ArgumentError
 
 
@@ -45,3 +48,32 @@ def bounds(size: int, parts: int) -> list[int]:
     size = as_int(size, "the size of an axis that is cut", minimum=0)
     parts = as_int(parts, "the number of parts of an axis", minimum=1)
     return bounds_of(split_sizes(size, parts))
+
+
+def localised(values: Array, size: int, group: Backend) -> tuple[Array, Array]:
+    """Return indices as those into this rank's part of ``size``, and which of them are in it.
+
+    The first are only right where the second, an array of bools, is true.
+    """
+    start, stop = own_range(size, group)
+    local = values - start
+    return local, (local >= 0) & (local < stop - start)
+
+
+def outside(values: Array, size: int) -> Array | None:
+    """Return which of ``as_indices`` are out of range; None on the host, where none is."""
+    return None if on_host(values) else (values < 0) | (values >= size)
+
+
+def as_gradient(dy: Any, shape: tuple[int, ...], layer: str, along: Backend | None = None) -> Array:
+    """Return the gradient of an output of that shape, as ``as_real_array`` does.
+
+    Args:
+        dy: what ``backward`` was given.
+        shape: of the output, whole along the sequence.
+        layer: its name.
+        along: the group over which axis -2 of the output is cut, if it is.
+    """
+    if along is not None:
+        shape = (*shape[:-2], own_size(shape[-2], along), *shape[-1:])
+    return as_real_array(dy, f"{layer}: the gradient of the output", shape=shape)
