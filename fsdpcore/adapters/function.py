@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from fsdpcore.core.checks import as_callable, as_instance
+from fsdpcore.core.checks import as_callable, kind_of
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.engine import FSDP
 from fsdpcore.fsdp.step.whole import Named
@@ -50,7 +50,8 @@ def train_step(
         NonFiniteGradientError, MismatchError, StateError: as ``Step.update``.
     """
     call = "train_step(engine, loss_and_grads, *batch)"
-    as_instance(engine, FSDP, f"{call}: the first argument", "an FSDP engine")
+    if not isinstance(engine, FSDP):
+        raise ArgumentError(f"{call} needs an FSDP engine, got {kind_of(engine)}")
     as_callable(loss_and_grads, call, "params, *batch")
     with engine.step(divisor=divisor) as step:
         with step.whole() as (params, grads):

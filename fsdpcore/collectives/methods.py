@@ -12,7 +12,7 @@ from fsdpcore.collectives.shared.window import shared_window
 from fsdpcore.collectives.state import CollectiveState
 from fsdpcore.comm.backend import SubBackend
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.members import check_int64
+from fsdpcore.core.checks import as_int64
 
 
 class CollectiveMethods(CollectiveState):
@@ -26,8 +26,8 @@ class CollectiveMethods(CollectiveState):
         """Make a group of the ranks that give the same color."""
         backend, mine = self.backend, np.zeros(3, np.int64)
         if color is not None:
-            mine[:] = 1, check_int64(color, "split(): color (None for no group)"), 0
-        mine[2] = check_int64(key, "split(): key")
+            mine[:] = 1, as_int64(color, "split(): color (None for no group)"), 0
+        mine[2] = as_int64(key, "split(): key")
         every = all_gather(mine, backend, timeout=timeout, label="split").reshape(-1, 3).tolist()
         made = None
         if color is not None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend, SubBackend
+from fsdpcore.core.channels import channel_of
 from fsdpcore.core.device import Device, Ticket
 from fsdpcore.core.errors import ClosedError, CommTimeoutError
-from fsdpcore.core.members import channel_of
 from fsdpcore.core.work import Deadline, Work, fresh
 
 if TYPE_CHECKING:

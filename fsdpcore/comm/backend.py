@@ -24,12 +24,13 @@ from fsdpcore.core.buffers import (
     Array,
     Bytes,
     byte_view,
-    check_shape,
     dtype_code,
     input_array,
     lined_up,
     pack_signature,
 )
+from fsdpcore.core.channels import channel_of
+from fsdpcore.core.checks import as_allocatable, as_members, as_rank, as_tag
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.errors import (
     ArgumentError,
@@ -37,8 +38,6 @@ from fsdpcore.core.errors import (
     CommunicationError,
     in_words,
 )
-from fsdpcore.core.members import channel_of, check_members, check_tag
-from fsdpcore.core.members import check_rank as check_rank
 from fsdpcore.core.work import Deadline, Pending, Work
 from fsdpcore.diagnostics.recorder import Message
 from fsdpcore.diagnostics.status import Group
@@ -224,9 +223,7 @@ class Backend(ABC):
     def _isend(self, array: ArrayLike, dst: int, tag: int) -> MessageWork:
         source = input_array(self._on_host(array))
         self._check_peer(dst, "send to")
-        envelope = Envelope(
-            self.channel, check_tag(tag), pack_signature(source.dtype, source.shape)
-        )
+        envelope = Envelope(self.channel, as_tag(tag), pack_signature(source.dtype, source.shape))
         message = Message("send", source.dtype, source.shape, source.nbytes, self.ranks[dst], tag)
         return self._post(self.post_send, byte_view(source), dst, envelope, message, None)
 
@@ -238,7 +235,7 @@ class Backend(ABC):
         self._check_peer(src, "receive from")
         direct = device.on_host and out.flags.c_contiguous
         staging = out if direct else np.empty(out.shape, out.dtype)
-        envelope = Envelope(self.channel, check_tag(tag), pack_signature(out.dtype, out.shape))
+        envelope = Envelope(self.channel, as_tag(tag), pack_signature(out.dtype, out.shape))
         message = Message("recv", out.dtype, out.shape, out.nbytes, self.ranks[src], tag)
 
         def deliver() -> Array:
@@ -282,7 +279,7 @@ class Backend(ABC):
         return Deadline(self.timeout if timeout is None else timeout).seconds
 
     def _check_peer(self, peer: int, verb: str) -> None:
-        check_rank(peer, self.world_size, f"rank {self.rank} cannot {verb}")
+        as_rank(peer, self.world_size, f"rank {self.rank} cannot {verb}")
         if peer == self.rank:
             raise ArgumentError(
                 f"rank {self.rank} cannot {verb} itself; copy the array, or name another rank"
@@ -317,7 +314,7 @@ class Backend(ABC):
         Raises:
             ArgumentError: a number twice, out of range, or this rank not among them.
         """
-        members = check_members(ranks, self.world_size)
+        members = as_members(ranks, self.world_size, "sub()")
         if self.order.closed or isinstance(self.root.failure, ClosedError):
             self.order.check_open()
         if self.rank not in members:
@@ -389,7 +386,7 @@ class Backend(ABC):
             ArgumentError: there is no such shape, or arrays of that dtype do not travel.
         """
         dtype_code(dtype)
-        sizes = check_shape(shape, np.dtype(dtype), "empty()")
+        sizes = as_allocatable(shape, np.dtype(dtype), "the array of empty()")
         root = self.root
         if not self.device.on_host:
             return self.device.empty(sizes, dtype)

@@ -6,10 +6,8 @@ A dtype is named on the wire by its position in ``DTYPES``; the table only ever 
 from __future__ import annotations
 
 import math
-import operator
 import struct
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -111,23 +109,6 @@ def check_out(out: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
 def byte_view(array: Array) -> Bytes:
     """Return the bytes of a contiguous array as a flat uint8 view (works for bfloat16 too)."""
     return array.reshape(-1).view(np.uint8)
-
-
-def check_shape(shape: int | Iterable[int], dtype: np.dtype[Any], what: str) -> tuple[int, ...]:
-    """Return ``shape`` as a tuple.
-
-    Raises:
-        ArgumentError: arrays have no such shape; names the caller ``what``.
-    """
-    try:
-        sizes = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
-    except TypeError:
-        raise ArgumentError(f"{what}: a shape has whole numbers, got {shape!r}") from None
-    if any(size < 0 for size in sizes):
-        raise ArgumentError(f"{what}: a shape has no negative sizes, got {sizes}")
-    if math.prod(sizes) * dtype.itemsize > sys.maxsize:
-        raise ArgumentError(f"{what}: no memory is as large as {dtype} of shape {sizes}")
-    return sizes
 
 
 MAX_SIGNATURE = 2 + 8 * 64  # bytes; NumPy arrays have at most 64 dimensions

@@ -32,8 +32,9 @@ MAX_TAG = 2**31 - 1
 
 
 def kind_of(value: object) -> str:
-    """Say what kind of object was passed: None as itself, else its type."""
-    return "None" if value is None else type(value).__name__
+    """Say what was passed: what is short as itself, of other objects their type."""
+    short = value is None or isinstance(value, (bool, int, float, str))
+    return f"{value!r:.80}" if short else type(value).__name__
 
 
 def as_instance(value: T, kind: type, what: str, expected: str, hint: str = "") -> T:
@@ -60,8 +61,9 @@ def as_choice(
     """Return ``value`` if it is one of ``choices``."""
     # Not by ``in``, which an array does not answer and for which 1 is True.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        *some, last = map(repr, choices)
-        raise error(f"{what} must be {', '.join(some)} or {last}, got {value!r:.200}")
+        names = list(map(repr, choices))
+        these = " or ".join(names) if len(names) == 2 else f"one of {', '.join(names)}"
+        raise error(f"{what} must be {these}, got {value!r:.200}")
     return value
 
 

@@ -10,7 +10,7 @@ from fsdpcore.collectives import all_gather
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_int
+from fsdpcore.core.checks import as_choice, as_instance, as_int
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.offload.offload import GATHERED, Offload, OffloadStats
 from fsdpcore.fsdp.offload.stores import open_stores
@@ -493,17 +493,11 @@ class FSDP:
 
 def _check_kinds(precision: object, offload: object, window: object) -> None:
     """Raise ArgumentError for an option that is of another type."""
-    if not isinstance(precision, Precision):
-        raise ArgumentError(
-            "precision must be a fc.Precision, such as fc.Precision(param_dtype=np.float16), "
-            f"got {precision!r}"
-        )
-    if offload is not None and not isinstance(offload, Offload):
-        raise ArgumentError(
-            f"offload must be a fc.Offload, such as fc.Offload('/scratch'), got {offload!r}"
-        )
-    if not isinstance(window, bool):
-        raise ArgumentError(f"window must be True or False, got {window!r}")
+    such = "a fc.Precision, such as fc.Precision(param_dtype=np.float16)"
+    as_instance(precision, Precision, "precision", such)
+    if offload is not None:
+        as_instance(offload, Offload, "offload", "a fc.Offload, such as fc.Offload('/scratch')")
+    as_choice(window, (True, False), "window")
 
 
 def _check_algorithm(algorithm: str, backend: Backend) -> None:

@@ -126,7 +126,7 @@ def _wrong(backend):
         along.forward({}, np.array(1))
     with pytest.raises(fc.ArgumentError, match="vocab must be at least 1"):
         VocabParallelEmbedding(0, 3, backend)
-    with pytest.raises(fc.ArgumentError, match="group is a Backend"):
+    with pytest.raises(fc.ArgumentError, match="the group must be a Backend, such as"):
         VocabParallelEmbedding(5, 3, None)
 
 

@@ -331,7 +331,7 @@ def _wrong(backend):
         ColumnParallelLinear(4, 6, backend, init=-1.0)
     with pytest.raises(fc.ArgumentError, match=r"got 'ones'; .* one of fsdpcore\.initializers"):
         RowParallelLinear(4, 6, backend, init="ones")
-    with pytest.raises(fc.ArgumentError, match=r"mesh\['tensor'\]; got int"):
+    with pytest.raises(fc.ArgumentError, match=r"mesh\['tensor'\], got 2"):
         ColumnParallelLinear(4, 6, 2)
 
 

@@ -141,7 +141,7 @@ def _wrong(backend):
     ):
         with pytest.raises(fc.ArgumentError, match=message):
             cross_entropy(given_logits, targets, backend, vocab=vocab)
-    with pytest.raises(fc.ArgumentError, match="group is a Backend"):
+    with pytest.raises(fc.ArgumentError, match="the group must be a Backend, such as"):
         cross_entropy(logits, good, None, vocab=3)
 
 

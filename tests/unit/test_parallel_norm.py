@@ -167,7 +167,7 @@ def _wrong(backend):
     for kind in (ScatterSequence, GatherSequence):
         with pytest.raises(fc.ArgumentError, match=r"\(\.\.\., sequence, features\), got \(4,\)"):
             kind(backend).forward({}, np.zeros(4))
-        with pytest.raises(fc.ArgumentError, match="group is a Backend"):
+        with pytest.raises(fc.ArgumentError, match="the group must be a Backend, such as"):
             kind("tensor")
 
 

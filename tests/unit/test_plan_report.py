@@ -76,5 +76,5 @@ def test_what_cannot_have_been_measured(value):
 
 
 def test_other_things_are_refused(plan):
-    with pytest.raises(ArgumentError, match="needs a Plan and a Measured"):
+    with pytest.raises(ArgumentError, match="measured of a Report must be a Measured, got dict"):
         Report(plan, {"bytes_sent": 3})

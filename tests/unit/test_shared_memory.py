@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from fsdpcore.transports.memory import shared as shared_memory
 from fsdpcore.transports.memory.shared import SharedMemory
+from fsdpcore.transports.zmq.backend import ZmqOptions
 from support.jobs import finished, python
 
 import fsdpcore as fc
@@ -377,8 +378,8 @@ def test_the_option_off_has_no_memory_at_all() -> None:
         with pytest.raises(OSError, match="shm=off"):
             action()
     none.close()
-    with pytest.raises(fc.ConfigError, match="'auto', 'on' or 'off'"):
-        shared_memory.check_option("yes")
+    with pytest.raises(fc.ConfigError, match="shm must be one of 'auto', 'on', 'off', got 'yes'"):
+        ZmqOptions(shm="yes")
 
 
 # Forked processes: of a process that has no other threads, unlike the one that runs the tests.
@@ -386,6 +387,7 @@ def test_the_option_off_has_no_memory_at_all() -> None:
 FORKED = """
 import os
 from fsdpcore.transports.memory.shared import SharedMemory
+from fsdpcore.transports.zmq.backend import ZmqOptions
 
 memory = SharedMemory()
 kept = [memory.empty(5000) for _ in range(4)]

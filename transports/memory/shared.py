@@ -28,7 +28,7 @@ import numpy as np
 
 from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.core.buffers import Array, Bytes
-from fsdpcore.core.errors import ConfigError, ProtocolError
+from fsdpcore.core.errors import ProtocolError
 
 from .peer import HOME_BYTES, Neighbour, revoke
 from .pool import Pool
@@ -328,12 +328,6 @@ def _address(array: Array) -> int:
 
 def _refuse(nbytes: int) -> Any:
     raise OSError("the backend is closed")
-
-
-def check_option(shm: str) -> None:
-    """Raise ``ConfigError`` if a transport's option ``shm`` has no meaning."""
-    if shm not in ("auto", "on", "off"):
-        raise ConfigError(f"shm must be 'auto', 'on' or 'off', got {shm!r}")
 
 
 class NoMemory(SharedMemory):

@@ -24,6 +24,7 @@ from fsdpcore.comm.backend import Backend, Capabilities, Envelope
 from fsdpcore.comm.hosts import MAX_BYTES, identity, number, warn_of_containers
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import (
     ClosedError,
     CommunicationError,
@@ -37,7 +38,7 @@ from fsdpcore.core.errors import (
 from fsdpcore.core.work import Deadline, Pending
 from fsdpcore.diagnostics.status import Status
 
-from ..memory.shared import check_option, memory_sharing
+from ..memory.shared import memory_sharing
 from .engine import Engine
 from .guard import Guard
 from .library import MPI, PROCESS, poll_until, versions
@@ -82,7 +83,7 @@ class MpiOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.eager_bytes <= MAX_INLINE:
             raise ConfigError(f"eager_bytes must be 0 to 64 KiB, got {self.eager_bytes}")
-        check_option(self.shm)
+        as_choice(self.shm, ("auto", "on", "off"), "shm", error=ConfigError)
 
 
 class MpiBackend(Transport):

@@ -24,6 +24,7 @@ from fsdpcore.comm.backend import Capabilities, Envelope
 from fsdpcore.comm.hosts import identity, number, warn_of_containers
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import (
     ClosedError,
     CommunicationError,
@@ -36,7 +37,7 @@ from fsdpcore.core.work import Deadline, Pending
 from fsdpcore.diagnostics.status import Status
 from fsdpcore.launch.rendezvous import Card, meet
 
-from ..memory.shared import check_option, memory_sharing
+from ..memory.shared import memory_sharing
 from .acceptor import Entrance
 from .channel import Mail
 from .connect import (
@@ -91,7 +92,7 @@ class ZmqOptions:
             raise ConfigError(f"segment_bytes must be 1 KiB to 16 MiB, got {self.segment_bytes}")
         if not 0 <= self.eager_bytes <= MAX_INLINE:
             raise ConfigError(f"eager_bytes must be 0 to 1 MiB, got {self.eager_bytes}")
-        check_option(self.shm)
+        as_choice(self.shm, ("auto", "on", "off"), "shm", error=ConfigError)
 
 
 class ZmqBackend(Transport):

@@ -11,8 +11,7 @@ from fsdpcore.checkpoint.plan.describe import Engine
 from fsdpcore.checkpoint.plan.shards import State
 from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.checks import as_positive
-from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.checks import as_instance, as_positive
 
 
 def load(
@@ -72,10 +71,7 @@ def load(
             half overwritten the message says so, and ``engine.partially_updated`` is set.
         CommunicationError: a rank is gone.
     """
-    if not isinstance(backend, Backend):
-        raise ArgumentError(
-            f"load takes (path, target, backend), got {type(backend).__name__} as backend"
-        )
+    as_instance(backend, Backend, "backend", "a Backend", "load takes (path, target, backend)")
     request = Request(step, strict, optimizer, cast, names, generators, threads)
     limit = DISK_TIMEOUT if timeout is None else as_positive(timeout, "timeout")
     return Loading(backend, request, limit).run(path, target)

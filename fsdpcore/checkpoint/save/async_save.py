@@ -21,7 +21,8 @@ from fsdpcore.checkpoint.storage.retention import Retention
 from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath
 from fsdpcore.collectives.consensus import agree
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.errors import ArgumentError, StateError, in_words
+from fsdpcore.core.checks import as_choice
+from fsdpcore.core.errors import StateError, in_words
 from fsdpcore.core.work import Work
 
 _LOG = logging.getLogger("fsdpcore")
@@ -94,8 +95,7 @@ class AsyncCheckpointer:
         busy: Busy = "wait",
         timeout: float = DISK_TIMEOUT,
     ) -> None:
-        if busy not in get_args(Busy):
-            raise ArgumentError(f"busy must be 'wait' or 'raise', got {busy!r}")
+        as_choice(busy, get_args(Busy), "busy")
         self._saver = Saver(path, backend, retention=retention, timeout=timeout)
         self._backend = backend
         self._busy = busy

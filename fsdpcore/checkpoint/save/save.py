@@ -8,11 +8,12 @@ from typing import Any
 from fsdpcore.checkpoint.format.generators import Generators
 from fsdpcore.checkpoint.plan.describe import Engine
 from fsdpcore.checkpoint.plan.shards import State
-from fsdpcore.checkpoint.save.saver import Saver, check_backend, refuse
+from fsdpcore.checkpoint.save.saver import Saver, refuse
 from fsdpcore.checkpoint.storage.protocol import Saved
 from fsdpcore.checkpoint.storage.retention import Retention
 from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.checks import as_instance
 
 
 def save(
@@ -60,7 +61,7 @@ def save(
         CheckpointError: a rank could not write. On all ranks. Earlier checkpoints are intact.
         CommunicationError: a rank is gone.
     """
-    check_backend(backend)
+    as_instance(backend, Backend, "backend", "a Backend", "save takes (path, state, backend)")
     try:
         saver = Saver(path, backend, retention=retention, timeout=timeout)
     except Exception as error:

@@ -32,7 +32,7 @@ from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath, open_
 from fsdpcore.collectives.consensus import Attempt, agree
 from fsdpcore.collectives.texts import gather_texts, scatter_texts
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.checks import as_positive
+from fsdpcore.core.checks import as_instance, as_positive
 from fsdpcore.core.differences import Difference, check_same
 from fsdpcore.core.errors import ArgumentError
 
@@ -56,9 +56,9 @@ class Saver:
         retention: Retention | None = None,
         timeout: float = DISK_TIMEOUT,
     ) -> None:
-        check_backend(backend)
-        if retention is not None and not isinstance(retention, Retention):
-            raise ArgumentError(f"retention must be a Retention, got {retention!r}")
+        as_instance(backend, Backend, "backend", "a Backend", "it comes behind the path")
+        if retention is not None:
+            as_instance(retention, Retention, "retention", "a Retention")
         self._storage = open_storage(path)
         self._backend = backend
         self._retention = retention
@@ -117,14 +117,6 @@ class Saver:
     def write(self, prepared: Prepared, backend: Backend) -> Saved:
         """Write what was prepared, and commit it; a collective of ``backend``'s ranks, blocks."""
         return Commit(self._storage, backend, prepared, self._retention, self._timeout).run()
-
-
-def check_backend(backend: object) -> None:
-    """Raise ArgumentError if this is none."""
-    if not isinstance(backend, Backend):
-        raise ArgumentError(
-            f"the backend comes behind path and state, got {type(backend).__name__} for it"
-        )
 
 
 def refuse(backend: Backend, error: Exception | None, value: str = "") -> list[str]:

@@ -17,7 +17,7 @@ from fsdpcore.checkpoint.storage.steps import (
     remove_steps,
 )
 from fsdpcore.checkpoint.storage.storage import Storage
-from fsdpcore.core.checks import as_int
+from fsdpcore.core.checks import as_choice, as_int, as_name
 from fsdpcore.core.errors import ArgumentError, CheckpointError
 
 
@@ -55,10 +55,9 @@ class Retention:
             )
         if (self.best is None) != (self.metric is None):
             raise ArgumentError("best and metric of a Retention go together: how many, and by what")
-        if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
-            raise ArgumentError(f"metric of a Retention is the name of one, got {self.metric!r}")
-        if self.mode not in ("min", "max"):
-            raise ArgumentError(f"mode of a Retention is 'min' or 'max', got {self.mode!r}")
+        if self.metric is not None:
+            as_name(self.metric, "metric of a Retention")
+        as_choice(self.mode, ("min", "max"), "mode of a Retention")
 
     def keeps(self, checkpoints: Iterable[tuple[int, Mapping[str, float]]]) -> set[int]:
         """Return the steps to keep of those given, each with its metrics; pure."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from fsdpcore.collectives.run import check_backend, operand
 from fsdpcore.collectives.selection.choose import choose
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, dtype_code
+from fsdpcore.core.checks import as_int
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import ReduceOp, Reduction
@@ -75,7 +75,9 @@ def all_reduce_many(
     options: dict[str, Any] = {"op": op, "algorithm": algorithm, "async_op": True}
     flying: deque[tuple[_Bucket, Work]] = deque()
     try:
-        for bucket in plan(sources, _positive(bucket_bytes)):
+        for bucket in plan(
+            sources, as_int(bucket_bytes, "all_reduce_many: bucket_bytes", minimum=1)
+        ):
             if len(flying) == IN_FLIGHT:
                 _land(flying, results)
             data, target = bucket.fill(sources, results)
@@ -184,15 +186,3 @@ def _outputs(
         else device.check_out(target, source.shape, source.dtype)
         for (source, device), target in zip(sources, given, strict=True)
     ]
-
-
-def _positive(bucket_bytes: object) -> int:
-    try:
-        number = operator.index(bucket_bytes)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(bucket_bytes, bool):
-        raise ArgumentError(
-            f"all_reduce_many: bucket_bytes is a number of bytes >= 1, got {bucket_bytes!r}"
-        )
-    return number

@@ -32,8 +32,9 @@ from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import CallSpec, check_backend, operand, run
 from fsdpcore.collectives.selection.choose import choose
-from fsdpcore.comm.backend import Backend, check_rank
+from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of, byte_view, dtype_code, row_size, split_sizes
+from fsdpcore.core.checks import as_rank
 from fsdpcore.core.device import Device
 from fsdpcore.core.differences import check_same
 from fsdpcore.core.errors import ArgumentError, StateError
@@ -208,7 +209,7 @@ class Batch:
     ) -> Work:
         """Combine the arrays of all ranks elementwise; the root gets the result."""
         source, device, reduction = self._reducible(array, op)
-        root = check_rank(root, self._backend.world_size, "reduce: root")
+        root = as_rank(root, self._backend.world_size, "reduce: root")
         mine = self._backend.rank == root
         output = Output(out, source.shape, source.dtype, device) if mine else None
         return self._add("reduce", source, device, output, root=root, reduction=reduction)
@@ -228,7 +229,7 @@ class Batch:
     def broadcast(self, array: ArrayLike, *, root: int = 0, out: Array | None = None) -> Work:
         """Copy the root's array to all ranks; the others pass one of equal shape and dtype."""
         source, device = self._operand(array)
-        root = check_rank(root, self._backend.world_size, "broadcast: root")
+        root = as_rank(root, self._backend.world_size, "broadcast: root")
         output = Output(out, source.shape, source.dtype, device)
         return self._add("broadcast", source, device, output, root=root)
 
@@ -240,7 +241,7 @@ class Batch:
     def gather(self, array: ArrayLike, *, root: int = 0, out: Array | None = None) -> Work:
         """Join the arrays of all ranks, which have equal shapes, along axis 0; the root gets it."""
         source, device = self._operand(array)
-        root = check_rank(root, self._backend.world_size, "gather: root")
+        root = as_rank(root, self._backend.world_size, "gather: root")
         output = self._joined(source, out, device) if self._backend.rank == root else None
         return self._add("gather", source, device, output, root=root)
 

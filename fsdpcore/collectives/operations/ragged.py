@@ -23,8 +23,9 @@ from fsdpcore.collectives.operations.rooted import (
 )
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import CallSpec, call_for, check_backend, operand, remembered, run
-from fsdpcore.comm.backend import Backend, check_rank
+from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of, row_size
+from fsdpcore.core.checks import as_rank
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, MismatchError
 from fsdpcore.core.reductions import ReduceOp
@@ -85,7 +86,7 @@ def gather_v(
         ignored).
     """
     source, backend = operand(array, backend)
-    root = check_rank(root, backend.world_size, "gather_v: root")
+    root = as_rank(root, backend.world_size, "gather_v: root")
     call = remembered(
         backend, _gather_v, "gather", source.dtype, source.shape, root, algorithm, label
     )
@@ -164,7 +165,7 @@ def scatter_v(
         Array of shape ``(counts[rank], *array.shape[1:])``.
     """
     check_backend(backend)
-    root = check_rank(root, backend.world_size, "scatter_v: root")
+    root = as_rank(root, backend.world_size, "scatter_v: root")
     source, sizes = None, [0] * backend.world_size
     if backend.rank == root:
         if array is None or counts is None:

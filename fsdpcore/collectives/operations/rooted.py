@@ -14,7 +14,7 @@ from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.api import all_gather_call, check_splittable, nbytes_of
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import CallSpec, call_for, check_backend, operand, remembered, run
-from fsdpcore.comm.backend import Backend, check_rank
+from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import (
     MAX_SIGNATURE,
     Array,
@@ -24,6 +24,7 @@ from fsdpcore.core.buffers import (
     split_sizes,
     unpack_signature,
 )
+from fsdpcore.core.checks import as_rank
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import ReduceOp, Reduction
 
@@ -47,7 +48,7 @@ def broadcast(
         Array of that shape. The input itself changes only where it is passed as ``out`` too.
     """
     source, backend = operand(array, backend)
-    root = check_rank(root, backend.world_size, "broadcast: root")
+    root = as_rank(root, backend.world_size, "broadcast: root")
     call = remembered(backend, _broadcast, source.dtype, source.shape, root, algorithm, label)
     if call.lane is not None and timeout is None and not async_op:
         result = call.lane(source, out)
@@ -103,7 +104,7 @@ def reduce(
         Array of the input's shape on the root, None on the others (whose ``out`` is ignored).
     """
     source, backend = operand(array, backend)
-    root = check_rank(root, backend.world_size, "reduce: root")
+    root = as_rank(root, backend.world_size, "reduce: root")
     call = remembered(backend, _reduce, source.dtype, source.shape, root, op, algorithm)
     output = (
         Output(out, source.shape, source.dtype, backend.moves)
@@ -158,7 +159,7 @@ def gather(
         On the root an array as from ``all_gather``, None on the others (whose ``out`` is ignored).
     """
     source, backend = operand(array, backend)
-    root = check_rank(root, backend.world_size, "gather: root")
+    root = as_rank(root, backend.world_size, "gather: root")
     call = remembered(
         backend,
         all_gather_call,
@@ -202,7 +203,7 @@ def scatter(
         Array of shape ``(rows of this rank, *array.shape[1:])``.
     """
     check_backend(backend)
-    root = check_rank(root, backend.world_size, "scatter: root")
+    root = as_rank(root, backend.world_size, "scatter: root")
     source = None
     if backend.rank == root:
         if array is None:

@@ -19,8 +19,8 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.shared import region
 from fsdpcore.comm.backend import Backend, SubBackend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.channels import channel_of
 from fsdpcore.core.errors import CommTimeoutError
-from fsdpcore.core.members import channel_of
 from fsdpcore.core.reductions import Reduction
 from fsdpcore.diagnostics.status import Group
 

@@ -15,7 +15,8 @@ from fsdpcore.collectives.operations.api import all_gather
 from fsdpcore.collectives.run import CallSpec, call_for, remembered, run
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import MemorySharing
-from fsdpcore.core.buffers import Array, Bytes, check_shape
+from fsdpcore.core.buffers import Array, Bytes
+from fsdpcore.core.checks import as_allocatable
 from fsdpcore.core.errors import UnsupportedError
 
 _LOG = logging.getLogger("fsdpcore")
@@ -24,7 +25,7 @@ _LOG = logging.getLogger("fsdpcore")
 def shared_window(backend: Backend, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
     """Make the array; see ``Backend.shared_window``."""
     kind = np.dtype(dtype)
-    sizes = check_shape(shape, kind, "shared_window()")
+    sizes = as_allocatable(shape, kind, "the array of shared_window()")
     call = remembered(backend, _shared_window, kind, sizes)
     if backend.world_size == 1:
         return np.zeros(sizes, kind)

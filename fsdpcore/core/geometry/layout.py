@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.core.checks import as_dtype, as_int, as_shape
+from fsdpcore.core.checks import as_dtype, as_int, as_name, as_shape
 from fsdpcore.core.errors import ArgumentError
 
 
@@ -112,8 +112,7 @@ class FlatLayout:
         params: list[ParamRange] = []
         offset = 0
         for name, shape in shapes.items():
-            if not isinstance(name, str) or not name:
-                raise ArgumentError(f"a parameter's name must be a non-empty string, got {name!r}")
+            as_name(name, "a parameter's name")
             param = ParamRange(name, as_shape(shape, f"parameter {name!r}"), offset)
             params.append(param)
             offset = param.stop

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.plan import table
 from fsdpcore.fsdp.plan.plan import Sync, make_plan
@@ -133,9 +134,7 @@ def memory_estimate(
             raise ArgumentError("layers belongs to a number of parameters; units have their own")
     else:
         units = even_units(params, 1 if layers is None else layers)
-    if offload not in OFFLOADS:
-        names = ", ".join(map(repr, OFFLOADS))
-        raise ArgumentError(f"offload must be one of {names}, got {offload!r}")
+    as_choice(offload, OFFLOADS, "offload")
     if windowed and offload != "none":
         raise ArgumentError(
             "what is in a window is in use at any time; leave out either windowed or offload"

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fsdpcore.comm.backend import Capabilities
-from fsdpcore.core.checks import as_finite, as_int
+from fsdpcore.core.checks import as_choice, as_finite, as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan import table as plan_table
@@ -224,8 +224,7 @@ def make_plan(
     rank = as_int(rank, "rank", minimum=0)
     if rank >= world_size:
         raise ArgumentError(f"rank {rank} is outside of a world of {world_size} ranks")
-    if sync not in ("each", "last"):
-        raise ArgumentError(f"sync must be 'each' or 'last', got {sync!r}")
+    as_choice(sync, get_args(Sync), "sync")
     states = as_int(optimizer_states, "optimizer_states", minimum=0)
     place = strategy.place(world_size)
     layouts = lay_out(sizes, place.shards, precision)

@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fsdpcore.core.checks import as_finite
-from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.checks import as_finite, as_instance
 from fsdpcore.fsdp.plan import table as plan_table
 from fsdpcore.fsdp.plan.plan import Plan
 
@@ -64,8 +63,8 @@ class Report:
     measured: Measured
 
     def __post_init__(self) -> None:
-        if not isinstance(self.plan, Plan) or not isinstance(self.measured, Measured):
-            raise ArgumentError("a Report needs a Plan and a Measured")
+        as_instance(self.plan, Plan, "plan of a Report", "a Plan")
+        as_instance(self.measured, Measured, "measured of a Report", "a Measured")
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.core.checks import as_dtype, as_finite, as_int
+from fsdpcore.core.checks import as_dtype, as_finite, as_int, as_name
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.sharding.strategy import Keep, Placement
@@ -44,8 +44,7 @@ class UnitSize:
     ties: tuple[tuple[str, str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ArgumentError(f"a unit's name must be a non-empty string, got {self.name!r}")
+        as_name(self.name, "a unit's name")
         what = f"of unit {self.name!r}"
         object.__setattr__(self, "size", as_int(self.size, f"the size {what}", minimum=0))
         object.__setattr__(self, "dtype", as_dtype(self.dtype, f"the dtype {what}"))

@@ -24,6 +24,7 @@ import numpy as np
 from fsdpcore.collectives import all_gather, all_gather_v, broadcast, gather_v, scatter_v
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_instance
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
@@ -42,11 +43,13 @@ def checked_tensor(tensor: Any, backend: Backend) -> Backend | None:
     """
     if tensor is None:
         return None
-    if not isinstance(tensor, Backend):
-        raise ArgumentError(
-            "tensor must be the group of ranks that have the other boxes of the same parameters, "
-            f"such as mesh['tensor'], got {type(tensor).__name__}"
-        )
+    as_instance(
+        tensor,
+        Backend,
+        "tensor",
+        "the group of ranks that have the other boxes of the same parameters, such as "
+        "mesh['tensor']",
+    )
     me = backend.ranks[backend.rank]
     common = sorted(set(tensor.ranks) & set(backend.ranks))
     if tensor.root is not backend.root or common != [me]:

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_instance, as_name
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.core.foreign import as_numpy
 from fsdpcore.core.geometry.boxes import ArrayBox, BoxShard
@@ -48,13 +49,9 @@ class Declared:
         frozen: str | Iterable[str],
         ignored: str | Iterable[str],
     ) -> None:
-        if not name or not isinstance(name, str):
-            raise ArgumentError(f"a unit's name must be a non-empty string, got {name!r}")
-        if not isinstance(params, Mapping):
-            raise ArgumentError(
-                f"the parameters of unit {name!r} must be a mapping from names to arrays, got "
-                f"{type(params).__name__}"
-            )
+        as_name(name, "a unit's name")
+        what = f"the parameters of unit {name!r}"
+        as_instance(params, Mapping, what, "a mapping from names to arrays")
         for key, value in params.items():
             if isinstance(value, Mapping):
                 first = next(iter(value), "w")
