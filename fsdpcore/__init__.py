@@ -27,9 +27,11 @@ from fsdpcore.collectives import (
     scatter_v,
 )
 from fsdpcore.collectives.batch.coalesce import coalesce
-from fsdpcore.comm.backend import Backend, Capabilities, SubBackend
+from fsdpcore.comm.backend import Backend, SubBackend
+from fsdpcore.comm.dump_trace import dump_trace
 from fsdpcore.comm.mesh import Mesh
 from fsdpcore.core import errors
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
@@ -53,7 +55,6 @@ from fsdpcore.core.errors import (
 )
 from fsdpcore.core.reductions import ReduceOp
 from fsdpcore.core.work import Work
-from fsdpcore.diagnostics.recorder import dump_trace
 from fsdpcore.launch.launch import init, launch
 
 if TYPE_CHECKING:

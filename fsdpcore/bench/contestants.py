@@ -14,6 +14,7 @@ import fsdpcore
 from fsdpcore import collectives
 from fsdpcore.bench.cases import REDUCTIONS, ROOTED, Case
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.buffers import Array
 
 Step = Callable[[], Any]
@@ -78,7 +79,7 @@ class Ours(Contestant):
         self._plain = plain
         self.versions = {"fsdpcore": fsdpcore.__version__, "numpy": np.__version__}
         self.versions["python"] = platform.python_version()
-        carried = backend.root.versions()
+        carried = transport_of(backend).versions()
         if carried:
             self.versions["transport"] = carried
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpcore.collectives.fingerprint import compare_calls, refuse_calls
-from fsdpcore.comm.backend import Backend, Envelope
+from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Pending

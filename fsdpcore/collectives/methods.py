@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import DTypeLike
 
+from fsdpcore.collectives.device_transport import DeviceTransport
 from fsdpcore.collectives.operations.api import all_gather, barrier
 from fsdpcore.collectives.shared.window import shared_window
 from fsdpcore.collectives.state import CollectiveState
@@ -33,7 +34,8 @@ class CollectiveMethods(CollectiveState):
         if color is not None:
             alike = [rank for rank, (member, c, _) in enumerate(every) if member and c == mine[1]]
             made = backend.sub(sorted(alike, key=lambda rank: (every[rank][2], rank)))
-        backend.root.was_split(backend, made)
+        if isinstance(backend.root, DeviceTransport):
+            backend.root.was_split(backend, made)
         return made
 
     def shared_window(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
@@ -49,9 +51,9 @@ class CollectiveMethods(CollectiveState):
         lock, root = backend.order.lock, backend.root
         if self.context is not None and lock.acquire(timeout=backend.timeout):
             try:
-                for area in self.context.areas:
-                    if area in root.areas:
-                        root.areas.discard(area)
-                        area.close()
+                for region in self.context.areas:
+                    if region in root.regions:
+                        root.regions.discard(region)
+                        region.close()
             finally:
                 lock.release()

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fsdpcore.collectives.device_transport import device_transport_of
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend, SubBackend
 from fsdpcore.core.channels import channel_of
@@ -38,7 +39,7 @@ class DeviceGroup(SubBackend):
 
     def close(self) -> None:
         super().close()
-        self.root.group_closed(self)
+        device_transport_of(self).group_closed(self)
 
 
 _making = threading.Lock()  # two groups of one channel would mix their messages
@@ -113,7 +114,7 @@ def in_background(backend: Backend, text: str, body: Callable[[], Any]) -> Devic
     """
     with backend.device.background() as ticket:
         value = body()
-    backend.root.keep(ticket, body)
+    device_transport_of(backend).keep(ticket, body)
     return DeviceWork(backend, text, ticket, value)
 
 
@@ -127,7 +128,7 @@ def run(
     async_op: bool,
 ) -> Any:
     """Enqueue one collective by ``perform``; see ``call.run``."""
-    root, device = backend.root, backend.moves
+    transport, device = device_transport_of(backend), backend.moves
     order = backend.order
     with order.lock:
         before = order.issued
@@ -135,11 +136,11 @@ def run(
             sequence = order.acquire_sequence()
             if not async_op:
                 value = perform(backend, call, body, limit, sequence, False)
-                root.enqueued(backend, call, sequence, limit, None, None)
+                transport.enqueued(backend, call, sequence, limit, None, None)
                 return value
             with device.background() as ticket:
                 value = perform(backend, call, body, limit, sequence, False)
-            root.enqueued(backend, call, sequence, limit, ticket, body)
+            transport.enqueued(backend, call, sequence, limit, ticket, body)
         except BaseException as error:
             order.abandon(before, call.operation, error)
             raise

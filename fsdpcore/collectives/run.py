@@ -319,7 +319,7 @@ def _first(backend: Backend, link: CollectiveContext) -> None:
         return
     link.area = region.establish(link, backend)
     if link.area is not None:
-        backend.root.areas.add(link.area)
+        backend.root.regions.add(link.area)
         found = shared.ALGORITHMS
     else:
         found = hierarchy_costs.establish(link, backend)

@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fsdpcore.collectives.device_transport import device_transport_of
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.transport import transport_of
+from fsdpcore.core.algorithm import Algorithm
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.algorithms.table import Algorithm
     from fsdpcore.collectives.context import CollectiveContext
 
 
@@ -42,8 +44,8 @@ class CollectiveState:
         """What the transport offers for this group's collectives beyond the general algorithms."""
         backend = self.backend
         if backend.moves.on_host:
-            return backend.root.algorithms(backend)
-        return backend.root.device_algorithms(backend)
+            return transport_of(backend).algorithms(backend)
+        return device_transport_of(backend).device_algorithms(backend)
 
 
 def state_of(backend: Backend) -> CollectiveState:

@@ -11,13 +11,14 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from fsdpcore.comm.envelope import Envelope
+from fsdpcore.comm.job import Job
 from fsdpcore.comm.message_work import MessageWork
 from fsdpcore.comm.order import CallOrder
 from fsdpcore.core.buffers import (
@@ -29,6 +30,7 @@ from fsdpcore.core.buffers import (
     lined_up,
     pack_signature,
 )
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.channels import channel_of
 from fsdpcore.core.checks import as_allocatable, as_members, as_rank, as_tag
 from fsdpcore.core.device import HOST, Device
@@ -42,36 +44,7 @@ from fsdpcore.core.work import Deadline, Pending, Work
 from fsdpcore.diagnostics.recorder import Message
 from fsdpcore.diagnostics.status import Group
 
-if TYPE_CHECKING:
-    from fsdpcore.comm.transport import Transport
-
 B = TypeVar("B", bound="Backend")
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a transport can do, the same on all ranks.
-
-    ``alpha`` (seconds per message), ``beta`` (seconds per byte moved) and ``gamma`` (seconds per
-    byte reduced) feed the choice of algorithms; they need to be right in proportion only.
-    """
-
-    transport: str
-    alpha: float
-    beta: float
-    gamma: float
-    shared_window: bool = False
-
-
-class Envelope(NamedTuple):
-    """What a message is matched by (``channel``, ``tag``) and checked against (``signature``).
-
-    Messages of one sender with equal channel and tag are received in the order they were sent.
-    """
-
-    channel: int
-    tag: int
-    signature: bytes = b""
 
 
 class Collectives(Protocol):
@@ -145,8 +118,8 @@ class Backend(ABC):
 
     @property
     @abstractmethod
-    def root(self) -> Transport:
-        """The transport that carries this backend's messages; itself, for a whole job."""
+    def root(self) -> Job:
+        """What the rank has for its whole job: the transport, which carries the messages."""
 
     @abstractmethod
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
@@ -264,7 +237,7 @@ class Backend(ABC):
             if isinstance(error, CommunicationError):
                 self.root.fail(error, tell=True)
             raise
-        return MessageWork(self, pending, entry, peer, deliver)
+        return MessageWork(self.root, self.group, pending, entry, peer, deliver)
 
     def _on_host(self, array: ArrayLike) -> ArrayLike:
         """Return the values of an array of the device as one of the host, others as they are.
@@ -448,7 +421,7 @@ class SubBackend(Backend):
         super().__init__(group, members.index(parent.rank), hosts)
 
     @property
-    def root(self) -> Transport:
+    def root(self) -> Job:
         return self._root
 
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fsdpcore.comm.job import Job
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Deadline, Pending, Work
 from fsdpcore.diagnostics.recorder import Message, MessageEntry
-
-if TYPE_CHECKING:
-    from fsdpcore.comm.backend import Backend
+from fsdpcore.diagnostics.status import Group
 
 
 class MessageWork(Work):
-    """A point-to-point message in flight."""
+    """A point-to-point message in flight.
+
+    Args:
+        job, group: whose message it is.
+        pending: what the transport made of it.
+        entry: what is recorded of it.
+        peer: the other rank's number in the group.
+        deliver: called once it is received; returns the caller's array.
+    """
 
     def __init__(
         self,
-        backend: Backend,
+        job: Job,
+        group: Group,
         pending: Pending,
         entry: MessageEntry,
         peer: int,
         deliver: Callable[[], Array] | None,
     ) -> None:
-        self._backend = backend
+        self._job = job
+        self._group = group
         self._pending = pending
         self._entry = entry
         self._peer = peer
@@ -38,7 +47,7 @@ class MessageWork(Work):
         if not self._pending.finished:
             return False
         if self._entry.end == 0:
-            recorder = self._backend.root.recorder
+            recorder = self._job.recorder
             if self._pending.error is None:
                 recorder.end(self._entry)
             else:
@@ -46,7 +55,7 @@ class MessageWork(Work):
         return True
 
     def wait(self, timeout: float | None = None) -> Any:
-        limit = self._backend.timeout if timeout is None else timeout
+        limit = self._job.default_timeout if timeout is None else timeout
         deadline = Deadline(limit)
         self._entry.waiting = True
         try:
@@ -66,12 +75,12 @@ class MessageWork(Work):
             self.wait(timeout)
         except BaseException as error:
             withdrawn = self._pending.cancel()
-            recorder = self._backend.root.recorder
+            recorder = self._job.recorder
             if not isinstance(error, CommTimeoutError):
                 recorder.fail(self._entry, error)
                 if not withdrawn and not self._pending.finished:  # a peer may have half of it
                     left = f"{self._words()} was left half done: {in_words(error)}"
-                    self._backend.root.fail(CommunicationError(left), tell=True)
+                    self._job.fail(CommunicationError(left), tell=True)
                 raise
             if self._pending.finished:  # just now: it must not get lost
                 self.wait()
@@ -79,20 +88,21 @@ class MessageWork(Work):
             recorder.fail(self._entry, error)
             if not withdrawn:
                 error = CommTimeoutError(f"{error}\n  part of it was sent: the job cannot go on")
-                self._backend.root.fail(error, tell=True)
+                self._job.fail(error, tell=True)
                 recorder.save(seldom=True)
                 raise error
             recorder.save(seldom=True)
             raise
 
     def _timed_out(self, limit: float) -> CommTimeoutError:
-        backend, message = self._backend, self._entry.call
+        message = self._entry.call
         assert isinstance(message, Message)
-        report = backend.root.message_report(message.peer, backend.channel)
+        report = self._job.message_report(message.peer, self._group.channel)
         return CommTimeoutError(f"{self._words()} timed out after {limit:g} s{report}")
 
     def _words(self) -> str:
         message = self._entry.call
         assert isinstance(message, Message)
-        where = f"on rank {self._backend.rank} of {self._backend.world_size}"
+        ranks = self._group.ranks
+        where = f"on rank {ranks.index(self._job.rank)} of {len(ranks)}"
         return f"{message.words(self._peer)} {where}"

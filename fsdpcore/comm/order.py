@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from fsdpcore.comm.job import Job
 from fsdpcore.core.errors import ClosedError, CommunicationError, in_words
 from fsdpcore.core.work import Deadline, OrderedExecutor
 from fsdpcore.diagnostics.status import Group
-
-
-class Job(Protocol):
-    """What an order uses of the transport that its group belongs to."""
-
-    rank: int
-    default_timeout: float
-
-    @property
-    def failure(self) -> CommunicationError | None:
-        """What the job is broken by."""
-
-    def check_usable(self) -> None:
-        """Raise the first cause if the job is broken or closed."""
-
-    def fail(self, error: CommunicationError, *, tell: bool = False) -> None:
-        """Break the job, and let the peers know."""
-
-    def new_executor(self, name: str) -> OrderedExecutor:
-        """Make a thread for asynchronous operations."""
-
-    def end_executor(self, executor: OrderedExecutor) -> None:
-        """Let what is queued end, and stop the thread."""
 
 
 class CallOrder:

@@ -17,9 +17,10 @@ from rich.text import Text
 from threadpoolctl import threadpool_info
 
 from fsdpcore.comm import registry
+from fsdpcore.comm.config import Settings
 from fsdpcore.core.errors import FsdpcoreError, MissingDependencyError
 from fsdpcore.launch.blas import available_cores
-from fsdpcore.launch.config import Config, Settings, parse_url, resolve
+from fsdpcore.launch.config import Config, parse_url, resolve
 from fsdpcore.launch.environment import detect, launched_threads
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (looked at, never written to)

@@ -15,18 +15,15 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fsdpcore.core.errors import ArgumentError, CommTimeoutError, in_words
+from fsdpcore.core.capabilities import Capabilities
+from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
+from fsdpcore.core.work import Work
 from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status, Wait
 from fsdpcore.diagnostics.trace_file import FORMAT, VERSION, file_name, write_json
-
-if TYPE_CHECKING:
-    from fsdpcore.comm.backend import Backend
-    from fsdpcore.comm.message_work import MessageWork
-    from fsdpcore.comm.transport import Transport
 
 DEFAULT_SIZE = 1000
 # A program that polls with short timeouts must not spend its time on writing.
@@ -167,7 +164,7 @@ class MessageEntry(Entry):
 
     __slots__ = ("waiting", "work")
     waiting: bool
-    work: weakref.ReferenceType[MessageWork] | None
+    work: weakref.ReferenceType[Work] | None
 
     @property
     def blocks(self) -> bool:
@@ -189,18 +186,33 @@ class Order(Protocol):
         """The group's name."""
 
 
+class RecordedRank(Protocol):
+    """What is recorded of a rank; ``comm.job.Job`` is one."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Which transport it uses."""
+
+    @property
+    def failure(self) -> CommunicationError | None:
+        """What its job is broken by."""
+
+
 class Recorder:
     """The last operations of one rank.
 
     Several threads may record at the same time.
 
     Args:
-        transport: whose operations these are.
+        rank: whose operations these are.
         size: how many are kept.
     """
 
-    def __init__(self, transport: Transport, size: int = DEFAULT_SIZE) -> None:
-        self._transport = weakref.ref(transport)
+    def __init__(self, rank: RecordedRank, size: int = DEFAULT_SIZE) -> None:
+        self._rank = weakref.ref(rank)
         self._entries: deque[Entry] = deque(maxlen=size)
         # The groups that are in use, so that this does not grow with those that were.
         self._groups: weakref.WeakValueDictionary[int, Order] = weakref.WeakValueDictionary()
@@ -333,8 +345,8 @@ class Recorder:
             return
         if seldom and time.monotonic() < self._written + _SECONDS_BETWEEN_TIMEOUTS:
             return
-        transport = self._transport()
-        rank = -1 if transport is None else transport.rank
+        owner = self._rank()
+        rank = -1 if owner is None else owner.rank
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self.dump(self._directory / file_name(rank))
@@ -342,20 +354,20 @@ class Recorder:
             sys.stderr.write(f"fsdpcore: rank {rank} cannot write its trace: {error}\n")
 
     def _content(self) -> dict[str, Any]:
-        transport = self._transport()
-        assert transport is not None, "a recorder lives in its transport"
+        rank = self._rank()
+        assert rank is not None, "it owns the recorder"
         entries = self.entries()
         groups = {entry.group for entry in entries}
         alive = list(self._groups.values())
         groups.update(order.group for order in alive)
         issued = {order.group.channel: order.issued for order in alive}
-        failure = transport.failure
+        failure = rank.failure
         return {
             "format": FORMAT,
             "version": VERSION,
-            "rank": transport.rank,
-            "world_size": transport.world_size,
-            "transport": transport.capabilities.transport,
+            "rank": rank.rank,
+            "world_size": rank.world_size,
+            "transport": rank.capabilities.transport,
             "started": self._started,
             "written": time.time(),
             "clock": {"wall_ns": time.time_ns(), "monotonic_ns": monotonic_ns()},
@@ -374,30 +386,6 @@ class Recorder:
             ],
             "operations": [_operation(entry) for entry in entries],
         }
-
-
-def dump_trace(backend: Backend, directory: str | Path) -> Path:
-    """Write this rank's last operations to a directory that ``fsdpcore trace`` reads.
-
-    No collective: any rank may call it at any time. For a trace of all ranks, each has to.
-
-    Args:
-        backend: a job's, or a group's, for all operations of this rank.
-        directory: made if it is not there.
-
-    Returns:
-        The file, ``rank_K.json``; an older one is replaced.
-
-    Raises:
-        ArgumentError: it cannot be written.
-    """
-    path = Path(directory) / file_name(backend.root.rank)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        backend.root.recorder.dump(path)
-    except OSError as error:
-        raise ArgumentError(f"dump_trace(): cannot write {path}: {error.strerror}") from error
-    return path
 
 
 def _operation(entry: Entry) -> dict[str, Any]:

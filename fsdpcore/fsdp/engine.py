@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdpcore.collectives import all_gather
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.device_transport import device_transport_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_choice, as_instance, as_int
@@ -503,7 +504,7 @@ def _check_kinds(precision: object, offload: object, window: object) -> None:
 def _check_algorithm(algorithm: str, backend: Backend) -> None:
     has: Mapping[str, Mapping[str, Any]] = ALGORITHMS
     if not backend.device.on_host:
-        has = backend.root.device_algorithms(backend)
+        has = device_transport_of(backend).device_algorithms(backend)
     known = set.intersection(
         *(set(has.get(name, ())) for name in ("all_gather", "reduce_scatter", "all_reduce"))
     )

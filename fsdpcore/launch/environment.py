@@ -4,40 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank that a process is to become.
-
-    Attributes:
-        rank, world_size: in the whole job.
-        local_rank, local_world_size: among the ranks of this host.
-        launcher: who started the process, in words.
-        rendezvous: ``host:port`` where the ranks meet, if the launcher says.
-        listener_fd: file descriptor of the listening socket at that address, for rank 0, if the
-            launcher opened it (so that no other process can take the port in between).
-        token: a secret of this job, without which nobody is let in.
-        mpi: the launcher is an MPI's.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    launcher: str
-    rendezvous: str | None = None
-    listener_fd: int | None = None
-    token: str = ""
-    mpi: bool = False
-
-
-# The launcher of a place that no launcher's variables name.
-NO_LAUNCHER = "no launcher"
 
 
 class _Launcher(NamedTuple):
@@ -108,7 +78,7 @@ LAUNCH_VARIABLES = (
 )
 
 
-def detect(environ: Mapping[str, str]) -> Place | None:
+def detect(environ: Mapping[str, str]) -> RankPlace | None:
     """Return the rank that a launcher wants this process to be, or None without a launcher.
 
     A job of one rank counts as none, unless ``fsdpcore run`` started it. None as well where
@@ -145,7 +115,7 @@ def launched_threads(environ: Mapping[str, str]) -> int:
     return count
 
 
-def _place(environ: Mapping[str, str], launcher: _Launcher) -> Place:
+def _place(environ: Mapping[str, str], launcher: _Launcher) -> RankPlace:
     rank, size = _number(environ, launcher.rank), _number(environ, launcher.world_size)
     if not 0 <= rank < size:
         raise ConfigError(
@@ -166,7 +136,7 @@ def _place(environ: Mapping[str, str], launcher: _Launcher) -> Place:
         )
     ours = launcher is _OURS
     fd = _number(environ, "FSDPCORE_RENDEZVOUS_FD", -1) if ours and rank == 0 else -1
-    return Place(
+    return RankPlace(
         rank,
         size,
         local_rank,

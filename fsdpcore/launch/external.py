@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from fsdpcore.comm.place import NO_LAUNCHER, RankPlace
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import failure_report
 from fsdpcore.launch.blas import available_cores
 from fsdpcore.launch.config import Config
-from fsdpcore.launch.environment import NO_LAUNCHER, Place
 from fsdpcore.launch.failure_report import Reports
 from fsdpcore.launch.rank import inside_rank
 from fsdpcore.launch.supervision import admit_interrupts
@@ -29,7 +29,7 @@ from fsdpcore.launch.supervision import admit_interrupts
 FIFO_VARIABLE = "FSDPCORE_REPORT_FIFO"
 
 
-def default_transport(place: Place) -> str:
+def default_transport(place: RankPlace) -> str:
     """The transport of ranks that a launcher has started, where nothing names one."""
     return "mpi" if place.mpi and importlib.util.find_spec("mpi4py") is not None else "zmq"
 
@@ -39,7 +39,7 @@ def needs_launcher(config: Config) -> bool:
     return config.transport_class.needs_launcher
 
 
-def place_without_launcher(config: Config) -> Place:
+def place_without_launcher(config: Config) -> RankPlace:
     """The place of a process that no launcher's variables name, for such a transport.
 
     Raises:
@@ -52,7 +52,7 @@ def place_without_launcher(config: Config) -> Place:
             f"launch(): use 'mpirun -n {size} python ...' or 'fsdpcore run -n {size} --transport "
             "mpi ...', or another transport (sim: threads, zmq: processes)"
         )
-    return Place(0, 1, 0, 1, NO_LAUNCHER)
+    return RankPlace(0, 1, 0, 1, NO_LAUNCHER)
 
 
 class FifoReports(Reports):

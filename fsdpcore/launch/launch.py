@@ -10,16 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.place import NO_LAUNCHER, RankPlace
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.launch.blas import blas_limit, limit_for_good
 from fsdpcore.launch.config import PREFIX, Config, resolve
-from fsdpcore.launch.environment import (
-    LAUNCH_VARIABLES,
-    NO_LAUNCHER,
-    Place,
-    detect,
-    launched_threads,
-)
+from fsdpcore.launch.environment import LAUNCH_VARIABLES, detect, launched_threads
 from fsdpcore.launch.external import (
     default_transport,
     needs_launcher,
@@ -146,7 +141,7 @@ def init(transport: str | None = None, **options: Any) -> Backend:
         )
     if place is None and needs_launcher(config):
         place = place_without_launcher(config)
-    place = _meeting(place or Place(0, 1, 0, 1, NO_LAUNCHER), config, environ)
+    place = _meeting(place or RankPlace(0, 1, 0, 1, NO_LAUNCHER), config, environ)
     limit_for_good(config, place.local_world_size)
     backend = cls.threads(1, config)[0] if cls.ranks_are_threads else cls.join(place, config)
     backend.recorder.configure(config.trace, config.trace_operations)
@@ -164,7 +159,7 @@ def _environ() -> dict[str, str]:
     return {n: v for n, v in os.environ.items() if n.startswith(PREFIX) and n not in ours}
 
 
-def _find_place(environ: dict[str, str]) -> Place | None:
+def _find_place(environ: dict[str, str]) -> RankPlace | None:
     """Find out which rank a launcher wants; from then on, uncaught exceptions speak for a rank."""
     place = detect(environ)
     open_reports(environ)
@@ -178,14 +173,16 @@ def _find_place(environ: dict[str, str]) -> Place | None:
     return place
 
 
-def _meeting(place: Place, config: Config, environ: Mapping[str, str]) -> Place:
+def _meeting(place: RankPlace, config: Config, environ: Mapping[str, str]) -> RankPlace:
     """Let an address in the transport's URL win over one that other software has set."""
     if config.port and "FSDPCORE_RENDEZVOUS" not in environ:
         return replace(place, rendezvous=None)
     return place
 
 
-def _resolve(given: Mapping[str, Any], environ: Mapping[str, str], place: Place | None) -> Config:
+def _resolve(
+    given: Mapping[str, Any], environ: Mapping[str, str], place: RankPlace | None
+) -> Config:
     default = "sim" if place is None else default_transport(place)
     config = resolve(given, environ, Path.cwd(), default_transport=default)
     if place is not None and config.transport_class.ranks_are_threads:

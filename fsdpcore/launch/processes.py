@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from socket import socket
 from typing import Any
 
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ArgumentError, RankFailedError, in_one_line
 from fsdpcore.launch import supervision
 from fsdpcore.launch.config import Config
-from fsdpcore.launch.environment import Place
 from fsdpcore.launch.rank_process import Job, Outcome, command, main_module
 from fsdpcore.launch.rendezvous import listen
 
@@ -53,7 +53,7 @@ class _Rank(supervision.RankProcess):
                     self._close_pipes()
                     raise
 
-    def assign(self, place: Place, job: bytes) -> None:
+    def assign(self, place: RankPlace, job: bytes) -> None:
         """Tell it what to do."""
         with contextlib.suppress(BrokenPipeError), self._job:  # it has died: its end will be seen
             pickle.dump(place, self._job)
@@ -126,7 +126,7 @@ def _start(ranks: list[_Rank], listener: socket, world_size: int, job: bytes) ->
     for process in ranks:
         rank = process.rank
         fd = descriptor if rank == 0 else None
-        place = Place(rank, world_size, rank, world_size, "launch", address, fd, token)
+        place = RankPlace(rank, world_size, rank, world_size, "launch", address, fd, token)
         process.assign(place, job)
 
 

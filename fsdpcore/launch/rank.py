@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any
 
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError, RendezvousError, in_one_line
 from fsdpcore.launch.blas import blas_limit
 from fsdpcore.launch.config import Config
-from fsdpcore.launch.environment import Place
 from fsdpcore.launch.failure_report import is_consequence, report
 
 _inside_rank: ContextVar[bool] = ContextVar("inside_rank", default=False)
@@ -47,7 +47,7 @@ def run_rank(fn: Callable[..., Any], backend: Backend, args: Sequence[Any]) -> A
     return result
 
 
-def become(fn: Callable[..., Any], args: Sequence[Any], place: Place, config: Config) -> Any:
+def become(fn: Callable[..., Any], args: Sequence[Any], place: RankPlace, config: Config) -> Any:
     """Join as rank ``place.rank``, run ``fn`` and leave, telling the others if it fails."""
     with blas_limit(config, place.local_world_size):
         backend = config.transport_class.join(place, config)

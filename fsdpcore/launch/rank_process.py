@@ -15,9 +15,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ArgumentError, StateError, in_one_line, in_words, is_misuse
 from fsdpcore.launch.config import Config
-from fsdpcore.launch.environment import Place
 from fsdpcore.launch.failure_report import is_consequence
 from fsdpcore.launch.rank import become
 from fsdpcore.launch.supervision import admit_interrupts
@@ -54,7 +54,7 @@ def main(job_fd: int, report_fd: int) -> None:
     try:
         admit_interrupts()
         with open(job_fd, "rb") as pipe:
-            place: Place = pickle.load(pipe)  # noqa: S301 (from the parent)
+            place: RankPlace = pickle.load(pipe)  # noqa: S301 (from the parent)
             job: Job = pickle.load(pipe)  # noqa: S301
         outcome = _run(place, job)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program has ended
@@ -68,7 +68,7 @@ def main(job_fd: int, report_fd: int) -> None:
     sys.exit(1 if outcome.error else 0)
 
 
-def _run(place: Place, job: Job) -> Outcome:
+def _run(place: RankPlace, job: Job) -> Outcome:
     try:
         fn, args, config = _load(job)
         result = become(fn, args, place, config)

@@ -20,9 +20,9 @@ import struct
 import time
 from typing import Any, NoReturn
 
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.core.work import Deadline
-from fsdpcore.launch.environment import Place
 
 Card = dict[str, Any]
 
@@ -38,7 +38,7 @@ _MAX_UNKNOWN = 64
 _GRACE_SECONDS = 2.0
 
 
-def meet(place: Place, address: tuple[str, int], card: Card, timeout: float) -> list[Card]:
+def meet(place: RankPlace, address: tuple[str, int], card: Card, timeout: float) -> list[Card]:
     """Exchange one card per rank. Blocks until all ranks have come.
 
     Args:
@@ -178,7 +178,7 @@ class _Host:
     """Rank 0's side of one meeting."""
 
     def __init__(
-        self, place: Place, listener: socket.socket, card: Card, deadline: Deadline
+        self, place: RankPlace, listener: socket.socket, card: Card, deadline: Deadline
     ) -> None:
         self._place = place
         self._listener = listener
@@ -297,7 +297,7 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _attend(place: Place, address: tuple[str, int], card: Card, timeout: float) -> list[Card]:
+def _attend(place: RankPlace, address: tuple[str, int], card: Card, timeout: float) -> list[Card]:
     """Every other rank's side: bring the card, wait for the table."""
     deadline = Deadline(timeout + _GRACE_SECONDS)
     where = f"the rendezvous at {describe_address(*address)}"

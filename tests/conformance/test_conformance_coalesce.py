@@ -12,7 +12,7 @@ from support.cases import bodies, jobs
 from support.spmd import run, run_on
 
 import fsdpcore as fc
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.work import Pending
 

@@ -15,8 +15,8 @@ import pytest
 from support.zmq_ranks import PATIENCE, listener, place
 from support.zmq_rogue import TOKEN, card_of, letter, read_letter
 
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError, RendezvousError
-from fsdpcore.launch.environment import Place
 from fsdpcore.launch.rendezvous import describe_address, listen, meet, split_address
 
 pytestmark = pytest.mark.side_by_side(8)
@@ -45,7 +45,7 @@ class Meeting:
         self._threads.append(thread)
         thread.start()
 
-    def _come(self, number: int, here: Place, delay: float) -> None:
+    def _come(self, number: int, here: RankPlace, delay: float) -> None:
         time.sleep(delay)
         address = ("127.0.0.1", self.port)
         try:

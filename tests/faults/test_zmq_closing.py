@@ -20,9 +20,9 @@ from support import fake_cuda
 from support.zmq_ranks import PATIENCE, Outcome, config, listener, place, run_threads
 
 import fsdpcore as fc
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ClosedError, CommunicationError, PeerFailedError, RendezvousError
 from fsdpcore.launch.config import resolve
-from fsdpcore.launch.environment import Place
 
 LARGE = 2_000_000  # bytes: offered first, in several segments
 LEFT = "rank 1 has left the job"
@@ -249,7 +249,7 @@ def test_a_rank_that_finds_nobody_leaves_nothing() -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_without_a_meeting_point_leaves_nothing() -> None:
     with pytest.raises(fc.ConfigError, match="does not say where the ranks can meet"):
-        ZmqBackend.join(Place(0, 2, 0, 2, "a test"), config())
+        ZmqBackend.join(RankPlace(0, 2, 0, 2, "a test"), config())
 
 
 @pytest.mark.parametrize("scheme", ["zmq", "nccl"])
@@ -264,7 +264,7 @@ def test_what_to_do_where_mpirun_names_no_meeting_point(
         "find_spec",
         lambda name, package=None: found if name == "mpi4py" else original(name, package),
     )
-    by_mpi = Place(0, 2, 0, 2, "mpirun", mpi=True)
+    by_mpi = RankPlace(0, 2, 0, 2, "mpirun", mpi=True)
     with (
         fake_cuda.installed(1) if scheme == "nccl" else nullcontext(),
         pytest.raises(fc.ConfigError) as caught,
@@ -299,7 +299,7 @@ def test_a_rank_that_runs_out_of_something_leaves_nothing(
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_single_rank_leaves_nothing() -> None:
-    with ZmqBackend.join(Place(0, 1, 0, 1, "a test"), config()) as backend:
+    with ZmqBackend.join(RankPlace(0, 1, 0, 1, "a test"), config()) as backend:
         assert fc.all_reduce(np.ones(3), backend).tolist() == [1.0] * 3
 
 

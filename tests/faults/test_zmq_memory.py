@@ -31,7 +31,7 @@ from support.zmq_rogue import (
     rogue_job,
 )
 
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.errors import ConfigError, ProtocolError
 from fsdpcore.core.work import Pending
 

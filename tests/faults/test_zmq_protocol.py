@@ -27,7 +27,7 @@ from support.zmq_rogue import (
     stranger_job,
 )
 
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.errors import (
     CommunicationError,
     MismatchError,

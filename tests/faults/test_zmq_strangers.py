@@ -24,10 +24,10 @@ from support.zmq_rogue import (
 )
 
 import fsdpcore as fc
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import RendezvousError
 from fsdpcore.launch.config import resolve
-from fsdpcore.launch.environment import Place
 
 # What strangers send to a port where ranks listen for each other.
 GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00PLAIN" + bytes(47)
@@ -269,7 +269,7 @@ def test_addresses_in_the_url(host: str) -> None:
     sums: list[float] = []
 
     def join(rank: int) -> None:
-        here = Place(rank, 2, rank, 2, "a test", None, None, "token")
+        here = RankPlace(rank, 2, rank, 2, "a test", None, None, "token")
         with ZmqBackend.join(here, settings) as backend:
             sums.append(total(backend))
 
@@ -284,7 +284,7 @@ def test_addresses_in_the_url(host: str) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_unknown_host(rank: int) -> None:
     url = {"transport": "zmq://no-such-host.invalid:5555", "rendezvous_timeout": 0.5}
-    here = Place(rank, 2, rank, 2, "a test", None, None, "token")
+    here = RankPlace(rank, 2, rank, 2, "a test", None, None, "token")
     with pytest.raises(RendezvousError, match=r"'no-such-host\.invalid'.* cannot be found") as e:
         ZmqBackend.join(here, resolve(url, {}))
     assert "\n" not in str(e.value)
@@ -294,7 +294,7 @@ def test_a_port_that_is_taken() -> None:
     with listener() as taken:
         port = taken.getsockname()[1]
         url = {"transport": f"zmq://127.0.0.1:{port}", "rendezvous_timeout": 0.5}
-        here = Place(0, 2, 0, 2, "a test", None, None, "token")
+        here = RankPlace(0, 2, 0, 2, "a test", None, None, "token")
         with pytest.raises(RendezvousError, match=f"rank 0 cannot listen at 127.0.0.1:{port}: .*"):
             ZmqBackend.join(here, resolve(url, {}))
 

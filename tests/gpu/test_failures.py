@@ -12,8 +12,8 @@ from support.gpu_ranks import TRANSPORT, Together
 from support.zmq_ranks import listener, place, processes
 
 import fsdpcore as fc
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.launch.config import resolve
-from fsdpcore.launch.environment import Place
 
 # Failure, abort of the communicators and the end of a process, with much to spare.
 BOUND = 45.0
@@ -70,4 +70,4 @@ def test_the_start_has_a_deadline() -> None:
 def test_a_gpu_that_is_not_there_is_an_error_that_says_how_many_are(gpus: int) -> None:
     config = resolve({"transport": TRANSPORT, "device": gpus}, {})
     with pytest.raises(fc.ConfigError, match=str(gpus)):
-        config.transport_class.join(Place(0, 1, 0, 1, "a test"), config)
+        config.transport_class.join(RankPlace(0, 1, 0, 1, "a test"), config)

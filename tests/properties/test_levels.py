@@ -24,7 +24,7 @@ from fsdpcore.collectives.algorithms import hierarchy_costs
 from fsdpcore.collectives.selection.choose import cheapest
 from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.collectives.state import state_of
-from fsdpcore.comm.backend import Capabilities
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import HOST
 from fsdpcore.core.policy import Policy, Tuning
 
@@ -166,13 +166,13 @@ def test_memory_goes_with_the_group() -> None:
 
 def _close_groups(backend: fc.Backend) -> None:
     backend.barrier()
-    known: list[SharedRegion] = [*backend.root.areas]
+    known: list[SharedRegion] = [*backend.root.regions]
     assert len(known) == 1
     for _ in range(3):
         with backend.sub(range(4)) as group:
             group.barrier()
-            assert len(backend.root.areas) == 2
-    assert [*backend.root.areas] == known
+            assert len(backend.root.regions) == 2
+    assert [*backend.root.regions] == known
 
 
 # Failures inside of a host.

@@ -14,7 +14,7 @@ from fsdpcore.transports.simulated.backend import SimBackend
 from support.spmd import run_on
 
 import fsdpcore as fc
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.reductions import Reduction
 from fsdpcore.core.work import Pending

@@ -17,8 +17,8 @@ from support.spmd_job import Body, Job, Outcome, perform
 from support.spmd_pool import ProcessRanks
 
 import fsdpcore as fc
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.launch.config import resolve
-from fsdpcore.launch.environment import Place
 
 TRANSPORT = "nccl"
 
@@ -33,7 +33,7 @@ class OneRank:
     def run(self, job: Job) -> list[Outcome]:
         assert job.world_size == 1
         config = resolve({"transport": TRANSPORT, **job.options}, {})
-        place = Place(0, 1, 0, 1, "the test suite")
+        place = RankPlace(0, 1, 0, 1, "the test suite")
         return [perform(job, config.transport_class.join(place, config), lambda: None)]
 
     def close(self) -> None:

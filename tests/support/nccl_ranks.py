@@ -17,8 +17,8 @@ from support.spmd_job import Job
 from support.spmd_threads import ThreadRanks, _State
 from support.zmq_ranks import PATIENCE, Outcome, listener, place, run_joined
 
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.launch.config import Config, resolve
-from fsdpcore.launch.environment import Place
 
 Body = Callable[[Any], Any]
 
@@ -35,7 +35,7 @@ def run_ranks(body: Body, world_size: int, **options: Any) -> list[Outcome]:
     Within ``fake_cuda.installed``. An option that is a list has a value for each rank.
     """
 
-    def join(here: Place) -> Any:
+    def join(here: RankPlace) -> Any:
         from fsdpcore.transports.nccl.backend import NcclBackend
 
         given = {name: v[here.rank] if isinstance(v, list) else v for name, v in options.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpcore.transports.simulated.backend import SimBackend
 
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import CommunicationError
 from fsdpcore.core.work import Pending

@@ -51,7 +51,7 @@ class _OfRank:
         self._memory = memory
         self._rank = rank
 
-    def area(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
+    def region(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
         return SharedRegion(memory, rank, size, self)
 
     def introduce(self) -> bytes:

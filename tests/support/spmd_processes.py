@@ -28,8 +28,8 @@ from typing import Any
 from support.spmd_job import Job, Meeting, Outcome, expect_all, failure, perform
 
 import fsdpcore as fc
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.launch.config import resolve
-from fsdpcore.launch.environment import Place
 from fsdpcore.launch.rendezvous import listen
 
 _START_SECONDS = 90.0
@@ -245,7 +245,7 @@ def _obey(order: Order, connection: Connection, listener: socket.socket) -> Outc
     try:
         sys.path += [entry for entry in order.path if entry not in sys.path]
         job, config = pickle.loads(order.job)
-        place = Place(
+        place = RankPlace(
             order.rank,
             job.world_size,
             order.rank,

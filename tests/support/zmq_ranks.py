@@ -24,8 +24,8 @@ from typing import Any
 from fsdpcore.transports.zmq.backend import ZmqBackend
 
 from fsdpcore import Backend
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.launch.config import Config, resolve
-from fsdpcore.launch.environment import Place
 
 # Nothing here takes that long unless it hangs: it must only be longer than any deadline within.
 PATIENCE = 60.0
@@ -72,11 +72,11 @@ def listener() -> socket.socket:
 
 def place(
     rank: int, world_size: int, port: int, token: str, listening: socket.socket | None = None
-) -> Place:
+) -> RankPlace:
     """Who a rank is, for ``ZmqBackend.join``."""
     descriptor = listening.fileno() if listening is not None else None
     address = f"127.0.0.1:{port}"
-    return Place(rank, world_size, rank, world_size, "a test", address, descriptor, token)
+    return RankPlace(rank, world_size, rank, world_size, "a test", address, descriptor, token)
 
 
 # Ranks that are threads of this process.
@@ -91,7 +91,7 @@ def run_threads(
 
 
 def run_joined(
-    join: Callable[[Place], Any], body: Callable[[Any], Any], world_size: int
+    join: Callable[[RankPlace], Any], body: Callable[[Any], Any], world_size: int
 ) -> list[Outcome]:
     """Do as ``run_threads``, with the backends that ``join`` makes."""
     outcomes: list[Outcome] = [Outcome(error="hangs")] * world_size
@@ -211,7 +211,7 @@ def processes(body: Body, world_size: int, **options: Any) -> Iterator[list[Rank
 
 def _main(
     body: Body,
-    here: Place,
+    here: RankPlace,
     passed: socket.socket | None,
     pipe: Connection,
     options: dict[str, Any],
@@ -220,7 +220,7 @@ def _main(
         warnings.simplefilter("error")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if passed is not None:
-        here = Place(**{**vars(here), "listener_fd": passed.fileno()})
+        here = RankPlace(**{**vars(here), "listener_fd": passed.fileno()})
     try:
         settings = config(**options)
         with (

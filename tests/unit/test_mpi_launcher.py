@@ -14,9 +14,10 @@ from fsdpcore.transports.mpi.backend import MpiBackend, MpiOptions
 from fsdpcore.transports.mpi.library import MPI, versions
 
 import fsdpcore as fc
+from fsdpcore.comm.place import NO_LAUNCHER, RankPlace
 from fsdpcore.launch import external
 from fsdpcore.launch.config import resolve
-from fsdpcore.launch.environment import NO_LAUNCHER, Place, detect
+from fsdpcore.launch.environment import detect
 from fsdpcore.launch.external import FIFO_VARIABLE, FifoReports
 from fsdpcore.launch.failure_report import VARIABLE, report
 
@@ -146,9 +147,9 @@ def test_a_launcher_that_disagrees_with_mpi(monkeypatch, mpi, place, words):
     world = SimpleNamespace(COMM_WORLD=SimpleNamespace(rank=mpi[0], size=mpi[1]))
     monkeypatch.setattr(mpi_place, "MPI", world)
     with pytest.raises(fc.ConfigError, match=words):
-        mpi_place.check_place(Place(*place, *place, "mpirun (Open MPI)"))
-    mpi_place.check_place(Place(*mpi, *mpi, "mpirun (Open MPI)"))
-    mpi_place.check_place(Place(0, 1, 0, 1, NO_LAUNCHER))
+        mpi_place.check_place(RankPlace(*place, *place, "mpirun (Open MPI)"))
+    mpi_place.check_place(RankPlace(*mpi, *mpi, "mpirun (Open MPI)"))
+    mpi_place.check_place(RankPlace(0, 1, 0, 1, NO_LAUNCHER))
 
 
 def test_reports_pass_through_a_named_pipe(monkeypatch):

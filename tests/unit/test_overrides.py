@@ -17,7 +17,7 @@ import fsdpcore as fc
 from fsdpcore.collectives.selection.choose import choose
 from fsdpcore.collectives.selection.costs import write_table
 from fsdpcore.collectives.selection.overrides import parse
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import Costs, Measured, Policy, Tuning

@@ -11,11 +11,12 @@ import pytest
 
 from fsdpcore import collectives
 from fsdpcore.collectives.algorithms import star
-from fsdpcore.collectives.algorithms.table import ALGORITHMS, Algorithm, Terms
+from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.selection import choose as select
 from fsdpcore.collectives.selection.choose import candidates, choose
 from fsdpcore.collectives.selection.overrides import parse
-from fsdpcore.comm.backend import Capabilities
+from fsdpcore.core.algorithm import Algorithm, Terms
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import HOST
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs, Measured, Policy, Ranges, Tuning

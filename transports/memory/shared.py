@@ -97,7 +97,7 @@ class SharedMemory:
         self._pool = Pool(self._grow)
         self._exhausted = False
 
-    def area(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
+    def region(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
         """How ranks take turns in memory that all of them have mapped."""
         return SharedRegion(memory, rank, size, self)
 

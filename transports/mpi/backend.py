@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fsdpcore.comm.backend import Backend, Capabilities, Envelope
+from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.hosts import MAX_BYTES, identity, number, warn_of_containers
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import (
     ClosedError,
@@ -56,9 +58,9 @@ from .wire import (
 )
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.algorithms.table import Algorithm
-    from fsdpcore.launch.config import Config
-    from fsdpcore.launch.environment import Place
+    from fsdpcore.comm.config import TransportConfig
+    from fsdpcore.comm.place import RankPlace
+    from fsdpcore.core.algorithm import Algorithm
 
 # How long a rank that fails, or closes, waits until its last words are on their way.
 _FAILED_SECONDS, _CLOSING_SECONDS = 0.5, 5.0
@@ -93,7 +95,7 @@ class MpiBackend(Transport):
     options: ClassVar[type[MpiOptions]] = MpiOptions
     transport_capabilities = Capabilities("mpi", alpha=10e-6, beta=0.13e-9, gamma=0.1e-9)
 
-    def __init__(self, comm: MPI.Intracomm, hosts: Iterable[str], config: Config) -> None:
+    def __init__(self, comm: MPI.Intracomm, hosts: Iterable[str], config: TransportConfig) -> None:
         options = config.transport_options
         assert isinstance(options, MpiOptions)
         super().__init__(
@@ -127,7 +129,7 @@ class MpiBackend(Transport):
         return versions()
 
     @classmethod
-    def join(cls, place: Place, config: Config) -> Transport:
+    def join(cls, place: RankPlace, config: TransportConfig) -> Transport:
         deadline = Deadline(config.rendezvous_timeout)
         PROCESS.start(config.rendezvous_timeout)
         check_place(place)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.matching import Key, MatchTable, mismatch
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import MismatchError, ProtocolError

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpcore.collectives.algorithms import direct, star
-from fsdpcore.collectives.algorithms.table import Algorithm, Terms
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.algorithm import Algorithm, Terms
 from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.core.errors import CommTimeoutError
 from fsdpcore.core.reductions import ReduceOp, Reduction

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from fsdpcore.comm.place import NO_LAUNCHER, RankPlace
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.launch.environment import NO_LAUNCHER, Place
 
 from .library import MPI, PROCESS, versions
 
 
-def check_place(place: Place) -> None:
+def check_place(place: RankPlace) -> None:
     """Compare the rank that a launcher's variables name with the one that MPI gave.
 
     Raises:

@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fsdpcore.collectives.algorithms.table import Algorithm, Terms
+from fsdpcore.collectives.device_transport import DeviceTransport
 from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.rooted import broadcast
 from fsdpcore.collectives.state import state_of
-from fsdpcore.comm.backend import Backend, Capabilities
+from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import Transport
+from fsdpcore.core.algorithm import Algorithm, Terms
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import Ticket
 from fsdpcore.core.errors import (
     ClosedError,
@@ -78,8 +80,8 @@ from .supervisor import Flight, Watch, key_of
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.run import CallSpec
-    from fsdpcore.launch.config import Config
-    from fsdpcore.launch.environment import Place
+    from fsdpcore.comm.config import TransportConfig
+    from fsdpcore.comm.place import RankPlace
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class NcclOptions(ZmqOptions):
             raise ConfigError(f"device must not be negative, got {self.device}")
 
 
-class NcclBackend(ZmqBackend):
+class NcclBackend(ZmqBackend, DeviceTransport):
     """One rank and its GPU; made by ``join``.
 
     Attributes:
@@ -132,7 +134,7 @@ class NcclBackend(ZmqBackend):
         )
 
     @classmethod
-    def join(cls, place: Place, config: Config) -> Transport:
+    def join(cls, place: RankPlace, config: TransportConfig) -> Transport:
         deadline = Deadline(config.rendezvous_timeout)
         backend = super().join(place, config)
         assert isinstance(backend, NcclBackend)
@@ -146,7 +148,7 @@ class NcclBackend(ZmqBackend):
             raise
         return backend
 
-    def _take_gpu(self, place: Place, deadline: Deadline) -> None:
+    def _take_gpu(self, place: RankPlace, deadline: Deadline) -> None:
         """Choose the GPU, make sure that nobody else has it, and connect to the others'."""
         options = self._options
         assert isinstance(options, NcclOptions)

@@ -10,8 +10,8 @@ from cupy.cuda import nccl, runtime
 
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError, RendezvousError
-from fsdpcore.launch.environment import Place
 
 from .missing import no_gpu
 
@@ -64,7 +64,7 @@ def count_gpus() -> int:
     return count
 
 
-def choose(place: Place, wanted: int) -> int:
+def choose(place: RankPlace, wanted: int) -> int:
     """Return the ordinal of the GPU for a rank.
 
     Args:

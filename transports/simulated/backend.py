@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from fsdpcore.comm.backend import Capabilities, Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.matching import Key, MatchTable, mismatch
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ClosedError, CommunicationError, ConfigError, PeerFailedError
 from fsdpcore.core.policy import Policy
 from fsdpcore.core.work import Pending
@@ -27,7 +28,7 @@ from .faults import FaultInjector, Faults, InjectedCrash
 from .memory import SimMemory, World
 
 if TYPE_CHECKING:
-    from fsdpcore.launch.config import Config
+    from fsdpcore.comm.config import TransportConfig
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class SimBackend(Transport):
             self.memory = SimMemory(self.job, self._before_post if self._injector else None)
 
     @classmethod
-    def threads(cls, world_size: int, config: Config) -> list[Transport]:
+    def threads(cls, world_size: int, config: TransportConfig) -> list[Transport]:
         options = config.transport_options
         assert isinstance(options, SimOptions)
         if not 1 <= options.hosts <= world_size:

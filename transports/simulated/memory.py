@@ -56,7 +56,7 @@ class SimMemory:
     def __init__(self, world: World, before: Callable[[], None] | None) -> None:
         self._world, self._before = world, before
 
-    def area(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
+    def region(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
         """How threads take turns."""
         address = memory.__array_interface__["data"][0]
         with self._world.lock:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import zmq
 
-from fsdpcore.comm.backend import Capabilities, Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.hosts import identity, number, warn_of_containers
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import (
     ClosedError,
@@ -57,8 +58,8 @@ from .poller import Watch
 from .wire import MAX_INLINE, MAX_SEGMENT
 
 if TYPE_CHECKING:
-    from fsdpcore.launch.config import Config
-    from fsdpcore.launch.environment import Place
+    from fsdpcore.comm.config import TransportConfig
+    from fsdpcore.comm.place import RankPlace
 
 # How long a rank that closes, and one that failed, waits for the others to have read all it said.
 _CLOSING_SECONDS, _FAILED_SECONDS = 5.0, 0.5
@@ -103,7 +104,7 @@ class ZmqBackend(Transport):
     transport_capabilities = Capabilities("zmq", alpha=60e-6, beta=0.5e-9, gamma=0.1e-9)
 
     def __init__(
-        self, place: Place, timeout: float, options: ZmqOptions, policy: Policy | None = None
+        self, place: RankPlace, timeout: float, options: ZmqOptions, policy: Policy | None = None
     ) -> None:
         super().__init__(place.rank, place.world_size, timeout, policy=policy)
         self.memory = memory = memory_sharing(options.shm)
@@ -126,13 +127,15 @@ class ZmqBackend(Transport):
         return f"pyzmq {zmq.pyzmq_version()}, libzmq {zmq.zmq_version()}"
 
     @classmethod
-    def join(cls, place: Place, config: Config) -> Transport:
+    def join(cls, place: RankPlace, config: TransportConfig) -> Transport:
         options = config.transport_options
         assert isinstance(options, ZmqOptions)
         backend = cls(place, config.timeout, options, config.policy)
         try:
             if place.world_size > 1:
-                backend._connect(place, meeting_point(place, config), config.rendezvous_timeout)
+                scheme = cls.transport_capabilities.transport
+                address = meeting_point(place, config, scheme)
+                backend._connect(place, address, config.rendezvous_timeout)
         except BaseException as error:
             why = f"rank {place.rank} did not join: {in_words(error)}"
             backend.fail(CommunicationError(why), tell=True)
@@ -140,7 +143,7 @@ class ZmqBackend(Transport):
             raise
         return backend
 
-    def _connect(self, place: Place, address: tuple[str, int], timeout: float) -> None:
+    def _connect(self, place: RankPlace, address: tuple[str, int], timeout: float) -> None:
         """Listen for the higher ranks, meet all, connect to the lower ones, greet each other."""
         deadline = Deadline(timeout)
         listening = place.rank == 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.matching import mismatch
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import ProtocolError

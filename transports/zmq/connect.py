@@ -26,8 +26,8 @@ from fsdpcore.launch.rendezvous import Card, describe_address, resolve, split_ad
 from .wire import MAX_INLINE
 
 if TYPE_CHECKING:
-    from fsdpcore.launch.config import Config
-    from fsdpcore.launch.environment import Place
+    from fsdpcore.comm.config import TransportConfig
+    from fsdpcore.comm.place import RankPlace
 
 _NEVER_MS = 10 * 24 * 3600 * 1000
 _ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks whether to let somebody in (its RFC 27)
@@ -132,7 +132,7 @@ def connect(sock: zmq.Socket[bytes], card: Card, rank: int, peer: int, token: st
         ) from error
 
 
-def meeting_point(place: Place, config: Config) -> tuple[str, int]:
+def meeting_point(place: RankPlace, config: TransportConfig, scheme: str) -> tuple[str, int]:
     """Where the ranks meet: what the launcher says, or the address in the URL.
 
     Raises:
@@ -142,7 +142,6 @@ def meeting_point(place: Place, config: Config) -> tuple[str, int]:
         return split_address(place.rendezvous)
     if config.port:
         return config.host, config.port
-    scheme = config.transport_class.transport_capabilities.transport
     hint = ""
     # What else is built on this transport does something that MPI does not.
     if place.mpi and scheme == "zmq" and importlib.util.find_spec("mpi4py") is None:

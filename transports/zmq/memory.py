@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import CommunicationError, ConfigError, ProtocolError, in_words
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdpcore.comm.backend import Envelope
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.matching import Key, MatchTable
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import CommunicationError

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdpcore.collectives.algorithms import hierarchical
-from fsdpcore.collectives.algorithms.table import Algorithm, Terms
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.shared import algorithm, host_context
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.algorithm import Algorithm, Terms
 from fsdpcore.core.policy import Costs, Tuning
 
 NAME = "hierarchical"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fsdpcore.collectives.batch.packs import Item
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.device_transport import device_transport_of
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.selection.choose import Choice, choose
 from fsdpcore.collectives.state import state_of
@@ -42,7 +43,7 @@ def carry_out_on_device(
         canonical = state_of(group).own_algorithms[each.collective][choice.name].canonical
         # Canonical ones compute between their messages, which in a group come at its end.
         (single if canonical and reduction is not None else grouped).append((each, choice))
-    with group.root.device_group():
+    with device_transport_of(group).device_group():
         for each, choice in grouped:
             _STARTERS[each.collective](link, choice.function, each)
     for each, choice in single:

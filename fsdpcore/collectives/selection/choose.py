@@ -29,9 +29,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpcore.collectives.algorithms.table import ALGORITHMS, Algorithm
+from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.state import state_of
-from fsdpcore.comm.backend import Backend, Capabilities
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.algorithm import Algorithm
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
 

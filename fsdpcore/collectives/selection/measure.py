@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fsdpcore import collectives
-from fsdpcore.collectives.algorithms.table import ALGORITHMS, Algorithm
+from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.selection.choose import candidates, predict
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.algorithm import Algorithm
 from fsdpcore.core.policy import Costs, Measured, Range, Ranges, Tuning
 from fsdpcore.core.reductions import Reduction
 

@@ -33,10 +33,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from fsdpcore.collectives.algorithms.table import Algorithm, Terms
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.shared.fast_path import LARGEST, SHARED
 from fsdpcore.collectives.shared.region import OUT, ROOM, SOURCE, SharedRegion
+from fsdpcore.core.algorithm import Algorithm, Terms
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.policy import Costs
 from fsdpcore.core.reductions import Reduction

@@ -85,7 +85,7 @@ class HostContext(CollectiveContext):
             self.release()
         if self.area is not None:
             self.carrier = self._memory
-            self._group.root.areas.add(self.area)
+            self._group.root.regions.add(self.area)
 
     def timed_out(self) -> CommTimeoutError:
         return self._whole.timed_out()

@@ -41,7 +41,7 @@ from fsdpcore.core.errors import CommunicationError, ConfigError, PeerFailedErro
 if TYPE_CHECKING:
     from fsdpcore.collectives.context import CollectiveContext
     from fsdpcore.comm.backend import Backend
-    from fsdpcore.comm.transport import MemorySharing, Segment
+    from fsdpcore.comm.sharing import MemorySharing, Segment
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -376,7 +376,8 @@ def establish(link: CollectiveContext, backend: Backend) -> SharedRegion | None:
         if window is not None:
             window.close()
     if memory is not None:
-        area = sharing.area(memory, link.rank, link.size)
+        area = sharing.region(memory, link.rank, link.size)
+        assert isinstance(area, SharedRegion), "what all transports give"
         here = backend.hosts[backend.rank]
         if backend.root.hosts.count(here) > cores:  # whom this rank waits for may need its core
             area.looks = 0

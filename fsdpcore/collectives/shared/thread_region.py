@@ -20,7 +20,7 @@ from fsdpcore.core.buffers import Array, Bytes
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.context import CollectiveContext
-    from fsdpcore.comm.transport import MemorySharing
+    from fsdpcore.comm.sharing import MemorySharing
 
 _SLICE = 0.05  # seconds after which a sleeping rank sees whether something else has happened
 _NOBODY = -1

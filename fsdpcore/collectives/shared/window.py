@@ -14,7 +14,7 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.api import all_gather
 from fsdpcore.collectives.run import CallSpec, call_for, remembered, run
 from fsdpcore.comm.backend import Backend
-from fsdpcore.comm.transport import MemorySharing
+from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.checks import as_allocatable
 from fsdpcore.core.errors import UnsupportedError

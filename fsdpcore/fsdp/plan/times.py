@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.selection.choose import predict
-from fsdpcore.comm.backend import Capabilities
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.policy import Costs
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from fsdpcore.collectives import all_gather, all_gather_v, broadcast, gather_v, scatter_v
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_instance
 from fsdpcore.core.device import Device
@@ -80,7 +81,7 @@ def everyone_of(backend: Backend, tensor: Backend | None) -> Backend:
             "tensor; they must be rows of a grid of ranks, of which those that shard are a column: "
             "take two axes of one mesh"
         )
-    return backend.root.sub(members, name="fsdp everyone")
+    return transport_of(backend).sub(members, name="fsdp everyone")
 
 
 def drop_whole_boxes(units: Sequence[Unit]) -> None:

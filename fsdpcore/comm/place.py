@@ -1,0 +1,34 @@
+"""``RankPlace``: which rank a process is to become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# The launcher of a place that no launcher's variables name.
+NO_LAUNCHER = "no launcher"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank that a process is to become.
+
+    Attributes:
+        rank, world_size: in the whole job.
+        local_rank, local_world_size: among the ranks of this host.
+        launcher: who started the process, in words.
+        rendezvous: ``host:port`` where the ranks meet, if the launcher says.
+        listener_fd: file descriptor of the listening socket at that address, for rank 0, if the
+            launcher opened it (so that no other process can take the port in between).
+        token: a secret of this job, without which nobody is let in.
+        mpi: the launcher is an MPI's.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+    rendezvous: str | None = None
+    listener_fd: int | None = None
+    token: str = ""
+    mpi: bool = False

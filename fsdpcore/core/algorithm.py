@@ -1,0 +1,50 @@
+"""``Algorithm``: what is known of an algorithm of a collective, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpcore.core.policy import Costs
+
+
+class Terms(NamedTuple):
+    """A cost: messages, and bytes moved and reduced as multiples of n, on the busiest rank.
+
+    Messages and bytes are those that a rank sends or those that it receives, whichever are more;
+    for ``star``, whose centre first receives and then sends, both together.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+def _anything(dtype: np.dtype[Any] | None, op: str) -> bool:
+    return True
+
+
+class Algorithm(NamedTuple):
+    """An algorithm for one collective.
+
+    Attributes:
+        module: has a function named like the collective.
+        cost: for p ranks, all on one host as far as that makes a difference.
+        canonical: its reductions follow the canonical order.
+        supports: whether it can handle a dtype (None where it is not known yet) and reduction.
+        costs: what its messages and bytes cost, where those are not the transport's.
+        agrees: it is the check that all ranks call the same, too, and needs none before it.
+        lends: above so many bytes it uses arrays in place where all ranks can see them; 0 if not.
+        besides: seconds that it takes beyond what ``cost`` tells, for so many bytes.
+    """
+
+    module: object
+    cost: Callable[[int], Terms]
+    canonical: bool = True
+    supports: Callable[[np.dtype[Any] | None, str], bool] = _anything
+    costs: Costs | None = None
+    agrees: bool = False
+    lends: int = 0
+    besides: Callable[[int], float] | None = None
