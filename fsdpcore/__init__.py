@@ -67,7 +67,8 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.engine import FSDP
     from fsdpcore.fsdp.offload.offload import Offload
     from fsdpcore.fsdp.plan.estimate import MemoryEstimate, memory_estimate
-    from fsdpcore.fsdp.plan.plan import Plan, make_plan
+    from fsdpcore.fsdp.plan.make_plan import make_plan
+    from fsdpcore.fsdp.plan.plan import Plan
     from fsdpcore.fsdp.plan.report import Report
     from fsdpcore.fsdp.plan.sizes import UnitSize
     from fsdpcore.fsdp.sharding.strategy import Strategy
@@ -192,7 +193,7 @@ _LATER = {
     "checkpoint": "checkpoint",
     "fully_shard": "adapters.fully_shard",
     "initializers": "fsdp.units.initializers",
-    "make_plan": "fsdp.plan.plan",
+    "make_plan": "fsdp.plan.make_plan",
     "memory_estimate": "fsdp.plan.estimate",
     "optim": "fsdp.optim",
     "parallel": "parallel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import comb
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -76,6 +77,24 @@ class Spread(NamedTuple):
     def of(cls, values: list[float]) -> Spread:
         """Summarise values, of which there is at least one."""
         return cls(median(values), min(values), max(values))
+
+
+def median_interval(values: list[float], confidence: float = 0.95) -> tuple[float, float]:
+    """The interval that holds the median, by the sign test; all of them where they are few.
+
+    It supposes nothing about how the values are distributed: of so many independent ones, the
+    number that lie below the true median is binomial.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    below, outside = 0.0, 0
+    for number in range(count // 2):
+        below += comb(count, number) / 2**count
+        if 2 * below > 1 - confidence:
+            break
+        outside = number + 1
+    first = max(0, outside - 1)
+    return ordered[first], ordered[count - 1 - first]
 
 
 @dataclass(frozen=True)

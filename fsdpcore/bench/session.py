@@ -31,6 +31,7 @@ class Plan:
         seconds: of one contestant's part of a round, roughly; big sizes take longer.
         warmup: iterations before anything is timed.
         check: whether to compare the results with the oracle.
+        fewest: iterations in one round, however long they take.
     """
 
     rounds: int = 5
@@ -38,6 +39,7 @@ class Plan:
     seconds: float = 0.1
     warmup: int = 5
     check: bool = True
+    fewest: int = MIN_ITERATIONS
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -122,7 +124,7 @@ def _choose_iterations(team: Team, contestant: str, plan: Plan) -> int:
         reach = int(_TRIAL * plan.seconds * tried / took) + 1 if took > 0 else MAX_ITERATIONS
         tried = min(MAX_ITERATIONS, max(2 * tried, reach))
     fitting = round(plan.seconds * tried / took) if took > 0 else MAX_ITERATIONS
-    return min(MAX_ITERATIONS, max(MIN_ITERATIONS, fitting))
+    return min(MAX_ITERATIONS, max(plan.fewest, fitting))
 
 
 def refusal(contestant: str, case: Case) -> str:

@@ -79,6 +79,7 @@ def under_our_launcher(
     program: Sequence[str],
     options: Mapping[str, Any],
     environ: Mapping[str, str] = os.environ,
+    python: str = sys.executable,
 ) -> Start:
     """Start ranks as ``fsdpcore run`` does, whatever the transport makes of it.
 
@@ -88,11 +89,12 @@ def under_our_launcher(
         program: what ``python`` runs; it gets ``options`` and the socket's ``path`` as JSON.
         options: see there.
         environ: the ranks' environment.
+        python: the interpreter, which finds the fsdpcore that is measured.
     """
 
     def start(directory: Path, path: str) -> list[RankProcess]:
         run = ["-m", "fsdpcore", "run", "-n", str(world_size), "--transport", transport]
-        command = [sys.executable, *run, *program, json.dumps({**options, "path": path})]
+        command = [python, *run, *program, json.dumps({**options, "path": path})]
         return [RankProcess(0, command, environ=_unbound(environ))]
 
     return start

@@ -1,20 +1,16 @@
 """Collective operations over any ``Backend``.
 
-==========================================  ======================================================
-``api``, ``rooted``, ``ragged``             the operations: arguments in, ``Call`` and body out
-``coalesce``, ``packs``, ``bucketed``       many small operations in few messages
-``call``, ``lane``, ``output``              how a call runs: in order, checked, in time; its result
-``fingerprint``, ``area``                   that the ranks agree: by messages, or in shared memory
-``link``                                    the group, as an algorithm sees it during one call
-``star``, ``direct``, ``ring``, ``tree``,   one file per algorithm, with its cost formula, over the
-``doubling``, ``halving``, ``bruck``,       messages of a ``CollectiveContext``
-``rabenseifner``, ``scatter_gather``,
-``hierarchical``
-``shared``                                  the algorithm that works in an ``SharedRegion``
-``algorithms``, ``traffic``                 the table of algorithms and their costs
-``select``, ``overrides``, ``costs``        which one "auto" takes; what the user, tables say of it
-``measure``                                 what ``fsdpcore tune`` runs on every rank
-==========================================  ======================================================
+====================================  ============================================================
+``operations``                        one file per operation: its record, its public function
+``spec``, ``arguments``               what follows from a call's arguments: ``CallSpec``
+``run``, ``output``, ``on_device``    how a call runs: in order, checked, in time; its result
+``context``                           the group, as an algorithm sees it during one call
+``fingerprint``                       that the ranks agree, by messages
+``algorithms``                        one file per algorithm, with its cost formula; their table
+``shared``                            memory that ranks share: that they agree, and the algorithm
+``selection``                         which algorithm "auto" takes; what users and tables say of it
+``batch``                             many small operations in few messages
+====================================  ============================================================
 
 ARCHITECTURE.md follows one call through them.
 """
@@ -22,41 +18,10 @@ ARCHITECTURE.md follows one call through them.
 from fsdpcore.collectives.batch.bucketed import all_reduce_many
 from fsdpcore.collectives.batch.coalesce import Batch, coalesce
 from fsdpcore.collectives.methods import CollectiveMethods
-from fsdpcore.collectives.operations.api import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    reduce_scatter,
-)
-from fsdpcore.collectives.operations.ragged import (
-    all_gather_v,
-    all_to_all_v,
-    gather_v,
-    reduce_scatter_v,
-    scatter_v,
-)
-from fsdpcore.collectives.operations.rooted import broadcast, gather, reduce, scatter
+from fsdpcore.collectives.operations.table import *  # noqa: F403
+from fsdpcore.collectives.operations.table import __all__ as _operations
 from fsdpcore.comm.backend import provide_collectives
 
-__all__ = [
-    "Batch",
-    "all_gather",
-    "all_gather_v",
-    "all_reduce",
-    "all_reduce_many",
-    "all_to_all",
-    "all_to_all_v",
-    "barrier",
-    "broadcast",
-    "coalesce",
-    "gather",
-    "gather_v",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_v",
-    "scatter",
-    "scatter_v",
-]
+__all__ = ["Batch", "all_reduce_many", "coalesce", *_operations]
 
 provide_collectives(CollectiveMethods)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from fsdpcore.collectives.fingerprint import compare_calls, refuse_calls
+from fsdpcore.collectives.spec import CallSpec, Choice
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Pending
-
-if TYPE_CHECKING:
-    from fsdpcore.collectives.run import CallSpec
-    from fsdpcore.collectives.selection.choose import Choice
-    from fsdpcore.collectives.shared.host_context import HostContext
-    from fsdpcore.collectives.shared.region import SharedRegion
-    from fsdpcore.diagnostics.recorder import Entry
-
+from fsdpcore.diagnostics.recorder import Entry
 
 _KEPT = 64 << 20  # bytes of scratch memory at most
+
+
+class Region(Protocol):
+    """What a context needs of the memory that its ranks share: a ``SharedRegion``."""
+
+    def sync(self, context: Any) -> None:
+        """Wait until all ranks have entered the next step; raises as ``agree`` does."""
+
+    def rows(self) -> list[int]:
+        """The rows that every rank has entered the step with."""
+
+    def close(self) -> None:
+        """Let go of the memory."""
 
 
 class CollectiveContext:
@@ -36,7 +43,7 @@ class CollectiveContext:
     Attributes:
         rank, size: this rank and the number of ranks, in the group.
         area: memory that all ranks of the group see, or None.
-        inside: the link of the ranks on this host, where the group spans several.
+        inside: the context of the ranks on this host, where the group spans several.
         call: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
         staged: of the choice of an algorithm for this call.
@@ -53,8 +60,8 @@ class CollectiveContext:
         self._backend = backend
         self.rank = backend.rank
         self.size = backend.world_size
-        self.area: SharedRegion | None = None
-        self.inside: HostContext | None = None
+        self.area: Region | None = None
+        self.inside: CollectiveContext | None = None
         self.staged: Choice | None = None
         self.entered = False
         self.sequence = 0
@@ -67,10 +74,10 @@ class CollectiveContext:
         self._scratch: Array = np.empty(0, np.uint8)
 
     @property
-    def areas(self) -> list[SharedRegion]:
+    def areas(self) -> list[Any]:
         """The memory that this rank shares because of the group."""
-        links = [self] if self.inside is None else [self, self.inside]
-        return [link.area for link in links if link.area is not None]
+        contexts = [self] if self.inside is None else [self, self.inside]
+        return [each.area for each in contexts if each.area is not None]
 
     def begin(self, call: CallSpec, sequence: int, limit: float, background: bool) -> None:
         """Start a collective, which may take ``limit`` seconds."""
@@ -112,8 +119,8 @@ class CollectiveContext:
         """The number that a rank of the group has in the whole job."""
         return self._backend.ranks[rank]
 
-    def choose(self, size: int) -> Callable[..., Any]:
-        """Return the function that carries a call out whose ``size`` only the ranks together know.
+    def choose(self, size: int) -> Choice:
+        """Return what carries a call out whose ``size`` only the ranks together know.
 
         Args:
             size: the n of the cost formulas, the same on all ranks.
@@ -121,7 +128,7 @@ class CollectiveContext:
         choice = self.call.choose(size)
         self.entry.algorithm = choice.name
         self.staged = choice.staged
-        return choice.function
+        return choice
 
     def otherwise(self) -> Choice | None:
         """What carries the call out where arrays were not lent; None for the algorithm itself."""
@@ -252,3 +259,6 @@ def _shorten(ranks: tuple[int, ...]) -> str:
 
 _NOTHING = Pending()
 _NOTHING.finish()
+
+# Moves the data of a collective.
+Body = Callable[[CollectiveContext], Any]

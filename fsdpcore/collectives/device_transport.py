@@ -13,7 +13,7 @@ from fsdpcore.core.algorithm import Algorithm
 from fsdpcore.core.device import Ticket
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.run import CallSpec
+    from fsdpcore.collectives.spec import CallSpec
 
 
 class DeviceTransport(Transport):

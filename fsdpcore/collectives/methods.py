@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from fsdpcore.collectives.device_transport import DeviceTransport
-from fsdpcore.collectives.operations.api import all_gather, barrier
+from fsdpcore.collectives.operations.all_gather import all_gather
+from fsdpcore.collectives.operations.barrier import barrier
 from fsdpcore.collectives.shared.window import shared_window
 from fsdpcore.collectives.state import CollectiveState
 from fsdpcore.comm.backend import SubBackend

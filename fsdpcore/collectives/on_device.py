@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fsdpcore.collectives.context import Body
 from fsdpcore.collectives.device_transport import device_transport_of
+from fsdpcore.collectives.spec import CallSpec
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend, SubBackend
 from fsdpcore.core.channels import channel_of
 from fsdpcore.core.device import Device, Ticket
 from fsdpcore.core.errors import ClosedError, CommTimeoutError
 from fsdpcore.core.work import Deadline, Work, fresh
-
-if TYPE_CHECKING:
-    from fsdpcore.collectives.run import Body, CallSpec
 
 
 class DeviceGroup(SubBackend):
@@ -121,13 +120,13 @@ def in_background(backend: Backend, text: str, body: Callable[[], Any]) -> Devic
 def run(
     perform: Callable[[Backend, CallSpec, Body, float, int, bool], Any],
     backend: Backend,
-    call: CallSpec,
+    spec: CallSpec,
     body: Body,
     limit: float,
     *,
     async_op: bool,
 ) -> Any:
-    """Enqueue one collective by ``perform``; see ``call.run``."""
+    """Enqueue one collective by ``perform``; see ``run.run``."""
     transport, device = device_transport_of(backend), backend.moves
     order = backend.order
     with order.lock:
@@ -135,13 +134,13 @@ def run(
         try:
             sequence = order.acquire_sequence()
             if not async_op:
-                value = perform(backend, call, body, limit, sequence, False)
-                transport.enqueued(backend, call, sequence, limit, None, None)
+                value = perform(backend, spec, body, limit, sequence, False)
+                transport.enqueued(backend, spec, sequence, limit, None, None)
                 return value
             with device.background() as ticket:
-                value = perform(backend, call, body, limit, sequence, False)
-            transport.enqueued(backend, call, sequence, limit, ticket, body)
+                value = perform(backend, spec, body, limit, sequence, False)
+            transport.enqueued(backend, spec, sequence, limit, ticket, body)
         except BaseException as error:
-            order.abandon(before, call.operation, error)
+            order.abandon(before, spec.operation, error)
             raise
-    return DeviceWork(backend, f"{call.operation} #{sequence}", ticket, value)
+    return DeviceWork(backend, f"{spec.operation} #{sequence}", ticket, value)

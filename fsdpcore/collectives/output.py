@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device
 
@@ -44,20 +44,11 @@ class Output:
         fresh = self._result.nbytes if self._given is None else 0
         return fresh + (self.flat.nbytes if self._staged else 0)
 
-    def load(self, array: ArrayLike, source: Array) -> None:
-        """Begin with the input ``array``, which is ``source`` as an array that travels."""
-        if array is not self._given or self._staged:
-            np.copyto(self.flat, source.reshape(-1))
-
-    def separate(self, source: Array, low: int, high: int, place: Array) -> Array:
-        """Return ``source``, or a copy of it if it overlaps the result; see ``apart``."""
+    def separate(self, source: Array, operation: Operation, layout: Layout, rank: int) -> Array:
+        """Return flat ``source``, or a copy of it if it overlaps the result; see ``separated``."""
         if self._given is None:
             return source
-        return apart(source, self.flat, place, source[low:high], self._device)
-
-    def beside(self, source: Array) -> Array:
-        """Return flat ``source``, or a copy of it if it overlaps the result at all."""
-        return source.copy() if self._device.overlap(source, self.flat) else source
+        return separated(source, self.flat, operation, layout, rank, self._device)
 
     def deliver(self) -> Array:
         """Return the result array, filled."""
@@ -66,21 +57,28 @@ class Output:
         return self._result
 
 
-def apart(
+def separated(
     source: Array,
     out: Array,
-    place: Array,
-    part: Array | None = None,
+    operation: Operation,
+    layout: Layout,
+    rank: int,
     device: Device = HOST,
 ) -> Array:
-    """Return flat ``source``, or a copy of it if it overlaps flat ``out``.
+    """Return flat ``source`` as an algorithm may read it while it writes to flat ``out``.
 
-    An algorithm may write to ``out`` before it has read all of ``source``. The one overlap that
-    all of them allow is ``part``, all of ``source`` or a piece of it, being exactly ``place``, a
-    piece of ``out``: a rank's own chunk in place.
+    It may write to ``out`` before it has read all of ``source``. The one overlap that all
+    algorithms allow is a rank's own part in place. Where the two are the same memory, the result
+    is ``out`` itself; where they overlap in any other way, it is a copy.
     """
-    if source is place or not device.overlap(source, out):
+    if source is not out and not device.overlap(source, out):
         return source
-    part = source if part is None else part
-    in_place = device.address(part) == device.address(place) and part.nbytes == place.nbytes
-    return source if in_place else source.copy()
+    parts = operation.own_parts(layout, rank)
+    if parts is None:
+        return source.copy()
+    if source is out:
+        return out
+    part, place = source[parts[0]], out[parts[1]]
+    if device.address(part) == device.address(place) and part.nbytes == place.nbytes:
+        return out if source.nbytes == out.nbytes else source
+    return source.copy()

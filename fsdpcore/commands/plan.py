@@ -25,7 +25,8 @@ from fsdpcore.fsdp.plan.choice import (
     cheapest,
     in_words,
 )
-from fsdpcore.fsdp.plan.plan import Plan, Sync
+from fsdpcore.fsdp.plan.make_plan import Sync
+from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.sharding.strategy import STRATEGIES, Strategy
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.launch.config import resolve

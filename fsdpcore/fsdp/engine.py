@@ -17,8 +17,9 @@ from fsdpcore.fsdp.offload.offload import GATHERED, Offload, OffloadStats
 from fsdpcore.fsdp.offload.stores import open_stores
 from fsdpcore.fsdp.optim import Optimizer
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
+from fsdpcore.fsdp.plan.make_plan import Sync
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
-from fsdpcore.fsdp.plan.plan import Plan, Sync
+from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import Report
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.strategy import Strategy
@@ -158,7 +159,7 @@ class FSDP:
         self._scaler = Scaler(self.precision.scaling)
         self.executor = StepExecutor(
             self.units,
-            self.placement.keep,
+            self.placement,
             self.prefetching,
             overlaps=self.prefetching.overlaps(backend.hosts, on_host=self.device.on_host),
         )
@@ -467,11 +468,22 @@ class FSDP:
             sync: "each" reduces in each of them; "last" in the last one, with ``no_sync`` before.
             whole: all units are gathered at once, by ``Step.whole``.
         """
-        return plan_of(self, microbatches, sync, whole=whole)
+        return plan_of(
+            self.units,
+            self.groups,
+            self.strategy,
+            self.precision,
+            self.prefetching,
+            self.offload,
+            windowed=self.windowed,
+            microbatches=microbatches,
+            sync=sync,
+            whole=whole,
+        )
 
     def report(self) -> Report:
         """Compare the last step with its plan, on this rank; it can be printed."""
-        return report_of(self)
+        return report_of(self.plan, self.units, self.stats, self.executor.events, self.held())
 
     @property
     def gathered_peak(self) -> int:

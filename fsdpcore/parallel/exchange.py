@@ -4,7 +4,7 @@ An axis is cut as ``splits`` says: contiguous parts, the first ones one longer. 
 group call the same function in the same order; with one rank nothing is communicated or copied.
 Arrays are NumPy's, or CuPy's where the group's device is a GPU; contiguous ones are moved without
 further copies where everything before the cut axis has an extent of one, and with one otherwise.
-The errors are those of ``fsdpcore.collectives.api``. Every function blocks until this rank's result
+The errors are those of ``fsdpcore.all_reduce``. Every function blocks until this rank's result
 is complete.
 """
 

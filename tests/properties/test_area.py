@@ -232,7 +232,7 @@ def _late(backend: fc.Backend, over: threading.Event, times: dict[str, float]) -
     array = np.zeros(2)
     fc.all_reduce(array, backend)
     assert {
-        call.lane is not None for call in state_of(backend).calls.values() if call.collective
+        call.fast_path is not None for call in state_of(backend).calls.values() if call.collective
     } == {True}
     if backend.rank == 0:
         with pytest.raises(fc.CommTimeoutError, match=r"ranks? (1, )?2 (is|are) missing"):

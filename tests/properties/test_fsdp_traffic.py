@@ -16,7 +16,7 @@ from support.spmd import run_on
 
 import fsdpcore as fc
 from fsdpcore.comm.backend import Backend
-from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.make_plan import make_plan
 
 EVEN = {"a": (48, 2), "b": (24,), "c": (24, 7), "d": (72,)}  # each divides by up to 24
 EQUAL = dict.fromkeys("abcdef", (50, 10))

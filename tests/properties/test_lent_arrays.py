@@ -115,7 +115,7 @@ def _with_fences(backend: fc.Backend, cases: list[lent.Case]) -> None:
     assert state_of(backend).context.area is not None
     assert state_of(backend).context.area.fence is not None
     assert not state_of(backend).context.area.express
-    assert all(call.lane is None for call in state_of(backend).calls.values())
+    assert all(call.fast_path is None for call in state_of(backend).calls.values())
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "riscv64"])

@@ -10,7 +10,7 @@ import ml_dtypes
 import pytest
 
 import fsdpcore as fc
-from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.make_plan import make_plan
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")

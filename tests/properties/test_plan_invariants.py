@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan.estimate import memory_estimate
-from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.make_plan import make_plan
 from fsdpcore.fsdp.plan.sizes import UnitSize
 from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.units.precision import Precision

@@ -10,7 +10,7 @@ from support.counting import CountingSim
 from support.spmd import run_on
 
 import fsdpcore as fc
-from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.make_plan import make_plan
 
 STRATEGIES = [
     fc.Strategy(),

@@ -10,7 +10,7 @@ import pytest
 
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.plan.estimate import memory_estimate
-from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.make_plan import make_plan
 from fsdpcore.fsdp.plan.sizes import UnitSize, even_units
 from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.units.precision import Precision

@@ -12,7 +12,7 @@ import pytest
 import fsdpcore as fc
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
-from fsdpcore.fsdp.plan.plan import make_plan
+from fsdpcore.fsdp.plan.make_plan import make_plan
 from fsdpcore.fsdp.plan.sizes import UnitSize, even_units
 from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.units.precision import Precision

@@ -9,8 +9,8 @@ import pytest
 
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
-from fsdpcore.fsdp.plan.plan import make_plan
-from fsdpcore.fsdp.plan.report import Measured, Report
+from fsdpcore.fsdp.plan.make_plan import make_plan
+from fsdpcore.fsdp.plan.report import MeasuredStep, Report
 from fsdpcore.fsdp.plan.sizes import even_units
 
 
@@ -21,7 +21,7 @@ def plan():
 
 
 def test_ratios_are_measured_over_predicted(plan):
-    measured = Measured(
+    measured = MeasuredStep(
         peak_bytes=2 * plan.peak_bytes,
         bytes_sent=plan.bytes_sent,
         step_seconds=5.0,
@@ -43,7 +43,7 @@ def test_ratios_are_measured_over_predicted(plan):
 
 def test_what_was_not_measured_or_not_predicted_has_no_ratio():
     plan = make_plan(even_units(8, 2), 2)
-    rows = Report(plan, Measured(step_seconds=3.0)).rows
+    rows = Report(plan, MeasuredStep(step_seconds=3.0)).rows
     assert all(row.ratio is None for row in rows)
     assert [row.measured for row in rows] == [None, None, 3.0, None, None, None]
     assert [row.predicted for row in rows][2:] == [None, None, 4, 2]
@@ -52,11 +52,11 @@ def test_what_was_not_measured_or_not_predicted_has_no_ratio():
 @pytest.mark.parametrize(("sent", "ratio"), [(0, 1.0), (8, None)])
 def test_where_nothing_was_predicted(sent, ratio):
     plan = make_plan(even_units(8, 2), 1)
-    assert Report(plan, Measured(bytes_sent=sent)).rows[1].ratio == ratio
+    assert Report(plan, MeasuredStep(bytes_sent=sent)).rows[1].ratio == ratio
 
 
 def test_what_it_looks_like(plan):
-    report = Report(plan, Measured(peak_bytes=plan.peak_bytes, step_seconds=12.0))
+    report = Report(plan, MeasuredStep(peak_bytes=plan.peak_bytes, step_seconds=12.0))
     lines = str(report).splitlines()
     assert "rank 0 of 2" in lines[0]
     assert lines[2].split() == ["predicted", "measured", "ratio"]
@@ -71,10 +71,12 @@ def test_what_it_looks_like(plan):
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "many", True])
 def test_what_cannot_have_been_measured(value):
-    with pytest.raises(ArgumentError, match="bytes_sent of Measured"):
-        Measured(bytes_sent=value)
+    with pytest.raises(ArgumentError, match="bytes_sent of MeasuredStep"):
+        MeasuredStep(bytes_sent=value)
 
 
 def test_other_things_are_refused(plan):
-    with pytest.raises(ArgumentError, match="measured of a Report must be a Measured, got dict"):
+    with pytest.raises(
+        ArgumentError, match="measured of a Report must be a MeasuredStep, got dict"
+    ):
         Report(plan, {"bytes_sent": 3})

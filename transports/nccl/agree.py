@@ -24,7 +24,7 @@ from fsdpcore.core.differences import check_same
 from fsdpcore.core.errors import MismatchError, ProtocolError
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.run import CallSpec
+    from fsdpcore.collectives.spec import CallSpec
 
 # Calls that a rank can still compare, and those that it tells in words.
 _REMEMBERED, _WORDS = 256, 8

@@ -27,7 +27,7 @@ import numpy as np
 
 from fsdpcore.collectives.device_transport import DeviceTransport
 from fsdpcore.collectives.on_device import device_twin
-from fsdpcore.collectives.operations.rooted import broadcast
+from fsdpcore.collectives.operations.broadcast import broadcast
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import Transport
@@ -74,12 +74,12 @@ from .communicators import (
 from .cuda_device import CudaDevice, CudaTicket
 from .direct import DirectCollectives
 from .ending import ENDED, ENDING, Ending
-from .fast_path import NATIVE, lane_for
+from .fast_path import NATIVE, fast_path_for
 from .groups import GroupCommunicators
 from .supervisor import Flight, Watch, key_of
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.run import CallSpec
+    from fsdpcore.collectives.spec import CallSpec
     from fsdpcore.comm.config import TransportConfig
     from fsdpcore.comm.place import RankPlace
 
@@ -240,8 +240,8 @@ class NcclBackend(ZmqBackend, DeviceTransport):
         flight = Flight(event, True, group, call, sequence, limit, end, None)
         self.watcher.add(key_of(stream.ptr), flight)
         communicator = self.groups.find(group.channel)
-        if call.lane is None and communicator is not None:
-            call.lane = lane_for(self, group, call, communicator)
+        if call.fast_path is None and communicator is not None:
+            call.fast_path = fast_path_for(self, group, call, communicator)
 
     def keep(self, ticket: Ticket, held: object) -> None:
         assert isinstance(ticket, CudaTicket)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cupy
 from cupy.cuda import get_current_stream, runtime
 
-from fsdpcore.collectives.shared.fast_path import Lane
+from fsdpcore.collectives.spec import FastPath
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
@@ -25,7 +25,7 @@ from .communicators import ERRORS, Communicator
 from .supervisor import Flight, key_of
 
 if TYPE_CHECKING:
-    from fsdpcore.collectives.run import CallSpec
+    from fsdpcore.collectives.spec import CallSpec
 
     from .backend import NcclBackend
 
@@ -47,9 +47,9 @@ class _Form(NamedTuple):
     inside: int
 
 
-def lane_for(
+def fast_path_for(
     transport: NcclBackend, group: Backend, call: CallSpec, communicator: Communicator
-) -> Lane | None:
+) -> FastPath | None:
     """Return the lane of a call whose ranks have agreed on it, if it has one."""
     maker = _FORMS.get(call.operation)
     if maker is None or call.choice.name != NATIVE or not call.nbytes or not call.agreed:
@@ -60,7 +60,7 @@ def lane_for(
 
 def _lane(
     transport: NcclBackend, group: Backend, call: CallSpec, communicator: Communicator, form: _Form
-) -> Lane:
+) -> FastPath:
     device, watch, record = transport.gpu, transport.watcher, call.record
     begin, order, ordinal = transport.recorder.begin, group.order, device.ordinal
     lock = order.lock

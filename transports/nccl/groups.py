@@ -9,7 +9,7 @@ import numpy as np
 from fsdpcore.collectives.algorithms import bruck
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.on_device import device_twin
-from fsdpcore.collectives.operations.api import all_gather
+from fsdpcore.collectives.operations.all_gather import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of
 from fsdpcore.core.work import Deadline

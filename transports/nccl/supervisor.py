@@ -29,7 +29,7 @@ from .cuda_device import CudaDevice, reached
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.context import CollectiveContext
-    from fsdpcore.collectives.run import CallSpec
+    from fsdpcore.collectives.spec import CallSpec
 
 TICK = 0.05
 _SOON = 0.002

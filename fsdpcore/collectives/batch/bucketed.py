@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives.operations.api import all_reduce
-from fsdpcore.collectives.run import check_backend, operand
+from fsdpcore.collectives.arguments import check_backend, operand
+from fsdpcore.collectives.operations.all_reduce import all_reduce
 from fsdpcore.collectives.selection.choose import choose
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, dtype_code

@@ -24,14 +24,16 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives.arguments import check_backend, operand
 from fsdpcore.collectives.batch.device_batch import DeviceItem, carry_out_on_device
 from fsdpcore.collectives.batch.packs import CARRIERS, Item, Key, Pack
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.fingerprint import Fingerprint, exchange_texts
 from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.output import Output
-from fsdpcore.collectives.run import CallSpec, check_backend, operand, run
+from fsdpcore.collectives.run import run
 from fsdpcore.collectives.selection.choose import choose
+from fsdpcore.collectives.spec import CallSpec
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of, byte_view, dtype_code, row_size, split_sizes
 from fsdpcore.core.checks import as_rank
@@ -164,7 +166,7 @@ class Batch:
                 _refuse(link, self._calls, self._label)
             return carry_out(link)
 
-        call = CallSpec(group, "", fingerprint)
+        call = CallSpec(fingerprint)
         return run(group, call, body, timeout=self._timeout, async_op=self._async_op)
 
     def _ended(self) -> bool:

@@ -9,7 +9,8 @@ from fsdpcore.collectives.batch.packs import Item
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.device_transport import device_transport_of
 from fsdpcore.collectives.output import Output
-from fsdpcore.collectives.selection.choose import Choice, choose
+from fsdpcore.collectives.selection.choose import choose
+from fsdpcore.collectives.spec import Choice
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of

@@ -1,1 +1,5 @@
-"""The collective operations: arguments in, a checked call out."""
+"""The collective operations, one file each: what is a collective's own, and its public function.
+
+All ranks of a group call the same operation with arrays that fit, in the same order. To add one:
+its file, a line in ``table``, and a line in ``fsdpcore/__init__.py``.
+"""

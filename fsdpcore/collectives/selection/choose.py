@@ -24,12 +24,13 @@ that can be used, after the overrides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.spec import Choice
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.algorithm import Algorithm
@@ -38,26 +39,6 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
 
 Algorithms = dict[str, Algorithm]
-
-
-class Choice(NamedTuple):
-    """An algorithm that was chosen.
-
-    Attributes:
-        name: of the algorithm.
-        function: carries the collective out.
-        agrees: as of the algorithm.
-        into: of an all_reduce that can write its result elsewhere than over its input, the
-            function that does: it takes an array more.
-        staged: of an algorithm that uses arrays in place where all ranks can see them, the one
-            that is faster for others.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    agrees: bool = False
-    into: Callable[..., Any] | None = None
-    staged: Choice | None = None
 
 
 def choose(

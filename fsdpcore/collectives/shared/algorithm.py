@@ -35,7 +35,8 @@ import numpy as np
 
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.shared.fast_path import LARGEST, SHARED
-from fsdpcore.collectives.shared.region import OUT, ROOM, SOURCE, SharedRegion
+from fsdpcore.collectives.shared.region import OUT, ROOM, SOURCE, SharedRegion, region_of
+from fsdpcore.collectives.spec import Layout
 from fsdpcore.core.algorithm import Algorithm, Terms
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.policy import Costs
@@ -51,7 +52,9 @@ _INT64 = np.dtype(np.int64)
 
 
 def _area(link: CollectiveContext) -> SharedRegion:
-    return link.area  # type: ignore[return-value]  # chosen for groups that have one
+    area = region_of(link)
+    assert area is not None, "chosen for groups that have one"
+    return area
 
 
 def all_reduce(link: CollectiveContext, data: Array, reduction: Reduction) -> None:
@@ -79,13 +82,7 @@ def all_reduce_into(
                     np.copyto(outs[rank][block], reduced)
         area.sync(link)
         return
-    if (other := link.otherwise()) is not None:
-        if other.into is not None:
-            other.into(link, source, out, reduction)
-            return
-        if source is not out:
-            np.copyto(out, source)
-        other.function(link, out, reduction)
+    if _left_to_another(link, Layout(-1, reduction), source, out):
         return
     for low in parts.pieces():
         arrays = parts.collect(low)
@@ -117,8 +114,7 @@ def reduce(
             reduction.reduce([array[block] for array in sources], target[block])
         area.sync(link)
         return
-    if (other := link.otherwise()) is not None:
-        other.function(link, source, out, root, reduction)
+    if _left_to_another(link, Layout(root, reduction), source, out):
         return
     for low in parts.pieces():
         arrays = parts.collect(low)
@@ -150,8 +146,7 @@ def reduce_scatter(
             reduction.reduce([array[block] for array in sources], target)
         _area(link).sync(link)
         return
-    if (other := link.otherwise()) is not None:
-        other.function(link, source, own, bounds, reduction)
+    if _left_to_another(link, Layout(-1, reduction, bounds), source, own):
         return
     for low in parts.pieces():
         arrays = parts.collect(low)
@@ -189,9 +184,11 @@ def gather(
     early = least <= _EARLY
     meanwhile = keep_own if early else None
     lent = _lend(link, fill, own, None, ranks, least=least, meanwhile=meanwhile)
-    if not lent and least > AT_ONCE and (other := link.otherwise()) is not None:
-        rooted = [root] if link.call.collective == "gather" else []
-        other.function(link, own, out, bounds, *rooted)
+    if (
+        not lent
+        and least > AT_ONCE
+        and _left_to_another(link, Layout(root, None, bounds), own, out)
+    ):
         return
     others = [rank for rank in ranks if rank != root]
     if lent:
@@ -230,8 +227,7 @@ def broadcast(link: CollectiveContext, data: Array, root: int) -> None:
             np.copyto(data, area.borrowed(link, root, data.dtype, data.size))
         area.sync(link)
         return
-    if (other := link.otherwise()) is not None:
-        other.function(link, data, root)
+    if _left_to_another(link, Layout(root), data, data):
         return
     for low in _starts(data.size, width):
         if low:
@@ -262,8 +258,8 @@ def scatter(
             np.copyto(own, area.borrowed(link, root, dtype, bounds[-1])[place])
         area.sync(link)
         return
-    if bounds[-1] * own.itemsize > AT_ONCE and (other := link.otherwise()) is not None:
-        other.function(link, source, own, bounds, root)
+    large = bounds[-1] * own.itemsize > AT_ONCE
+    if large and _left_to_another(link, Layout(root, None, bounds), source, own):
         return
     for low in parts.pieces():
         if low:
@@ -291,8 +287,7 @@ def all_to_all(
     parts = _Parts(link, source, send_bounds)
     largest, least = max(_largest(send_bounds), _largest(recv_bounds)), source.nbytes
     if link.call.ragged:  # not lent: a reader would not know where its part is
-        if (other := link.otherwise()) is not None:
-            other.function(link, source, send_bounds, out, recv_bounds)
+        if _left_to_another(link, Layout(-1, None, send_bounds, recv_bounds), source, out):
             return
         area.next_rooms(_INT64, 1)[me][0] = largest
         area.sync(link)
@@ -304,8 +299,7 @@ def all_to_all(
             np.copyto(out[recv_bounds[rank] : recv_bounds[rank + 1]], array[place])
         area.sync(link)
         return
-    if (other := link.otherwise()) is not None:
-        other.function(link, source, send_bounds, out, recv_bounds)
+    if _left_to_another(link, Layout(-1, None, send_bounds, recv_bounds), source, out):
         return
     np.copyto(
         out[recv_bounds[me] : recv_bounds[me + 1]], source[send_bounds[me] : send_bounds[me + 1]]
@@ -318,6 +312,18 @@ def all_to_all(
             if rank != me:
                 target = out[recv_bounds[rank] + low : recv_bounds[rank + 1]][: parts.width]
                 np.copyto(target, parts.sent(rank, target.size))
+
+
+def _left_to_another(
+    link: CollectiveContext, layout: Layout, source: Array | None, out: Array | None
+) -> bool:
+    """Have another algorithm do it all where it is faster for arrays that were not lent."""
+    other = link.otherwise()
+    if other is None:
+        return False
+    assert link.call.definition is not None
+    link.call.definition.start(link, other, layout, source, out)
+    return True
 
 
 def _all_at_once(link: CollectiveContext, source: Array) -> list[Array]:

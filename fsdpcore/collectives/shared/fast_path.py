@@ -1,4 +1,4 @@
-"""Express lanes: blocking calls of groups that share memory.
+"""The fast path: blocking calls of groups that share memory.
 
 Moving a few bytes between two cores takes half a microsecond, less than it takes Python to look
 up where they go. So once a kind of call has been settled, all that does not change from call to
@@ -16,46 +16,44 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsdpcore.collectives.output import apart
+from fsdpcore.collectives.output import separated
 from fsdpcore.collectives.shared import published_path
 from fsdpcore.collectives.shared.reducing import prepare
-from fsdpcore.collectives.shared.region import DIGEST
+from fsdpcore.collectives.shared.region import DIGEST, region_of
 from fsdpcore.collectives.state import state_of
 from fsdpcore.core.buffers import Array
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.context import CollectiveContext
-    from fsdpcore.collectives.run import CallSpec
     from fsdpcore.collectives.shared.region import SharedRegion
+    from fsdpcore.collectives.spec import CallSpec, FastPath
     from fsdpcore.comm.backend import Backend
     from fsdpcore.diagnostics.recorder import Entry
 
-# Input and ``out``, both of any shape and layout, to the result; None to go the ordinary way.
-Lane = Callable[[Array, "Array | None"], "Array | None"]
 _Work = Callable[["Entry", int, Array, Array], None]
 _Read = Callable[[Array, Array], None]
 
-SHARED = "shared"  # the algorithm that the lanes know
+SHARED = "shared"  # the algorithm that the fast path knows
 LARGEST = 8 * 1024  # bytes
 
 
-def lane_for(backend: Backend, call: CallSpec) -> Lane | None:
-    """Return the lane of a call of a group that shares memory, if it has one."""
+def fast_path_for(backend: Backend, call: CallSpec) -> FastPath | None:
+    """Return the fast path of a call of a group that shares memory, if it has one."""
     link, choice = state_of(backend).context, call.choice
-    if link is None or link.area is None or not link.area.express:
+    area = None if link is None else region_of(link)
+    if link is None or area is None or not area.express:
         return None
-    if choice.agrees and call.operation in _READERS and call.nbytes <= LARGEST:
-        return _lane(backend, call, _short(backend, link, link.area, call))
-    if call.operation not in _STARTERS:
+    if choice.agrees and call.collective in _READERS and call.nbytes <= LARGEST:
+        return _lane(backend, call, _short(backend, link, area, call))
+    if call.definition is None or call.definition.to_root:  # None stands for the ordinary way
         return None
     work = _long(backend, link, call)
-    if choice.name == SHARED and link.area.addressed and published_path.takes(call):
-        start = _STARTERS[call.operation]
-        work = published_path.lane(backend, link, link.area, call, start, work)
+    if choice.name == SHARED and area.addressed and published_path.takes(call):
+        work = published_path.lane(backend, link, area, call, work)
     return _lane(backend, call, work)
 
 
-def _lane(backend: Backend, call: CallSpec, work: _Work) -> Lane:
+def _lane(backend: Backend, call: CallSpec, work: _Work) -> FastPath:
     """Return ``work`` with what stands before and after it in every call."""
     root, record, begin = backend.root, call.record, backend.root.recorder.begin
     order, lock = backend.order, backend.order.lock
@@ -92,7 +90,9 @@ def _lane(backend: Backend, call: CallSpec, work: _Work) -> Lane:
 
 def _long(backend: Backend, link: CollectiveContext, call: CallSpec) -> _Work:
     """Any algorithm, for arrays of any size."""
-    start, agrees, limit = _STARTERS[call.operation], call.choice.agrees, backend.timeout
+    definition, layout, choice, limit = call.definition, call.layout, call.choice, backend.timeout
+    assert definition is not None
+    start, agrees, me = definition.start, choice.agrees, backend.rank
 
     def work(entry: Entry, sequence: int, source: Array, out: Array) -> None:
         link.begin(call, sequence, limit, False)
@@ -101,10 +101,8 @@ def _long(backend: Backend, link: CollectiveContext, call: CallSpec) -> _Work:
             if not agrees:
                 link.rows = link.agree()
             flat = source if source.ndim == 1 else source.reshape(-1)
-            if source is out:
-                start(link, call, flat, flat)
-            else:
-                start(link, call, flat, out if out.ndim == 1 else out.reshape(-1))
+            into = flat if source is out else out if out.ndim == 1 else out.reshape(-1)
+            start(link, choice, layout, separated(flat, into, definition, layout, me), into)
         except BaseException as error:
             link.broke(entry, error)
             raise
@@ -114,42 +112,6 @@ def _long(backend: Backend, link: CollectiveContext, call: CallSpec) -> _Work:
     return work
 
 
-def _start_all_reduce(link: CollectiveContext, call: CallSpec, source: Array, out: Array) -> None:
-    into = call.choice.into
-    if into is not None:
-        into(link, apart(source, out, out), out, call.reduction)
-        return
-    if source is not out:
-        np.copyto(out, source)
-    call.choice.function(link, out, call.reduction)
-
-
-def _start_all_gather(link: CollectiveContext, call: CallSpec, source: Array, out: Array) -> None:
-    place = out[call.bounds[link.rank] : call.bounds[link.rank + 1]]
-    call.choice.function(link, apart(source, out, place, source), out, call.bounds)
-
-
-def _start_reduce_scatter(
-    link: CollectiveContext, call: CallSpec, source: Array, out: Array
-) -> None:
-    part = source[call.bounds[link.rank] : call.bounds[link.rank + 1]]
-    call.choice.function(link, apart(source, out, out, part), out, call.bounds, call.reduction)
-
-
-def _start_broadcast(link: CollectiveContext, call: CallSpec, source: Array, out: Array) -> None:
-    if link.rank == call.root and source is not out:
-        np.copyto(out, source)
-    call.choice.function(link, out, call.root)
-
-
-_STARTERS: dict[str, Callable[[CollectiveContext, CallSpec, Array, Array], None]] = {
-    "all_gather": _start_all_gather,
-    "all_reduce": _start_all_reduce,
-    "broadcast": _start_broadcast,
-    "reduce_scatter": _start_reduce_scatter,
-}
-
-
 def _short(backend: Backend, link: CollectiveContext, area: SharedRegion, call: CallSpec) -> _Work:
     """The algorithm ``shared`` for small arrays: one step."""
     assert call.dtype is not None
@@ -157,9 +119,9 @@ def _short(backend: Backend, link: CollectiveContext, area: SharedRegion, call: 
     flags, own, others, wake = area.flags, area.own, area.others, area.wake
     count, fills = math.prod(call.shape), call.root in (-1, backend.rank)
     rooms_of = read_of = area.arrays(call.dtype, count)
-    if call.operation == "reduce_scatter":  # every rank reads its own part only
+    if call.collective == "reduce_scatter":  # every rank reads its own part only
         read_of = area.parts(call.dtype, count, call.bounds[me], call.bounds[me + 1])
-    reads = area.keep(_READERS[call.operation](link, call, rooms) for rooms in read_of)
+    reads = area.keep(_READERS[call.collective](link, call, rooms) for rooms in read_of)
 
     def work(entry: Entry, sequence: int, source: Array, out: Array) -> None:
         try:

@@ -80,12 +80,12 @@ class HostContext(CollectiveContext):
         """Let the ranks of this host find out whether they share memory."""
         self.follow()
         try:
-            self.area = region.establish(self, self._group)
+            area = self.area = region.establish(self, self._group)
         finally:
             self.release()
-        if self.area is not None:
+        if area is not None:
             self.carrier = self._memory
-            self._group.root.regions.add(self.area)
+            self._group.root.regions.add(area)
 
     def timed_out(self) -> CommTimeoutError:
         return self._whole.timed_out()
@@ -120,6 +120,7 @@ def within_host(link: CollectiveContext) -> Iterator[tuple[CollectiveContext, Ca
     if inside is None:  # all ranks are on one host
         yield link, MESSAGES
         return
+    assert isinstance(inside, HostContext)
     inside.follow()
     try:
         yield inside, inside.carrier

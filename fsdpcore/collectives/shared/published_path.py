@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpcore.collectives.output import apart
+from fsdpcore.collectives.output import separated
 from fsdpcore.collectives.shared.reducing import prepare
 from fsdpcore.collectives.shared.region import DIGEST, OUT, SOURCE
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.context import CollectiveContext
-    from fsdpcore.collectives.run import CallSpec
     from fsdpcore.collectives.shared.region import SharedRegion
+    from fsdpcore.collectives.spec import CallSpec
     from fsdpcore.comm.backend import Backend
     from fsdpcore.diagnostics.recorder import Entry
 
@@ -38,7 +38,6 @@ _NOTHING = (0, 1)  # as ``SharedRegion.lend`` writes it
 
 # What to do with the input and the output of this rank, both flat.
 Plan = Callable[[Array, Array], None]
-Start = Callable[["CollectiveContext", "CallSpec", Array, Array], None]
 Work = Callable[["Entry", int, Array, Array], None]
 
 
@@ -56,7 +55,6 @@ def lane(
     link: CollectiveContext,
     area: SharedRegion,
     call: CallSpec,
-    start: Start,
     other: Work,
 ) -> Work:
     """Return the lane of a call.
@@ -64,7 +62,6 @@ def lane(
     Args:
         backend, link, area: of the group.
         call: what is called.
-        start: the function of ``shared``, which continues after the first step.
         other: the way for arrays of this rank that the others do not see.
     """
     limit, own, others, flags, wait = backend.timeout, area.own, area.others, area.flags, area.wait
@@ -112,7 +109,7 @@ def lane(
                     begun = True
                 plan = _plan(link, area, call)
                 if plan is None:
-                    _continue(link, entry, start, flat, flat_out)
+                    _continue(link, entry, flat, flat_out)
                     return
                 if len(plans) >= _PLANS:
                     plans.popitem()  # the newest: arrays that take turns would lose every older one
@@ -143,13 +140,14 @@ def _nobody() -> Array | None:
     return None
 
 
-def _continue(
-    link: CollectiveContext, entry: Entry, start: Start, source: Array, out: Array
-) -> None:
+def _continue(link: CollectiveContext, entry: Entry, source: Array, out: Array) -> None:
     """Carry a call out the ordinary way, after its first step."""
+    call = link.call
+    assert call.definition is not None
     link.entry, link.entered = entry, True
     try:
-        start(link, link.call, source, out)
+        source = separated(source, out, call.definition, call.layout, link.rank)
+        call.definition.start(link, call.choice, call.layout, source, out)
     finally:
         link.entered = False
         link.release()
@@ -170,14 +168,11 @@ class _Terms:
                 places[SOURCE] = area.place(out)
         else:
             flat, into = source.reshape(-1), out.reshape(-1)
-            if call.operation == "all_gather":
-                whole = apart(flat, into, into[call.bounds[me] : call.bounds[me + 1]], flat)
-            elif call.operation == "reduce_scatter":
-                whole = apart(flat, into, into, flat[call.bounds[me] : call.bounds[me + 1]])
-            else:
-                whole = apart(flat, into, into)
+            assert call.definition is not None
+            whole = separated(flat, into, call.definition, call.layout, me)
+            if call.operation == "all_reduce":
                 places[OUT] = area.place(out)
-            places[SOURCE] = area.place(source) if whole is flat else None
+            places[SOURCE] = area.place(source) if whole is flat or whole is into else None
         if None in places:
             return None
         words = [word for place in places if place is not None for word in place]

@@ -351,6 +351,11 @@ class SharedRegion:
             return made
 
 
+def region_of(context: CollectiveContext) -> SharedRegion | None:
+    """The memory that the ranks of a group share, if they do."""
+    return context.area  # type: ignore[return-value]  # it comes from ``establish``
+
+
 def establish(link: CollectiveContext, backend: Backend) -> SharedRegion | None:
     """Make the area of a group, or find out that there can be none; the same on all ranks.
 

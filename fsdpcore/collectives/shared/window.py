@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from fsdpcore.collectives.arguments import remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.operations.api import all_gather
-from fsdpcore.collectives.run import CallSpec, call_for, remembered, run
+from fsdpcore.collectives.operations.all_gather import all_gather
+from fsdpcore.collectives.run import run
+from fsdpcore.collectives.shared.region import region_of
+from fsdpcore.collectives.spec import CallSpec
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
@@ -63,12 +66,12 @@ def _on_every_host(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any
 
 
 def _shared_window(backend: Backend, dtype: np.dtype[Any], shape: tuple[int, ...]) -> CallSpec:
-    return call_for(backend, "shared_window", "", dtype, shape)
+    return spec_for(backend, "shared_window", None, dtype, shape)
 
 
 def _map(link: CollectiveContext, sharing: MemorySharing, nbytes: int) -> Bytes | None:
     """Let the first rank make memory and all map it; the same outcome on all ranks."""
-    area = link.area
+    area = region_of(link)
     if area is None:
         return None
     window, memory, why = None, None, ""

@@ -30,7 +30,6 @@ from fsdpcore.fsdp.offload.offload import (
 from fsdpcore.fsdp.plan.table import size
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.precision import Precision
-from fsdpcore.fsdp.units.storage import keeps_all
 from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.updates import Optimizers, state_sizes
 
@@ -91,18 +90,17 @@ def needs_of(
 ) -> Needs:
     """Return the sizes of what one rank holds of a unit all the time; before ``bind``."""
     needs: dict[ArrayKind, list[int]] = {kind: [] for kind in ArrayKind}
-    everything = keeps_all(groups.placement)
-    dtypes = precision.dtypes(unit.dtype)
+    dtypes, place = precision.dtypes(unit.dtype), groups.placement
     for part in unit.flat_parameters:
         trained, layout = part is unit.flat_parameters[0], part.layout
-        held = layout.padded_size if everything else layout.shard_size
+        held = place.parameters_held(layout)
         needs[ArrayKind.TRAINED if trained else ArrayKind.FROZEN].append(
             held * layout.dtype.itemsize
         )
     layout, master = unit.flat_parameters[0].layout, dtypes.master.itemsize
     if dtypes.mixed:
         needs[ArrayKind.MASTER].append(layout.shard_size * master)
-    needs[ArrayKind.GRADIENT].append(layout.shard_size * dtypes.grad.itemsize)
+    needs[ArrayKind.GRADIENT].append(place.gradients_held(layout) * dtypes.grad.itemsize)
     if optimizers is not None and unit.trainable:
         rank, found = groups.shards.rank, optimizers.of_unit(unit.name)
         sizes = state_sizes(layout, rank, found, unit.boxes)

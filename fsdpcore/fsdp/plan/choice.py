@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import ml_dtypes
 
 from fsdpcore.core.policy import Costs
-from fsdpcore.fsdp.plan.plan import Plan, Sync, make_plan
+from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
+from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.sizes import UnitSize, even_units
-from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.sharding.placement import Placement
+from fsdpcore.fsdp.sharding.strategy import STRATEGIES, Strategy
 from fsdpcore.fsdp.units.precision import Precision
 
 _GROUPS = 6  # sizes of groups to look at, at most
@@ -69,22 +71,23 @@ def candidates(world_size: int, wanted: Strategy) -> tuple[Strategy, ...]:
     Groups of ``hybrid_shard`` have the wanted size, or several that divide the number of ranks.
     """
     group = wanted.shard_group_size
-    found = [
-        Strategy("no_shard"),
-        Strategy("shard_grad_op"),
-        *(
-            Strategy("hybrid_shard", shard_group_size=size)
-            for size in ([group] if group else _divisors(world_size))
-        ),
-        Strategy("full_shard", reshard_after_forward=False),
-        Strategy("full_shard"),
-        wanted,
-    ]
-    unique: list[Strategy] = []
-    for strategy in found:
-        if not any(in_words(strategy) == in_words(other) for other in unique):
-            unique.append(strategy)
-    return tuple(unique)
+    found: list[Strategy] = []
+    for name, kind in STRATEGIES.items():
+        if kind.grouped:
+            sizes = [group] if group else _divisors(world_size)
+            found += [Strategy(name, shard_group_size=size) for size in sizes]
+        else:
+            found += [Strategy(name, False)] if kind.keep is None else []
+            found.append(Strategy(name))
+    found.sort(key=lambda strategy: _held(strategy.place(world_size)), reverse=True)
+    unique = {in_words(strategy): strategy for strategy in (*found, wanted)}
+    return tuple(unique.values())
+
+
+def _held(placement: Placement) -> tuple[bool | float, ...]:
+    """Order placements by how much a rank holds."""
+    keeps = placement.keeps_for_backward
+    return placement.whole_parameters, placement.whole_gradients, 1 / placement.shards, keeps
 
 
 def _divisors(number: int) -> list[int]:

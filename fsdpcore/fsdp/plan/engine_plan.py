@@ -1,43 +1,62 @@
-"""The plan of an engine's step, and the comparison with the last one."""
+"""The plan of a step of an engine, and the comparison with the last one."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fsdpcore.core.errors import StateError
+from fsdpcore.fsdp.offload.offload import Offload
 from fsdpcore.fsdp.plan.estimate import moved
-from fsdpcore.fsdp.plan.plan import Plan, Sync, make_plan
-from fsdpcore.fsdp.plan.report import Measured, Report
-from fsdpcore.fsdp.units.storage import keeps_all
+from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
+from fsdpcore.fsdp.plan.memory import HeldMemory
+from fsdpcore.fsdp.plan.plan import Plan
+from fsdpcore.fsdp.plan.report import MeasuredStep, Report
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
+from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.step.agreement import Events
+from fsdpcore.fsdp.step.schedule import Prefetch
+from fsdpcore.fsdp.step.stats import StepStats
+from fsdpcore.fsdp.units.precision import Precision
+from fsdpcore.fsdp.units.unit import Unit
 
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.engine import FSDP
 
-
-def plan_of(engine: FSDP, microbatches: int, sync: Sync, *, whole: bool) -> Plan:
-    """Plan a step of the engine as it is; with the transport's own costs, no tuned ones."""
-    updates = [unit.updater for unit in engine.units if unit.updater is not None]
-    ahead = engine.prefetching
-    pinned = None if engine.device.on_host else engine.offload
+def plan_of(
+    units: Sequence[Unit],
+    groups: ProcessGroups,
+    strategy: Strategy,
+    precision: Precision,
+    ahead: Prefetch,
+    offload: Offload | None,
+    *,
+    windowed: bool,
+    microbatches: int,
+    sync: Sync,
+    whole: bool,
+) -> Plan:
+    """Plan a step of an engine as it is; with the transport's own costs, no tuned ones."""
+    updates = [unit.updater for unit in units if unit.updater is not None]
+    backend, on_host = groups.whole, groups.device.on_host
+    pinned = None if on_host else offload
     plan = make_plan(
-        engine.units,
-        engine.backend.world_size,
-        strategy=engine.strategy,
-        precision=engine.precision,
+        units,
+        backend.world_size,
+        strategy=strategy,
+        precision=precision,
         optimizer_states=max((len(update.state) for update in updates), default=0),
         prefetch=ahead.units,
         prefetch_bytes=ahead.max_bytes,
-        overlap=ahead.overlaps(engine.backend.hosts, on_host=engine.device.on_host),
+        overlap=ahead.overlaps(backend.hosts, on_host=on_host),
         microbatches=microbatches,
         sync=sync,
-        windowed=engine.windowed,
-        brought=pinned is not None and keeps_all(engine.placement),
-        rank=engine.backend.rank,
-        tensor=engine.everyone.world_size // engine.backend.world_size,
+        windowed=windowed,
+        brought=pinned is not None and groups.placement.whole_parameters,
+        rank=backend.rank,
+        tensor=groups.everyone.world_size // backend.world_size,
         whole=whole,
-        costs=engine.backend.capabilities,
+        costs=backend.capabilities,
     )
     # By the optimizers themselves: not all have as many arrays for each parameter.
     state = sum(update.nbytes for update in updates)
@@ -46,18 +65,34 @@ def plan_of(engine: FSDP, microbatches: int, sync: Sync, *, whole: bool) -> Plan
     return replace(plan, persistent=held, pinned=away)
 
 
-def report_of(engine: FSDP) -> Report:
-    """Compare the last step with the plan for as many microbatches as it had."""
-    stats, held = engine.stats, engine.held()
+class Planner(Protocol):
+    """``plan`` of an engine."""
+
+    def __call__(self, *, microbatches: int, sync: Sync, whole: bool) -> Plan:
+        """Plan a step."""
+
+
+def report_of(
+    plan: Planner, units: Sequence[Unit], stats: StepStats, events: Events, held: HeldMemory
+) -> Report:
+    """Compare the last step with the plan for as many microbatches as it had.
+
+    Args:
+        plan: of the engine.
+        units: of the engine.
+        stats: of the step.
+        events: what it went through: phases, and numbers of units.
+        held: what the engine holds.
+    """
     if not stats.reductions:
         raise StateError("report() compares the last training step with its plan; make one first")
-    passes = Counter(unit for phase, unit in engine.executor.events if phase == "backward")
+    passes = Counter(unit for phase, unit in events if phase == "backward")
     microbatches = max(passes.values(), default=1)
-    reduced = sum(count for unit, count in passes.items() if engine.units[unit].trainable)
+    reduced = sum(count for unit, count in passes.items() if units[unit].trainable)
     sync: Sync = "each" if stats.reductions >= reduced else "last"
     return Report(
-        plan_of(engine, microbatches, sync, whole=stats.whole),
-        Measured(
+        plan(microbatches=microbatches, sync=sync, whole=stats.whole),
+        MeasuredStep(
             peak_bytes=held.parameters + held.gradients + held.optimizer + stats.peak_buffers,
             bytes_sent=stats.bytes_sent,
             step_seconds=stats.seconds,

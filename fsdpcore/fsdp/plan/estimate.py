@@ -13,10 +13,10 @@ from typing import Any, Literal
 from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.plan import table
-from fsdpcore.fsdp.plan.plan import Sync, make_plan
+from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize, even_units, lay_out
 from fsdpcore.fsdp.plan.units import sizes_of
-from fsdpcore.fsdp.sharding.strategy import Keep, Strategy
+from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
 
@@ -151,7 +151,7 @@ def memory_estimate(
             overlap=overlap,
             microbatches=microbatches,
             sync=sync,
-            windowed=windowed and which != "no_shard",
+            windowed=windowed,
             rank=rank,
         )
         for which in (strategy, "no_shard")
@@ -159,7 +159,7 @@ def memory_estimate(
     layouts = lay_out(units, plan.placement.shards, precision)
     host = moved(plan.persistent, offload)
     live = plan.peak_live.parameters
-    if offload != "none" and (plan.placement.keep is Keep.UPDATE or not plan.placement.gathers):
+    if offload != "none" and plan.placement.whole_parameters:
         sizes = [unit.gathered for unit in layouts]
         live = max((sum(sizes[n : n + 1 + prefetch]) for n in range(len(sizes))), default=0)
     shards = plan.persistent.gradients - host.gradients

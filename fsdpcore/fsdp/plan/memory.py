@@ -67,7 +67,7 @@ def measure(units: Iterable[Unit], buffers: int, spare: int, window: int) -> Hel
         ):
             pinned += nbytes if kind in unit.store.away else 0
         padding += sum(part.padding for part in unit.flat_parameters)
-        padding += (unit.layout.shard_size - unit.valid_size) * grad
+        padding += unit.gradients.padding
         rounded = unit.dtypes.param.itemsize if unit.dtypes.mixed else 0
         unsharded += unit.layout.size * (master * (1 + states) + grad + rounded)
         unsharded += 0 if update is None else update.whole_size * master

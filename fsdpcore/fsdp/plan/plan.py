@@ -1,31 +1,18 @@
-"""``make_plan``: a training step as data, before anything runs.
-
-Pure arithmetic: no arrays, no communication.
-"""
+"""``Plan``: a training step as data, before anything runs, and as text."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any
 
-from fsdpcore.core.capabilities import Capabilities
-from fsdpcore.core.checks import as_choice, as_finite, as_int
-from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.policy import Costs
-from fsdpcore.fsdp.plan import table as plan_table
-from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize, lay_out, persistent
-from fsdpcore.fsdp.plan.times import Times, seconds, simulate
-from fsdpcore.fsdp.plan.units import sizes_of
-from fsdpcore.fsdp.plan.walk import Job, Live, Operation, Walk
-from fsdpcore.fsdp.sharding.strategy import Placement, Strategy
-from fsdpcore.fsdp.step.schedule import Prefetch
-from fsdpcore.fsdp.units.precision import Precision
-from fsdpcore.fsdp.units.unit import Unit
-
-Sync = Literal["each", "last"]
+from fsdpcore.fsdp.plan import table
+from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize
+from fsdpcore.fsdp.plan.times import Times
+from fsdpcore.fsdp.plan.walk import Live, PlannedCollective
+from fsdpcore.fsdp.sharding.placement import Placement
+from fsdpcore.fsdp.sharding.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,7 @@ class Plan:
     rank: int
     units: tuple[UnitSize, ...]
     microbatches: int
-    operations: tuple[Operation, ...]
+    operations: tuple[PlannedCollective, ...]
     persistent: Persistent
     peak_live: Live
     compute_seconds: float | None = None
@@ -100,7 +87,7 @@ class Plan:
     @property
     def reductions(self) -> int:
         """How often gradients of a unit are reduced; over shards and replicas counts once."""
-        kind = "reduce_scatter" if self.placement.gathers else "all_reduce"
+        kind = self.placement.reduction
         return sum(o.kind == kind and o.phase != "update" for o in self.operations)
 
     @property
@@ -121,10 +108,10 @@ class Plan:
 
     def table(self) -> str:
         """Return all operations as a table."""
-        return plan_table.operations(self)
+        return _operations(self)
 
     def __str__(self) -> str:
-        return plan_table.summary(self)
+        return _summary(self)
 
     def __repr__(self) -> str:
         return (
@@ -138,7 +125,12 @@ class Plan:
         place = self.placement
         return {
             "strategy": dataclasses.asdict(self.strategy),
-            "placement": dataclasses.asdict(place) | {"keep": place.keep.name.lower()},
+            "placement": {
+                "shards": place.shards,
+                "replicas": place.replicas,
+                "regather": place.regather,
+                "keep": place.keep.name.lower(),
+            },
             "world_size": self.world_size,
             "rank": self.rank,
             "tensor": self.tensor,
@@ -169,119 +161,88 @@ def _unit_as_dict(unit: UnitSize) -> dict[str, Any]:
     return told | {"frozen": frozen, "ties": ties}
 
 
-def make_plan(
-    units: Iterable[UnitSize | Unit],
-    world_size: int,
-    *,
-    strategy: Strategy | str = "full_shard",
-    precision: Precision | None = None,
-    optimizer_states: int = 2,
-    prefetch: int = 1,
-    prefetch_bytes: int | None = None,
-    overlap: bool = True,
-    microbatches: int = 1,
-    sync: Sync = "each",
-    windowed: bool = False,
-    brought: bool = False,
-    rank: int = 0,
-    tensor: int = 1,
-    whole: bool = False,
-    costs: Costs | Capabilities | None = None,
-    compute_seconds: Sequence[float] | None = None,
-) -> Plan:
-    """Work out a training step, such as every step but the first one is.
-
-    Args:
-        units: in the order of the forward pass.
-        world_size: number of ranks.
-        strategy: a ``Strategy``, or the name of one.
-        precision: by default, everything has the dtype of the units.
-        optimizer_states: arrays that the optimizer keeps for each parameter; Adam has 2.
-        prefetch: how many units are gathered ahead of their use.
-        prefetch_bytes: how many bytes at most; a unit that is larger alone is fetched nevertheless.
-        overlap: gradients are reduced while the backward pass goes on.
-        microbatches: forward and backward passes before the update.
-        sync: "each": gradients are reduced in each of them; "last": only in the last one, and
-            added up until then.
-        windowed: all ranks that share a copy are on one host, with the parameters in a window.
-        brought: a GPU computes, and gets all parameters from the memory of the host, where each
-            rank has them.
-        rank: whose memory is told; the last ranks may have less of the optimizer's state.
-        tensor: number of ranks over which parameters are cut, each with ``world_size`` ranks that
-            shard its boxes; ``units`` have the sizes of the boxes.
-        whole: all units are gathered at once, as by ``Step.whole``.
-        costs: of the transport, for ``seconds``.
-        compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
-            ``costs``, for ``step_seconds`` and ``exposed_seconds``.
-
-    Raises:
-        ArgumentError: something of this makes no sense.
-    """
-    sizes = sizes_of(units)
-    if isinstance(strategy, str):
-        strategy = Strategy(strategy)
-    world_size = as_int(world_size, "world_size", minimum=1)
-    rank = as_int(rank, "rank", minimum=0)
-    if rank >= world_size:
-        raise ArgumentError(f"rank {rank} is outside of a world of {world_size} ranks")
-    as_choice(sync, get_args(Sync), "sync")
-    states = as_int(optimizer_states, "optimizer_states", minimum=0)
-    place = strategy.place(world_size)
-    layouts = lay_out(sizes, place.shards, precision)
-    job = Job(
-        units=layouts,
-        placement=place,
-        rank=rank,
-        ahead=Prefetch(prefetch, prefetch_bytes, reductions=int(bool(overlap))),
-        microbatches=as_int(microbatches, "microbatches", minimum=1),
-        deferred=sync == "last",
-        windowed=windowed,
-        brought=brought,
-        tensor=as_int(tensor, "tensor", minimum=1),
-        whole=bool(whole),
+def placed(plan: Plan) -> str:
+    """Say in one line what a plan is for."""
+    place, elements = plan.placement, sum(unit.elements for unit in plan.units)
+    shape = f"{place.shards} shards" if place.shards > 1 else "nothing sharded"
+    if place.replicas > 1:
+        shape += f", {place.replicas} replicas"
+    if place.regather != place.shards:
+        shape += f", {place.regather} gather again"
+    if plan.tensor > 1:
+        shape += f", parameters cut over {plan.tensor}"
+    return (
+        f"{plan.strategy.name}, rank {plan.rank} of {plan.world_size} ({shape}): "
+        f"{len(plan.units)} units, {table.count(elements)} parameters"
     )
-    walk = Walk(job)
-    walk.run()
-    compute = None if compute_seconds is None else _compute(compute_seconds, sizes)
-    plan = Plan(
-        strategy=strategy,
-        placement=place,
-        world_size=world_size,
-        rank=rank,
-        units=sizes,
-        microbatches=job.microbatches,
-        operations=tuple(walk.operations),
-        persistent=persistent(layouts, place, rank, optimizer_states=states, windowed=windowed),
-        peak_live=walk.peak,
-        tensor=job.tensor,
-        whole=job.whole,
-        compute_seconds=None if compute is None else 3 * job.microbatches * sum(compute),
-    )
-    return plan if costs is None else _timed(plan, walk, costs, compute)
 
 
-def _compute(given: Sequence[float], units: Sequence[UnitSize]) -> list[float]:
-    if len(given) != len(units):
-        raise ArgumentError(
-            f"compute_seconds must have one number for each of the {len(units)} units, "
-            f"got {len(given)}"
-        )
-    return [
-        as_finite(value, f"compute_seconds of unit {unit.name!r}", minimum=0)
-        for value, unit in zip(given, units, strict=True)
+def _memory(plan: Plan) -> str:
+    """Return the memory of one rank as a table."""
+    rows = [
+        ("parameters", plan.persistent.parameters),
+        ("gradients", plan.persistent.gradients),
+        ("optimizer", plan.persistent.optimizer),
+        ("gathered, at the peak", plan.peak_live.parameters),
+        ("full gradients, at the peak", plan.peak_live.gradients),
+        ("peak", plan.peak_bytes),
     ]
+    if plan.pinned:
+        rows.append(("of which on the host", plan.pinned))
+    return table.columns(("memory", "bytes"), [(name, table.size(nbytes)) for name, nbytes in rows])
 
 
-def _timed(
-    plan: Plan, walk: Walk, costs: Costs | Capabilities, compute: Sequence[float] | None
-) -> Plan:
-    """Add what follows from the costs of a transport."""
-    operations = tuple(
-        dataclasses.replace(o, seconds=seconds(o.kind, o.group_size, o.nbytes, costs))
-        for o in plan.operations
+def _communication(plan: Plan) -> str:
+    """Return what a rank sends in a step as a table, one line for equal operations."""
+    found: dict[tuple[str, ...], tuple[int, int, float]] = {}
+    for operation in plan.operations:
+        key = operation.phase, operation.kind, str(operation.group_size)
+        number, sent, taken = found.get(key, (0, 0, 0.0))
+        found[key] = number + 1, sent + operation.bytes_sent, taken + (operation.seconds or 0.0)
+    timed = plan.seconds is not None
+    rows = [
+        (*key, str(number), table.size(sent), table.duration(taken) if timed else "")
+        for key, (number, sent, taken) in found.items()
+    ]
+    total = str(len(plan.operations)), table.size(plan.bytes_sent), table.duration(plan.seconds)
+    header = ("communication", "operation", "ranks", "number", "sent", "time")
+    return table.columns(header, [*rows, ("total", "", "", *total)], left=2)
+
+
+def _summary(plan: Plan) -> str:
+    """Return a plan in short."""
+    parts = [placed(plan), _memory(plan), _communication(plan)]
+    words = (
+        [f"{table.size(plan.padding_bytes)} of what is sent is padding"]
+        if plan.padding_bytes
+        else []
     )
-    times = None
-    if compute is not None:
-        taken = {number: o.seconds or 0.0 for number, o in enumerate(operations)}
-        times = simulate(walk.events, taken, compute)
-    return dataclasses.replace(plan, operations=operations, times=times)
+    if plan.step_seconds is not None:
+        words.append(
+            f"a step takes {table.duration(plan.step_seconds)}, of which "
+            f"{table.duration(plan.exposed_seconds)} is waiting for communication"
+        )
+    return "\n\n".join([*parts, *words])
+
+
+def _operations(plan: Plan) -> str:
+    """Return all operations of a plan, one a line."""
+    several = plan.microbatches > 1
+    rows = [
+        (
+            str(operation.microbatch) if several else "",
+            operation.phase,
+            operation.unit,
+            operation.kind,
+            "background" if operation.background else "",
+            str(operation.group_size),
+            table.size(operation.nbytes),
+            table.size(operation.padding) if operation.padding else "",
+            table.size(operation.bytes_sent),
+            table.size(operation.live_bytes),
+            table.duration(operation.seconds),
+        )
+        for operation in plan.operations
+    ]
+    header = ("pass", "phase", "unit", "operation", "", "ranks", "bytes", "padding", "sent", "live")
+    return table.columns((*header, "time"), rows, left=5)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsdpcore.core.checks import as_finite, as_instance
-from fsdpcore.fsdp.plan import table as plan_table
-from fsdpcore.fsdp.plan.plan import Plan
+from fsdpcore.fsdp.plan import table
+from fsdpcore.fsdp.plan.plan import Plan, placed
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One step of one rank, as it was; None for what nobody measured.
 
     Attributes:
@@ -38,10 +38,10 @@ class Measured:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None:
-                as_finite(value, f"{field.name} of Measured", minimum=0)
+                as_finite(value, f"{field.name} of MeasuredStep", minimum=0)
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """One line of a report; ``ratio`` is measured / predicted, None where there is none."""
 
     name: str
@@ -60,15 +60,15 @@ class Report:
     """
 
     plan: Plan
-    measured: Measured
+    measured: MeasuredStep
 
     def __post_init__(self) -> None:
         as_instance(self.plan, Plan, "plan of a Report", "a Plan")
-        as_instance(self.measured, Measured, "measured of a Report", "a Measured")
+        as_instance(self.measured, MeasuredStep, "measured of a Report", "a MeasuredStep")
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """All that can be compared, in the order of ``Measured``."""
+    def rows(self) -> tuple[ReportRow, ...]:
+        """All that can be compared, in the order of ``MeasuredStep``."""
         return tuple(
             _row(field.name, getattr(self.plan, field.name), getattr(self.measured, field.name))
             for field in dataclasses.fields(self.measured)
@@ -95,23 +95,23 @@ class Report:
             )
             for row in self.rows
         ]
-        table = plan_table.columns(("", "predicted", "measured", "ratio"), rows)
-        return f"{plan_table.placed(self.plan)}\n\n{table}"
+        header = ("", "predicted", "measured", "ratio")
+        return f"{placed(self.plan)}\n\n{table.columns(header, rows)}"
 
 
-def _row(name: str, predicted: float | None, measured: float | None) -> Row:
+def _row(name: str, predicted: float | None, measured: float | None) -> ReportRow:
     ratio = None
     if predicted is not None and measured is not None:
         if predicted:
             ratio = measured / predicted
         elif not measured:
             ratio = 1.0  # nothing was predicted, and nothing came
-    return Row(name, predicted, measured, ratio)
+    return ReportRow(name, predicted, measured, ratio)
 
 
 def _words(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if "bytes" in name:
-        return plan_table.size(value)
-    return plan_table.duration(value) if name.endswith("seconds") else str(value)
+        return table.size(value)
+    return table.duration(value) if name.endswith("seconds") else str(value)

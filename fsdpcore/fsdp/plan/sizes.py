@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from fsdpcore.core.checks import as_dtype, as_finite, as_int, as_name
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.sharding.strategy import Keep, Placement
+from fsdpcore.fsdp.sharding.placement import Placement
 from fsdpcore.fsdp.units.precision import Dtypes, Precision
 
 
@@ -124,19 +124,9 @@ class UnitBytes:
         return sum(_nbytes(layout) for layout in self.parts)
 
     @property
-    def sharded(self) -> int:
-        """A shard of all parameters, padding included."""
-        return self.gathered // self.trained.world_size
-
-    @property
     def gradients(self) -> int:
         """The full gradients, padding included."""
         return self.trained.padded_size * self.dtypes.grad.itemsize
-
-    @property
-    def gradient_shard(self) -> int:
-        """A shard of the gradients, padding included."""
-        return self.trained.shard_size * self.dtypes.grad.itemsize
 
     @property
     def master(self) -> int:
@@ -182,12 +172,13 @@ def persistent(
     windowed: bool,
 ) -> Persistent:
     """Add up what ``rank`` holds between steps; see ``Plan`` for the rules."""
-    whole = placement.keep is Keep.UPDATE and not windowed
     parameters = gradients = optimizer = 0
     for unit in units:
-        parameters += unit.gathered if whole else unit.sharded
+        for layout in unit.parts:
+            held = layout.shard_size if windowed else placement.parameters_held(layout)
+            parameters += held * layout.dtype.itemsize
         parameters += unit.master if unit.dtypes.mixed else 0
-        gradients += unit.gradient_shard
+        gradients += placement.gradients_held(unit.trained) * unit.dtypes.grad.itemsize
         valid = unit.trained.valid_size(rank % placement.shards)
         optimizer += optimizer_states * valid * unit.dtypes.master.itemsize
     return Persistent(parameters, gradients, optimizer)

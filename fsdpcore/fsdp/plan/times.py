@@ -21,7 +21,7 @@ class Issue(NamedTuple):
     operation: int
 
 
-class Wait(NamedTuple):
+class WaitFor(NamedTuple):
     """The rank waits for the end of an operation."""
 
     operation: int
@@ -34,7 +34,7 @@ class Compute(NamedTuple):
     factor: int
 
 
-Event = Issue | Wait | Compute
+Event = Issue | WaitFor | Compute
 
 
 class Times(NamedTuple):

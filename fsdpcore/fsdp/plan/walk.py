@@ -28,11 +28,10 @@ from typing import Literal
 
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.plan.sizes import UnitBytes
-from fsdpcore.fsdp.plan.times import Compute, Event, Issue, Wait
-from fsdpcore.fsdp.sharding.strategy import Keep, Placement
+from fsdpcore.fsdp.plan.times import Compute, Event, Issue, WaitFor
+from fsdpcore.fsdp.sharding.placement import Placement, Reduction
 from fsdpcore.fsdp.step.agreement import AGREED_BYTES
 from fsdpcore.fsdp.step.schedule import Prefetch
-from fsdpcore.fsdp.units.gradients import all_reduce_sends
 
 Phase = Literal["forward", "backward", "update"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -41,7 +40,7 @@ _BACKWARD = 2  # a backward pass computes twice as long as a forward pass
 
 
 @dataclass(frozen=True)
-class Operation:
+class PlannedCollective:
     """One collective of a step, as one rank sees it.
 
     Attributes:
@@ -95,7 +94,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedStep:
     """What a walk goes through.
 
     Attributes:
@@ -123,11 +122,6 @@ class Job:
     tensor: int = 1
     whole: bool = False
 
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self.placement.shards * self.placement.replicas
-
 
 class Walk:
     """Goes through one step; ``run`` it once.
@@ -138,8 +132,8 @@ class Walk:
         peak: what is alive at the moment when most is.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.operations: list[Operation] = []
+    def __init__(self, job: PlannedStep) -> None:
+        self.operations: list[PlannedCollective] = []
         self.events: list[Event] = []
         self.peak = Live(0, 0)
         self._job = job
@@ -148,8 +142,8 @@ class Walk:
         self._parameters = 0  # alive now, as in Live
         self._gradients = 0
         place = job.placement
-        self._kept = job.windowed or place.keep is Keep.UPDATE
-        self._takes = job.brought or (not self._kept and place.gathers)
+        self._kept = job.windowed or place.whole_parameters
+        self._takes = job.brought or not self._kept
         here = job.windowed or not place.gathers
         self._present = [here and not job.brought] * len(job.units)
         self._fresh: set[int] = set()  # units that need not be gathered again before the update
@@ -159,7 +153,8 @@ class Walk:
         self._parts: set[int] = set()  # units of which a larger part than the shard is there
         self._added: set[int] = set()  # units whose gradients were not reduced yet
         self._tied: dict[tuple[int, str], int] = {}  # bytes of gradients that wait for their owner
-        self._reducing: tuple[int, int] | None = None  # unit and operation
+        # Unit, operation, and what comes after it.
+        self._reducing: tuple[int, int, list[Reduction]] | None = None
 
     def run(self) -> None:
         """Go through all passes, and the update."""
@@ -171,7 +166,7 @@ class Walk:
                 self._unit_by_unit()
         self._end_reduction()
         self._phase = "update"
-        ranks = self._job.world_size * self._job.tensor
+        ranks = self._job.placement.world_size * self._job.tensor
         if ranks > 1:
             nbytes = ranks * AGREED_BYTES
             self._wait(self._issue("all_gather", "", ranks, nbytes, 0, background=False))
@@ -249,14 +244,14 @@ class Walk:
         """End the use of units in a pass."""
         for member in units:
             again = member in self._awaiting
-            if self._takes and not (again and self._job.placement.keep is Keep.BACKWARD):
+            if self._takes and not (again and self._job.placement.keeps_for_backward):
                 self._free(member, again=again)
 
     def _free(self, unit: int, *, again: bool) -> None:
         """Free the parameters of a unit, ``again`` if its backward pass is still to come."""
         this, place = self._job.units[unit], self._job.placement
         part = this.gathered // place.regather
-        if again and unit not in self._parts and place.regather < place.shards:
+        if again and unit not in self._parts and place.keeps_part:
             self._parts.add(unit)
             self._live(parameters=part)  # it is copied from what is freed then
         elif unit in self._parts and not again:
@@ -297,17 +292,13 @@ class Walk:
                 self._reduce(unit)
 
     def _reduce(self, unit: int) -> None:
-        this, place = self._job.units[unit], self._job.placement
-        background = bool(self._job.ahead.reductions) and self._job.world_size > 1
+        this, job = self._job.units[unit], self._job
+        background = bool(job.ahead.reductions) and job.placement.world_size > 1
+        first, *more = job.placement.reductions(this.trained, job.rank) or (None,)
         operation = -1
-        if place.gathers:
-            sizes = _bytes(this.trained, this.dtypes.grad.itemsize)
-            operation = self._issue(
-                "reduce_scatter", this.name, place.shards, *sizes, background=background
-            )
-        elif place.replicas > 1:
-            operation = self._over_replicas(this, background=background)
-        self._reducing = unit, operation
+        if first is not None:
+            operation = self._sum(this, first, background=background)
+        self._reducing = unit, operation, more
         if not background:
             self._end_reduction()
 
@@ -315,26 +306,23 @@ class Walk:
         """Wait for the reduction that is on its way, if there is one, and free its buffer."""
         if self._reducing is None:
             return
-        (unit, operation), self._reducing = self._reducing, None
-        this, place = self._job.units[unit], self._job.placement
+        (unit, operation, more), self._reducing = self._reducing, None
+        this = self._job.units[unit]
         if operation >= 0:
             self._wait(operation)
-        if place.gathers and place.replicas > 1:
-            self._wait(self._over_replicas(this, background=False))
+        for each in more:
+            self._wait(self._sum(this, each, background=False))
         self._live(gradients=-this.gradients)
 
-    def _over_replicas(self, this: UnitBytes, *, background: bool) -> int:
-        """Reduce a shard, which is all there is without sharding, over the replicas."""
-        place, layout = self._job.placement, this.trained
-        item, ranks = this.dtypes.grad.itemsize, place.replicas
-        replica, shard = divmod(self._job.rank, place.shards)
+    def _sum(self, this: UnitBytes, reduction: Reduction, *, background: bool) -> int:
+        item = this.dtypes.grad.itemsize
         return self._issue(
-            "all_reduce",
+            reduction.kind,
             this.name,
-            ranks,
-            layout.shard_size * item,
-            (layout.shard_size - layout.valid_size(shard)) * item,
-            sent=all_reduce_sends(layout.shard_size, ranks, replica) * item,
+            reduction.ranks,
+            reduction.size * item,
+            reduction.padding * item,
+            sent=reduction.sent * item,
             background=background,
         )
 
@@ -351,7 +339,7 @@ class Walk:
         background: bool,
         sent: int | None = None,
     ) -> int:
-        operation = Operation(
+        operation = PlannedCollective(
             phase=self._phase,
             kind=kind,
             unit=unit,
@@ -368,7 +356,7 @@ class Walk:
         return len(self.operations) - 1
 
     def _wait(self, operation: int) -> None:
-        self.events.append(Wait(operation))
+        self.events.append(WaitFor(operation))
 
     def _live(self, *, parameters: int = 0, gradients: int = 0) -> None:
         """Take memory, or give it back."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.device import Device
-from fsdpcore.fsdp.sharding.strategy import Placement
+from fsdpcore.fsdp.sharding.placement import Placement
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,41 @@
-"""What is sharded, over which ranks, and how long gathered parameters stay.
+"""The strategies by name, their options, and the placement that each comes to.
 
 Pure: names and numbers, no arrays and no communication.
 """
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.fsdp.sharding.placement import Keep, Placement
 
-STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+
+@dataclass(frozen=True)
+class StrategyKind:
+    """What the name of a strategy stands for.
+
+    Attributes:
+        sharded: each rank updates a shard; else each updates everything.
+        grouped: over groups of ranks, of ``shard_group_size``, and not over all of them.
+        keep: how long gathered parameters stay; None where ``reshard_after_forward`` says it.
+        whole_gradients: as of ``Placement``.
+    """
+
+    sharded: bool = True
+    grouped: bool = False
+    keep: Keep | None = None
+    whole_gradients: bool = False
 
 
-class Keep(enum.Enum):
-    """How long the gathered parameters of a unit stay."""
-
-    USE = "while it is used, in each pass anew"
-    BACKWARD = "from the forward to the end of the backward pass"
-    UPDATE = "until the update"
+STRATEGIES: Mapping[str, StrategyKind] = {
+    "full_shard": StrategyKind(),
+    "shard_grad_op": StrategyKind(keep=Keep.UPDATE),
+    "hybrid_shard": StrategyKind(grouped=True),
+    "no_shard": StrategyKind(sharded=False, keep=Keep.UPDATE),
+}
 
 
 @dataclass(frozen=True)
@@ -57,27 +73,32 @@ class Strategy:
     shard_group_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in STRATEGIES:
+        if not isinstance(self.name, str) or self.name not in STRATEGIES:
             raise ArgumentError(
                 f"unknown strategy {self.name!r}; known: {', '.join(map(repr, STRATEGIES))}"
             )
-        hybrid = self.name == "hybrid_shard"
         if self.shard_group_size is not None:
             as_int(self.shard_group_size, "shard_group_size", minimum=1)
-        if hybrid is (self.shard_group_size is None):
+        if self._kind.grouped is (self.shard_group_size is None):
             raise ArgumentError(
-                "hybrid_shard needs shard_group_size, the number of neighbouring ranks that share "
-                "a copy of the model: Strategy('hybrid_shard', shard_group_size=8)"
-                if hybrid
-                else f"shard_group_size belongs to 'hybrid_shard', not to {self.name!r}"
+                f"{self.name} needs shard_group_size, the number of neighbouring ranks that share "
+                f"a copy of the model: Strategy({self.name!r}, shard_group_size=8)"
+                if self._kind.grouped
+                else f"shard_group_size belongs to {_those(lambda kind: kind.grouped)}, "
+                f"not to {self.name!r}"
             )
         if not isinstance(self.reshard_after_forward, bool):
             as_int(self.reshard_after_forward, "reshard_after_forward", minimum=1)
-        if self.name in ("shard_grad_op", "no_shard") and self.reshard_after_forward is not True:
+        if self._kind.keep is not None and self.reshard_after_forward is not True:
             raise ArgumentError(
                 f"{self.name!r} keeps its parameters; reshard_after_forward belongs to "
-                "'full_shard' and 'hybrid_shard'"
+                f"{_those(lambda kind: kind.keep is None)}"
             )
+
+    @property
+    def _kind(self) -> StrategyKind:
+        """What the name stands for."""
+        return STRATEGIES[self.name]
 
     def place(self, world_size: int) -> Placement:
         """Apply the strategy to so many ranks.
@@ -85,46 +106,29 @@ class Strategy:
         Raises:
             ArgumentError: a group's size does not divide them.
         """
-        shards = {"no_shard": 1, "hybrid_shard": self.shard_group_size}.get(self.name, world_size)
-        assert shards is not None
+        shards = (self.shard_group_size or world_size) if self._kind.sharded else 1
         if world_size % shards:
             raise ArgumentError(f"shard_group_size {shards} does not divide the {world_size} ranks")
-        keep, regather = Keep.USE, shards
-        if self.name in ("shard_grad_op", "no_shard"):
-            keep = Keep.UPDATE
-        elif self.reshard_after_forward is False:
-            keep = Keep.BACKWARD
-        elif self.reshard_after_forward is not True:
-            regather = self.reshard_after_forward
-            if shards % regather:
-                raise ArgumentError(
-                    f"reshard_after_forward={regather} does not divide the {shards} ranks that "
-                    "share a copy of the parameters"
-                )
-            keep = Keep.BACKWARD if regather == 1 else Keep.USE
-        if keep is Keep.BACKWARD:
-            regather = shards
-        return Placement(shards, world_size // shards, regather, keep)
+        keep, regather = self._kept(shards)
+        replicas = world_size // shards
+        return Placement(shards, replicas, regather, keep, self._kind.whole_gradients)
+
+    def _kept(self, shards: int) -> tuple[Keep, int]:
+        """How long gathered parameters stay, and how many ranks the backward pass gathers among."""
+        if self._kind.keep is not None:
+            return self._kind.keep, shards
+        if isinstance(self.reshard_after_forward, bool):
+            return Keep.USE if self.reshard_after_forward else Keep.BACKWARD, shards
+        regather = self.reshard_after_forward
+        if shards % regather:
+            raise ArgumentError(
+                f"reshard_after_forward={regather} does not divide the {shards} ranks that "
+                "share a copy of the parameters"
+            )
+        # A part of all parameters for each of one rank is all of them.
+        return (Keep.BACKWARD, shards) if regather == 1 else (Keep.USE, regather)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A strategy for a certain number of ranks.
-
-    Attributes:
-        shards: ranks that share one copy of parameters, gradients and optimizer state; neighbours.
-        replicas: how many such groups there are.
-        regather: ranks among which the backward pass gathers; ``shards``, or fewer where each rank
-            keeps a larger part after the forward pass.
-        keep: how long gathered parameters stay.
-    """
-
-    shards: int
-    replicas: int
-    regather: int
-    keep: Keep
-
-    @property
-    def gathers(self) -> bool:
-        """Whether there is anything to gather."""
-        return self.shards > 1
+def _those(chosen: Callable[[StrategyKind], bool]) -> str:
+    """Names of some strategies, for messages."""
+    return " and ".join(repr(name) for name, kind in STRATEGIES.items() if chosen(kind))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fsdpcore.fsdp.offload.offload import GATHERED
-from fsdpcore.fsdp.sharding.strategy import Keep
+from fsdpcore.fsdp.sharding.placement import Placement
 from fsdpcore.fsdp.step.schedule import Phase, Prefetch, UnitOrder
 from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.units.unit import ParamState, Unit
@@ -22,7 +22,7 @@ class StepExecutor:
 
     Args:
         units: in the order of the forward pass.
-        keep: how long gathered parameters stay.
+        placement: of the units.
         ahead: what goes on in the background.
         overlaps: gradients are reduced there.
 
@@ -32,13 +32,13 @@ class StepExecutor:
     """
 
     def __init__(
-        self, units: Sequence[Unit], keep: Keep, ahead: Prefetch, *, overlaps: bool
+        self, units: Sequence[Unit], placement: Placement, ahead: Prefetch, *, overlaps: bool
     ) -> None:
         self.step: Step | None = None
         self.stats = StepStats()
         self._units = units
         self._number = {unit.name: number for number, unit in enumerate(units)}
-        self._keep = keep
+        self._placement = placement
         self._prefetch = ahead
         self._overlaps = overlaps
         self._order = UnitOrder(len(units))
@@ -131,7 +131,7 @@ class StepExecutor:
     def free(self, unit: Unit) -> None:
         """Free one unit, unless the strategy keeps it for a backward pass to come."""
         again = self.step is not None and self.step.awaits_backward(unit)
-        if not (again and self._keep is Keep.BACKWARD):
+        if not (again and self._placement.keeps_for_backward):
             unit.reshard(again=again)
 
     # Gradients.

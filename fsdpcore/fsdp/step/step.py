@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_finite, as_positive
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.fsdp.sharding.strategy import Keep
 from fsdpcore.fsdp.step.schedule import Phase
 from fsdpcore.fsdp.step.update import apply_update
 from fsdpcore.fsdp.step.whole import Whole, WholeGradients
 from fsdpcore.fsdp.units.gradients import check_divisor
-from fsdpcore.fsdp.units.storage import keeps_all
 from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import Gradients, LentParams
 
@@ -98,10 +96,10 @@ class Step:
         engine = self._engine
         if not self.training:
             return False
-        if engine.all_windowed or engine.placement.keep is Keep.BACKWARD:
+        if engine.all_windowed or engine.placement.keeps_for_backward:
             return True
         brought = engine.offload is not None and not engine.device.on_host
-        return keeps_all(engine.placement) and not brought
+        return engine.placement.whole_parameters and not brought
 
     def ignored(self, unit: Unit | str) -> frozenset[str]:
         """Return which of a unit's arrays are ignored: they stay where they are, also after it."""

@@ -1,4 +1,6 @@
-"""The gradients of one unit on one rank: written, added up, reduced to this rank's shard.
+"""The gradients of one unit on one rank: written, added up, reduced to what this rank keeps.
+
+That is its shard, or all of them; the placement says which.
 
 ::
 
@@ -19,7 +21,7 @@ import numpy as np
 from fsdpcore.collectives import all_reduce, reduce_scatter
 from fsdpcore.collectives.on_device import in_background
 from fsdpcore.core.array_module import on_host
-from fsdpcore.core.buffers import Array, split_sizes
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_positive
 from fsdpcore.core.device import HOST
 from fsdpcore.core.errors import CommunicationError, StateError
@@ -49,9 +51,9 @@ class _Reducing:
     Attributes:
         work: None where it has ended.
         flat: the full gradients, which it reads and may overwrite.
-        own: this rank's shard of the sum.
+        own: what this rank keeps of the sum.
         divisor: of the sum.
-        shard: what the shard will be, if that is all there is to do; None if ``own`` is to be
+        reduced: what is kept in the end, if that is all there is to do; None if ``own`` is to be
             divided and added.
     """
 
@@ -59,7 +61,7 @@ class _Reducing:
     flat: Array
     own: Array
     divisor: float | None
-    shard: Array | None = None
+    reduced: Array | None = None
 
 
 class UnitGradients:
@@ -71,10 +73,10 @@ class UnitGradients:
         algorithm: of the collectives.
         pool: of the full gradients.
         dtypes: of the unit.
-        store: where this rank's shard is, once it is needed.
+        store: where the reduced gradients are, once they are needed.
 
     Attributes:
-        shard: this rank's part of the reduced gradients, while there are any.
+        sends: bytes that this rank sends in a reduction, at the least that is possible.
     """
 
     def __init__(
@@ -86,15 +88,23 @@ class UnitGradients:
         dtypes: Dtypes,
         store: OffloadStore,
     ) -> None:
-        self.shard: Array | None = None
         self._places = places
         self._layout = places.layout
         self._groups = groups
+        self._placement = groups.placement
+        shard = slice(*places.layout.shard_bounds(groups.shards.rank))
+        whole = groups.placement.whole_gradients
+        reductions = groups.placement.reductions(places.layout, groups.whole.rank)
+        self.sends = sum(each.sent for each in reductions) * dtypes.grad.itemsize
+        # Of the full gradients, what is kept; and of that, the shard.
+        self._range = slice(0, places.layout.padded_size) if whole else shard
+        self._shard = shard if whole else slice(None)
         self._algorithm = algorithm
         self._pool = pool
         self._dtypes = dtypes
         self._store = store
-        self._buffer: Array | None = None  # what ``shard`` is, whenever it is there
+        self._reduced: Array | None = None  # what this rank keeps, while there is any
+        self._buffer: Array | None = None  # what ``_reduced`` is, whenever it is there
         self._open: Gradients | None = None
         self._kept: Array | None = None
         self._reducing: _Reducing | None = None
@@ -108,7 +118,12 @@ class UnitGradients:
             return GradState.REDUCING
         if self._open is not None or self.kept or self.unclaimed:
             return GradState.LOCAL
-        return GradState.NONE if self.shard is None else GradState.REDUCED
+        return GradState.NONE if self._reduced is None else GradState.REDUCED
+
+    @property
+    def shard(self) -> Array | None:
+        """This rank's shard of the reduced gradients, while there are any."""
+        return None if self._reduced is None else self._reduced[self._shard]
 
     @property
     def kept(self) -> bool:
@@ -173,7 +188,7 @@ class UnitGradients:
     # Reducing.
 
     def reduce(self, divisor: float | None, *, label: str, async_op: bool) -> None:
-        """Sum the gradients of all ranks, divide, and add this rank's shard to what it has.
+        """Sum the gradients of all ranks, divide, and add what this rank keeps to what it has.
 
         Args:
             divisor: None for the number of ranks.
@@ -191,11 +206,10 @@ class UnitGradients:
             _add_into(self._places.view(flat, name).reshape(-1), array)
             self._pool.give(array)
         self._from_ties.clear()
-        if self.shard is None and ArrayKind.GRADIENT not in self._store.away:
+        if self._reduced is None and ArrayKind.GRADIENT not in self._store.away:
             own = self._own_buffer()
         else:  # a collective may write to this rank's part of what it reads
-            start, stop = self._layout.shard_bounds(self._groups.shards.rank)
-            own = flat[start:stop]
+            own = flat[self._range]
         self._store.ahead(GRADIENTS)
         try:
             self._reducing = self._begin(flat, own, divisor, label, async_op)
@@ -215,7 +229,7 @@ class UnitGradients:
         # On a GPU all of it goes on in the background, while the next backward pass computes.
         def reduce() -> None:
             self._start(flat, own, divisor, label, async_op=False)
-            reducing.shard = self._conclude(own, divisor)
+            reducing.reduced = self._conclude(own, divisor)
 
         reducing = _Reducing(None, flat, own, divisor)
         reducing.work = in_background(self._groups.whole, label, reduce)
@@ -232,14 +246,9 @@ class UnitGradients:
             "async_op": async_op,
             "label": label if divisor is None else f"{label}, divisor {divisor}",
         }
-        if groups.placement.gathers or groups.replicas.world_size == 1:
-            return reduce_scatter(flat, groups.shards, **options)
-        return all_reduce(flat, groups.replicas, **options)
-
-    @property
-    def _in_two(self) -> bool:
-        """Whether shards are reduced in their group, and then over the replicas."""
-        return self._groups.placement.gathers and self._groups.replicas.world_size > 1
+        if self._placement.whole_gradients:
+            return all_reduce(flat, groups.whole, **options)
+        return reduce_scatter(flat, groups.shards, **options)
 
     def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
         """Return what the collectives make of the gradients, before the rest is divided."""
@@ -248,7 +257,7 @@ class UnitGradients:
             small = divisor is None or divisor >= self._groups.whole.world_size
             return "mean" if small else "sum"
         # The same bits as with one group of all ranks, since the sum is divided once.
-        return "mean" if divisor is None and not self._in_two else "sum"
+        return "mean" if divisor is None and not self._placement.reduces_twice else "sum"
 
     def wait(self) -> None:
         """End a reduction that was begun; blocks. Raises what went wrong with it."""
@@ -258,47 +267,47 @@ class UnitGradients:
         try:
             if reducing.work is not None:
                 reducing.work.wait()
-            shard = reducing.shard
-            if shard is None:
-                shard = self._conclude(reducing.own, reducing.divisor)
-            self.shard = shard
+            reduced = reducing.reduced
+            if reduced is None:
+                reduced = self._conclude(reducing.own, reducing.divisor)
+            self._reduced = reduced
         finally:
             self._pool.give(reducing.flat)
 
     def _conclude(self, own: Array, divisor: float | None) -> Array:
-        """Have the other replicas' sums added, divide, and add to the shard, which is returned."""
+        """Have the other replicas' sums added, divide, and add to what is kept; return that."""
         op, groups = self._op(divisor), self._groups
         size = groups.whole.world_size
-        if self._in_two:
+        if self._placement.reduces_twice:
             label = f"unit {self._places.unit}, over replicas"
             algorithm = self._algorithm
             all_reduce(own, groups.replicas, op=op, out=own, algorithm=algorithm, label=label)
         left = (size if divisor is None else divisor) / (size if op == "mean" else 1)
         if left != 1:
             _divide(own, left)
-        shard = self.shard
-        if shard is not None:
+        reduced = self._reduced
+        if reduced is not None:
             self._store.begin(GRADIENTS, write=True)
-            _add_into(shard, own)
+            _add_into(reduced, own)
         else:
-            shard = self._own_buffer()
-            if own is not shard:  # it is not where a collective can write to
-                shard[:] = own
+            reduced = self._own_buffer()
+            if own is not reduced:  # it is not where a collective can write to
+                reduced[:] = own
         self._store.end(GRADIENTS, written=True)
-        return shard
+        return reduced
 
     def _own_buffer(self) -> Array:
         if self._buffer is None:
             allocate = self._store.allocate(ArrayKind.GRADIENT)
-            self._buffer = allocate(self._layout.shard_size, self._dtypes.grad)
+            self._buffer = allocate(self._held, self._dtypes.grad)
         return self._buffer
 
     def zeros(self) -> Array:
         """Return the shard, which is zeros if nothing was reduced."""
-        if self.shard is None:
-            self.shard = self._own_buffer()
-            self.shard[:] = 0
-        return self.shard
+        if self._reduced is None:
+            self._reduced = self._own_buffer()
+            self._reduced[:] = 0
+        return self._reduced[self._shard]
 
     # Forgetting.
 
@@ -323,30 +332,25 @@ class UnitGradients:
             if array is not None:
                 self._pool.give(array)
         self._from_ties.clear()
-        if self.shard is not None:
+        if self._reduced is not None:
             self._store.discard(GRADIENTS)
-        self._kept = self.shard = None
-
-    @property
-    def sends(self) -> int:
-        """Bytes that this rank sends in a reduction, at the least that is possible."""
-        shards, replicas = self._groups.shards.world_size, self._groups.replicas
-        shard = self._layout.shard_size
-        elements = shard * (shards - 1) + all_reduce_sends(
-            shard, replicas.world_size, replicas.rank
-        )
-        return elements * self._dtypes.grad.itemsize
+        self._kept = self._reduced = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shard, also while there is none."""
-        return self._layout.shard_size * self._dtypes.grad.itemsize
+        """Bytes of the reduced gradients that this rank keeps, also while there are none."""
+        return self._held * self._dtypes.grad.itemsize
 
+    @property
+    def padding(self) -> int:
+        """How many of these are padding."""
+        valid = max(0, min(self._range.stop, self._layout.size) - self._range.start)
+        return (self._held - valid) * self._dtypes.grad.itemsize
 
-def all_reduce_sends(size: int, ranks: int, rank: int) -> int:
-    """Elements that a rank sends at least: its values for all others, then its sums to them."""
-    own = split_sizes(size, ranks)[rank]
-    return size - own + own * (ranks - 1)
+    @property
+    def _held(self) -> int:
+        """How many elements this rank keeps."""
+        return self._placement.gradients_held(self._layout)
 
 
 def check_divisor(divisor: float | None) -> float | None:

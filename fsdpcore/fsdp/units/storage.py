@@ -37,7 +37,6 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.work import Work
-from fsdpcore.fsdp.sharding.strategy import Keep, Placement
 from fsdpcore.fsdp.units.views import Params, Places, read_only
 
 
@@ -119,11 +118,6 @@ class ParameterStorage(ABC):
 
     def reduced(self) -> None:  # noqa: B027 - most need not know
         """Take note that all ranks entered the reduction of the gradients with the unit SHARDED."""
-
-
-def keeps_all(placement: Placement) -> bool:
-    """Whether every rank holds all parameters, all the time, if they are not in a window."""
-    return placement.keep is Keep.UPDATE or not placement.gathers
 
 
 def place_of(flat: Array, layout: FlatLayout, rank: int) -> Array:

@@ -13,7 +13,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.work import Work
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import Allocate, BufferPool
-from fsdpcore.fsdp.units.storage import ParameterStorage, keeps_all, place_of, sent
+from fsdpcore.fsdp.units.storage import ParameterStorage, place_of, sent
 from fsdpcore.fsdp.units.views import Params, Places
 
 
@@ -40,7 +40,7 @@ def make_storage(
     """
     if flat is not None:
         return SharedWindowStorage(groups.shards, places, flat)
-    if not keeps_all(groups.placement):
+    if not groups.placement.whole_parameters:
         return ShardedStorage(groups, places, algorithm, pool, allocate, away=away)
     if away:
         return PinnedReplicaStorage(groups.shards, places, algorithm, pool, allocate)

@@ -1,0 +1,111 @@
+"""``all_gather``, ``all_gather_v``: join the arrays of all ranks; every rank gets the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.operations.perform import perform
+from fsdpcore.collectives.operations.rows import join_rows
+from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+
+
+def _start(
+    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
+) -> None:
+    choice.function(context, source, out, layout.bounds)
+
+
+ALL_GATHER = Operation("all_gather", _start, joins=True)
+
+
+def all_gather(
+    array: ArrayLike,
+    backend: Backend,
+    *,
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+    label: str = "",
+) -> Any:
+    """Join the arrays of all ranks, which have equal shapes, along axis 0; every rank gets it.
+
+    Args:
+        array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
+            of any shape, 0-d and empty ones too; of equal shape and dtype on all ranks.
+        backend: the group. All its ranks call this, in the same order of collectives.
+        out: array of the result's shape and dtype to write to; the input may be this rank's own
+            part of it. Without it a new array is returned.
+        algorithm: "auto" (the fastest for the size and the group), or its name, such as
+            "bruck"; an error for an unknown one lists them all. The same on all ranks.
+        timeout: seconds for the whole operation, from when its turn comes after those that this
+            group was given before; by default ``backend.timeout``.
+        async_op: return a ``Work`` at once, whose ``wait()`` gives the result. Until then the
+            input must not change and the output must not be read.
+        label: what the call is for; compared between the ranks and named in errors.
+
+    Returns:
+        Array of shape ``(world_size * array.shape[0], *array.shape[1:])``, in rank order; 0-d
+        arrays join to one of shape ``(world_size,)``.
+
+    Raises:
+        ArgumentError: this rank's arguments are wrong. Nothing was sent.
+        MismatchError: the ranks called different things; on all ranks.
+        CommTimeoutError: the deadline passed; names the ranks that are missing.
+        PeerFailedError: another rank failed, was lost or left.
+
+    Example::
+
+        lengths = fc.all_gather(np.array(len(samples)), backend)  # one number per rank
+    """
+    return perform(ALL_GATHER, array, backend, out, timeout, async_op, algorithm, label)
+
+
+def all_gather_v(
+    array: ArrayLike,
+    backend: Backend,
+    *,
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+    label: str = "",
+) -> Any:
+    """Join arrays with different numbers of rows along axis 0; every rank gets the result.
+
+    The numbers of rows need not be known beforehand: the ranks learn them from each other.
+
+    Args:
+        array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
+            of at least one axis. All but the size of axis 0, which may be 0, is equal on
+            all ranks.
+        backend: the group. All its ranks call this, in the same order of collectives.
+        out: array of the result's shape and dtype to write to; the input may be this rank's own
+            part of it. Without it a new array is returned.
+        algorithm: "auto" (the fastest for the size and the group), or its name, such as
+            "bruck"; an error for an unknown one lists them all. The same on all ranks.
+        timeout: seconds for the whole operation, from when its turn comes after those that this
+            group was given before; by default ``backend.timeout``.
+        async_op: return a ``Work`` at once, whose ``wait()`` gives the result. Until then the
+            input must not change and the output must not be read.
+        label: what the call is for; compared between the ranks and named in errors.
+
+    Returns:
+        Array of shape ``(rows of all ranks, *array.shape[1:])``, in rank order.
+
+    Raises:
+        ArgumentError: this rank's arguments are wrong. Nothing was sent.
+        MismatchError: the ranks called different things; on all ranks.
+        CommTimeoutError: the deadline passed; names the ranks that are missing.
+        PeerFailedError: another rank failed, was lost or left.
+
+    Example::
+
+        every = fc.all_gather_v(found, backend)  # found has as many rows as this rank has found
+    """
+    return join_rows(ALL_GATHER, array, backend, out, timeout, async_op, algorithm, label)

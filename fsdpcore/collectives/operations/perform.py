@@ -1,0 +1,107 @@
+"""What all public functions of collectives do: from arrays to the call, and to its result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fsdpcore.collectives.arguments import operand, remembered, spec_for
+from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.output import Output
+from fsdpcore.collectives.run import run
+from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation, Shape
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_rank
+from fsdpcore.core.reductions import ReduceOp, Reduction
+
+
+def perform(
+    definition: Operation,
+    array: ArrayLike,
+    backend: Backend,
+    out: Array | None,
+    timeout: float | None,
+    async_op: bool,
+    algorithm: str = "auto",
+    label: str = "",
+    op: ReduceOp | str = "",
+    root: int = -1,
+    counts: tuple[int, ...] = (),
+) -> Any:
+    """Call a collective of which every rank knows shapes and sizes before it begins.
+
+    Args:
+        definition: which one.
+        array, backend, out, timeout, async_op, algorithm, label: as in all public functions.
+        op: of one that reduces.
+        root: of one that has a root.
+        counts: the rows of each rank's chunk; by default as even as can be.
+    """
+    source, backend = operand(array, backend)
+    if definition.rooted:
+        root = as_rank(root, backend.world_size, f"{definition.name}: root")
+    spec = remembered(
+        backend, _spec, definition, source.dtype, source.shape, algorithm, label, op, root, counts
+    )
+    if spec.fast_path is not None and timeout is None and not async_op:
+        result = spec.fast_path(source, out)
+        if result is not None:
+            return result
+    gives = definition.gives(backend.rank, spec.layout)
+    output = Output(out, spec.out_shape, source.dtype, backend.moves) if gives else None
+
+    def body(context: CollectiveContext) -> Array | None:
+        return carry_out(context, definition, spec.choice, spec.layout, source, output)
+
+    return run(backend, spec, body, timeout=timeout, async_op=async_op, output=output)
+
+
+def _spec(
+    backend: Backend,
+    definition: Operation,
+    dtype: np.dtype[Any],
+    shape: Shape,
+    algorithm: str,
+    label: str,
+    op: ReduceOp | str,
+    root: int,
+    counts: tuple[int, ...],
+) -> CallSpec:
+    rank, world_size = backend.rank, backend.world_size
+    sizes = counts or definition.sizes(shape, world_size)
+    reduction = Reduction.of(op, dtype) if definition.reduces else None
+    return spec_for(
+        backend,
+        f"{definition.name}_v" if counts else definition.name,
+        definition,
+        dtype,
+        shape,
+        size=definition.size(np.prod(shape, dtype=int).item() * dtype.itemsize, world_size),
+        layout=definition.layout(shape, sizes, rank, root=root, reduction=reduction),
+        out_shape=definition.out_shape(shape, sizes, rank),
+        algorithm=algorithm,
+        label=label,
+        counts=counts,
+    )
+
+
+def carry_out(
+    context: CollectiveContext,
+    definition: Operation,
+    choice: Choice,
+    layout: Layout,
+    source: Array | None,
+    output: Output | None,
+) -> Array | None:
+    """Run an algorithm from the input, if this rank has one, to its result, if it gets one."""
+    flat = None if source is None else source.reshape(-1)
+    if output is None:
+        definition.start(context, choice, layout, flat, None)
+        return None
+    if flat is not None:
+        flat = output.separate(flat, definition, layout, context.rank)
+    definition.start(context, choice, layout, flat, output.flat)
+    return output.deliver()

@@ -1,0 +1,73 @@
+"""``reduce``: combine the arrays of all ranks; the root gets the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.operations.perform import perform
+from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.reductions import ReduceOp
+
+
+def _start(
+    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array | None
+) -> None:
+    choice.function(context, source, out, layout.root, layout.reduction)
+
+
+REDUCE = Operation("reduce", _start, reduces=True, rooted=True, to_root=True)
+
+
+def reduce(
+    array: ArrayLike,
+    backend: Backend,
+    *,
+    root: int = 0,
+    op: ReduceOp | str = "sum",
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+    label: str = "",
+) -> Any:
+    """Combine the arrays of all ranks elementwise; the root gets the result.
+
+    Args:
+        array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
+            of any shape, 0-d and empty ones too; of equal shape and dtype on all ranks.
+        backend: the group. All its ranks call this, in the same order of collectives.
+        op: how values are combined: "sum", "mean", "min", "max", "prod", or a ``ReduceOp``. Always
+            in the canonical order of ranks, so with the same bits, but for "ring" and what a
+            transport calls its own. float16 and bfloat16 are accumulated in float32.
+        root: the rank that gets the result; the same on all ranks.
+        out: array of the result's shape and dtype to write to, which may be the input; without it a
+            new array is returned. Ignored on the other ranks.
+        algorithm: "auto" (the fastest for the size and the group), or its name, such as
+            "tree"; an error for an unknown one lists them all. The same on all ranks.
+        timeout: seconds for the whole operation, from when its turn comes after those that this
+            group was given before; by default ``backend.timeout``.
+        async_op: return a ``Work`` at once, whose ``wait()`` gives the result. Until then the
+            input must not change and the output must not be read.
+        label: what the call is for; compared between the ranks and named in errors.
+
+    Returns:
+        Array of the input's shape and dtype on the root, None on the others.
+
+    Raises:
+        ArgumentError: this rank's arguments are wrong. Nothing was sent.
+        MismatchError: the ranks called different things; on all ranks.
+        CommTimeoutError: the deadline passed; names the ranks that are missing.
+        PeerFailedError: another rank failed, was lost or left.
+
+    Example::
+
+        total = fc.reduce(counts, backend, root=0)
+        if backend.rank == 0:
+            print(total)
+    """
+    return perform(REDUCE, array, backend, out, timeout, async_op, algorithm, label, op, root)

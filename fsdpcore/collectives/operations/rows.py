@@ -1,0 +1,130 @@
+"""Ragged collectives: the ranks contribute or receive different numbers of rows.
+
+Rows are indices of axis 0; all other dimensions are equal on all ranks, and a rank may have no
+rows at all.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fsdpcore.collectives.arguments import operand, remembered, spec_for
+from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.operations.perform import carry_out
+from fsdpcore.collectives.output import Output
+from fsdpcore.collectives.run import run
+from fsdpcore.collectives.spec import CallSpec, Layout, Operation, Shape
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_rank
+from fsdpcore.core.device import Device
+from fsdpcore.core.errors import ArgumentError
+
+
+def join_rows(
+    definition: Operation,
+    array: ArrayLike,
+    backend: Backend,
+    out: Array | None,
+    timeout: float | None,
+    async_op: bool,
+    algorithm: str,
+    label: str,
+    root: int = -1,
+) -> Any:
+    """Call a collective that joins the rows of all ranks, which these learn from each other."""
+    source, backend = operand(array, backend)
+    operation = f"{definition.name}_v"
+    if definition.rooted:
+        root = as_rank(root, backend.world_size, f"{operation}: root")
+    spec = remembered(
+        backend, _ragged, definition, source.dtype, source.shape, root, algorithm, label
+    )
+    gives = definition.gives(backend.rank, spec.layout)
+    if gives:
+        _check_out(out, source, backend.moves)
+
+    def body(context: CollectiveContext) -> Array | None:
+        shape, rows = source.shape, context.rows
+        layout = definition.layout(shape, rows, context.rank, root=root)
+        output = None
+        if gives:
+            joined = definition.out_shape(shape, rows, context.rank)
+            output = Output(out, joined, source.dtype, backend.moves)
+        choice = context.choose(layout.bounds[-1] * source.dtype.itemsize)
+        return carry_out(context, definition, choice, layout, source, output)
+
+    return run(backend, spec, body, timeout=timeout, async_op=async_op)
+
+
+def _ragged(
+    backend: Backend,
+    definition: Operation,
+    dtype: np.dtype[Any],
+    shape: Shape,
+    root: int,
+    algorithm: str,
+    label: str,
+) -> CallSpec:
+    operation = f"{definition.name}_v"
+    check_rows(shape, operation)
+    return spec_for(
+        backend,
+        operation,
+        definition,
+        dtype,
+        shape,
+        layout=Layout(root),
+        algorithm=algorithm,
+        label=label,
+        ragged=True,
+    )
+
+
+def check_rows(shape: Shape, operation: str) -> None:
+    """Raise ``ArgumentError`` if there is no axis 0."""
+    if not shape:
+        raise ArgumentError(f"{operation} works on rows (axis 0), which a 0-d array does not have")
+
+
+def _check_out(out: Array | None, source: Array, device: Device) -> None:
+    """Check all of ``out`` but the number of rows, which is not known yet."""
+    if out is not None:
+        rows = tuple(getattr(out, "shape", ()))[:1] or (0,)
+        device.check_out(out, rows + source.shape[1:], source.dtype)
+
+
+def check_counts(
+    counts: Sequence[int], backend: Backend, total: int | None, what: str
+) -> list[int]:
+    """Return counts of rows as a list.
+
+    Args:
+        counts: as the user has passed them.
+        backend: they are one per rank of it.
+        total: what they sum up to, if that is known.
+        what: they are, in words.
+
+    Raises:
+        ArgumentError: they are something else.
+    """
+    try:
+        if isinstance(counts, (Mapping, Set)) or any(isinstance(c, bool) for c in counts):
+            raise TypeError
+        sizes = [operator.index(count) for count in counts]
+    except TypeError:
+        raise ArgumentError(f"{what} must be integers, one per rank, got {counts!r}") from None
+    if len(sizes) != backend.world_size or any(size < 0 for size in sizes):
+        raise ArgumentError(
+            f"{what} must be {backend.world_size} numbers >= 0, one per rank, got {sizes}"
+        )
+    if total is not None and sum(sizes) != total:
+        raise ArgumentError(
+            f"{what} {sizes} sum up to {sum(sizes)}, but the array has {total} rows"
+        )
+    return sizes

@@ -1,0 +1,144 @@
+"""``make_plan``: a training step is worked out before anything runs.
+
+Pure arithmetic: no arrays, no communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+from fsdpcore.core.capabilities import Capabilities
+from fsdpcore.core.checks import as_choice, as_finite, as_int
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.policy import Costs
+from fsdpcore.fsdp.plan.plan import Plan
+from fsdpcore.fsdp.plan.sizes import UnitSize, lay_out, persistent
+from fsdpcore.fsdp.plan.times import seconds, simulate
+from fsdpcore.fsdp.plan.units import sizes_of
+from fsdpcore.fsdp.plan.walk import PlannedStep, Walk
+from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.step.schedule import Prefetch
+from fsdpcore.fsdp.units.precision import Precision
+from fsdpcore.fsdp.units.unit import Unit
+
+Sync = Literal["each", "last"]
+
+
+def make_plan(
+    units: Iterable[UnitSize | Unit],
+    world_size: int,
+    *,
+    strategy: Strategy | str = "full_shard",
+    precision: Precision | None = None,
+    optimizer_states: int = 2,
+    prefetch: int = 1,
+    prefetch_bytes: int | None = None,
+    overlap: bool = True,
+    microbatches: int = 1,
+    sync: Sync = "each",
+    windowed: bool = False,
+    brought: bool = False,
+    rank: int = 0,
+    tensor: int = 1,
+    whole: bool = False,
+    costs: Costs | Capabilities | None = None,
+    compute_seconds: Sequence[float] | None = None,
+) -> Plan:
+    """Work out a training step, such as every step but the first one is.
+
+    Args:
+        units: in the order of the forward pass.
+        world_size: number of ranks.
+        strategy: a ``Strategy``, or the name of one.
+        precision: by default, everything has the dtype of the units.
+        optimizer_states: arrays that the optimizer keeps for each parameter; Adam has 2.
+        prefetch: how many units are gathered ahead of their use.
+        prefetch_bytes: how many bytes at most; a unit that is larger alone is fetched nevertheless.
+        overlap: gradients are reduced while the backward pass goes on.
+        microbatches: forward and backward passes before the update.
+        sync: "each": gradients are reduced in each of them; "last": only in the last one, and
+            added up until then.
+        windowed: all ranks that share a copy are on one host, with the parameters in a window.
+        brought: a GPU computes, and gets all parameters from the memory of the host, where each
+            rank has them.
+        rank: whose memory is told; the last ranks may have less of the optimizer's state.
+        tensor: number of ranks over which parameters are cut, each with ``world_size`` ranks that
+            shard its boxes; ``units`` have the sizes of the boxes.
+        whole: all units are gathered at once, as by ``Step.whole``.
+        costs: of the transport, for ``seconds``.
+        compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
+            ``costs``, for ``step_seconds`` and ``exposed_seconds``.
+
+    Raises:
+        ArgumentError: something of this makes no sense.
+    """
+    sizes = sizes_of(units)
+    if isinstance(strategy, str):
+        strategy = Strategy(strategy)
+    world_size = as_int(world_size, "world_size", minimum=1)
+    rank = as_int(rank, "rank", minimum=0)
+    if rank >= world_size:
+        raise ArgumentError(f"rank {rank} is outside of a world of {world_size} ranks")
+    as_choice(sync, get_args(Sync), "sync")
+    states = as_int(optimizer_states, "optimizer_states", minimum=0)
+    place = strategy.place(world_size)
+    layouts = lay_out(sizes, place.shards, precision)
+    job = PlannedStep(
+        units=layouts,
+        placement=place,
+        rank=rank,
+        ahead=Prefetch(prefetch, prefetch_bytes, reductions=int(bool(overlap))),
+        microbatches=as_int(microbatches, "microbatches", minimum=1),
+        deferred=sync == "last",
+        windowed=windowed,
+        brought=brought,
+        tensor=as_int(tensor, "tensor", minimum=1),
+        whole=bool(whole),
+    )
+    walk = Walk(job)
+    walk.run()
+    compute = None if compute_seconds is None else _compute(compute_seconds, sizes)
+    plan = Plan(
+        strategy=strategy,
+        placement=place,
+        world_size=world_size,
+        rank=rank,
+        units=sizes,
+        microbatches=job.microbatches,
+        operations=tuple(walk.operations),
+        persistent=persistent(layouts, place, rank, optimizer_states=states, windowed=windowed),
+        peak_live=walk.peak,
+        tensor=job.tensor,
+        whole=job.whole,
+        compute_seconds=None if compute is None else 3 * job.microbatches * sum(compute),
+    )
+    return plan if costs is None else _timed(plan, walk, costs, compute)
+
+
+def _compute(given: Sequence[float], units: Sequence[UnitSize]) -> list[float]:
+    if len(given) != len(units):
+        raise ArgumentError(
+            f"compute_seconds must have one number for each of the {len(units)} units, "
+            f"got {len(given)}"
+        )
+    return [
+        as_finite(value, f"compute_seconds of unit {unit.name!r}", minimum=0)
+        for value, unit in zip(given, units, strict=True)
+    ]
+
+
+def _timed(
+    plan: Plan, walk: Walk, costs: Costs | Capabilities, compute: Sequence[float] | None
+) -> Plan:
+    """Add what follows from the costs of a transport."""
+    operations = tuple(
+        dataclasses.replace(o, seconds=seconds(o.kind, o.group_size, o.nbytes, costs))
+        for o in plan.operations
+    )
+    times = None
+    if compute is not None:
+        taken = {number: o.seconds or 0.0 for number, o in enumerate(operations)}
+        times = simulate(walk.events, taken, compute)
+    return dataclasses.replace(plan, operations=operations, times=times)

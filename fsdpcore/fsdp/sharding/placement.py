@@ -1,0 +1,139 @@
+"""``Placement``: who keeps what, and what is moved for it; derived here and nowhere else.
+
+Units, steps, offload, plans and estimates ask a placement. They never look at a strategy's name.
+
+Pure: numbers only, no arrays and no communication.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fsdpcore.core.buffers import split_sizes
+from fsdpcore.core.geometry.layout import FlatLayout
+
+
+class Keep(enum.Enum):
+    """How long the gathered parameters of a unit stay."""
+
+    USE = "while it is used, in each pass anew"
+    BACKWARD = "from the forward to the end of the backward pass"
+    UPDATE = "until the update"
+
+
+class Reduction(NamedTuple):
+    """One collective that sums gradients of a unit, as one rank sees it; sizes in elements.
+
+    Attributes:
+        kind: the collective.
+        ranks: that take part.
+        size: of the buffer that is reduced.
+        padding: how much of that is padding.
+        sent: by this rank, with an algorithm that sends as little as possible.
+    """
+
+    kind: Literal["all_reduce", "reduce_scatter"]
+    ranks: int
+    size: int
+    padding: int
+    sent: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A strategy for a certain number of ranks.
+
+    Every unit is a flat buffer of ``shards`` shards, and each rank updates one of them: the
+    optimizer's state is that of this shard. The rest follows from the attributes.
+
+    Attributes:
+        shards: ranks that have different shards; neighbours.
+        replicas: how many such groups there are.
+        regather: ranks among which the backward pass gathers; ``shards``, or fewer where each rank
+            keeps a larger part after the forward pass.
+        keep: how long gathered parameters stay.
+        whole_gradients: each rank keeps the reduced gradients of the whole buffer, not of its
+            shard. Always so with one shard, which is the whole buffer.
+    """
+
+    shards: int
+    replicas: int
+    regather: int
+    keep: Keep
+    whole_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shards == 1:
+            object.__setattr__(self, "whole_gradients", True)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.shards * self.replicas
+
+    # Parameters.
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks have different shards, so that there is anything to gather."""
+        return self.shards > 1
+
+    @property
+    def whole_parameters(self) -> bool:
+        """Whether each rank holds all parameters all the time; then an update makes them stale.
+
+        In a window of a host, its ranks hold them together.
+        """
+        return self.keep is Keep.UPDATE or not self.gathers
+
+    @property
+    def keeps_for_backward(self) -> bool:
+        """Whether what a forward pass gathered stays for the backward pass, and is freed then."""
+        return self.keep is Keep.BACKWARD
+
+    @property
+    def keeps_part(self) -> bool:
+        """Whether a larger part than the shard stays between the two passes."""
+        return self.regather < self.shards
+
+    def parameters_held(self, layout: FlatLayout) -> int:
+        """Elements of a flat buffer of parameters that each rank holds all the time."""
+        return layout.padded_size if self.whole_parameters else layout.shard_size
+
+    # Gradients.
+
+    @property
+    def reduction(self) -> Literal["all_reduce", "reduce_scatter"]:
+        """The collective that sums the gradients of a unit."""
+        return "all_reduce" if self.whole_gradients else "reduce_scatter"
+
+    @property
+    def reduces_twice(self) -> bool:
+        """Whether sums of shards are summed over the replicas, too."""
+        return not self.whole_gradients and self.replicas > 1
+
+    def gradients_held(self, layout: FlatLayout) -> int:
+        """Elements of the reduced gradients of a flat buffer that each rank holds."""
+        return layout.padded_size if self.whole_gradients else layout.shard_size
+
+    def reductions(self, layout: FlatLayout, rank: int) -> tuple[Reduction, ...]:
+        """Return the collectives that sum a unit's gradients, in order; none for one rank alone."""
+        kind, full, padding = self.reduction, layout.padded_size, layout.padding
+        if kind == "all_reduce":
+            sent = _all_reduce_sends(full, self.world_size, rank)
+            found = [Reduction(kind, self.world_size, full, padding, sent)]
+        else:
+            size, (replica, shard) = layout.shard_size, divmod(rank, self.shards)
+            found = [Reduction(kind, self.shards, full, padding, size * (self.shards - 1))]
+            padding = size - layout.valid_size(shard)
+            sent = _all_reduce_sends(size, self.replicas, replica)
+            found.append(Reduction("all_reduce", self.replicas, size, padding, sent))
+        return tuple(each for each in found if each.ranks > 1)
+
+
+def _all_reduce_sends(size: int, ranks: int, rank: int) -> int:
+    """Elements that a rank sends at least: its values for all others, then its sums to them."""
+    own = split_sizes(size, ranks)[rank]
+    return size - own + own * (ranks - 1)
