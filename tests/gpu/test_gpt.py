@@ -33,7 +33,7 @@ def _check_close(losses: list[float], expected: list[float], tolerance: float = 
     assert max(far) <= tolerance, f"furthest in step {far.index(max(far))}: {max(far):.3g}"
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
 def test_float32_goes_the_way_of_the_cpu(on_host: list[float], strategy: str) -> None:
     _check_close(alone(gpt, options(strategy=strategy), STEPS), on_host)
 

@@ -28,7 +28,7 @@ def programs(draw):
     reduce = draw(st.sampled_from([FLOAT16, BFLOAT16, FLOAT32, master]))
     world = draw(st.sampled_from([1, 2, 3, 4, 6]))
     strategies = [fc.Strategy(), fc.Strategy("full_shard", False), fc.Strategy("no_shard")]
-    strategies.append(fc.Strategy("shard_grad_op"))
+    strategies += [fc.Strategy("shard_grad_op"), fc.Strategy("shard_optimizer")]
     if world % 2 == 0:
         strategies.append(fc.Strategy("full_shard", 2))
         if reduce.itemsize > 2:  # or else it rounds once for each group

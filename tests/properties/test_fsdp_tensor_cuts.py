@@ -25,7 +25,9 @@ GRIDS = st.builds(
     tensor=st.integers(1, 3),
     shard=st.integers(1, 2),
     replicate=st.integers(1, 2),
-    strategy=st.sampled_from(["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]),
+    strategy=st.sampled_from(
+        ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard", "hybrid_shard"]
+    ),
 )
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 

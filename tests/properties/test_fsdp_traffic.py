@@ -100,6 +100,8 @@ def factor(strategy, ranks, microbatches, deferred):
         return 2 * r * _others(ranks)
     if strategy.name == "shard_grad_op":
         return (1 + r) * _others(ranks)
+    if strategy.name == "shard_optimizer":
+        return (1 + 2 * r) * _others(ranks)
     f = strategy.shard_group_size or ranks
     after = strategy.reshard_after_forward
     backward = 0 if after is False else _others(f if after is True else after)
@@ -116,7 +118,7 @@ def collectives(strategy, ranks, microbatches, deferred):
     a, r = microbatches, 1 if deferred else microbatches
     if strategy.name == "no_shard":
         return [ranks] * r
-    if strategy.name == "shard_grad_op":
+    if strategy.name in ("shard_grad_op", "shard_optimizer"):
         return [ranks] * (1 + r)
     f = strategy.shard_group_size or ranks
     after = strategy.reshard_after_forward
@@ -176,7 +178,7 @@ def test_sizes_that_do_not_divide_cost_no_more_than_the_padding_that_is_named(wo
     assert sent == 4 * elements * factor(strategy, world_size, 2, False) * world_size
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
 def test_narrow_dtypes_and_frozen_parameters_send_less(strategy):
     """float16 parameters, of which half are frozen, and float32 gradients of the others."""
 
@@ -203,6 +205,7 @@ def test_narrow_dtypes_and_frozen_parameters_send_less(strategy):
     elements = {  # gathered in two bytes, and reduced in four
         "full_shard": 2 * 2 * (trained + frozen) + 4 * trained,
         "shard_grad_op": 2 * trained + 4 * trained,
+        "shard_optimizer": 2 * trained + 2 * 4 * trained,
         "no_shard": 2 * 4 * trained,
     }
     found = run_on(CountingSim, body, world_size=4, shm="off")

@@ -29,6 +29,8 @@ CASES = [
     (4, fc.Strategy("full_shard", 2), {"prefetch": fc.Prefetch(2), **SEVERAL}),
     (3, fc.Strategy("shard_grad_op"), {"precision": BF16, **SEVERAL}),
     (2, fc.Strategy("shard_grad_op"), ADDED_UP),
+    (3, fc.Strategy("shard_optimizer"), {"precision": BF16, **SEVERAL}),
+    (2, fc.Strategy("shard_optimizer"), ADDED_UP),
     (3, fc.Strategy("no_shard"), SEVERAL),
     (4, fc.Strategy("hybrid_shard", shard_group_size=2), {"precision": BF16}),
     (4, fc.Strategy("hybrid_shard", False, 2), {"prefetch": NOTHING_AHEAD, **ADDED_UP}),

@@ -17,6 +17,7 @@ STRATEGIES = [
     fc.Strategy("full_shard", False),
     fc.Strategy("full_shard", 2),
     fc.Strategy("shard_grad_op"),
+    fc.Strategy("shard_optimizer"),
     fc.Strategy("no_shard"),
     fc.Strategy("hybrid_shard", shard_group_size=2),
 ]
@@ -72,7 +73,7 @@ def test_bytes_sent(strategy, microbatches, sync):
         assert counted == planned > 0
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer"])
 def test_bytes_sent_with_padding(strategy):
     args = (UNEVEN, {"strategy": strategy}, 1, "each")
     for counted, planned in run_on(CountingSim, count, world_size=3, args=args, shm="off"):

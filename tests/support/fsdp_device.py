@@ -45,6 +45,7 @@ STRATEGIES = [
     fc.Strategy("full_shard", reshard_after_forward=False),
     fc.Strategy("shard_grad_op"),
     fc.Strategy("no_shard"),
+    fc.Strategy("shard_optimizer"),
 ]
 _STEPS = 3
 

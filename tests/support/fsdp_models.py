@@ -68,6 +68,7 @@ def strategies(world_size: int, *, bits: bool = True) -> Iterator[fc.Strategy]:
             for after in (True, False, *divisors(shards)[:-1]):
                 yield fc.Strategy("hybrid_shard", after, shards)
     yield fc.Strategy("shard_grad_op")
+    yield fc.Strategy("shard_optimizer")
     yield fc.Strategy("no_shard")
 
 

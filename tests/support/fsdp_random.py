@@ -27,6 +27,7 @@ def layouts(draw):
             [
                 "full_shard",
                 "shard_grad_op",
+                "shard_optimizer",
                 "no_shard",
                 fc.Strategy("hybrid_shard", shard_group_size=group),
                 fc.Strategy(reshard_after_forward=group),

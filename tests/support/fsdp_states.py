@@ -71,6 +71,7 @@ LAYOUTS = [
     Layout(3, "shard_grad_op", window=False, half=True),
     Layout(4, fc.Strategy("hybrid_shard", shard_group_size=2), window=False),
     Layout(4, fc.Strategy(reshard_after_forward=2), half=True),
+    Layout(3, "shard_optimizer", window=False),
     Layout(5, fc.Strategy(reshard_after_forward=False), window=False),
 ]
 

@@ -18,6 +18,7 @@ STRATEGIES: dict[str, fc.Strategy] = {
     "until_backward": fc.Strategy("full_shard", reshard_after_forward=False),
     "near": fc.Strategy("full_shard", reshard_after_forward=2),
     "shard_grad_op": fc.Strategy("shard_grad_op"),
+    "shard_optimizer": fc.Strategy("shard_optimizer"),
     "hybrid_shard": fc.Strategy("hybrid_shard", shard_group_size=2),
     "no_shard": fc.Strategy("no_shard"),
 }

@@ -66,6 +66,7 @@ def strategies(ranks: int) -> Iterator[fc.Strategy]:
     yield fc.Strategy("full_shard")
     yield fc.Strategy("full_shard", reshard_after_forward=False)
     yield fc.Strategy("shard_grad_op")
+    yield fc.Strategy("shard_optimizer")
     yield fc.Strategy("no_shard")
     if ranks > 1:
         yield fc.Strategy("hybrid_shard", shard_group_size=1)

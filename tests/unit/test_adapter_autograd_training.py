@@ -172,7 +172,9 @@ def test_it_is_so_with_every_strategy(strategy, kind):
     assert_as_unsharded(run(train, transport="sim", world_size=4, args=args), steps=FEW)
 
 
-@pytest.mark.parametrize("strategy", ["until_backward", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(
+    "strategy", ["until_backward", "shard_grad_op", "shard_optimizer", "no_shard"]
+)
 def test_a_record_may_be_kept_where_parameters_are(strategy):
     args = ("record", STRATEGIES[strategy])
     assert_as_unsharded(run(train, transport="sim", world_size=2, args=args))

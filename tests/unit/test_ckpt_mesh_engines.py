@@ -31,6 +31,7 @@ OTHERS = [
     Way(2, 1, fc.Strategy("no_shard")),
     Way(1, 3),
     Way(1, 4, fc.Strategy("shard_grad_op")),
+    Way(1, 3, fc.Strategy("shard_optimizer")),
     Way(3, 2, fc.Strategy(reshard_after_forward=False)),
     Way(4, 2, HYBRID),
     Way(2, 2, fc.Strategy("no_shard")),

@@ -199,6 +199,14 @@ BFLOAT16 = ml_dtypes.bfloat16
         ),
         (lambda: fc.Strategy("no_shard", reshard_after_forward=2), "'no_shard' keeps its"),
         (
+            lambda: fc.Strategy("shard_optimizer", reshard_after_forward=2),
+            "'shard_optimizer' keeps its",
+        ),
+        (
+            lambda: fc.Strategy("shard_optimizer", shard_group_size=2),
+            "shard_group_size belongs to 'hybrid_shard', not to 'shard_optimizer'",
+        ),
+        (
             lambda: fc.Strategy("hybrid_shard", shard_group_size=3).place(4),
             "shard_group_size 3 does not divide the 4 ranks",
         ),

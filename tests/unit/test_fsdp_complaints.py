@@ -27,6 +27,7 @@ STRATEGIES = [
     fc.Strategy("shard_grad_op"),
     fc.Strategy("hybrid_shard", shard_group_size=2),
     fc.Strategy("no_shard"),
+    fc.Strategy("shard_optimizer"),
 ]
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=named)
 
@@ -353,7 +354,7 @@ def test_ranks_without_an_element_take_part_like_others(kind, strategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gathers"), [*zip(STRATEGIES, [4, 1, 4, 1, 4, 0], strict=True)]
+    ("strategy", "gathers"), [*zip(STRATEGIES, [4, 1, 4, 1, 4, 0, 1], strict=True)]
 )
 def test_several_forwards_before_a_backward_gather_once_each(strategy, gathers):
     """#105635: parameters are gathered twice, or freed too early. Four passes need four at most."""
@@ -373,7 +374,7 @@ def test_several_forwards_before_a_backward_gather_once_each(strategy, gathers):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gathers"), [*zip(STRATEGIES, [2, 1, 2, 1, 2, 0], strict=True)]
+    ("strategy", "gathers"), [*zip(STRATEGIES, [2, 1, 2, 1, 2, 0, 1], strict=True)]
 )
 def test_recomputation_gathers_once(strategy, gathers):
     """#153354: activation checkpointing gathers a unit twice for its backward pass."""

@@ -58,6 +58,7 @@ def resumed(layout, state, optimizer="adamw", src=None):
 STRATEGIES = [
     "no_shard",
     "shard_grad_op",
+    "shard_optimizer",
     fc.Strategy("hybrid_shard", shard_group_size=2),
     fc.Strategy(reshard_after_forward=2),
 ]

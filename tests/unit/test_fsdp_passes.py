@@ -61,6 +61,7 @@ class Gathers:
         self._patches = [
             mock.patch.object(storages, "all_gather", self.counting(storages.all_gather)),
             mock.patch.object(gradients, "reduce_scatter", self.counting(gradients.reduce_scatter)),
+            mock.patch.object(gradients, "all_reduce", self.counting(gradients.all_reduce)),
         ]
         for patch in self._patches:
             patch.start()
@@ -139,7 +140,13 @@ def test_each_backward_needs_a_forward_of_its_own():
 # Recomputation.
 
 # Gathers of a unit for one forward and one backward pass, among all ranks and among neighbours.
-USES = {"full_shard": (2, 0), "until_backward": (1, 0), "near": (1, 1), "shard_grad_op": (1, 0)}
+USES = {
+    "full_shard": (2, 0),
+    "until_backward": (1, 0),
+    "near": (1, 1),
+    "shard_grad_op": (1, 0),
+    "shard_optimizer": (1, 0),
+}
 # The reduction of a unit's gradients, and the gathering for a look at the end.
 NOT_OF_A_PASS = 2
 by_use = pytest.mark.parametrize("name", list(USES))

@@ -315,13 +315,16 @@ def test_held_memory_counts_every_array_at_its_dtype(strategy, window):
             max(0, min(size, (rank + 1) * part) - rank * part)
             for size, part in zip(sizes, (shard, frozen), strict=True)
         )
-        copies = shards if strategy.name == "shard_grad_op" and not window else 1
+        kept = strategy.name in ("shard_grad_op", "shard_optimizer")
+        copies = shards if kept and not window else 1
         assert held.parameters == shard * 4 + (shard + frozen) * 2 * copies
-        assert held.gradients == shard * 4
+        reduced, whole = (shard, valid), (shard * shards, sizes[0])
+        grads, written = whole if strategy.name == "shard_optimizer" else reduced
+        assert held.gradients == grads * 4
         assert held.optimizer == valid * 2 * 4
         spare = [sizes[0], sizes[1]] if copies > 1 else [valid, still]
         padding = (shard * copies - spare[0]) * 2 + (frozen * copies - spare[1]) * 2
-        assert held.padding == padding + (shard - valid) * (4 + 4)
+        assert held.padding == padding + (shard - valid) * 4 + (grads - written) * 4
         assert held.unsharded == sizes[0] * (4 + 2 + 4 + 8) + sizes[1] * 2
         assert held.buffers == 0
 

@@ -30,6 +30,7 @@ GRIDS = [
     Grid(tensor=2),
     Grid(tensor=2, shard=2),
     Grid(tensor=3, shard=2, strategy="shard_grad_op"),
+    Grid(tensor=2, shard=3, strategy="shard_optimizer"),
     Grid(tensor=2, shard=2, strategy="no_shard"),
     Grid(tensor=2, shard=2, replicate=2, strategy="hybrid_shard"),
     Grid(tensor=4),

@@ -573,7 +573,9 @@ def test_parameters_stay_where_they_are_or_are_said_not_to(strategy, window):
     for says, kept in launch(body):
         assert kept or not says
         name = next(name for name, each in STRATEGIES.items() if each == strategy)
-        assert says == (window or name in ("until_backward", "shard_grad_op", "no_shard"))
+        assert says == (
+            window or name in ("until_backward", "shard_grad_op", "shard_optimizer", "no_shard")
+        )
 
 
 def test_layers_that_hold_parameters_are_refused_where_these_go():

@@ -25,6 +25,7 @@ ADDED_UP = {"sync": "last", "microbatches": 4}  # gradients are replicated, as i
     ("strategy", "options", "gigabytes"),
     [
         ("no_shard", {}, 120),
+        ("shard_optimizer", {}, 31.4),
         ("shard_grad_op", ADDED_UP, 31.4),
         ("shard_grad_op", {}, 16.6),
         ("full_shard", {}, 1.9),
@@ -39,6 +40,8 @@ def test_the_numbers_of_the_zero_paper(strategy, options, gigabytes):
     ("strategy", "options", "mixed", "full"),
     [
         ("no_shard", {}, (16, 0), (16, 0)),
+        ("shard_optimizer", {}, (4, 12), (8, 8)),
+        ("shard_optimizer", ADDED_UP, (4, 12), (8, 8)),
         ("shard_grad_op", ADDED_UP, (4, 12), (8, 8)),
         ("shard_grad_op", {}, (2, 14), (4, 12)),
         (GATHER_ONCE, {}, (0, 16), (0, 16)),
@@ -69,7 +72,9 @@ def test_live_units_and_communication_buffers():
 
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("options", [{}, ADDED_UP, {"overlap": False, "prefetch": 0}])
-@pytest.mark.parametrize("strategy", ["full_shard", GATHER_ONCE, "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(
+    "strategy", ["full_shard", GATHER_ONCE, "shard_grad_op", "shard_optimizer", "no_shard"]
+)
 def test_the_total_is_the_peak_of_the_plan(strategy, options, windowed):
     units = [UnitSize("a", 100, frozen=7), UnitSize("b", 31), UnitSize("c", 2)]
     given = {"strategy": strategy, "precision": BF16, "windowed": windowed, "rank": 2, **options}
@@ -105,7 +110,7 @@ def test_offloading_moves_shards_and_leaves_what_is_in_use(strategy, precision):
 
 
 @pytest.mark.parametrize(("precision", "item"), [(BF16, 2), (None, 4)])
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "shard_optimizer", "no_shard"])
 def test_parameters_that_all_ranks_keep_are_offloaded_too(strategy, precision, item):
     here, moved = (
         memory_estimate(64000, 64, layers=10, strategy=strategy, precision=precision, **options)

@@ -40,6 +40,8 @@ def of_units(plan):
         (GATHER_ONCE, "last", lambda a: a + 1),
         ("shard_grad_op", "each", lambda a: a + 1),
         ("shard_grad_op", "last", lambda a: 2),
+        ("shard_optimizer", "each", lambda a: 2 * a + 1),
+        ("shard_optimizer", "last", lambda a: 3),
         ("no_shard", "each", lambda a: 2 * a),
         ("no_shard", "last", lambda a: 2),
     ],
@@ -66,7 +68,8 @@ def test_elements_that_hybrid_shard_sends(microbatches):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "times"), [("full_shard", 3), ("shard_grad_op", 2), ("no_shard", 2)]
+    ("strategy", "times"),
+    [("full_shard", 3), ("shard_grad_op", 2), ("shard_optimizer", 3), ("no_shard", 2)],
 )
 def test_what_is_sent_beyond_the_formulas_is_padding(strategy, times):
     sizes, ranks = [10, 3, 1, 0, 17], 4
@@ -204,6 +207,8 @@ def test_gradients_that_are_added_up_are_alive_until_the_last_microbatch():
         ("full_shard", BF16, (4 + 2) / 8, 2 / 8),
         ("shard_grad_op", None, 4, 4 / 8),
         ("shard_grad_op", BF16, 2 + 4 / 8, 2 / 8),
+        ("shard_optimizer", None, 4, 4),
+        ("shard_optimizer", BF16, 2 + 4 / 8, 2),
         ("no_shard", None, 4, 4),
         ("no_shard", BF16, 2 + 4, 2),
         (Strategy("hybrid_shard", shard_group_size=2), None, 4 / 2, 4 / 2),
@@ -212,8 +217,7 @@ def test_gradients_that_are_added_up_are_alive_until_the_last_microbatch():
 )
 def test_bytes_of_an_element_between_steps(strategy, precision, parameters, gradients):
     plan = make_plan(even_units(960, 4), 8, strategy=strategy, precision=precision)
-    shards = {"full_shard": 8, "shard_grad_op": 8, "no_shard": 1}.get(plan.strategy.name)
-    shards = shards or plan.strategy.shard_group_size
+    shards = plan.strategy.shard_group_size or (1 if plan.strategy.name == "no_shard" else 8)
     assert plan.persistent.parameters == 960 * parameters
     assert plan.persistent.gradients == 960 * gradients
     assert plan.persistent.optimizer == 960 * 8 / shards

@@ -140,6 +140,7 @@ def test_many_sizes_of_groups_are_not_all_compared():
     assert groups[-1] == 2520
     assert [in_words(each) for each in candidates(7, Strategy())] == [
         "no_shard",
+        "shard_optimizer",
         "shard_grad_op",
         "full_shard --reshard-after-forward false",
         "full_shard",

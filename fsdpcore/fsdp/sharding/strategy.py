@@ -33,6 +33,7 @@ class StrategyKind:
 STRATEGIES: Mapping[str, StrategyKind] = {
     "full_shard": StrategyKind(),
     "shard_grad_op": StrategyKind(keep=Keep.UPDATE),
+    "shard_optimizer": StrategyKind(keep=Keep.UPDATE, whole_gradients=True),
     "hybrid_shard": StrategyKind(grouped=True),
     "no_shard": StrategyKind(sharded=False, keep=Keep.UPDATE),
 }
@@ -42,19 +43,21 @@ STRATEGIES: Mapping[str, StrategyKind] = {
 class Strategy:
     """How a model is spread over the ranks; the same on all of them.
 
-    ==================  ==========  =========  =========  ==========================================
-    name                parameters  gradients  optimizer  moved per step and unit
-    ==================  ==========  =========  =========  ==========================================
-    ``full_shard``      sharded     sharded    sharded    gathered for the forward and for the
-                                                          backward pass, gradients reduce-scattered
-    ``shard_grad_op``   replicated  sharded    sharded    gathered after an update,
-                                                          gradients reduce-scattered
-    ``hybrid_shard``    sharded in groups of ranks,       as ``full_shard`` inside a group; shards
-                        replicated over the groups        of gradients all-reduced over the groups
-    ``no_shard``        replicated  replicated replicated gradients all-reduced
-    ==================  ==========  =========  =========  ==========================================
+    ===================  ==========  ==========  ==========  =======================================
+    name                 parameters  gradients   optimizer   moved per step and unit
+    ===================  ==========  ==========  ==========  =======================================
+    ``full_shard``       sharded     sharded     sharded     gathered for each pass,
+                                                             gradients reduce-scattered
+    ``shard_grad_op``    replicated  sharded     sharded     gathered after an update,
+                                                             gradients reduce-scattered
+    ``shard_optimizer``  replicated  replicated  sharded     gathered after an update,
+                                                             gradients all-reduced
+    ``hybrid_shard``     sharded in groups of ranks,         as ``full_shard`` in a group; shards of
+                         replicated over the groups          gradients all-reduced over the groups
+    ``no_shard``         replicated  replicated  replicated  gradients all-reduced
+    ===================  ==========  ==========  ==========  =======================================
 
-    (ZeRO-3, ZeRO-2, ZeRO-3 inside groups, and data parallelism.)
+    (ZeRO-3, ZeRO-2, ZeRO-1, ZeRO-3 inside groups, and data parallelism.)
 
     Args:
         name: one of these.
