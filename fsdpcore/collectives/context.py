@@ -158,13 +158,17 @@ class CollectiveContext:
         """Start sending ``array``, which must not change until the result was waited for."""
         if array.size == 0:
             return _NOTHING
-        return self._keep(self._backend.post_send(byte_view(array), dst, self._envelope))
+        backend = self._backend
+        posted = backend.root.post_send(byte_view(array), backend.ranks[dst], self._envelope)
+        return self._keep(posted)
 
     def irecv(self, out: Array, src: int) -> Pending:
         """Start receiving into ``out``."""
         if out.size == 0:
             return _NOTHING
-        return self._keep(self._backend.post_recv(byte_view(out), src, self._envelope))
+        backend = self._backend
+        posted = backend.root.post_recv(byte_view(out), backend.ranks[src], self._envelope)
+        return self._keep(posted)
 
     def send(self, array: Array, dst: int) -> None:
         """Send ``array`` and wait until it may change."""

@@ -1,8 +1,7 @@
 """``Backend``: ranks that can send arrays to each other, and ``SubBackend``, some of them.
 
-Everything above this file (collectives, FSDP, checkpoints) works on any ``Backend``; a transport
-derives from ``fsdpcore.comm.transport.Transport`` and implements two non-blocking calls,
-``post_send`` and ``post_recv``.
+Everything above this file (collectives, FSDP, checkpoints) works on any ``Backend``. What carries
+its messages is a ``Transport``: the backend of the whole job, with what its author implements.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.job import Job
-from fsdpcore.comm.message_work import MessageWork
+from fsdpcore.comm.message_work import MessageWork, finish
 from fsdpcore.comm.order import CallOrder
 from fsdpcore.core.buffers import (
     Array,
@@ -38,6 +37,7 @@ from fsdpcore.core.errors import (
     ArgumentError,
     ClosedError,
     CommunicationError,
+    in_one_line,
     in_words,
 )
 from fsdpcore.core.work import Deadline, Pending, Work
@@ -78,15 +78,22 @@ def provide_collectives(make: Callable[[Backend], Collectives]) -> None:
 class Backend(ABC):
     """A group of ``world_size`` ranks, seen from the rank that is number ``rank`` of it.
 
+    ``fc.launch`` and ``fc.init`` make that of the whole job, ``sub``, ``split``, ``host_group`` and
+    ``fc.Mesh`` make groups of it, which are backends themselves. It is a context manager: the end
+    of the block closes it, or aborts the job if an exception leaves the block. ::
+
+        with fc.init("zmq") as backend:
+            total = fc.all_reduce(np.ones(4, np.float32), backend)
+            if backend.rank == 0:
+                backend.send(total, 1)
+            elif backend.rank == 1:
+                backend.recv(total, 0)
+
     Attributes:
         rank: this rank's number in the group, from 0.
         world_size: how many ranks the group has.
         ranks: the members' numbers in the whole job, in the order of the group.
         hosts: the number of each member's host; equal for members that share one.
-        channel: identifies the group's messages; equal on all members, unlike any other group's.
-        group: all of this that tells the group from others, for reports.
-        order: numbers the group's collectives, and runs them one after the other.
-        collectives: those that are methods here, and what all of them keep with the group.
 
     A backend may be used from several threads, but the ranks must issue collectives of one group
     in the same order. Once an operation has failed with a ``CommunicationError``, the backend and
@@ -94,20 +101,28 @@ class Backend(ABC):
     """
 
     def __init__(self, group: Group, rank: int, hosts: Sequence[int]) -> None:
-        self.group = group
-        self.ranks = group.ranks
-        self.channel = group.channel
-        self.hosts = tuple(hosts)
         self.rank = rank
-        self.world_size = len(self.ranks)
+        self.world_size = len(group.ranks)
+        self.ranks = group.ranks
+        self.hosts = tuple(hosts)
+        # For the layers above. What tells the group from others; its channel identifies the group's
+        # messages, equal on all members, unlike any other group's.
+        self.group = group
+        self.channel = group.channel
+        # Which arrays its collectives move: NumPy's.
+        self.moves: Device = HOST
+        # Numbers the group's collectives, and runs them one after the other.
         self.order = CallOrder(self.root, group)
+        # Those that are methods here, and what all of them keep with the group.
         self.collectives = _make_collectives(self)
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
         self._groups_lock = threading.Lock()
         self._host_group: Backend | None = None
 
-    # Which arrays its collectives move: NumPy's.
-    moves: Device = HOST
+    def __dir__(self) -> list[str]:
+        # What is public. A transport has names beside these for its author, see ``Transport``.
+        methods = [name for name in dir(Backend) if not name.startswith("_")]
+        return [*methods, "hosts", "rank", "ranks", "world_size"]
 
     @property
     def device(self) -> Device:
@@ -119,28 +134,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def root(self) -> Job:
-        """What the rank has for its whole job: the transport, which carries the messages."""
-
-    @abstractmethod
-    def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
-        """Start sending ``data`` (flat, contiguous) to ``dst``; never blocks on the peer.
-
-        ``data`` belongs to the transport until the returned ``Pending`` has finished.
-
-        Raises:
-            CommunicationError: the backend is broken or closed.
-        """
-
-    @abstractmethod
-    def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
-        """Ask for the next message from ``src`` that matches ``envelope``; never blocks.
-
-        ``out`` belongs to the transport until the returned ``Pending`` has finished; that fails
-        with ``MismatchError`` if the message has another size or signature.
-
-        Raises:
-            CommunicationError: the backend is broken or closed.
-        """
+        """The backend of the whole job: the transport, which carries the messages of all groups."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -163,6 +157,13 @@ class Backend(ABC):
         that means until the receiver has them, so two ranks that send to each other at the same
         time should use ``isend``.
 
+        Args:
+            array: of any shape; bool, integers, floating point up to 64 bits, complex64.
+            dst: a rank of this group, not this one.
+            tag: tells messages of the same two ranks apart, 0 to 2**31 - 1; those of one tag
+                arrive in order.
+            timeout: seconds; by default ``backend.timeout``.
+
         Raises:
             ArgumentError: no such rank, this rank itself, a dtype that cannot travel.
             CommTimeoutError: not done after ``timeout`` seconds (default: ``backend.timeout``).
@@ -170,7 +171,7 @@ class Backend(ABC):
             PeerFailedError: another rank failed or left.
         """
         limit = self._limit(timeout)
-        self._isend(array, dst, tag).finish(limit)
+        finish(self._isend(array, dst, tag), limit)
 
     def recv(self, out: Array, src: int, *, tag: int = 0, timeout: float | None = None) -> Array:
         """Receive into ``out`` what rank ``src`` sends with ``tag``, and return ``out``.
@@ -178,19 +179,43 @@ class Backend(ABC):
         Blocks until the data is there. After a timeout nothing is written to ``out`` any more,
         and the message can still be received by a later call if it had not begun to arrive.
 
+        Args:
+            out: a writable array of the shape and dtype that are sent; need not be contiguous.
+            src, tag, timeout: as ``dst``, ``tag`` and ``timeout`` of ``send``.
+
         Raises:
             The same errors as ``send``.
         """
         limit = self._limit(timeout)
-        self._irecv(out, src, tag).finish(limit)
+        finish(self._irecv(out, src, tag), limit)
         return out
 
     def isend(self, array: ArrayLike, dst: int, *, tag: int = 0) -> Work:
-        """Start to send ``array``, which must not change before the returned work is done."""
+        """Start to send ``array``, which must not change before the returned work is done.
+
+        Args:
+            array, dst, tag: as of ``send``.
+
+        Returns:
+            A ``Work``, whose ``wait`` raises what ``send`` would.
+
+        Raises:
+            ArgumentError: as ``send``, at once.
+        """
         return self._isend(array, dst, tag)
 
     def irecv(self, out: Array, src: int, *, tag: int = 0) -> Work:
-        """Start to receive into ``out``, to be read once the returned work has been waited for."""
+        """Start to receive into ``out``, to be read once the returned work has been waited for.
+
+        Args:
+            out, src, tag: as of ``recv``.
+
+        Returns:
+            A ``Work``: ``wait`` returns ``out``, and raises what ``recv`` would.
+
+        Raises:
+            ArgumentError: as ``recv``, at once.
+        """
         return self._irecv(out, src, tag)
 
     def _isend(self, array: ArrayLike, dst: int, tag: int) -> MessageWork:
@@ -198,7 +223,7 @@ class Backend(ABC):
         self._check_peer(dst, "send to")
         envelope = Envelope(self.channel, as_tag(tag), pack_signature(source.dtype, source.shape))
         message = Message("send", source.dtype, source.shape, source.nbytes, self.ranks[dst], tag)
-        return self._post(self.post_send, byte_view(source), dst, envelope, message, None)
+        return self._post(self.root.post_send, byte_view(source), dst, envelope, message, None)
 
     def _irecv(self, out: Array, src: int, tag: int) -> MessageWork:
         device = self.device if self.device.claims(out) else HOST
@@ -216,7 +241,7 @@ class Backend(ABC):
                 device.write(out, staging)
             return out
 
-        return self._post(self.post_recv, byte_view(staging), src, envelope, message, deliver)
+        return self._post(self.root.post_recv, byte_view(staging), src, envelope, message, deliver)
 
     def _post(
         self,
@@ -231,7 +256,7 @@ class Backend(ABC):
         recorder = self.root.recorder
         entry = recorder.message(self.group, message)
         try:
-            pending = post(data, peer, envelope)
+            pending = post(data, self.ranks[peer], envelope)
         except BaseException as error:
             recorder.fail(entry, error)
             if isinstance(error, CommunicationError):
@@ -266,6 +291,9 @@ class Backend(ABC):
         It is the host's: what was enqueued on a GPU may not have ended, on this rank or another.
         ``device.synchronize()`` waits for that of this rank.
 
+        Args:
+            timeout: seconds; by default ``backend.timeout``.
+
         Raises:
             CommTimeoutError: a rank is missing after ``timeout`` seconds; the message names it.
             MismatchError: a rank called another collective.
@@ -284,8 +312,12 @@ class Backend(ABC):
             name: groups of equal members are told apart by the order in which they were made;
                 those of different names need not be made in the same order on all members.
 
+        Returns:
+            A backend of its own; close it where many are made, closing the job's closes all.
+
         Raises:
             ArgumentError: a number twice, out of range, or this rank not among them.
+            ClosedError: this group was closed.
         """
         members = as_members(ranks, self.world_size, "sub()")
         if self.order.closed or isinstance(self.root.failure, ClosedError):
@@ -347,13 +379,15 @@ class Backend(ABC):
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         """Return an uninitialised array in the memory that this transport moves fastest.
 
-        On a GPU that is any array of ``device``. On the host:
+        On a GPU that is any array of ``device``. On the host, where ranks share memory, it is
+        memory that the others read in place: collectives whose input and ``out`` are such arrays,
+        or views of them, copy less. It is used again when the last array on it has gone, and given
+        back when the backend is closed; arrays stay usable after that. A process that is forked
+        from this one writes to the same memory. No communication.
 
-        Where ranks of one host share memory, that is memory which the others read in place:
-        collectives whose input and ``out`` are such arrays, or views of them, copy less. It is used
-        again when the last array on it has gone,
-        and given back when the backend is closed; arrays stay usable after that. A process that
-        is forked from this one writes to the same memory.
+        Args:
+            shape: an integer, or one for each axis.
+            dtype: one that travels, see ``send``.
 
         Raises:
             ArgumentError: there is no such shape, or arrays of that dtype do not travel.
@@ -376,7 +410,12 @@ class Backend(ABC):
         instance with ``barrier``. Collectives treat it as any array. The memory lives as long as
         any rank has an array on it.
 
+        Args:
+            shape: as of ``empty``, the same on all ranks.
+            dtype: of any kind of number, the same on all ranks.
+
         Raises:
+            ArgumentError: there is no such shape.
             UnsupportedError: the ranks do not share memory; on all ranks. Without a way to it at
                 all, ``capabilities.shared_window`` is false.
             The errors of a collective.
@@ -387,11 +426,22 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let what was sent reach its receivers, then release everything. Safe to call twice."""
+        """Let what was sent reach its receivers, then release everything. Safe to call twice.
+
+        Later calls raise ``ClosedError``. Closing the job's backend closes all groups made from it;
+        closing a group leaves the job's open. Peers that wait for this rank raise
+        ``PeerFailedError``.
+        """
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Break the whole job at once: every peer's calls raise ``PeerFailedError(reason)``."""
+        """Break the whole job at once: every peer's calls raise ``PeerFailedError(reason)``.
+
+        Does not wait for anybody, and does not close: that is still to be called.
+
+        Args:
+            reason: in words.
+        """
 
     def __enter__(self: B) -> B:
         return self
@@ -408,8 +458,17 @@ class Backend(ABC):
         self.close()
 
     def __repr__(self) -> str:
-        name = self.capabilities.transport
-        return f"<{type(self).__name__} {name} rank {self.rank} of {self.world_size}>"
+        root = self.root
+        some = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.world_size > 8 else "")
+        of = f" (ranks {some} of the job)" if isinstance(self, SubBackend) else ""
+        if self.order.closed or isinstance(root.failure, ClosedError):
+            state = ", closed"
+        else:
+            state = "" if root.failure is None else f", broken: {in_one_line(root.failure)}"
+        return (
+            f"<{type(self).__name__} {self.capabilities.transport} rank {self.rank} of "
+            f"{self.world_size}{of}{state}>"
+        )
 
 
 class SubBackend(Backend):
@@ -423,12 +482,6 @@ class SubBackend(Backend):
     @property
     def root(self) -> Job:
         return self._root
-
-    def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
-        return self._root.post_send(data, self.ranks[dst], envelope)
-
-    def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
-        return self._root.post_recv(out, self.ranks[src], envelope)
 
     def close(self) -> None:
         """Let the group's asynchronous operations end. The job's backend stays open."""

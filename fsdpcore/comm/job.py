@@ -86,15 +86,29 @@ class Job(ABC):
     def capabilities(self) -> Capabilities:
         """What the transport can do."""
 
-    # Messages among all ranks; ``Backend`` says what these do.
+    # Messages among all ranks.
 
     @abstractmethod
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
-        """Start sending ``data`` to rank ``dst``; see ``Backend.post_send``."""
+        """Start sending ``data`` (flat, contiguous) to rank ``dst`` of the job.
+
+        Never blocks on the peer. ``data`` belongs to the transport until the returned ``Pending``
+        has finished.
+
+        Raises:
+            CommunicationError: the backend is broken or closed.
+        """
 
     @abstractmethod
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
-        """Ask for the next message from rank ``src``; see ``Backend.post_recv``."""
+        """Ask for the next message from rank ``src`` that matches ``envelope``; never blocks.
+
+        ``out`` belongs to the transport until the returned ``Pending`` has finished; that fails
+        with ``MismatchError`` if the message has another size or signature.
+
+        Raises:
+            CommunicationError: the backend is broken or closed.
+        """
 
     # What a transport does when something goes wrong, and at the end.
 

@@ -23,7 +23,11 @@ class Mesh:
 
     All ranks of ``backend`` make the mesh, with the same axes in the same order, and in the same
     order as other meshes of that backend. Making it does not communicate, nor does taking a group.
-    Groups are made when they are first asked for, which each rank may do in an order of its own.
+    Groups are made when they are first asked for, which each rank may do in an order of its own. ::
+
+        mesh = fc.Mesh(backend, {"replicate": 2, "shard": -1})   # 8 ranks: 2 x 4
+        whole = fc.all_gather(part, mesh["shard"])               # among 4 neighbours
+        both = mesh["replicate", "shard"]                        # all 8, as one group
 
     Args:
         backend: the ranks; its ``world_size`` is the product of the sizes.

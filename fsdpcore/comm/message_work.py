@@ -69,31 +69,6 @@ class MessageWork(Work):
             self._deliver = None
         return self._value
 
-    def finish(self, timeout: float) -> None:
-        """Wait; when the time is over, withdraw the message before raising."""
-        try:
-            self.wait(timeout)
-        except BaseException as error:
-            withdrawn = self._pending.cancel()
-            recorder = self._job.recorder
-            if not isinstance(error, CommTimeoutError):
-                recorder.fail(self._entry, error)
-                if not withdrawn and not self._pending.finished:  # a peer may have half of it
-                    left = f"{self._words()} was left half done: {in_words(error)}"
-                    self._job.fail(CommunicationError(left), tell=True)
-                raise
-            if self._pending.finished:  # just now: it must not get lost
-                self.wait()
-                return
-            recorder.fail(self._entry, error)
-            if not withdrawn:
-                error = CommTimeoutError(f"{error}\n  part of it was sent: the job cannot go on")
-                self._job.fail(error, tell=True)
-                recorder.save(seldom=True)
-                raise error
-            recorder.save(seldom=True)
-            raise
-
     def _timed_out(self, limit: float) -> CommTimeoutError:
         message = self._entry.call
         assert isinstance(message, Message)
@@ -106,3 +81,29 @@ class MessageWork(Work):
         ranks = self._group.ranks
         where = f"on rank {ranks.index(self._job.rank)} of {len(ranks)}"
         return f"{message.words(self._peer)} {where}"
+
+
+def finish(work: MessageWork, timeout: float) -> None:
+    """Wait; when the time is over, withdraw the message before raising."""
+    try:
+        work.wait(timeout)
+    except BaseException as error:
+        withdrawn = work._pending.cancel()
+        recorder = work._job.recorder
+        if not isinstance(error, CommTimeoutError):
+            recorder.fail(work._entry, error)
+            if not withdrawn and not work._pending.finished:  # a peer may have half of it
+                left = f"{work._words()} was left half done: {in_words(error)}"
+                work._job.fail(CommunicationError(left), tell=True)
+            raise
+        if work._pending.finished:  # just now: it must not get lost
+            work.wait()
+            return
+        recorder.fail(work._entry, error)
+        if not withdrawn:
+            error = CommTimeoutError(f"{error}\n  part of it was sent: the job cannot go on")
+            work._job.fail(error, tell=True)
+            recorder.save(seldom=True)
+            raise error
+        recorder.save(seldom=True)
+        raise

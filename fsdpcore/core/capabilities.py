@@ -9,8 +9,11 @@ from dataclasses import dataclass
 class Capabilities:
     """What a transport can do, the same on all ranks.
 
-    ``alpha`` (seconds per message), ``beta`` (seconds per byte moved) and ``gamma`` (seconds per
-    byte reduced) feed the choice of algorithms; they need to be right in proportion only.
+    Attributes:
+        transport: its name, as in URLs.
+        alpha, beta, gamma: seconds per message, per byte moved, and per byte reduced. They feed the
+            choice of algorithms, and need to be right in proportion only.
+        shared_window: ``Backend.shared_window`` works where all ranks are on one host.
     """
 
     transport: str

@@ -282,7 +282,7 @@ def _wrong_root(backend: fc.Backend) -> None:
         if isinstance(root, int):
             fc.broadcast(np.zeros(2), backend, root=root)
         else:
-            with pytest.raises(fc.ArgumentError, match="a rank is an integer"):
+            with pytest.raises(fc.ArgumentError, match="a rank must be an integer"):
                 fc.broadcast(np.zeros(2), backend, root=root)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ import types
 
 import numpy as np
 import pytest
+from fsdpcore.transports.simulated.backend import SimBackend
 from support import spmd
 
 import fsdpcore as fc
@@ -63,7 +64,13 @@ MODULES = {
 }
 
 # What instances show, attributes included.
+BACKEND = """
+    abort barrier capabilities close device empty host_group hosts irecv isend rank ranks recv root
+    send shared_window split sub timeout world_size
+"""
 OBJECTS = {
+    "backend": BACKEND,
+    "group": BACKEND,
     "mesh": "axes backend close coordinates ranks shape",
     "work": "done result wait",
     "batch": "all_gather all_reduce all_to_all broadcast gather reduce reduce_scatter",
@@ -95,19 +102,56 @@ def shown(value):
     return " ".join(name for name in dir(value) if not name.startswith("_"))
 
 
+@pytest.mark.parametrize("kind", [fc.Backend, fc.SubBackend])
+def test_help_of_a_backend_shows_what_its_instances_show(kind):
+    """But for attributes, which its docstring lists."""
+    methods = shown(kind).split()
+    attributes = set(BACKEND.split()) - set(methods)
+    assert attributes == {"hosts", "rank", "ranks", "world_size"}
+    assert set(methods) <= set(BACKEND.split())
+    for name in attributes:
+        assert re.search(rf"\b{name}\b.*:", inspect.getdoc(fc.Backend))
+
+
 def _shown(backend):
     x = np.ones(4, np.float32)
     with fc.coalesce(backend) as batch:
         batch.all_reduce(x)
     work = fc.all_reduce(x, backend, async_op=True)
     work.wait()
-    found = {"mesh": fc.Mesh(backend, {"rank": -1}), "work": work, "batch": batch}
+    mesh = fc.Mesh(backend, {"rank": -1})
+    found = {"backend": backend, "group": mesh["rank"], "mesh": mesh, "work": work, "batch": batch}
     return {name: shown(value) for name, value in found.items()}
 
 
 def test_dir_of_an_object_is_what_is_public():
     for found in spmd.run(_shown, transport="sim", world_size=2):
         assert found == {name: " ".join(sorted(OBJECTS[name].split())) for name in found}
+
+
+def _backends(backend):
+    group = backend.sub([2, 1, 0])
+    texts = [repr(backend), repr(group)]
+    group.close()
+    texts.append(repr(group))
+    backend.barrier()
+    if backend.rank == 0:
+        backend.abort("a reason\nof two lines")
+    else:
+        with pytest.raises(fc.PeerFailedError):
+            backend.recv(np.empty(1), 0, timeout=60)
+    texts.append(repr(backend))
+    backend.close()
+    return [*texts, repr(backend), repr(group)]
+
+
+def test_repr_of_a_backend_says_which_ranks_and_whether_it_works():
+    for rank, found in enumerate(spmd.run_on(SimBackend, _backends, world_size=3)):
+        name = f"<SimBackend sim rank {rank} of 3"
+        group = f"<SubBackend sim rank {2 - rank} of 3 (ranks 2, 1, 0 of the job)"
+        assert found[:3] == [f"{name}>", f"{group}>", f"{group}, closed>"]
+        assert re.fullmatch(rf"{name}, broken: .*a reason>", found[3])
+        assert "\n" not in "".join(found)
 
 
 def _works(backend):
