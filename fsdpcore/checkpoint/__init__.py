@@ -9,22 +9,21 @@ from fsdpcore.checkpoint.interchange.export import Exported, export_safetensors
 from fsdpcore.checkpoint.interchange.importing import import_safetensors
 from fsdpcore.checkpoint.interchange.rewrite import rewrite
 from fsdpcore.checkpoint.interchange.verify import Problem, Verified, verify
+from fsdpcore.checkpoint.load.distributed import load_distributed, reshard
 from fsdpcore.checkpoint.load.finding import Latest, latest
 from fsdpcore.checkpoint.load.load import Loaded, load
 from fsdpcore.checkpoint.load.read import read
-from fsdpcore.checkpoint.save.async_save import AsyncCheckpointer, CheckpointFuture
-from fsdpcore.checkpoint.save.distributed import (
+from fsdpcore.checkpoint.plan.shard_specs import (
     ShardMetadata,
     TensorShardSpec,
     compute_shard_sizes,
     flat_shard_metadata,
-    load_distributed,
-    reshard,
-    save_distributed,
 )
+from fsdpcore.checkpoint.save.async_save import AsyncCheckpointer, CheckpointFuture
+from fsdpcore.checkpoint.save.distributed import save_distributed
 from fsdpcore.checkpoint.save.save import save
+from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.cleaning import Cleaned, clean
-from fsdpcore.checkpoint.storage.protocol import Saved
 from fsdpcore.checkpoint.storage.retention import Retention
 from fsdpcore.checkpoint.storage.steps import steps
 from fsdpcore.core.geometry.boxes import ArrayBox, BoxShard

@@ -23,7 +23,7 @@ from fsdpcore.collectives import all_gather
 from fsdpcore.collectives.texts import share_texts
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.differences import Difference, check_same, grouped, name_ranks
+from fsdpcore.core.disagreement import Disagreement, check_same, grouped, name_ranks
 from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 
 
 def compare(
-    backend: Backend, what: str, said: Sequence[str], message: Callable[[Difference], str]
+    backend: Backend, what: str, said: Sequence[str], message: Callable[[Disagreement], str]
 ) -> None:
     """Check that all ranks say the same; a collective, of 16 bytes per rank where they do.
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fsdpcore.core.differences import check_same
+from fsdpcore.core.disagreement import check_same
 
 # A call in words is cut off here, and so is the policy.
 _WORDS = 240

@@ -92,10 +92,10 @@ def assert_falls_back(folder, reason):
         loaded = fc.checkpoint.load(folder.parent, target, backend)
         assert loaded.step == 1
         expected = state_of(backend.rank, backend.world_size, 5)
-        for name, shard in fc.checkpoint.plan.shards.checked_state(target).items():
+        for name, shard in fc.checkpoint.memory.shards.checked_state(target).items():
             for mine, theirs in zip(
-                fc.checkpoint.plan.shards.parts_of(shard),
-                fc.checkpoint.plan.shards.parts_of(expected[name]),
+                fc.checkpoint.memory.shards.parts_of(shard),
+                fc.checkpoint.memory.shards.parts_of(expected[name]),
                 strict=True,
             ):
                 np.testing.assert_array_equal(mine.array, theirs.array)

@@ -15,6 +15,7 @@ from support.ckpt_steps import FILE, commit, described, whole, write
 
 from fsdpcore.checkpoint.load.finding import latest
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.removal import remove_leftovers, remove_step, remove_superseded
 from fsdpcore.checkpoint.storage.retention import Retention, prune
 from fsdpcore.checkpoint.storage.steps import (
     StepName,
@@ -23,9 +24,6 @@ from fsdpcore.checkpoint.storage.steps import (
     is_leftover,
     new_step,
     read_step,
-    remove_leftovers,
-    remove_step,
-    remove_superseded,
 )
 from fsdpcore.core.errors import CheckpointError, CheckpointNotFoundError
 

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from support.ckpt_regions import mask, shapes
 
 from fsdpcore.checkpoint import BoxShard
-from fsdpcore.checkpoint.save.distributed import (
+from fsdpcore.checkpoint.load.distributed import load_distributed, reshard
+from fsdpcore.checkpoint.plan.shard_specs import (
     ShardMetadata,
     TensorShardSpec,
     compute_shard_sizes,
     flat_shard_metadata,
-    load_distributed,
-    reshard,
-    save_distributed,
 )
+from fsdpcore.checkpoint.save.distributed import save_distributed
 from fsdpcore.core.geometry.regions import Box, Range
 from fsdpcore.fsdp.state.state import ArrayPiece, ShardedArray
 

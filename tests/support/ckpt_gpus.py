@@ -87,8 +87,8 @@ def check_parts(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise unless all shares have the same bits, wherever those of ``state`` are."""
     for name, shard in expected.items():
         host = moved(state[name], lambda x: x if isinstance(x, np.ndarray) else x.get())
-        have = fc.checkpoint.plan.shards.parts_of(host)
-        want = fc.checkpoint.plan.shards.parts_of(shard)
+        have = fc.checkpoint.memory.shards.parts_of(host)
+        want = fc.checkpoint.memory.shards.parts_of(shard)
         assert len(have) == len(want), name
         for one, other in zip(have, want, strict=True):
             assert one.array.tobytes() == other.array.tobytes(), name

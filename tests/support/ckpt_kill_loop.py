@@ -62,7 +62,7 @@ def main(folder: str, kills: int, seed: int) -> None:
     mark, before, cut = 0, 0, 0
     for _ in range(kills):
         begun, done = killed(folder, mark, chance.uniform(0, 0.1))
-        outcome = found(fc.checkpoint.storage.storage.open_storage(folder))
+        outcome = found(fc.checkpoint.storage.opening.open_storage(folder))
         if outcome is None:
             assert done == 0, "a checkpoint that was done is gone"
             continue

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.checkpoint.load.distributed import load_distributed
+from fsdpcore.checkpoint.plan.shard_specs import flat_shard_metadata
 from fsdpcore.checkpoint.save import distributed
-from fsdpcore.checkpoint.save.distributed import flat_shard_metadata, load_distributed
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 from fsdpcore.core.errors import ArgumentError, CheckpointNotFoundError

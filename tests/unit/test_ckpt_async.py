@@ -41,7 +41,7 @@ def test_what_is_written_is_what_there_was(tmp_path):
             future = checkpointer.save(state, step=3, extra=extra)
             assert gate.reached.wait(60)
             for shard in state.values():  # as the next step of training does
-                for part in fc.checkpoint.plan.shards.parts_of(shard):
+                for part in fc.checkpoint.memory.shards.parts_of(shard):
                     part.array[...] = 99
             extra["position"].append(2)
             fc.all_reduce(np.ones(3), backend)  # and it communicates
@@ -146,7 +146,7 @@ def test_an_error_that_nobody_waited_for_is_raised_at_the_end(caplog):
 
 
 def test_a_rank_without_memory_for_the_copy_is_told_of_on_all_ranks(tmp_path, monkeypatch, caplog):
-    from fsdpcore.checkpoint.save.staging import Staging
+    from fsdpcore.checkpoint.memory.staging import Staging
 
     copy = Staging.copy
 

@@ -24,8 +24,8 @@ from support.ckpt_make import make_checkpoint
 from support.ckpt_regions import mask, partitions, regions, shapes
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.plan import batches
-from fsdpcore.checkpoint.save import fetching
+from fsdpcore.checkpoint.load import batches
+from fsdpcore.checkpoint.memory import fetching
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 from fsdpcore.core.geometry.regions import Region
@@ -140,7 +140,7 @@ def test_a_save_in_the_background_has_what_there_was_when_it_was_called(tmp_path
             with fc.checkpoint.AsyncCheckpointer(storage, backend) as checkpointer:
                 future = checkpointer.save(device, step=3)
                 for shard in device.values():  # as the next step of training does
-                    for each in fc.checkpoint.plan.shards.parts_of(shard):
+                    for each in fc.checkpoint.memory.shards.parts_of(shard):
                         each.array.fill(0)
                 assert gate.reached.wait(60)
                 assert not future.done()
@@ -155,8 +155,8 @@ def test_a_save_in_the_background_has_what_there_was_when_it_was_called(tmp_path
 
 
 def _assign(target: Any, source: Any) -> None:
-    have = fc.checkpoint.plan.shards.parts_of(target)
-    for one, other in zip(have, fc.checkpoint.plan.shards.parts_of(source), strict=True):
+    have = fc.checkpoint.memory.shards.parts_of(target)
+    for one, other in zip(have, fc.checkpoint.memory.shards.parts_of(source), strict=True):
         one.array[...] = other.array
 
 
@@ -240,7 +240,7 @@ def test_any_place_and_number_of_ranks_loads_what_any_other_saved(
         assert loaded.bytes_needed == sum(
             each.array.nbytes
             for shard in state.values()
-            for each in fc.checkpoint.plan.shards.parts_of(shard)
+            for each in fc.checkpoint.memory.shards.parts_of(shard)
         )
 
     run = {"host": on_host, "gpus": on_gpus}

@@ -20,16 +20,16 @@ from support.ckpt_make import commit, make_checkpoint
 from fsdpcore import checkpoint
 from fsdpcore.checkpoint import BoxShard
 from fsdpcore.checkpoint.format.rank_part import RankPart
-from fsdpcore.checkpoint.save import distributed
-from fsdpcore.checkpoint.save.distributed import (
+from fsdpcore.checkpoint.load import distributed as distributed_load
+from fsdpcore.checkpoint.load.distributed import load_distributed, reshard
+from fsdpcore.checkpoint.plan.shard_specs import (
     ShardMetadata,
     TensorShardSpec,
     compute_shard_sizes,
     flat_shard_metadata,
-    load_distributed,
-    reshard,
-    save_distributed,
 )
+from fsdpcore.checkpoint.save import distributed
+from fsdpcore.checkpoint.save.distributed import save_distributed
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 from fsdpcore.core.errors import (
     ArgumentError,
@@ -366,7 +366,7 @@ def _save_on(files, save_id, full, name=NAME):
 
 
 def _found(disk):
-    state, metadata = distributed._load(LocalStorage("/run", DiskFiles(disk)), NAME, 0, 1)
+    state, metadata = distributed_load._load(LocalStorage("/run", DiskFiles(disk)), NAME, 0, 1)
     arrays = {n: s.pieces[0].array if s.pieces else np.empty(0, "f4") for n, s in state.items()}
     return metadata.save_id, {n: a.reshape(SHAPES[n]) for n, a in arrays.items()}
 

@@ -20,7 +20,8 @@ from fsdpcore.checkpoint import latest, load, read
 from fsdpcore.checkpoint.load.finding import Finder, find
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
-from fsdpcore.checkpoint.storage.steps import StepName, candidates, remove_step
+from fsdpcore.checkpoint.storage.removal import remove_step
+from fsdpcore.checkpoint.storage.steps import StepName, candidates
 from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,

@@ -30,6 +30,7 @@ from support.fsdp_steps import cause_of, launch
 from typer.testing import CliRunner
 
 import fsdpcore as fc
+import fsdpcore.checkpoint as alone
 from fsdpcore.checkpoint import (
     BoxShard,
     Range,
@@ -41,11 +42,10 @@ from fsdpcore.checkpoint import (
     rewrite,
     verify,
 )
+from fsdpcore.checkpoint.memory.shards import parts_of
 from fsdpcore.checkpoint.plan.plan_save import HeldArray, held_of, plan
-from fsdpcore.checkpoint.plan.shards import parts_of
-from fsdpcore.checkpoint.save import distributed as alone
+from fsdpcore.checkpoint.storage.opening import open_storage
 from fsdpcore.checkpoint.storage.steps import StepName, read_step
-from fsdpcore.checkpoint.storage.storage import open_storage
 from fsdpcore.commands.main import app
 from fsdpcore.core.geometry.regions import Box
 

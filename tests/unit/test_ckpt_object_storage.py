@@ -14,16 +14,11 @@ from support.ckpt_steps import FILE, commit, held, whole, write
 from fsdpcore.checkpoint.format.marker import MARKER_NAME
 from fsdpcore.checkpoint.load.finding import find, latest
 from fsdpcore.checkpoint.storage.object_storage import FsspecStorage
+from fsdpcore.checkpoint.storage.opening import open_storage
+from fsdpcore.checkpoint.storage.removal import remove_leftovers, remove_step
 from fsdpcore.checkpoint.storage.retention import Retention, prune
-from fsdpcore.checkpoint.storage.steps import (
-    StepName,
-    directories,
-    new_step,
-    remove_leftovers,
-    remove_step,
-    steps,
-)
-from fsdpcore.checkpoint.storage.storage import Storage, open_storage
+from fsdpcore.checkpoint.storage.steps import StepName, directories, new_step, steps
+from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointNotFoundError,

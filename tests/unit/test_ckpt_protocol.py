@@ -23,16 +23,17 @@ from support.ckpt_steps import held
 from support.fsdp_steps import cause_of, launch
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.format.file_layout import lay_out, places_of
 from fsdpcore.checkpoint.format.marker import MARKER_NAME
 from fsdpcore.checkpoint.format.metadata import METADATA_NAME
 from fsdpcore.checkpoint.interchange.importing import import_safetensors
+from fsdpcore.checkpoint.plan.file_layout import lay_out, places_of
 from fsdpcore.checkpoint.plan.plan_save import Rows, Written
 from fsdpcore.checkpoint.save.joining import Joining
+from fsdpcore.checkpoint.save.step_folder import new_claimed_step
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
-from fsdpcore.checkpoint.storage.protocol import new_claimed_step
-from fsdpcore.checkpoint.storage.steps import StepName, directories, remove_leftovers
+from fsdpcore.checkpoint.storage.removal import remove_leftovers
+from fsdpcore.checkpoint.storage.steps import StepName, directories
 from fsdpcore.core.errors import ArgumentError, CheckpointError
 from fsdpcore.core.geometry.regions import Box, Range
 
@@ -415,17 +416,17 @@ def imported(module):
 @pytest.mark.parametrize(
     "name",
     [
-        "storage.protocol",
+        "save.step_folder",
         "save.joining",
-        "save.step_writing",
+        "interchange.step_writer",
         "interchange.importing",
         "interchange.rewrite",
     ],
 )
 def test_one_process_needs_no_collectives(name):
     known = imported(f"fsdpcore.checkpoint.{name}")
-    assert "fsdpcore.checkpoint.storage.protocol" in known
-    talking = {"fsdpcore.checkpoint.save.committing", "fsdpcore.checkpoint.load.shared_reads"}
+    assert "fsdpcore.checkpoint.save.step_folder" in known
+    talking = {"fsdpcore.checkpoint.save.commit", "fsdpcore.checkpoint.load.shared_reads"}
     assert known.isdisjoint(talking)
     assert not [each for each in known if each.startswith("fsdpcore.collectives")]
 

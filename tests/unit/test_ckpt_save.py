@@ -13,8 +13,8 @@ from support.ckpt_saves import found, save, state_of
 from support.fsdp_steps import cause_of, launch
 
 import fsdpcore as fc
+from fsdpcore.checkpoint.storage.opening import open_storage
 from fsdpcore.checkpoint.storage.steps import StepName, read_step
-from fsdpcore.checkpoint.storage.storage import open_storage
 
 MIB = 1 << 20
 

@@ -14,6 +14,7 @@ from fsdpcore.checkpoint.format.metadata import METADATA_NAME
 from fsdpcore.checkpoint.load.finding import find, latest
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
+from fsdpcore.checkpoint.storage.removal import remove_leftovers, remove_step, remove_superseded
 from fsdpcore.checkpoint.storage.steps import (
     Skipped,
     StepName,
@@ -23,9 +24,6 @@ from fsdpcore.checkpoint.storage.steps import (
     new_step,
     read_marker,
     read_step,
-    remove_leftovers,
-    remove_step,
-    remove_superseded,
     steps,
 )
 from fsdpcore.core.errors import (

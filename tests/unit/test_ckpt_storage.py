@@ -17,7 +17,7 @@ from support.ckpt_steps import held
 
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
-from fsdpcore.checkpoint.storage.storage import open_storage
+from fsdpcore.checkpoint.storage.opening import open_storage
 from fsdpcore.core.errors import ArgumentError
 
 HOSTILE = [

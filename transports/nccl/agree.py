@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.differences import check_same
+from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import MismatchError, ProtocolError
 
 if TYPE_CHECKING:

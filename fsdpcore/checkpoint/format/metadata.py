@@ -38,8 +38,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fsdpcore.checkpoint.format.building import MAX_BLOCK_BYTES, MAX_BYTES, Building
 from fsdpcore.checkpoint.format.marker import check_metrics, check_save_id
+from fsdpcore.checkpoint.format.metadata_builder import MAX_BLOCK_BYTES, MAX_BYTES, Building
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile, StoredPiece, StoredTensor
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text, decode, encode, short
 from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError, FsdpcoreError

@@ -15,10 +15,11 @@ from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.load.finding import Finder, chosen_step
 from fsdpcore.checkpoint.load.local_reads import read_alone
 from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
+from fsdpcore.checkpoint.memory.shards import Part
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.plan_load import Wanted, plan_load
-from fsdpcore.checkpoint.plan.shards import Part
-from fsdpcore.checkpoint.storage.storage import Storage, StoragePath
+from fsdpcore.checkpoint.storage.opening import StoragePath
+from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import CheckpointError, in_words

@@ -22,7 +22,7 @@ from fsdpcore.checkpoint.interchange.patterns import refuse_idle
 from fsdpcore.checkpoint.interchange.safetensors_source import ENDING, SafetensorsSource
 from fsdpcore.checkpoint.interchange.streaming import Counting
 from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen
-from fsdpcore.checkpoint.storage.storage import StoragePath
+from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.core.buffers import Array, byte_view
 
 _Dtype = np.dtype[Any]

@@ -19,7 +19,7 @@ from fsdpcore.checkpoint.interchange.array_sources import Progress, StepSource, 
 from fsdpcore.checkpoint.interchange.safetensors_files import PartialFile, place_all, sync_directory
 from fsdpcore.checkpoint.interchange.selection import Renaming, Selection, Taken
 from fsdpcore.checkpoint.interchange.streaming import Counting, Gathering, streamed
-from fsdpcore.checkpoint.storage.storage import StoragePath
+from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
 

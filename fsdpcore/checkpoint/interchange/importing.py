@@ -12,10 +12,10 @@ from fsdpcore.checkpoint.format.strict_json import check_json
 from fsdpcore.checkpoint.interchange.array_sources import Progress
 from fsdpcore.checkpoint.interchange.safetensors_source import SafetensorsSource
 from fsdpcore.checkpoint.interchange.selection import Renaming, Selection
-from fsdpcore.checkpoint.plan.flat_shards import by_rank, by_size
-from fsdpcore.checkpoint.save.step_writing import About, StepWriting
-from fsdpcore.checkpoint.storage.protocol import Saved
-from fsdpcore.checkpoint.storage.storage import StoragePath, open_storage
+from fsdpcore.checkpoint.interchange.splitting import by_rank, by_size
+from fsdpcore.checkpoint.interchange.step_writer import About, StepWriting
+from fsdpcore.checkpoint.save.step_folder import Saved
+from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 

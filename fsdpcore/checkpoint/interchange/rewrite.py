@@ -11,10 +11,10 @@ import numpy as np
 from fsdpcore.checkpoint.format.generators import states_of
 from fsdpcore.checkpoint.interchange.array_sources import Progress, opened_step
 from fsdpcore.checkpoint.interchange.selection import Selection
-from fsdpcore.checkpoint.plan.flat_shards import by_rank
-from fsdpcore.checkpoint.save.step_writing import About, StepWriting
-from fsdpcore.checkpoint.storage.protocol import Saved
-from fsdpcore.checkpoint.storage.storage import StoragePath, open_storage
+from fsdpcore.checkpoint.interchange.splitting import by_rank
+from fsdpcore.checkpoint.interchange.step_writer import About, StepWriting
+from fsdpcore.checkpoint.save.step_folder import Saved
+from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdpcore.checkpoint.format.building import MAX_DIMENSIONS
 from fsdpcore.checkpoint.format.dtypes import CODES
 from fsdpcore.checkpoint.format.header import Header, read_header
+from fsdpcore.checkpoint.format.metadata_builder import MAX_DIMENSIONS
 from fsdpcore.checkpoint.format.strict_json import decode, short
 from fsdpcore.checkpoint.interchange.array_sources import ArraySource, Described, Filled
 from fsdpcore.core.buffers import byte_view

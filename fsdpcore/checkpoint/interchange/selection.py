@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from numpy.typing import DTypeLike
 
-from fsdpcore.checkpoint.format.rounding import rounding_dtype
 from fsdpcore.checkpoint.format.strict_json import check_text, short
 from fsdpcore.checkpoint.interchange.array_sources import ArraySource, Described
 from fsdpcore.checkpoint.interchange.patterns import refuse_idle
+from fsdpcore.checkpoint.memory.rounding import rounding_dtype
 from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen
 from fsdpcore.core.checks import rounds_into
 from fsdpcore.core.errors import ArgumentError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fsdpcore.checkpoint.format.rounding import rounded
 from fsdpcore.checkpoint.interchange.array_sources import ArraySource, Progress, Want
 from fsdpcore.checkpoint.interchange.selection import Taken
+from fsdpcore.checkpoint.memory.rounding import rounded
 from fsdpcore.core.buffers import byte_view
 
 _SMALL = 64 << 10

@@ -13,8 +13,9 @@ from fsdpcore.checkpoint.interchange.streaming import Counting
 from fsdpcore.checkpoint.interchange.verify_file import Problem, check_file
 from fsdpcore.checkpoint.load.finding import locate
 from fsdpcore.checkpoint.load.reading import usual_threads
+from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.checkpoint.storage.steps import StepName, directories, is_leftover, read_marker
-from fsdpcore.checkpoint.storage.storage import Storage, StoragePath
+from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import (
     CheckpointError,

@@ -11,11 +11,11 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from fsdpcore.checkpoint.format.dtypes import stored_as
-from fsdpcore.checkpoint.format.file_layout import TABLE
 from fsdpcore.checkpoint.format.header import Placed, parse_header
 from fsdpcore.checkpoint.format.metadata import Metadata, StoredFile, StoredPiece, StoredTensor
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES
 from fsdpcore.checkpoint.format.strict_json import short
+from fsdpcore.checkpoint.plan.file_layout import TABLE
 from fsdpcore.checkpoint.storage.storage import Storage, StorageReader
 from fsdpcore.core.errors import CorruptCheckpointError, in_words
 from fsdpcore.core.geometry.regions import Box

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdpcore.checkpoint.format.metadata import METADATA_NAME, Metadata
+from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
 from fsdpcore.checkpoint.storage.steps import (
     Found,
     Skipped,
@@ -19,7 +20,7 @@ from fsdpcore.checkpoint.storage.steps import (
     directories,
     read_marker,
 )
-from fsdpcore.checkpoint.storage.storage import Storage, StoragePath, open_storage
+from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import (
     ArgumentError,

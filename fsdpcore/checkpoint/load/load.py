@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from fsdpcore.checkpoint.format.generators import Generators
 from fsdpcore.checkpoint.load.loading import Loaded as Loaded
 from fsdpcore.checkpoint.load.loading import Loading, Request
+from fsdpcore.checkpoint.memory.shards import State
 from fsdpcore.checkpoint.plan.describe import Engine
-from fsdpcore.checkpoint.plan.shards import State
-from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath
+from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
 

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpcore.checkpoint.format.generators import Generators, restore, states_of
+from fsdpcore.checkpoint.load.batches import Batch, planned
 from fsdpcore.checkpoint.load.finding import Finder, Which, chosen_step
 from fsdpcore.checkpoint.load.finding_together import Shared, find_together
 from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.load.shared_reads import read_all
-from fsdpcore.checkpoint.plan.batches import Batch, planned
+from fsdpcore.checkpoint.memory.overlaps import check_disjoint
+from fsdpcore.checkpoint.memory.shards import Shard, State, checked_state
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.describe import Engine, check_ranks, is_engine
-from fsdpcore.checkpoint.plan.memory_overlaps import check_disjoint
-from fsdpcore.checkpoint.plan.shards import Shard, State, checked_state
 from fsdpcore.checkpoint.plan.targets import (
     Matched,
     checked_patterns,
@@ -29,8 +29,9 @@ from fsdpcore.checkpoint.plan.targets import (
     listed,
     match,
 )
+from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.checkpoint.storage.steps import Skipped, StepName
-from fsdpcore.checkpoint.storage.storage import Storage, StoragePath
+from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.collectives import all_reduce
 from fsdpcore.collectives.consensus import Attempt, agree
 from fsdpcore.comm.backend import Backend

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpcore.checkpoint.format.rounding import put
 from fsdpcore.checkpoint.load.reading import Span
+from fsdpcore.checkpoint.memory.rounding import put
 from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
 from fsdpcore.checkpoint.plan.plan_load import Scatter
 from fsdpcore.checkpoint.plan.sharing import Needs, Window, clip_rows

@@ -7,15 +7,16 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.checkpoint.format.rounding import rounding_dtype
 from fsdpcore.checkpoint.load.finding import Finder, chosen_step
 from fsdpcore.checkpoint.load.local_reads import read_alone
 from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
+from fsdpcore.checkpoint.memory.rounding import rounding_dtype
+from fsdpcore.checkpoint.memory.shards import parts_of
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.plan_load import Wanted, is_covered, plan_load
-from fsdpcore.checkpoint.plan.shards import parts_of
 from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen, listed
-from fsdpcore.checkpoint.storage.storage import Storage, StoragePath
+from fsdpcore.checkpoint.storage.opening import StoragePath
+from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int, rounds_into
 from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError, in_words

@@ -7,15 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpcore.checkpoint.load.local_reads import (
-    read_alone,
-    read_parts,
-    read_rows,
-    split_rows,
-)
+from fsdpcore.checkpoint.load.batches import Batch
+from fsdpcore.checkpoint.load.local_reads import read_alone, read_parts, read_rows
 from fsdpcore.checkpoint.load.packing import Giving, Mine, Taking
 from fsdpcore.checkpoint.load.reading import FileSet, Span
-from fsdpcore.checkpoint.plan.batches import Batch
+from fsdpcore.checkpoint.plan.block_rows import split_rows
 from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
 from fsdpcore.checkpoint.plan.plan_load import LoadPlan
 from fsdpcore.checkpoint.plan.sharing import (

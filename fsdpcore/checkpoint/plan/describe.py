@@ -11,14 +11,14 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 
 from fsdpcore.checkpoint.format.dtypes import stored_as
-from fsdpcore.checkpoint.plan.plan_save import HeldArray, Rows, held_of
-from fsdpcore.checkpoint.plan.shards import (
+from fsdpcore.checkpoint.memory.shards import (
     checked_state,
     dtype_of,
     parts_of,
     replica_of,
     shape_of,
 )
+from fsdpcore.checkpoint.plan.plan_save import HeldArray, Rows, held_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device

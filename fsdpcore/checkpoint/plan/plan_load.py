@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpcore.checkpoint.format.stored import StoredTensor
+from fsdpcore.checkpoint.memory.shards import Part
 from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
 from fsdpcore.checkpoint.plan.copies import copies, placed
-from fsdpcore.checkpoint.plan.shards import Part
 from fsdpcore.checkpoint.plan.strided import Strided
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.geometry.regions import (

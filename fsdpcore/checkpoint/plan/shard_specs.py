@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.checkpoint.format.building import check_shape
 from fsdpcore.checkpoint.format.dtypes import stored_as
 from fsdpcore.checkpoint.format.marker import check_save_id
 from fsdpcore.checkpoint.format.metadata import MAX_STEP
+from fsdpcore.checkpoint.format.metadata_builder import check_shape
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text
 from fsdpcore.checkpoint.plan.plan_save import HeldArray, SavePlan, encode, held_of, plan
 from fsdpcore.core.checks import as_dtype, as_int, as_shape
@@ -293,3 +293,12 @@ def flat_cuts(layout: FlatLayout) -> Iterator[tuple[int, str, Range]]:
 def _with_region(spec: TensorShardSpec, region: Range | None) -> TensorShardSpec:
     regions = () if region is None else (region,)
     return TensorShardSpec(spec.name, spec.dtype, spec.shape, regions)
+
+
+def check_rank_of(rank: int, world_size: int) -> tuple[int, int]:
+    """Return a rank and the number of ranks as integers; ArgumentError unless it is one of them."""
+    world_size = as_int(world_size, "world_size", minimum=1)
+    rank = as_int(rank, "rank", minimum=0)
+    if rank >= world_size:
+        raise ArgumentError(f"rank {rank} is none of {world_size} ranks, counted from 0")
+    return rank, world_size

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpcore.checkpoint.load.local_reads import counts_by_block
+from fsdpcore.checkpoint.plan.block_rows import counts_by_block
 from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
 from fsdpcore.checkpoint.plan.plan_load import LoadPlan
 from fsdpcore.checkpoint.plan.strided import Strided

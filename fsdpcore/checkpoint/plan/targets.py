@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdpcore.checkpoint.memory.shards import Shard, dtype_of, parts_of, shape_of
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.plan_load import Wanted
-from fsdpcore.checkpoint.plan.shards import Shard, dtype_of, parts_of, shape_of
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.checks import rounds_into
 from fsdpcore.core.errors import ArgumentError

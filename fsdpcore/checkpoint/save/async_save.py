@@ -11,14 +11,14 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from fsdpcore.checkpoint.format.generators import Generators
+from fsdpcore.checkpoint.memory.shards import State
+from fsdpcore.checkpoint.memory.staging import Staging
 from fsdpcore.checkpoint.plan.describe import Engine
-from fsdpcore.checkpoint.plan.shards import State
-from fsdpcore.checkpoint.save.committing import Prepared
+from fsdpcore.checkpoint.save.commit import Prepared
 from fsdpcore.checkpoint.save.saver import Saver
-from fsdpcore.checkpoint.save.staging import Staging
-from fsdpcore.checkpoint.storage.protocol import Saved
+from fsdpcore.checkpoint.save.step_folder import Saved
+from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
 from fsdpcore.checkpoint.storage.retention import Retention
-from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath
 from fsdpcore.collectives.consensus import agree
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_choice

@@ -17,14 +17,13 @@ from contextlib import suppress
 
 from xxhash import xxh3_64_intdigest
 
-from fsdpcore.checkpoint.format.file_layout import FileLayout, lay_out
 from fsdpcore.checkpoint.format.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
 from fsdpcore.checkpoint.format.metadata import METADATA_NAME, Metadata
 from fsdpcore.checkpoint.format.rank_part import MAX_PART_BYTES, RankPart, part_name
 from fsdpcore.checkpoint.plan.describe import rows_of
+from fsdpcore.checkpoint.plan.file_layout import FileLayout, lay_out
 from fsdpcore.checkpoint.plan.shard_specs import ShardMetadata
-from fsdpcore.checkpoint.save.writing import FileSums, table_sum, write_file
-from fsdpcore.checkpoint.storage.protocol import (
+from fsdpcore.checkpoint.save.step_folder import (
     RankFile,
     commit,
     described,
@@ -32,6 +31,7 @@ from fsdpcore.checkpoint.storage.protocol import (
     held_directory,
     now,
 )
+from fsdpcore.checkpoint.save.writing import FileSums, table_sum, write_file
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError

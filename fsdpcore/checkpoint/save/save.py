@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdpcore.checkpoint.format.generators import Generators
+from fsdpcore.checkpoint.memory.shards import State
 from fsdpcore.checkpoint.plan.describe import Engine
-from fsdpcore.checkpoint.plan.shards import State
 from fsdpcore.checkpoint.save.saver import Saver, refuse
-from fsdpcore.checkpoint.storage.protocol import Saved
+from fsdpcore.checkpoint.save.step_folder import Saved
+from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
 from fsdpcore.checkpoint.storage.retention import Retention
-from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance
 

@@ -24,16 +24,16 @@ from fsdpcore.checkpoint.plan.plan_save import (
     encode_written,
     plan,
 )
-from fsdpcore.checkpoint.save.committing import Commit, Prepared
-from fsdpcore.checkpoint.storage.protocol import Saved
+from fsdpcore.checkpoint.save.commit import Commit, Prepared
+from fsdpcore.checkpoint.save.step_folder import Saved
+from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath, open_storage
 from fsdpcore.checkpoint.storage.retention import Retention
 from fsdpcore.checkpoint.storage.steps import check_step
-from fsdpcore.checkpoint.storage.storage import DISK_TIMEOUT, StoragePath, open_storage
 from fsdpcore.collectives.consensus import Attempt, agree
 from fsdpcore.collectives.texts import gather_texts, scatter_texts
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
-from fsdpcore.core.differences import Difference, check_same
+from fsdpcore.core.disagreement import Disagreement, check_same
 from fsdpcore.core.errors import ArgumentError
 
 _UNWRITTEN = "Nothing was written"
@@ -193,7 +193,7 @@ def _check_same(described: Sequence[Sequence[Any]], backend: Backend) -> None:
         for step, metrics, extra, _ in described
     ]
 
-    def message(found: Difference) -> str:
+    def message(found: Disagreement) -> str:
         where = f"on {found.ranks}"
         if found.position == 0:
             return f"save: step is {found.values} {where}. {_UNWRITTEN}"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from fsdpcore.checkpoint.format.file_layout import FileLayout
 from fsdpcore.checkpoint.format.metadata import BLOCK_BYTES
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES
+from fsdpcore.checkpoint.plan.file_layout import FileLayout
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array, byte_view
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdpcore.checkpoint.storage.steps import Skipped, remove_leftovers
-from fsdpcore.checkpoint.storage.storage import StoragePath, open_storage
+from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
+from fsdpcore.checkpoint.storage.removal import remove_leftovers
+from fsdpcore.checkpoint.storage.steps import Skipped
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
 
 

@@ -7,15 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fsdpcore.checkpoint.storage.steps import (
-    Removal,
-    StepName,
-    committed,
-    directories,
-    read_step,
-    removable,
-    remove_steps,
-)
+from fsdpcore.checkpoint.storage.removal import Removal, removable, remove_steps
+from fsdpcore.checkpoint.storage.steps import StepName, committed, directories, read_step
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.checks import as_choice, as_int, as_name
 from fsdpcore.core.errors import ArgumentError, CheckpointError

@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Union
 
 from fsdpcore.checkpoint.storage.files import ReadableBuffer, WritableBuffer
 from fsdpcore.core.errors import ArgumentError
-
-DISK_TIMEOUT = 1800.0
-"""Seconds that ranks wait for one another's disks."""
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 class StorageWriter(ABC):
@@ -201,35 +194,6 @@ class Storage(ABC):
         """Write a new small file; its contents are durable when this returns."""
         with self.writer(name) as writer:
             writer.write(data)
-
-
-StoragePath = Union[str, "os.PathLike[str]", Storage]
-"""Where checkpoints are: a path, a URL such as ``s3://bucket/run``, or a storage."""
-
-
-def open_storage(path: StoragePath) -> Storage:
-    """Return the storage that a path or URL stands for; nothing is made or looked for yet.
-
-    Raises:
-        ArgumentError: ``path`` is neither.
-        MissingDependencyError: a package for such URLs is not installed.
-    """
-    if isinstance(path, Storage):
-        return path
-    if isinstance(path, (str, os.PathLike)):
-        text = os.fspath(path)
-        if isinstance(text, str) and text and "\0" not in text:
-            if _URL.match(text):
-                from fsdpcore.checkpoint.storage.object_storage import FsspecStorage
-
-                return FsspecStorage(text)
-            from fsdpcore.checkpoint.storage.local_storage import LocalStorage
-
-            return LocalStorage(text)
-    raise ArgumentError(
-        "a place for checkpoints is a path, a URL of the form scheme://..., or a Storage; "
-        f"got {path!r}"
-    )
 
 
 def split_name(name: str) -> tuple[str, str]:

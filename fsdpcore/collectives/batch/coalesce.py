@@ -38,7 +38,7 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of, byte_view, dtype_code, row_size, split_sizes
 from fsdpcore.core.checks import as_rank
 from fsdpcore.core.device import Device
-from fsdpcore.core.differences import check_same
+from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.core.reductions import ReduceOp, Reduction
 from fsdpcore.core.work import Deadline, Work, fresh

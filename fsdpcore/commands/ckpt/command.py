@@ -19,8 +19,8 @@ from fsdpcore.checkpoint.interchange.importing import import_safetensors
 from fsdpcore.checkpoint.interchange.rewrite import rewrite
 from fsdpcore.checkpoint.interchange.verify import Verified
 from fsdpcore.checkpoint.interchange.verify import verify as verify_step
+from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.cleaning import clean as clean_folder
-from fsdpcore.checkpoint.storage.protocol import Saved
 from fsdpcore.commands.ckpt.inspect import inspect
 from fsdpcore.commands.ckpt.progress import DIFFERENT, bar, ending, print_json, size
 from fsdpcore.commands.plan import parse_memory

@@ -16,7 +16,7 @@ from fsdpcore.collectives.consensus import compare
 from fsdpcore.comm.registry import nearest
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
-from fsdpcore.core.differences import Difference
+from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries
 from fsdpcore.fsdp.state.save import gathered
@@ -199,7 +199,7 @@ def _check_same(engine: FSDP, what: str, own: set[str], arrays: Mapping[str, Arr
         data = byte_view(engine.device.to_host(arrays[name])).data
         digests.append(hashlib.blake2b(data, digest_size=_DIGEST).hexdigest())
 
-    def message(found: Difference) -> str:
+    def message(found: Disagreement) -> str:
         others = ", ".join(map(str, found.others))
         return (
             f"{what}: {names[found.position]} was written differently on rank {found.first} and on "

@@ -17,7 +17,7 @@ from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.checks import as_int, rounds_into
 from fsdpcore.core.device import HOST, Device
-from fsdpcore.core.differences import check_same
+from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.fsdp.sharding.tensor_group import described, scatter_boxes

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fsdpcore.collectives import all_gather
 from fsdpcore.collectives.texts import share_texts
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.differences import check_same
+from fsdpcore.core.disagreement import check_same
 
 Events = Sequence[tuple[str, int]]
 

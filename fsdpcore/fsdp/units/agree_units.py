@@ -14,7 +14,7 @@ from fsdpcore.collectives.consensus import Attempt, agree, compare
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
-from fsdpcore.core.differences import Difference
+from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, MismatchError, StateError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.fsdp.sharding.tensor_group import described, drop_whole_boxes, untiled
@@ -148,7 +148,7 @@ def check_same(units: tuple[Unit, ...], backend: Backend, everyone: Backend, opt
 def _compare(backend: Backend, digests: list[str]) -> None:
     """Compare digests, each behind what is wrong if it differs."""
 
-    def message(found: Difference) -> str:
+    def message(found: Disagreement) -> str:
         cause = found.groups[0][0].rpartition("|")[0]
         return f"{cause} between {found.ranks}; give all ranks the same"
 

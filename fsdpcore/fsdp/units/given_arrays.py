@@ -9,7 +9,7 @@ from fsdpcore.collectives.consensus import Attempt, agree
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import rounds_into
 from fsdpcore.core.device import Device
-from fsdpcore.core.differences import check_same
+from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import ArgumentError
 
 if TYPE_CHECKING:

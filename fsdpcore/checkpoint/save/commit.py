@@ -10,11 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpcore.checkpoint.format.file_layout import FilePlaces, lay_out, places_of
+from fsdpcore.checkpoint.memory.fetching import fetched
+from fsdpcore.checkpoint.plan.file_layout import FilePlaces, lay_out, places_of
 from fsdpcore.checkpoint.plan.plan_save import SavePlan, Written
-from fsdpcore.checkpoint.save.fetching import fetched
-from fsdpcore.checkpoint.save.writing import FileSums, write_file
-from fsdpcore.checkpoint.storage.protocol import (
+from fsdpcore.checkpoint.save.step_folder import (
     RankFile,
     Saved,
     commit,
@@ -22,14 +21,10 @@ from fsdpcore.checkpoint.storage.protocol import (
     file_name,
     new_claimed_step,
 )
+from fsdpcore.checkpoint.save.writing import FileSums, write_file
+from fsdpcore.checkpoint.storage.removal import remove_claimed, remove_leftovers, remove_superseded
 from fsdpcore.checkpoint.storage.retention import Retention, prune
-from fsdpcore.checkpoint.storage.steps import (
-    StepName,
-    directories,
-    remove_claimed,
-    remove_leftovers,
-    remove_superseded,
-)
+from fsdpcore.checkpoint.storage.steps import StepName, directories
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.collectives.consensus import Attempt, agree
 from fsdpcore.collectives.texts import gather_texts

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fsdpcore.checkpoint.memory.fetching import aligned, fetch
+from fsdpcore.checkpoint.memory.shards import Part
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.plan_load import LoadPlan, Wanted, plan_load
-from fsdpcore.checkpoint.plan.shards import Part
-from fsdpcore.checkpoint.save.fetching import aligned, fetch
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import Device

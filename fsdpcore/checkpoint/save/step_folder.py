@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from fsdpcore.checkpoint.format.file_layout import FilePlaces
 from fsdpcore.checkpoint.format.marker import MARKER_NAME, Marker
 from fsdpcore.checkpoint.format.metadata import METADATA_NAME, Metadata, StoredFile, make_metadata
+from fsdpcore.checkpoint.plan.file_layout import FilePlaces
 from fsdpcore.checkpoint.save.writing import FileSums
 from fsdpcore.checkpoint.storage.steps import StepName, new_step
 from fsdpcore.checkpoint.storage.storage import Storage

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdpcore.checkpoint.format.file_layout import FileLayout, lay_out
 from fsdpcore.checkpoint.interchange.array_sources import ArraySource, Progress
 from fsdpcore.checkpoint.interchange.selection import Taken
 from fsdpcore.checkpoint.interchange.streaming import Counting, Gathering, streamed
+from fsdpcore.checkpoint.plan.file_layout import FileLayout, lay_out
 from fsdpcore.checkpoint.plan.plan_save import Written
-from fsdpcore.checkpoint.save.writing import FileSums, add_sums
-from fsdpcore.checkpoint.storage.protocol import (
+from fsdpcore.checkpoint.save.step_folder import (
     RankFile,
     Saved,
     commit,
@@ -22,7 +21,9 @@ from fsdpcore.checkpoint.storage.protocol import (
     file_name,
     new_claimed_step,
 )
-from fsdpcore.checkpoint.storage.steps import StepName, committed, remove_claimed, remove_superseded
+from fsdpcore.checkpoint.save.writing import FileSums, add_sums
+from fsdpcore.checkpoint.storage.removal import remove_claimed, remove_superseded
+from fsdpcore.checkpoint.storage.steps import StepName, committed
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
 from fsdpcore.core.geometry.regions import Range

@@ -15,7 +15,7 @@ from fsdpcore.core.errors import MismatchError
 
 
 @dataclass(frozen=True)
-class Difference:
+class Disagreement:
     """The first thing of which ranks do not say the same.
 
     Attributes:
@@ -65,7 +65,7 @@ class Difference:
 def check_same(
     rows: Sequence[Sequence[Hashable]],
     ranks: Sequence[int],
-    message: Callable[[Difference], str],
+    message: Callable[[Disagreement], str],
     *,
     words: Callable[[Any], str] = str,
 ) -> None:
@@ -86,7 +86,7 @@ def check_same(
                 ("nothing more" if said is _END else words(said), who)
                 for said, who in grouped(column, ranks)
             ]
-            raise MismatchError(message(Difference(position, groups)))
+            raise MismatchError(message(Disagreement(position, groups)))
 
 
 def grouped(said: Iterable[Any], ranks: Iterable[int]) -> list[tuple[Any, list[int]]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from fsdpcore.checkpoint.plan.shards import Shard, parts_of
+from fsdpcore.checkpoint.memory.shards import Shard, parts_of
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device

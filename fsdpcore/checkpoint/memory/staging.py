@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsdpcore.checkpoint.save.fetching import aligned, fetch
+from fsdpcore.checkpoint.memory.fetching import aligned, fetch
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.device import HOST, Device

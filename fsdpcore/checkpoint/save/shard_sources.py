@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from fsdpcore.checkpoint.memory.shards import Shard, dtype_of, parts_of
 from fsdpcore.checkpoint.plan.shard_specs import ShardMetadata, TensorShardSpec
-from fsdpcore.checkpoint.plan.shards import Shard, dtype_of, parts_of
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import BoxShard
-from fsdpcore.core.geometry.regions import Box, Range, Region, as_range
-from fsdpcore.fsdp.state.state import ArrayPiece, ShardedArray
+from fsdpcore.core.geometry.regions import Box, Region, as_range
+from fsdpcore.fsdp.state.state import ShardedArray
 
 
 def sources_of(state: Mapping[str, Shard], metadata: ShardMetadata, rank: int) -> list[Array]:
@@ -100,17 +100,3 @@ def _told(shard: Shard) -> str:
         regions = tuple(part.region for part in parts_of(shard))
         return f"{regions} of shape {shard.shape}"
     return f"an array of shape {shard.shape}"
-
-
-def empty_shard(spec: TensorShardSpec) -> Shard:
-    """Return new memory for what a rank has of an array, its contents undefined."""
-    if spec.box is None and _has_box(spec):
-        (box,) = spec.regions
-        assert isinstance(box, Box)
-        return BoxShard(spec.shape, box.start, np.empty(box.shape, spec.dtype))
-    pieces = tuple(
-        ArrayPiece(region.start, region.stop, np.empty(region.size, spec.dtype))
-        for region in spec.regions
-        if isinstance(region, Range)
-    )
-    return ShardedArray(spec.shape, spec.dtype, pieces, spec.replica, spec.replicas, spec.box)

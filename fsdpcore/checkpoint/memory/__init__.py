@@ -1,0 +1,1 @@
+"""Arrays in memory: which parts of them a rank has, and copies between device and host."""
