@@ -49,13 +49,22 @@ class Layer(Protocol):
     def init(self, rng: np.random.Generator) -> Initials:
         """Return the initial parameters by name, always in the same order.
 
-        NumPy arrays are fine on a GPU, too: the engine moves them.
+        Args:
+            rng: the only source of random numbers, so that all ranks have the same values.
+
+        Returns:
+            Arrays of float32 or float64, ``Spec``, ``BoxShard`` or ``Tied``. NumPy arrays are fine
+            on a GPU, too: the engine moves them.
         """
 
     def forward(self, params: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
         """Return the output and what ``backward`` needs, without parameters or views of them.
 
         Those are in ``backward`` again. An output that lies in a parameter is copied.
+
+        Args:
+            params: this layer's, by name: read-only, and valid during the call only.
+            x: the output of the layer before, or what the model was given.
         """
 
     def backward(
@@ -66,6 +75,12 @@ class Layer(Protocol):
         ``grads`` has an array of zeros for every parameter that is trained. It may have a method
         ``empty(name)``, as the engine's mappings do: the same array without filling it with zeros,
         for a layer that writes all of it.
+
+        Args:
+            params: as in ``forward``.
+            saved: what ``forward`` returned beside its output.
+            dy: gradient of the output, of its shape.
+            grads: by name; may be written once or added to, valid during the call only.
         """
 
 
@@ -101,7 +116,7 @@ class Chain:
         self.holds_params = any(_holds_params(layer) for _, layer in self.layers)
 
     def init(self, rng: np.random.Generator) -> dict[str, Initial]:
-        """Initialise all layers, in order, with one generator."""
+        """Initialise all layers, in order, with one generator, ``rng``."""
         entries: dict[str, Initial] = {}
         for name, layer in self.layers:
             entries.update(prefixed(f"{name}.", layer.init(rng)))
@@ -149,7 +164,7 @@ class LayerStack:
         self.layers = _named(layers)
 
     def units(self, rng: np.random.Generator) -> list[Unit]:
-        """Initialise all layers, in order, with one generator."""
+        """Initialise all layers, in order, with one generator, ``rng``."""
         return [Unit(name, layer.init(rng)) for name, layer in self.layers]
 
     def forward(self, step: Step, x: Any) -> tuple[Any, list[Any]]:
@@ -173,7 +188,13 @@ class LayerStack:
         return x, saved
 
     def backward(self, step: Step, saved: list[Any], dy: Any) -> Any:
-        """Run all layers backwards, consuming ``saved``; returns the gradient of the input."""
+        """Run all layers backwards, consuming ``saved``; returns the gradient of the input.
+
+        Args:
+            step: the one that ``forward`` was called with, still open.
+            saved: what ``forward`` returned beside its output.
+            dy: gradient of the output, of its shape.
+        """
         for name, layer in reversed(self.layers):
             with step.backward(name) as unit:
                 dy = layer.backward(unit.params, saved.pop(), dy, unit.grads)

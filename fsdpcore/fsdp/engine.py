@@ -398,7 +398,18 @@ class FSDP:
         """Load whole parameters by ``unit.param``; a collective, outside of steps.
 
         Optimizer state and the number of steps stay. A tied parameter may have its own name, or
-        that of its owner. Ignored arrays may be left out. The rest is as in ``load_state_dict``.
+        that of its owner. Ignored arrays may be left out.
+
+        Args:
+            params: whole arrays by name, equal on all ranks; or on ``src`` only. Rounded to the
+                dtypes of this engine.
+            strict, src: as of ``load_state_dict``.
+
+        Returns:
+            Which names were missing, and which were not expected.
+
+        Raises:
+            ArgumentError, MismatchError, StateError: as ``load_state_dict``.
         """
         return load_params(self, params, strict=strict, src=src)
 

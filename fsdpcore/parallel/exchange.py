@@ -25,10 +25,10 @@ from fsdpcore.parallel.splits import bounds, own_range, own_size, split
 
 
 def all_reduce(x: Array, group: Backend, *, op: str = "sum", label: str = "parallel sum") -> Array:
-    """Combine the arrays of all ranks elementwise: one all_reduce.
+    """Combine the arrays of all ranks of ``group`` elementwise: one all_reduce.
 
     ``x`` belongs to the call and may be overwritten by it. The result, on every rank the same bits,
-    is returned.
+    is returned. ``op`` and ``label`` are those of ``fc.all_reduce``.
     """
     if group.world_size == 1:
         return x
@@ -38,7 +38,7 @@ def all_reduce(x: Array, group: Backend, *, op: str = "sum", label: str = "paral
 
 
 def local_part(x: Array, group: Backend, axis: int) -> Array:
-    """Return this rank's part along ``axis`` of an array that all ranks have: a view.
+    """Return this rank's part along ``axis`` of ``x``, which all ranks of ``group`` have: a view.
 
     Without communication; the derivative of ``all_gather`` where all ranks have the same gradient.
     """

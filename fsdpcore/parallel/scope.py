@@ -59,5 +59,5 @@ def unfilled(grads: Mapping[str, Array], name: str) -> Array:
 
 
 def prefixed(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
-    """Return a mapping with ``prefix`` before each name."""
+    """Return the ``entries`` with ``prefix`` before each name."""
     return {prefix + name: entry for name, entry in entries.items()}

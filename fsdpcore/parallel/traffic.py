@@ -19,7 +19,7 @@ class PassTraffic(NamedTuple):
     reduce_scatter: tuple[int, ...] = ()
 
     def sent(self, ranks: int, itemsize: int) -> int:
-        """Return the bytes that all ranks together send, at the least.
+        """Return the bytes that all ranks together send, at the least, ``itemsize`` an element.
 
         An all_gather of n bytes makes every rank have the (p - 1) / p that it has not, so p ranks
         send (p - 1) n; so does a reduce_scatter, and an all_reduce is both. That is reached by the
@@ -31,11 +31,11 @@ class PassTraffic(NamedTuple):
 
 
 class BlockTraffic(NamedTuple):
-    """The collectives of both passes of a layer."""
+    """The collectives of the ``forward`` and the ``backward`` pass of a layer."""
 
     forward: PassTraffic
     backward: PassTraffic
 
     def sent(self, ranks: int, itemsize: int) -> int:
-        """Return the bytes that all ranks together send, at the least."""
+        """Return the bytes that all ranks together send, at the least, ``itemsize`` an element."""
         return self.forward.sent(ranks, itemsize) + self.backward.sent(ranks, itemsize)

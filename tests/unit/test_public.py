@@ -204,15 +204,50 @@ def test_repr_of_what_holds_arrays_is_a_line():
 
 
 def documented():
-    """Public functions, classes and their public methods, by name; errors speak for themselves."""
-    for name in MODULES:
-        for each in MODULES[name].split():
-            found = getattr(module(name), each)
-            error = isinstance(found, type) and issubclass(found, BaseException)
-            if isinstance(found, (type, types.FunctionType)) and not error:
-                yield f"{name}.{each}", found
+    """Public functions, classes and their public methods by name; errors speak for themselves."""
+    for place in MODULES:
+        for name in MODULES[place].split():
+            found = getattr(module(place), name)
+            if isinstance(found, types.FunctionType):
+                yield f"{place}.{name}", (found, None)
+            elif isinstance(found, type) and not issubclass(found, BaseException):
+                yield f"{place}.{name}", (found, None)
+                if found is fc.Unit:
+                    continue
+                for each, method in inspect.getmembers(found, inspect.isroutine):
+                    own = str(getattr(method, "__module__", "")).startswith("fsdpcore")
+                    if own and not each.startswith("_"):
+                        yield f"{place}.{name}.{each}", (method, found)
+
+
+# What users get from functions, and do not make themselves: their docstrings say from which.
+MADE_BY = {
+    fc.Batch: "coalesce",
+    fc.ShardedLayers: "fully_shard",
+    fc.Step: "engine.step",
+    fc.SubBackend: "Backend.sub",
+    fc.checkpoint.CheckpointFuture: "AsyncCheckpointer.save",
+}
+NOT_CALLED = (fc.Layer, fc.ReduceOp)  # a protocol, an enumeration
+
+
+def words_for(public, owner):
+    """The docstrings that say what arguments mean: a method's, those of the bases, the class's."""
+    classes = () if owner is None else (*owner.__mro__, fc.Layer)
+    methods = [getattr(each, public.__name__, None) for each in classes]
+    return "\n".join(inspect.getdoc(each) or "" for each in (public, *methods, *classes))
 
 
 @pytest.mark.parametrize("name", sorted(dict(documented())))
-def test_help_has_words_for_it(name):
-    assert inspect.getdoc(dict(documented())[name])
+def test_help_has_words_for_it_and_for_its_arguments(name):
+    public, owner = dict(documented())[name]
+    assert inspect.getdoc(public)
+    if public in MADE_BY:
+        assert MADE_BY[public] in inspect.getdoc(public)
+        return
+    if public in NOT_CALLED:
+        return
+    words = words_for(public, owner)
+    skipped = {"self", "cls"} if owner is not None else set()
+    arguments = set(inspect.signature(public).parameters) - skipped
+    assert {each for each in arguments if not re.search(rf"\b{each}\b", words)} == set()

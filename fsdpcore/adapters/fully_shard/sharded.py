@@ -149,7 +149,7 @@ class ShardedLayers:
     # Steps.
 
     def step(self, *, divisor: float | None = None) -> Step:
-        """Begin a training step, in a ``with`` statement; see ``FSDP.step``."""
+        """Begin a training step, in a ``with`` statement; ``divisor`` is that of ``FSDP.step``."""
         self._check("a step")
         return self.engine.step(divisor=divisor)
 

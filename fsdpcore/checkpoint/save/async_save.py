@@ -31,7 +31,7 @@ Busy = Literal["wait", "raise"]
 
 
 class CheckpointFuture(Work):
-    """A save in the background."""
+    """A save in the background; made by ``AsyncCheckpointer.save``."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -117,8 +117,14 @@ class AsyncCheckpointer:
     ) -> CheckpointFuture:
         """Begin a save; a collective, which returns when the arrays are copied.
 
-        The arguments are those of ``checkpoint.save``; all of them are copied, so that whatever is
-        done to the arrays from then on, or enqueued on a GPU, does not change what is saved.
+        All of the arguments are copied, so that whatever is done to the arrays from then on, or
+        enqueued on a GPU, does not change what is saved.
+
+        Args:
+            state, step, extra, generators, metrics: as of ``checkpoint.save``.
+
+        Returns:
+            A ``Work``, whose ``wait`` returns what ``checkpoint.save`` would, and raises likewise.
 
         Raises:
             ArgumentError, MismatchError: as ``checkpoint.save``.

@@ -227,7 +227,7 @@ def committed(storage: Storage) -> dict[StepName, Marker]:
 def steps(path: StoragePath) -> list[int]:
     """Return the steps that have a committed checkpoint, in ascending order; blocks.
 
-    The markers are read, nothing else: ``latest`` looks closer.
+    The markers in the folder ``path`` are read, nothing else: ``latest`` looks closer.
 
     Raises:
         OSError: the folder could not be read.

@@ -96,8 +96,10 @@ class BatchedWork(Work):
 class Batch:
     """Collectives that are carried out together; made by ``coalesce``.
 
-    The methods take what the functions of the same names take, but for ``algorithm``, ``timeout``
-    and ``async_op``, and return a ``Work`` each. They raise ``ArgumentError`` at once.
+    The methods take what the functions of the same names take: ``array``, which is not to change
+    until the batch has ended, and ``op``, ``root`` and ``out``; but no ``algorithm``, ``timeout``
+    or ``async_op``. Each returns a ``Work`` at once, which has its result when the batch has ended,
+    and raises ``ArgumentError`` at once.
     """
 
     def __init__(

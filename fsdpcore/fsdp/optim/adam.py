@@ -113,7 +113,8 @@ class Adam(_TwoMoments):
         p = p - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps)
 
     The decay is a part of the gradient (L2), as PyTorch documents it for ``torch.optim.Adam``; for
-    one that is not, take ``AdamW``. State, ``fused`` and what is raised: as there.
+    one that is not, take ``AdamW``. ``betas`` are beta1 and beta2. State, ``fused`` and what is
+    raised: as there.
     """
 
     decoupled: ClassVar[bool] = False

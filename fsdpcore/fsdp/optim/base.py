@@ -91,6 +91,7 @@ class Optimizer(ABC):
         is either the caller's gradient, never to be written, or ``scratch[0]``. So ``scratch[0]``
         may be written only as the ``out`` of the last operation that reads ``grad``, while
         ``scratch[1]`` is free. Use elementwise operations with ``out=`` and Python float scalars.
+        ``step`` counts from 1, and ``lr`` is the rate of this step.
         """
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]] | None:
@@ -139,7 +140,8 @@ class Optimizer(ABC):
     ) -> dict[str, dict[str, NDArray[Any]]]:
         """Return new state arrays, flat, by parameter and name, on the host; the caller owns them.
 
-        Does not communicate. Raises ArgumentError for a ``dtype`` that is not float32 or float64.
+        ``specs`` are the pieces of parameters that this rank updates. Does not communicate. Raises
+        ArgumentError for a ``dtype`` that is not float32 or float64.
         """
         resolved = np.dtype(dtype)
         check_dtype(resolved, "optimizer state")

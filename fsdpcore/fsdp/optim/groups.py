@@ -24,14 +24,14 @@ class ParamGroups:
 
     Names are ``unit.parameter``. Patterns are those of ``fnmatch``: ``*`` stands for anything,
     dots too, ``?`` for one character, ``[ab]`` for one of these; case matters. Use
-    ``ParamGroups.of``. The ``repr`` is what ranks compare.
+    ``ParamGroups.of``, which makes ``rules``, pairs of both. The ``repr`` is what ranks compare.
     """
 
     rules: tuple[tuple[str, Optimizer], ...]
 
     @classmethod
     def of(cls, optimizers: Optimizer | Mapping[str, Optimizer] | ParamGroups) -> ParamGroups:
-        """Return the groups of a mapping from pattern to optimizer; one alone is for all.
+        """Return the groups that ``optimizers`` is: a mapping from patterns, or one for all.
 
         What depends on what is installed is decided (``Optimizer.resolved``). Raises ConfigError
         for anything else, an empty mapping, and a pattern behind ``"*"``, which is never reached.
@@ -114,7 +114,12 @@ class ParamGroups:
 def resolve(
     optimizers: Optimizer | Mapping[str, Optimizer] | ParamGroups, names: Sequence[str]
 ) -> dict[str, Optimizer]:
-    """Return the optimizer of each of these parameters: ``ParamGroups.of(...).resolve(names)``."""
+    """Return the optimizer of each parameter: ``ParamGroups.of(optimizers).resolve(names)``.
+
+    Raises:
+        ConfigError: ``optimizers`` is no optimizer, nor a mapping from patterns to such.
+        ArgumentError: no pattern matches a parameter, or a pattern is of no use.
+    """
     return ParamGroups.of(optimizers).resolve(names)
 
 

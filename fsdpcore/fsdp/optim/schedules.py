@@ -58,7 +58,10 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The same rate at every step, after the warm-up. Raises ConfigError if it is negative."""
+    """The rate ``peak`` at every step, after a warm-up of ``warmup`` steps.
+
+    Raises ConfigError if it is negative.
+    """
 
     peak: float
     warmup: int = 0
@@ -119,7 +122,7 @@ class Cosine(_Decay):
 
         rate = floor + (peak - floor) * (1 + cos(pi * (step - w) / (total - w))) / 2
 
-    with w the warm-up, or 1 if there is none. (Loshchilov & Hutter, "SGDR: stochastic gradient
+    with w = ``warmup``, or 1 if there is none. (Loshchilov & Hutter, "SGDR: stochastic gradient
     descent with warm restarts", ICLR 2017, equation 5, without restarts.) Raises ConfigError
     unless ``0 <= floor <= peak`` and ``total`` is above ``warmup`` and 1.
     """
@@ -136,7 +139,7 @@ class Linear(_Decay):
 
         rate = floor + (peak - floor) * (total - step) / (total - w)
 
-    with w the warm-up, or 1 if there is none. Raises ConfigError as ``Cosine`` does.
+    with w = ``warmup``, or 1 if there is none. Raises ConfigError as ``Cosine`` does.
     """
 
     def _left(self, progress: float) -> float:
@@ -152,7 +155,7 @@ class Step(Schedule):
         rate = peak * factor**k
 
     With an integer ``every``, k is ``(step - 1) // every``; with a sequence of increasing step
-    numbers, k is how many of them have passed. The steps of the warm-up count. Raises ConfigError
+    numbers, k is how many of them have passed. The ``warmup`` steps count. Raises ConfigError
     for a negative ``peak`` or ``factor``, and if ``every`` is neither of these two.
     """
 
@@ -188,7 +191,8 @@ class InverseSqrt(Schedule):
     """``min(peak, 1 / sqrt(step))``: the relative step size of Adafactor.
 
     (Shazeer & Stern, "Adafactor: adaptive learning rates with sublinear memory cost", ICML 2018,
-    algorithm 4, where ``peak`` is 0.01.) Raises ConfigError for a negative ``peak``.
+    algorithm 4, where ``peak`` is 0.01.) A warm-up of ``warmup`` steps comes before. Raises
+    ConfigError for a negative ``peak``.
     """
 
     peak: float = 1e-2

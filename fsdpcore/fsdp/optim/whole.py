@@ -20,7 +20,8 @@ class WholeParameterOptimizer(Optimizer):
 
     It is used through ``init_pieces`` and ``update_pieces``; ``init_state`` and ``update`` raise
     UnsupportedError, as a range of a shard does not say what it belongs to. One of its own gives
-    ``state_names``, ``state_shapes`` and ``update_pieces``.
+    ``state_names``, ``state_shapes`` and ``update_pieces``. ``lr`` is the learning rate, or a
+    ``Schedule`` of it.
     """
 
     elementwise: ClassVar[bool] = False

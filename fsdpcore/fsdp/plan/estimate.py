@@ -113,9 +113,8 @@ def memory_estimate(
 ) -> MemoryEstimate:
     """Work out what a rank holds when it holds most.
 
-    The other arguments, and the rules, are those of ``make_plan``. What is offloaded is not in
-    memory, but for the parameters of units in use and of those that come next. What an update
-    loads of it is not counted.
+    The rules are those of ``make_plan``. What is offloaded is not in memory, but for the parameters
+    of units in use and of those that come next. What an update loads of it is not counted.
 
     Args:
         params: units, or the number of float32 parameters.
@@ -124,6 +123,8 @@ def memory_estimate(
         offload: what is moved from the device to the host's memory, or from there to files:
             "none", "parameters", or "all", which is parameters, shards of gradients, and the
             optimizer's state.
+        strategy, precision, optimizer_states, prefetch, prefetch_bytes, overlap, microbatches,
+        sync, windowed, rank: as of ``make_plan``.
 
     Raises:
         ArgumentError: something of this makes no sense.

@@ -104,7 +104,7 @@ class Strategy:
         return STRATEGIES[self.name]
 
     def place(self, world_size: int) -> Placement:
-        """Apply the strategy to so many ranks.
+        """Apply the strategy to ``world_size`` ranks.
 
         Raises:
             ArgumentError: a group's size does not divide them.

@@ -226,7 +226,7 @@ def constant(value: float) -> Constant:
 
 
 def normal(mean: float = 0.0, std: float = 1.0) -> Normal:
-    """Independent normal draws; see ``Normal``."""
+    """Independent normal draws of that ``mean`` and standard deviation ``std``; see ``Normal``."""
     return Normal(mean, std)
 
 
