@@ -52,16 +52,20 @@ def operand(array: ArrayLike, backend: Backend) -> tuple[Array, Backend]:
 
 def remembered(backend: Backend, make: Callable[..., CallSpec], *key: Any) -> CallSpec:
     """Return ``make(backend, *key)``, made once for equal keys."""
-    known: dict[Any, CallSpec] = state_of(backend).calls
     try:
-        return known[make, key]
-    except KeyError:
-        if len(known) >= _REMEMBERED:
-            known.clear()
-        spec = known[make, key] = make(backend, *key)
-        return spec
-    except TypeError:  # an argument that cannot be a key is wrong, and ``make`` says how
-        return make(backend, *key)
+        spec: CallSpec = state_of(backend).calls[make, key]
+    except (KeyError, TypeError):  # what cannot be a key is wrong, and ``make`` says how
+        spec = make(backend, *key)
+        remember(backend, (make, key), spec)
+    return spec
+
+
+def remember(backend: Backend, key: tuple[Any, ...], spec: CallSpec) -> None:
+    """Keep a spec with the group, for the next call of its kind."""
+    known = state_of(backend).calls
+    if len(known) >= _REMEMBERED:
+        known.clear()
+    known[key] = spec
 
 
 def spec_for(
