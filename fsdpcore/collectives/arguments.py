@@ -52,12 +52,19 @@ def operand(array: ArrayLike, backend: Backend) -> tuple[Array, Backend]:
 
 def remembered(backend: Backend, make: Callable[..., CallSpec], *key: Any) -> CallSpec:
     """Return ``make(backend, *key)``, made once for equal keys."""
-    try:
-        spec: CallSpec = state_of(backend).calls[make, key]
-    except (KeyError, TypeError):  # what cannot be a key is wrong, and ``make`` says how
+    spec = recall(backend, (make, key))
+    if spec is None:
         spec = make(backend, *key)
         remember(backend, (make, key), spec)
     return spec
+
+
+def recall(backend: Backend, key: tuple[Any, ...]) -> CallSpec | None:
+    """Return what ``remember`` has kept."""
+    try:
+        return state_of(backend).calls.get(key)
+    except TypeError:  # what cannot be a key is wrong, and whoever makes the spec says how
+        return None
 
 
 def remember(backend: Backend, key: tuple[Any, ...], spec: CallSpec) -> None:

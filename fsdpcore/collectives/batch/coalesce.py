@@ -25,22 +25,28 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from fsdpcore.collectives.arguments import check_backend, operand
-from fsdpcore.collectives.batch.device_batch import DeviceItem, carry_out_on_device
-from fsdpcore.collectives.batch.packs import CARRIERS, Item, Key, Pack
+from fsdpcore.collectives.batch.device_batch import carry_out_on_device
+from fsdpcore.collectives.batch.packs import BatchedCall, LoadedPack, Pack, PackKey
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.fingerprint import Fingerprint, exchange_texts
 from fsdpcore.collectives.on_device import device_twin
+from fsdpcore.collectives.operations.all_gather import ALL_GATHER
+from fsdpcore.collectives.operations.all_reduce import ALL_REDUCE
+from fsdpcore.collectives.operations.all_to_all import ALL_TO_ALL
+from fsdpcore.collectives.operations.broadcast import BROADCAST
+from fsdpcore.collectives.operations.gather import GATHER
+from fsdpcore.collectives.operations.perform import spec_of
+from fsdpcore.collectives.operations.reduce import REDUCE
+from fsdpcore.collectives.operations.reduce_scatter import REDUCE_SCATTER
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.selection.choose import choose
-from fsdpcore.collectives.spec import CallSpec
+from fsdpcore.collectives.spec import CallSpec, Choice, Operation
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import Array, bounds_of, byte_view, dtype_code, row_size, split_sizes
-from fsdpcore.core.checks import as_rank
-from fsdpcore.core.device import Device
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.disagreement import check_same
-from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.core.reductions import ReduceOp, Reduction
+from fsdpcore.core.errors import StateError
+from fsdpcore.core.reductions import ReduceOp
 from fsdpcore.core.work import Deadline, Work, fresh
 
 
@@ -110,8 +116,8 @@ class Batch:
         self._timeout = Deadline(backend.timeout if timeout is None else timeout).seconds
         self._async_op = async_op
         self._label = label
-        self._packs: dict[Key, Pack] = {}
-        self._device_items: list[DeviceItem] = []
+        self._packs: dict[PackKey, Pack] = {}
+        self._device_calls: list[BatchedCall] = []
         self._calls: list[str] = []
         self._state = "new"
         self._parts: list[Any] = []  # results, or works that give them
@@ -133,25 +139,29 @@ class Batch:
     ) -> None:
         self._state = "ended"
         packs, self._packs = list(self._packs.values()), {}
-        items, self._device_items = self._device_items, []
+        device_calls, self._device_calls = self._device_calls, []
         if error is not None:
             text = f"its batch was left by an exception, nothing was sent: {error!r}"
             self._failure = StateError(text)
             return
         try:
-            self._run(packs, items)
+            self._run(packs, device_calls)
         except BaseException as failure:
             self._failure = failure
             raise
 
-    def _run(self, packs: list[Pack], items: list[DeviceItem]) -> None:
+    def _run(self, packs: list[Pack], device_calls: list[BatchedCall]) -> None:
         """Carry out what there is of each kind; a batch of nothing is one of the host."""
         backend, found = self._backend, []
-        if packs or not items:
-            found.append(self._start(backend, lambda link: _carry_out(link, backend, packs)))
-        if items:
+        if packs or not device_calls:
+            found.append(self._start(backend, lambda context: _carry_out(context, backend, packs)))
+        if device_calls:
             group = device_twin(backend)
-            found.append(self._start(group, lambda link: carry_out_on_device(link, group, items)))
+            found.append(
+                self._start(
+                    group, lambda context: carry_out_on_device(context, group, device_calls)
+                )
+            )
         self._parts = found
 
     def _start(
@@ -163,13 +173,14 @@ class Batch:
         rows = int.from_bytes(digest.digest(), "little")
         fingerprint = Fingerprint("coalesce", shape=(rows,), ragged=True)
 
-        def body(link: CollectiveContext) -> dict[int, Array | None]:
-            if any(other != rows for other in link.rows):
-                _refuse(link, self._calls, self._label)
-            return carry_out(link)
+        def body(context: CollectiveContext) -> dict[int, Array | None]:
+            if any(other != rows for other in context.rows):
+                _refuse(context, self._calls, self._label)
+            return carry_out(context)
 
-        call = CallSpec(fingerprint)
-        return run(group, call, body, timeout=self._timeout, async_op=self._async_op)
+        return run(
+            group, CallSpec(fingerprint), body, timeout=self._timeout, async_op=self._async_op
+        )
 
     def _ended(self) -> bool:
         """Return whether the results are there, or will never be."""
@@ -199,9 +210,7 @@ class Batch:
         self, array: ArrayLike, *, op: ReduceOp | str = "sum", out: Array | None = None
     ) -> Work:
         """Combine the arrays of all ranks elementwise; every rank gets the result."""
-        source, device, reduction = self._reducible(array, op)
-        output = Output(out, source.shape, source.dtype, device)
-        return self._add("all_reduce", source, device, output, reduction=reduction)
+        return self._add(ALL_REDUCE, array, out, op=op)
 
     def reduce(
         self,
@@ -212,131 +221,85 @@ class Batch:
         out: Array | None = None,
     ) -> Work:
         """Combine the arrays of all ranks elementwise; the root gets the result."""
-        source, device, reduction = self._reducible(array, op)
-        root = as_rank(root, self._backend.world_size, "reduce: root")
-        mine = self._backend.rank == root
-        output = Output(out, source.shape, source.dtype, device) if mine else None
-        return self._add("reduce", source, device, output, root=root, reduction=reduction)
+        return self._add(REDUCE, array, out, op=op, root=root)
 
     def reduce_scatter(
         self, array: ArrayLike, *, op: ReduceOp | str = "sum", out: Array | None = None
     ) -> Work:
         """Combine the arrays of all ranks elementwise; each rank gets its part of axis 0."""
-        source, device, reduction = self._reducible(array, op)
-        counts = self._pieces(source, "reduce_scatter")
-        rows = counts[self._backend.rank]
-        output = Output(out, (rows, *source.shape[1:]), source.dtype, device)
-        return self._add(
-            "reduce_scatter", source, device, output, reduction=reduction, counts=counts
-        )
+        return self._add(REDUCE_SCATTER, array, out, op=op)
 
     def broadcast(self, array: ArrayLike, *, root: int = 0, out: Array | None = None) -> Work:
         """Copy the root's array to all ranks; the others pass one of equal shape and dtype."""
-        source, device = self._operand(array)
-        root = as_rank(root, self._backend.world_size, "broadcast: root")
-        output = Output(out, source.shape, source.dtype, device)
-        return self._add("broadcast", source, device, output, root=root)
+        return self._add(BROADCAST, array, out, root=root)
 
     def all_gather(self, array: ArrayLike, *, out: Array | None = None) -> Work:
         """Join the arrays of all ranks, which have equal shapes, along axis 0."""
-        source, device = self._operand(array)
-        return self._add("all_gather", source, device, self._joined(source, out, device))
+        return self._add(ALL_GATHER, array, out)
 
     def gather(self, array: ArrayLike, *, root: int = 0, out: Array | None = None) -> Work:
         """Join the arrays of all ranks, which have equal shapes, along axis 0; the root gets it."""
-        source, device = self._operand(array)
-        root = as_rank(root, self._backend.world_size, "gather: root")
-        output = self._joined(source, out, device) if self._backend.rank == root else None
-        return self._add("gather", source, device, output, root=root)
+        return self._add(GATHER, array, out, root=root)
 
     def all_to_all(self, array: ArrayLike, *, out: Array | None = None) -> Work:
         """Send part r of axis 0 to each rank r; join what arrives, in rank order."""
-        source, device = self._operand(array)
-        counts = self._pieces(source, "all_to_all")
-        rows = self._backend.world_size * counts[self._backend.rank]
-        output = Output(out, (rows, *source.shape[1:]), source.dtype, device)
-        return self._add("all_to_all", source, device, output, counts=counts)
+        return self._add(ALL_TO_ALL, array, out)
 
-    def _operand(self, array: ArrayLike) -> tuple[Array, Device]:
+    def _add(
+        self,
+        definition: Operation,
+        array: ArrayLike,
+        out: Array | None,
+        *,
+        op: ReduceOp | str = "",
+        root: int = -1,
+    ) -> Work:
         source, group = operand(array, self._backend)
-        dtype_code(source.dtype)
-        return source, group.moves
-
-    def _reducible(self, array: ArrayLike, op: ReduceOp | str) -> tuple[Array, Device, Reduction]:
-        source, device = self._operand(array)
-        return source, device, Reduction.of(op, source.dtype)
-
-    def _pieces(self, source: Array, operation: str) -> list[int]:
-        if source.ndim == 0:
-            raise ArgumentError(f"{operation} splits axis 0, which a 0-d array does not have")
-        return split_sizes(source.shape[0], self._backend.world_size)
-
-    def _joined(self, source: Array, out: Array | None, device: Device) -> Output:
-        rows, rest = (source.shape[0], source.shape[1:]) if source.ndim else (1, ())
-        return Output(out, (self._backend.world_size * rows, *rest), source.dtype, device)
+        spec = spec_of(group, definition, source.dtype, source.shape, op=op, root=root)
+        gives = definition.gives(group.rank, spec.layout)
+        output = Output(out, spec.out_shape, source.dtype, group.moves) if gives else None
+        if self._state != "open":
+            raise StateError("a batch takes calls inside its with block only")
+        call = BatchedCall(len(self._calls), spec, source.reshape(-1), output)
+        on_host = group.moves.on_host
+        self._calls.append(f"{spec.fingerprint}{'' if on_host else ' on the device'}")
+        if on_host:
+            key = PackKey.of(spec)
+            self._packs.setdefault(key, Pack(key)).calls.append(call)
+        else:
+            self._device_calls.append(call)
+        return BatchedWork(self, call.number)
 
     def __repr__(self) -> str:
         label = f" {self._label!r}" if self._label else ""
         state = "under way" if self._state == "ended" and not self._ended() else self._state
         return f"<Batch{label} of {len(self._calls)} calls, {state}>"
 
-    def _add(
-        self,
-        collective: str,
-        source: Array,
-        device: Device,
-        output: Output | None,
-        *,
-        root: int = -1,
-        reduction: Reduction | None = None,
-        counts: list[int] | None = None,
-    ) -> Work:
-        if self._state != "open":
-            raise StateError("a batch takes calls inside its with block only")
-        name = reduction.name if reduction is not None else ""
-        where = "" if device.on_host else " on the device"
-        words = str(Fingerprint(collective, source.dtype, source.shape, name, root))
-        self._calls.append(words + where)
-        number = len(self._calls) - 1
-        if not device.on_host:
-            bounds = bounds_of(counts, row_size(source.shape)) if counts is not None else []
-            item = Item(number, source.reshape(-1), output, bounds)
-            self._device_items.append(DeviceItem(collective, item, root, reduction))
-            return BatchedWork(self, number)
-        scale = 1 if reduction is not None else source.dtype.itemsize
-        flat = source.reshape(-1) if reduction is not None else byte_view(source)
-        bounds = bounds_of(counts, row_size(source.shape) * scale) if counts is not None else []
-        key = Key(collective, flat.dtype, name, root)
-        pack = self._packs.setdefault(key, Pack(key, reduction))
-        pack.items.append(Item(number, flat, output, bounds))
-        return BatchedWork(self, number)
-
 
 def _carry_out(
-    link: CollectiveContext, backend: Backend, packs: list[Pack]
+    context: CollectiveContext, backend: Backend, packs: list[Pack]
 ) -> dict[int, Array | None]:
     """Run the packs' collectives; return the results by the numbers of the calls."""
-    loaded: list[tuple[Callable[[Any], None], Any]] = []
+    loaded: list[tuple[LoadedPack, Choice]] = []
     for pack in packs:  # all of them first: a result may be written to another call's input
-        carrier = CARRIERS[pack.key.collective](link, pack)
-        collective, dtype, op, _ = pack.key
-        nbytes = carrier.elements * dtype.itemsize
-        choice = choose(collective, "auto", nbytes, backend, dtype, op)
-        # What is packed is not lent.
-        loaded.append((carrier.move, (choice.staged or choice).function))
-    for move, function in loaded:
-        move(function)
+        one = pack.load(context.rank, context.size)
+        definition, dtype, op, _ = pack.key
+        nbytes = definition.size(one.data.nbytes, context.size)
+        choice = choose(definition.name, "auto", nbytes, backend, dtype, op)
+        loaded.append((one, choice.staged or choice))  # what is packed is not lent
+    for one, choice in loaded:
+        one.move(context, choice)
     return {
-        item.number: None if item.output is None else item.output.deliver()
+        call.number: None if call.output is None else call.output.deliver()
         for pack in packs
-        for item in pack.items
+        for call in pack.calls
     }
 
 
-def _refuse(link: CollectiveContext, calls: list[str], label: str) -> None:
+def _refuse(context: CollectiveContext, calls: list[str], label: str) -> None:
     """Exchange the calls in full, and raise where they first differ; the same on every rank."""
-    texts = exchange_texts(link, json.dumps([label, *calls]))
-    title = f"collective #{link.sequence}, coalesce"
+    texts = exchange_texts(context, json.dumps([label, *calls]))
+    title = f"collective #{context.sequence}, coalesce"
     labels, batches = [], []
     for text in texts:
         theirs, *batch = json.loads(text)
@@ -344,7 +307,7 @@ def _refuse(link: CollectiveContext, calls: list[str], label: str) -> None:
         batches.append(batch)
     check_same(
         batches,
-        link.ranks,
+        context.ranks,
         lambda found: found.lines(f"{title}: call {found.position + 1} of the batch"),
     )
-    check_same(labels, link.ranks, lambda found: found.lines(f"{title}: the batch"))
+    check_same(labels, context.ranks, lambda found: found.lines(f"{title}: the batch"))

@@ -1,13 +1,13 @@
-"""How the calls of a batch share one buffer, for each collective; used by ``coalesce``.
+"""How the calls of a batch share one collective of one flat buffer; used by ``coalesce``.
 
-A carrier copies the inputs of a pack's calls into one flat buffer when it is made (``load``), and
-``move`` runs an algorithm on it and copies the results out. Where each rank gets a part of its own
-(reduce_scatter, all_to_all), the buffer is ordered by rank, and by call within a rank's part.
+Calls of one operation, dtype, op and root are packed together; movements whatever their dtypes,
+as bytes. Where the input is split over the ranks, the buffer is ordered by receiving rank, and by
+call within a rank's part; so is, by sending rank, a result that joins what the ranks send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,170 +15,106 @@ import numpy as np
 
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.output import Output
+from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation
 from fsdpcore.core.buffers import Array, bounds_of
-from fsdpcore.core.reductions import Reduction
 
 
-class Key(NamedTuple):
-    """What calls must have in common to share messages; movements travel as bytes."""
+class BatchedCall(NamedTuple):
+    """One call of a batch.
 
-    collective: str
+    Attributes:
+        number: its place in the batch, from 0.
+        spec: what is called.
+        source: its input, flat.
+        output: where its result goes; None on ranks that get none.
+    """
+
+    number: int
+    spec: CallSpec
+    source: Array
+    output: Output | None
+
+
+class PackKey(NamedTuple):
+    """What calls must have in common to share messages."""
+
+    definition: Operation
     dtype: np.dtype[Any]
     op: str
     root: int
 
-
-class Item(NamedTuple):
-    """One call of a pack.
-
-    Attributes:
-        number: its place in the batch, from 0.
-        flat: its input, flat, in the pack's dtype.
-        output: where its result goes; None on ranks that get none.
-        bounds: where the ranks' parts of ``flat`` begin, and the end, if it is split.
-    """
-
-    number: int
-    flat: Array
-    output: Output | None
-    bounds: list[int]
+    @classmethod
+    def of(cls, spec: CallSpec) -> PackKey:
+        """The key of a call."""
+        assert spec.definition is not None
+        assert spec.dtype is not None
+        if spec.reduction is None:
+            return cls(spec.definition, np.dtype(np.uint8), "", spec.root)
+        return cls(spec.definition, spec.dtype, spec.reduction.name, spec.root)
 
 
 @dataclass
 class Pack:
     """Calls that travel together."""
 
-    key: Key
-    reduction: Reduction | None
-    items: list[Item] = field(default_factory=list)
+    key: PackKey
+    calls: list[BatchedCall] = field(default_factory=list)
+
+    def load(self, rank: int, size: int) -> LoadedPack:
+        """Copy the inputs into one flat buffer."""
+        definition = self.key.definition
+        bounds: list[int] = []
+        arriving: list[int] = []
+        if definition.splits:
+            parts = [[self._chunk(call, r) for call in self.calls] for r in range(size)]
+            bounds = bounds_of([sum(part.size for part in row) for row in parts])
+            data = np.concatenate([part for row in parts for part in row])
+            if definition.joins:
+                arriving = bounds_of([bounds[rank + 1] - bounds[rank]] * size)
+        else:
+            data = np.concatenate([self._flat(call.source) for call in self.calls])
+            if definition.joins:
+                bounds = bounds_of([data.size] * size)
+        reduction = self.calls[0].spec.reduction
+        return LoadedPack(self, data, Layout(self.key.root, reduction, bounds, arriving))
+
+    def targets(self) -> Iterator[Array]:
+        """The memory for every call's result, as elements of the buffer."""
+        for call in self.calls:
+            if call.output is not None:
+                yield self._flat(call.output.flat)
+
+    def _flat(self, array: Array) -> Array:
+        return array.view(self.key.dtype)
+
+    def _chunk(self, call: BatchedCall, rank: int) -> Array:
+        bounds = call.spec.bounds
+        return self._flat(call.source[bounds[rank] : bounds[rank + 1]])
 
 
-class Carrier:
-    """Base: one collective of a whole pack.
+class LoadedPack(NamedTuple):
+    """A pack with its inputs in one flat buffer, and what an algorithm is told of that."""
 
-    Attributes:
-        elements: the size n by which an algorithm is chosen, in elements of the pack's dtype.
-    """
+    pack: Pack
+    data: Array
+    layout: Layout
 
-    def __init__(self, link: CollectiveContext, pack: Pack) -> None:
-        self.link = link
-        self.pack = pack
-        self.data = self.load()
-        self.elements = self.data.size
-
-    def load(self) -> Array:
-        """Return the inputs as one flat array."""
-        return np.concatenate([item.flat for item in self.pack.items])
-
-    def move(self, function: Callable[..., Any]) -> None:
-        """Run ``function``, an algorithm of the collective, and fill the outputs."""
-        raise NotImplementedError
-
-    def targets(self) -> Iterator[tuple[Item, Array]]:
-        """Every call with the memory for its result, in the pack's dtype."""
-        for item in self.pack.items:
-            if item.output is not None:
-                flat = item.output.flat
-                yield item, flat if self.pack.reduction is not None else flat.view(np.uint8)
-
-    def unload(self, data: Array) -> None:
-        """Copy results that lie one behind the other to the outputs."""
+    def move(self, context: CollectiveContext, choice: Choice) -> None:
+        """Run an algorithm of the operation, and fill the outputs."""
+        key, data, layout, rank = self.pack.key, self.data, self.layout, context.rank
+        definition, out = key.definition, data
+        if not definition.gives(rank, layout):
+            definition.start(context, choice, layout, data, None)
+            return
+        if definition.joins:
+            out = np.empty((layout.arriving or layout.bounds)[-1], data.dtype)
+        elif definition.splits:
+            out = np.empty(layout.bounds[rank + 1] - layout.bounds[rank], data.dtype)
+        definition.start(context, choice, layout, data, out)
+        # What is not joined lies one behind the other: that is like what one rank has sent.
+        blocks = out.reshape(context.size if definition.joins else 1, -1)
         at = 0
-        for _, target in self.targets():
-            np.copyto(target, data[at : at + target.size])
-            at += target.size
-
-    def unload_joined(self, data: Array) -> None:
-        """Copy results of which every rank sent a part: one block per rank in ``data``."""
-        blocks = data.reshape(self.link.size, -1)
-        at = 0
-        for _, target in self.targets():
-            parts = target.reshape(self.link.size, -1)
+        for target in self.pack.targets():
+            parts = target.reshape(blocks.shape[0], -1)
             np.copyto(parts, blocks[:, at : at + parts.shape[1]])
             at += parts.shape[1]
-
-    def by_rank(self) -> tuple[Array, list[int]]:
-        """Return the inputs ordered by receiving rank, and where the ranks' parts begin."""
-        pieces, sizes = [], []
-        for rank in range(self.link.size):
-            parts = [i.flat[i.bounds[rank] : i.bounds[rank + 1]] for i in self.pack.items]
-            pieces += parts
-            sizes.append(sum(part.size for part in parts))
-        return np.concatenate(pieces), bounds_of(sizes)
-
-
-class _AllReduce(Carrier):
-    def move(self, function: Callable[..., Any]) -> None:
-        function(self.link, self.data, self.pack.reduction)
-        self.unload(self.data)
-
-
-class _Reduce(Carrier):
-    def move(self, function: Callable[..., Any]) -> None:
-        root = self.pack.key.root
-        out = self.data if self.link.rank == root else None
-        function(self.link, self.data, out, root, self.pack.reduction)
-        if out is not None:
-            self.unload(out)
-
-
-class _ReduceScatter(Carrier):
-    def load(self) -> Array:
-        data, self.bounds = self.by_rank()
-        return data
-
-    def move(self, function: Callable[..., Any]) -> None:
-        me = self.link.rank
-        own = np.empty(self.bounds[me + 1] - self.bounds[me], self.data.dtype)
-        function(self.link, self.data, own, self.bounds, self.pack.reduction)
-        self.unload(own)
-
-
-class _Broadcast(Carrier):
-    def move(self, function: Callable[..., Any]) -> None:
-        function(self.link, self.data, self.pack.key.root)
-        self.unload(self.data)
-
-
-class _AllGather(Carrier):
-    def __init__(self, link: CollectiveContext, pack: Pack) -> None:
-        super().__init__(link, pack)
-        self.elements = self.data.size * link.size
-
-    def move(self, function: Callable[..., Any]) -> None:
-        out = np.empty(self.elements, self.data.dtype)
-        function(self.link, self.data, out, bounds_of([self.data.size] * self.link.size))
-        self.unload_joined(out)
-
-
-class _Gather(_AllGather):
-    def move(self, function: Callable[..., Any]) -> None:
-        root = self.pack.key.root
-        out = np.empty(self.elements, self.data.dtype) if self.link.rank == root else None
-        function(self.link, self.data, out, bounds_of([self.data.size] * self.link.size), root)
-        if out is not None:
-            self.unload_joined(out)
-
-
-class _AllToAll(Carrier):
-    def load(self) -> Array:
-        data, self.bounds = self.by_rank()
-        return data
-
-    def move(self, function: Callable[..., Any]) -> None:
-        me, p = self.link.rank, self.link.size
-        mine = self.bounds[me + 1] - self.bounds[me]
-        out = np.empty(p * mine, self.data.dtype)
-        function(self.link, self.data, self.bounds, out, bounds_of([mine] * p))
-        self.unload_joined(out)
-
-
-CARRIERS: dict[str, Callable[[CollectiveContext, Pack], Carrier]] = {
-    "all_reduce": _AllReduce,
-    "reduce": _Reduce,
-    "reduce_scatter": _ReduceScatter,
-    "broadcast": _Broadcast,
-    "all_gather": _AllGather,
-    "gather": _Gather,
-    "all_to_all": _AllToAll,
-}

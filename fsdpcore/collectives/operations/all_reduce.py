@@ -18,7 +18,7 @@ from fsdpcore.core.reductions import ReduceOp
 def _start(
     context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
 ) -> None:
-    if choice.into is not None:  # it needs no copy of the input
+    if choice.into is not None and source is not out:  # it needs no copy of the input
         choice.into(context, source, out, layout.reduction)
         return
     if source is not out:

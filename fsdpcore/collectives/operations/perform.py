@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives.arguments import check_backend, operand, remember, spec_for
+from fsdpcore.collectives.arguments import check_backend, operand, recall, remember, spec_for
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import run
@@ -57,8 +57,7 @@ def perform(
         spec = None
     if spec is None:
         check_backend(backend)
-        spec = _spec(backend, *key)
-        remember(backend, key, spec)
+        spec = spec_of(backend, *key)
     if timeout is None and spec.fast_path is not None and not async_op:
         result = spec.fast_path(source, out)
         if result is not None:
@@ -72,23 +71,32 @@ def perform(
     return run(backend, spec, body, timeout=timeout, async_op=async_op, output=output)
 
 
-def _spec(
+def spec_of(
     backend: Backend,
     definition: Operation,
     dtype: np.dtype[Any],
     shape: Shape,
-    algorithm: str,
-    label: str,
-    op: ReduceOp | str,
-    root: int,
-    counts: tuple[int, ...],
+    algorithm: str = "auto",
+    label: str = "",
+    op: ReduceOp | str = "",
+    root: int = -1,
+    counts: tuple[int, ...] = (),
 ) -> CallSpec:
+    """Return the spec of a call, made once for equal arguments; these are as in ``perform``.
+
+    Raises:
+        ArgumentError: one of them is wrong.
+    """
     rank, world_size = backend.rank, backend.world_size
     if definition.rooted:
-        as_rank(root, world_size, f"{definition.name}: root")
+        root = as_rank(root, world_size, f"{definition.name}: root")
+    key = (definition, dtype, shape, algorithm, label, op, root, counts)
+    known = recall(backend, key)
+    if known is not None:
+        return known
     sizes = counts or definition.sizes(shape, world_size)
     reduction = Reduction.of(op, dtype) if definition.reduces else None
-    return spec_for(
+    spec = spec_for(
         backend,
         f"{definition.name}_v" if counts else definition.name,
         definition,
@@ -101,6 +109,8 @@ def _spec(
         label=label,
         counts=counts,
     )
+    remember(backend, key, spec)
+    return spec
 
 
 def carry_out(
