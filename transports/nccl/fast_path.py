@@ -1,9 +1,8 @@
-"""Express lanes: blocking calls that are one call of NCCL.
+"""The fast path: blocking calls that are one call of NCCL.
 
 NCCL takes a few microseconds to enqueue a collective. So once a kind of call has been settled, all
 that does not change from call to call is bound here in one closure. It does what
-``collectives/on_device.py`` does, step for step, and leaves everything out of the ordinary to that:
-who changes one of them changes the other.
+``collectives/on_device.py`` does, step for step, and leaves everything out of the ordinary to that.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from .backend import NcclBackend
 
-NATIVE = "nccl"  # the algorithm that the lanes know
+NATIVE = "nccl"  # the algorithm that the fast path knows
 # Addresses of input and result, and the stream.
 _Enqueue = Callable[[int, int, int], None]
 
@@ -48,25 +47,24 @@ class _Form(NamedTuple):
 
 
 def fast_path_for(
-    transport: NcclBackend, group: Backend, call: CallSpec, communicator: Communicator
+    transport: NcclBackend, group: Backend, spec: CallSpec, communicator: Communicator
 ) -> FastPath | None:
-    """Return the lane of a call whose ranks have agreed on it, if it has one."""
-    maker = _FORMS.get(call.operation)
-    if maker is None or call.choice.name != NATIVE or not call.nbytes or not call.agreed:
+    """Return the fast path of a call whose ranks have agreed on it, if it has one."""
+    if spec.choice.name != NATIVE or not spec.nbytes or not spec.agreed:
         return None
-    form = maker(group, call, communicator)
-    return None if form is None else _lane(transport, group, call, communicator, form)
+    form = _form(group, spec, communicator)
+    return None if form is None else _fast_path(transport, group, spec, communicator, form)
 
 
-def _lane(
-    transport: NcclBackend, group: Backend, call: CallSpec, communicator: Communicator, form: _Form
+def _fast_path(
+    transport: NcclBackend, group: Backend, spec: CallSpec, communicator: Communicator, form: _Form
 ) -> FastPath:
-    device, watch, record = transport.gpu, transport.watcher, call.record
+    device, watch, record = transport.gpu, transport.watcher, spec.record
     begin, order, ordinal = transport.recorder.begin, group.order, device.ordinal
     lock = order.lock
-    dtype, shape, limit = call.dtype, call.out_shape, transport.default_timeout
+    dtype, shape, limit = spec.dtype, spec.out_shape, transport.default_timeout
     assert dtype is not None
-    size_in = call.nbytes
+    size_in = spec.nbytes
     enqueue, inside = form
     get_device, empty, ndarray = runtime.getDevice, cupy.empty, cupy.ndarray
     calls, take_event, add = communicator.lock, device.take_event, watch.add
@@ -113,9 +111,9 @@ def _lane(
                     event.record(stream)
                     end = monotonic() + limit
                     key = key_of(where)
-                    add(key, Flight(event, True, group, call, sequence, limit, end, None))
+                    add(key, Flight(event, True, group, spec, sequence, limit, end, None))
                 except ERRORS as error:
-                    failure = communicator.refused(error, f"{call.operation} #{sequence}")
+                    failure = communicator.refused(error, f"{spec.operation} #{sequence}")
                     _broke(group, entry, failure)
                     raise failure from error
                 except BaseException as error:
@@ -123,7 +121,7 @@ def _lane(
                     raise
                 entry.end = monotonic_ns()
             except BaseException as error:
-                order.abandon(before, call.operation, error)
+                order.abandon(before, spec.operation, error)
                 raise
         result: Array = out
         return result
@@ -137,45 +135,35 @@ def _broke(group: Backend, entry: Any, error: BaseException) -> None:
     context.broke(entry, error)
 
 
-def _all_reduce(group: Backend, call: CallSpec, communicator: Communicator) -> _Form | None:
-    assert call.reduction is not None
-    kind = kind_of(call.reduction.dtype, call.reduction.name)
-    if kind is None:
-        return None
-    dtype, op, width = kind
-    count = call.nbytes // call.reduction.dtype.itemsize * width
-    make = communicator.handle.allReduce
-    return _Form(lambda at, to, where: make(at, to, count, dtype, op, where), 0)
-
-
-def _reduce_scatter(group: Backend, call: CallSpec, communicator: Communicator) -> _Form | None:
-    assert call.reduction is not None
-    kind = kind_of(call.reduction.dtype, call.reduction.name)
-    if kind is None or not is_even(call.bounds):
-        return None
-    dtype, op, width = kind
-    part, make = call.bounds[1], communicator.handle.reduceScatter
-    count = part * width
-    place = part * call.reduction.dtype.itemsize * group.rank
-    return _Form(lambda at, to, where: make(at, to, count, dtype, op, where), place)
-
-
-def _all_gather(group: Backend, call: CallSpec, communicator: Communicator) -> _Form | None:
-    nbytes, make = call.nbytes, communicator.handle.allGather
-    place = -nbytes * group.rank
-    return _Form(lambda at, to, where: make(at, to, nbytes, BYTES, where), place)
-
-
-def _broadcast(group: Backend, call: CallSpec, communicator: Communicator) -> _Form | None:
-    nbytes, make, root = call.nbytes, communicator.handle.broadcast, call.root
-    if root == group.rank:
-        return _Form(lambda at, to, where: make(at, to, nbytes, BYTES, root, where), 0)
-    return _Form(lambda at, to, where: make(to, to, nbytes, BYTES, root, where), 0)
-
-
-_FORMS: dict[str, Callable[[Backend, CallSpec, Communicator], _Form | None]] = {
-    "all_gather": _all_gather,
-    "all_reduce": _all_reduce,
-    "broadcast": _broadcast,
-    "reduce_scatter": _reduce_scatter,
+# The functions of NCCL for operations that give every rank a result.
+_FUNCTIONS = {
+    "all_gather": "allGather",
+    "all_reduce": "allReduce",
+    "broadcast": "broadcast",
+    "reduce_scatter": "reduceScatter",
 }
+
+
+def _form(group: Backend, spec: CallSpec, communicator: Communicator) -> _Form | None:
+    """Return how NCCL is called, as the operation's record tells; None if it cannot be."""
+    definition, layout, dtype = spec.definition, spec.layout, spec.dtype
+    if definition is None or definition.name not in _FUNCTIONS or dtype is None:
+        return None
+    if layout.bounds and not is_even(layout.bounds):
+        return None
+    parts = definition.own_parts(layout, group.rank)
+    assert parts is not None
+    start, stop, _ = parts[0].indices(spec.nbytes // dtype.itemsize)
+    inside = (start - (parts[1].start or 0)) * dtype.itemsize
+    numbers: tuple[int, ...] = (stop - start) * dtype.itemsize, BYTES
+    if layout.reduction is not None:
+        kind = kind_of(dtype, layout.reduction.name)
+        if kind is None:
+            return None
+        numbers = (stop - start) * kind.width, kind.dtype, kind.op
+    if definition.rooted:
+        numbers = *numbers, layout.root
+    make = getattr(communicator.handle, _FUNCTIONS[definition.name])
+    if definition.rooted and group.rank != layout.root:  # its input is not looked at
+        return _Form(lambda at, to, where: make(to, to, *numbers, where), inside)
+    return _Form(lambda at, to, where: make(at, to, *numbers, where), inside)
