@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from fsdpcore.collectives import all_gather
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
-from fsdpcore.collectives.device_transport import device_transport_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_choice, as_instance, as_int
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.fsdp.offload.offload import GATHERED, Offload, OffloadStats
+from fsdpcore.fsdp.model import EngineStatus, ShardedModel
+from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
 from fsdpcore.fsdp.offload.stores import open_stores
 from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.options import EngineOptions
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.plan.make_plan import Sync
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
@@ -23,20 +22,22 @@ from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import Report
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.strategy import Strategy
-from fsdpcore.fsdp.sharding.tensor_group import check_optimizers, checked_tensor, everyone_of
+from fsdpcore.fsdp.sharding.tensor_group import checked_tensor, everyone_of
 from fsdpcore.fsdp.state.full import full_params
-from fsdpcore.fsdp.state.load import load_params, load_state, set_progress, writing_state
+from fsdpcore.fsdp.state.load import load_params, load_state
 from fsdpcore.fsdp.state.save import full_state, sharded_state
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress
+from fsdpcore.fsdp.state.writing import set_progress, update_shards, writing_state
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.schedule import Prefetch
 from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.step.step import Step
-from fsdpcore.fsdp.units.agree_units import check_same, check_units, exchange_tilings
+from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
-from fsdpcore.fsdp.units.given_arrays import update_shards
+from fsdpcore.fsdp.units.check_units import check_optimizers, check_units
 from fsdpcore.fsdp.units.precision import Precision, Scaler
-from fsdpcore.fsdp.units.unit import Binding, ParamState, Unit
+from fsdpcore.fsdp.units.sharded_unit import Binding, ParamState, ShardedUnit
+from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.updates import Optimizers
 from fsdpcore.fsdp.units.window import open_window
 
@@ -91,16 +92,9 @@ class FSDP:
         units: in order; verbs can be called on them directly.
         backend, strategy, precision, prefetching, algorithm, offload: as given.
         device: where the arrays are: the host, or this rank's GPU.
-        host_algorithm: of collectives that move arrays of the host.
         placement: what the strategy comes to with these ranks.
-        groups: of ranks, that this rank communicates in.
         windowed: the parameters are in a window; the same on all ranks that share a copy.
         all_windowed: so are those of all other copies and boxes; the same on all ranks.
-        steps: number of updates so far.
-        optimizers: which optimizer updates which parameter; None without one.
-        lent: ``full_params`` is open.
-        partially_updated: an update was left half done, for instance by an interrupt.
-        executor: what a step does with units.
 
     Raises:
         ArgumentError: units or options make no sense.
@@ -130,86 +124,84 @@ class FSDP:
             )
         self.units = tuple(units)
         self.backend = backend
-        self.strategy = strategy if isinstance(strategy, Strategy) else Strategy(strategy)
-        self.placement = self.strategy.place(backend.world_size)
-        self.precision = Precision() if precision is None else precision
-        _check_kinds(self.precision, offload, window)
-        seed = as_int(seed, "seed")
-        self.prefetching = Prefetch.of(prefetch)
-        self.algorithm = algorithm
-        self.offload = offload
         self.device = backend.device
-        self.host_algorithm = algorithm if self.device.on_host else "auto"
-        self.steps = 0
-        _check_algorithm(algorithm, backend)
+        options = EngineOptions.of(
+            strategy, precision, prefetch, window, offload, seed, algorithm, backend
+        )
+        self.strategy, self.precision = options.strategy, options.precision
+        self.prefetching, self.offload = options.prefetch, options.offload
+        self.algorithm = options.algorithm
+        self.placement = self.strategy.place(backend.world_size)
         tensor = checked_tensor(tensor, backend)
         check_units(self.units, self.device, has_tensor=tensor is not None)
         optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
-        self.optimizers = optimizers
-        self.lent = self.partially_updated = False
-        options = (optimizers, self.strategy, self.precision, self.prefetching, seed, algorithm)
         everyone = everyone_of(backend, tensor)
-        check_same(self.units, backend, everyone, repr((*options, window, offload)))
-        self.groups = ProcessGroups.of(backend, self.placement, everyone, tensor)
+        check_same(self.units, backend, everyone, repr((optimizers, options)))
+        groups = ProcessGroups.of(backend, self.placement, everyone, tensor)
         if tensor is not None:
             exchange_tilings(self.units, tensor, self.device)
             check_optimizers(self.units, optimizers)
-        self._index = {unit.name: number for number, unit in enumerate(self.units)}
+        shards = groups.shards.world_size
+        sharded = tuple(ShardedUnit(unit, self.precision, shards) for unit in self.units)
+        scaler = Scaler(self.precision.scaling)
+        self._model = ShardedModel(sharded, groups, options, optimizers, scaler, EngineStatus())
         self._pool = BufferPool(backend)
-        self._scaler = Scaler(self.precision.scaling)
-        self.executor = StepExecutor(
-            self.units,
-            self.placement,
-            self.prefetching,
-            overlaps=self.prefetching.overlaps(backend.hosts, on_host=self.device.on_host),
+        self._bind()
+        self._executor = StepExecutor(
+            self._model, self._pool, self._file, keeps_params=self._keeps_params
         )
-        try:
-            self._bind(optimizers, seed, window=window)
-        except BaseException:
-            for unit in self.units:
-                unit.give_back()
-            raise
 
-    def _bind(self, optimizers: Optimizers | None, seed: int, *, window: bool) -> None:
-        shards = self.groups.shards
-        layouts = [unit.lay_out(shards.world_size, self.precision) for unit in self.units]
-        flat_layouts = [layout for unit in layouts for layout in unit]
-        stores = open_stores(self.offload, self.units, self.groups, optimizers, self.precision)
-        self._files = stores.files
-        opened = open_window(flat_layouts, shards) if window and not self.offload else None
+    def _bind(self) -> None:
+        """Make the memory of all units: in a window, in files, or of their own."""
+        model, groups, options = self._model, self._model.groups, self._model.options
+        window = options.window and options.offload is None
+        stores = open_stores(options.offload, model.units, groups, model.optimizers)
+        self._file = stores.file
+        parts = [part for unit in model.units for part in unit.flat_parameters]
+        opened = open_window([part.layout for part in parts], groups.shards) if window else None
         self.windowed = self.all_windowed = opened is not None
-        if window and not self.offload and self.everyone is not shards and self.device.on_host:
-            told = all_gather(self.windowed, self.everyone, label="windows")
+        if window and groups.everyone is not groups.shards and self.device.on_host:
+            told = all_gather(self.windowed, groups.everyone, label="windows")
             self.all_windowed = bool(told.all())
         self._window_bytes = opened.nbytes if opened is not None else 0
-        flats: Iterator[Array | None] = iter(opened.flats if opened else [None] * len(flat_layouts))
-        binding = Binding(self.groups, self._pool, optimizers, self.precision, self.algorithm, seed)
-        for unit, parts, store in zip(self.units, layouts, stores.each, strict=True):
-            unit.bind(binding, [next(flats) for _ in parts], store)
-        for unit in self.units:
-            unit.owners = {name: self[tie.unit] for name, tie in unit.ties.items()}
+        flats: Iterator[Array | None] = iter(opened.flats if opened else [None] * len(parts))
+        binding = Binding(groups, self._pool, model.optimizers, options.algorithm, options.seed)
+        for unit, sharded, store in zip(self.units, model.units, stores.each, strict=True):
+            sharded.bind(binding, [next(flats) for _ in sharded.flat_parameters], store)
+            unit.taken_over(sharded)
+        for sharded in model.units:
+            sharded.owners = {name: model[tie.unit] for name, tie in sharded.ties.items()}
+
+    @property
+    def _keeps_params(self) -> bool:
+        """See ``Step.keeps_params``."""
+        if self.all_windowed or self.placement.keeps_for_backward:
+            return True
+        pinned = self.offload is not None and not self.device.on_host
+        return self.placement.whole_parameters and not pinned
 
     # Units.
 
     def __getitem__(self, unit: Unit | str) -> Unit:
         """Return a unit by name, or the unit itself if it is one of this engine's."""
-        name = unit.name if isinstance(unit, Unit) else unit
-        number = self._index.get(name)
-        if number is None or (isinstance(unit, Unit) and self.units[number] is not unit):
-            raise ArgumentError(
-                f"this engine has no unit {name!r}; it has {', '.join(self._index)}"
-            )
-        return self.units[number]
+        found = self._model[unit].declaration
+        assert isinstance(found, Unit)
+        return found
 
     @property
     def tensor(self) -> Backend | None:
         """The ranks with the other boxes, if there are any; None for a group of one rank, too."""
-        return self.groups.tensor
+        return self._model.groups.tensor
 
     @property
     def everyone(self) -> Backend:
         """The ranks of ``backend``, and those with the other boxes; ``backend`` without such."""
-        return self.groups.everyone
+        return self._model.groups.everyone
+
+    @property
+    def host_algorithm(self) -> str:
+        """The algorithm of collectives that move arrays of the host."""
+        return self._model.host_algorithm
 
     @property
     def xp(self) -> Any:
@@ -219,17 +211,17 @@ class FSDP:
     @property
     def loss_scale(self) -> float:
         """What to multiply the loss by before the backward pass; 1 without scaling."""
-        return self._scaler.scale
+        return self._model.scaler.scale
 
     @property
     def scaler(self) -> Scaler:
         """The scale of the loss and its history, for checkpoints."""
-        return self._scaler
+        return self._model.scaler
 
     @property
     def has_pending_prefetch(self) -> bool:
         """Whether a unit is being gathered ahead of its use."""
-        return any(unit.has_pending_prefetch for unit in self.units)
+        return any(unit.has_pending_prefetch for unit in self._model.units)
 
     def prefetch(self, unit: Unit | str) -> None:
         """Begin to gather a unit that is used soon; for those who call verbs by hand.
@@ -239,7 +231,7 @@ class FSDP:
         Raises:
             StateError: it is gathered, or on its way, already; or there is nothing to gather.
         """
-        member = self[unit]
+        member = self._model[unit]
         if member.has_pending_prefetch:
             raise StateError(
                 f"unit {member.name!r} is being gathered already; one prefetch is enough"
@@ -267,37 +259,22 @@ class FSDP:
                 every strategy; by default the number of ranks, so that they are the mean over
                 ranks. With the tokens of all ranks they are the mean over tokens.
         """
-        return Step(self, divisor, training=True)
+        return Step(self._executor, divisor, training=True)
 
     def evaluation(self) -> Step:
         """Like ``step``, for forward passes only."""
-        return Step(self, None, training=False)
+        return Step(self._executor, None, training=False)
 
-    def begin(self, step: Step) -> None:
-        """Enter a step; called by ``Step``."""
-        if self.executor.step is not None:
-            raise StateError("a step is open already; leave it before you begin another one")
-        self.check_whole()
-        self.check_idle("a step")
-        if self._files is not None:
-            self._files.restart()
-            self.units[0].store.ahead(GATHERED)
-        self._pool.reset_peak()
-        self.executor.begin(step)
-
-    def end(self) -> None:
-        """Leave a step: reshard all units and drop the gradients; called by ``Step``."""
-        self.executor.end()
-        if self._files is not None:
-            self._files.settle()
-            for unit in self.units:
-                unit.store.forget()
-        self.stats.peak_buffers = self._pool.peak_bytes
+    @property
+    def open_step(self) -> Step | None:
+        """The step that is open."""
+        step = self._model.status.step
+        return step if isinstance(step, Step) else None
 
     @property
     def stats(self) -> StepStats:
         """What the last step did, and how long it waited."""
-        return self.executor.stats
+        return self._executor.stats
 
     def close(self) -> None:
         """Close the groups of ranks that were made for this engine.
@@ -306,7 +283,7 @@ class FSDP:
         stays open. All ranks call it, outside of steps.
         """
         self.check_idle("close()")
-        self.groups.close()
+        self._model.groups.close()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -321,19 +298,27 @@ class FSDP:
 
     # State.
 
-    def check_whole(self) -> None:
-        """Raise StateError if an update was left half done, and nothing was loaded since."""
-        if self.partially_updated:
-            raise StateError(
-                "an update was left half done, so that some parameters are newer than others; load "
-                "a whole state (load_state_dict) before you go on"
-            )
+    @property
+    def steps(self) -> int:
+        """Number of updates so far."""
+        return self._model.status.steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._model.status.steps = value
+
+    @property
+    def partially_updated(self) -> bool:
+        """Whether an update, or a load, was left half done, for instance by an interrupt."""
+        return self._model.status.partially_updated
+
+    @partially_updated.setter
+    def partially_updated(self, value: bool) -> None:
+        self._model.status.partially_updated = value
 
     def check_idle(self, what: str) -> None:
         """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
-        if self.executor.step is not None or self.lent:
-            where = "full_params()" if self.lent else "a step"
-            raise StateError(f"{what} inside of {where}; leave that first")
+        self._model.status.check_idle(what)
 
     def state_dict(
         self, *, full: bool = False, optimizer: bool = True, to: int | str = "all"
@@ -358,10 +343,10 @@ class FSDP:
             MismatchError: the ranks want different things.
         """
         if full:
-            return full_state(self, optimizer=optimizer, to=to)
+            return full_state(self._model, optimizer=optimizer, to=to)
         if to != "all":
             raise ArgumentError("to=... belongs to full=True; each rank has its own shards anyway")
-        return sharded_state(self, optimizer=optimizer)
+        return sharded_state(self._model, optimizer=optimizer)
 
     def load_state_dict(
         self,
@@ -390,7 +375,7 @@ class FSDP:
             MismatchError: the ranks have states of different names or steps; likewise.
             StateError: inside of a step, or of ``full_params``.
         """
-        return load_state(self, state, strict=strict, optimizer=optimizer, src=src)
+        return load_state(self._model, state, strict=strict, optimizer=optimizer, src=src)
 
     def load_full(
         self, params: Mapping[str, Array] | None, *, strict: bool = True, src: int | None = None
@@ -411,7 +396,7 @@ class FSDP:
         Raises:
             ArgumentError, MismatchError, StateError: as ``load_state_dict``.
         """
-        return load_params(self, params, strict=strict, src=src)
+        return load_params(self._model, params, strict=strict, src=src)
 
     def writing_state(self, *, optimizer: bool = True) -> AbstractContextManager[EngineState]:
         """Give ``state_dict()`` to be written in place, without another copy; for all ranks.
@@ -419,14 +404,14 @@ class FSDP:
         What is written to the arrays in the ``with`` block is there after it, also if it ends by
         an exception. ``load_info`` has the rest.
         """
-        return writing_state(self, optimizer=optimizer)
+        return writing_state(self._model, optimizer=optimizer)
 
     def load_info(self, info: Mapping[str, Any]) -> None:
         """Take over the number of steps and the loss scale from ``EngineState.info``.
 
         Equal on all ranks, which is not checked. Raises ArgumentError if they make no sense.
         """
-        set_progress(self, Progress.of(info))
+        set_progress(self._model, Progress.of(info))
 
     def full_params(
         self,
@@ -453,7 +438,7 @@ class FSDP:
                 values; on all ranks, and nothing was kept.
             StateError: inside of a step, or of another ``full_params``.
         """
-        return full_params(self, write=write, names=names, unit=unit)
+        return full_params(self._model, write=write, names=names, unit=unit)
 
     def update_shards(self, shards: Mapping[str, Array]) -> None:
         """Replace this rank's shards of some units; a collective, outside of steps.
@@ -467,7 +452,7 @@ class FSDP:
                 nothing was changed.
             MismatchError: the ranks give shards of different units; likewise.
         """
-        update_shards(self, shards)
+        update_shards(self._model, shards)
 
     # Plans and measurements.
 
@@ -480,21 +465,12 @@ class FSDP:
             whole: all units are gathered at once, by ``Step.whole``.
         """
         return plan_of(
-            self.units,
-            self.groups,
-            self.strategy,
-            self.precision,
-            self.prefetching,
-            self.offload,
-            windowed=self.windowed,
-            microbatches=microbatches,
-            sync=sync,
-            whole=whole,
+            self.units, self._model, microbatches, sync, windowed=self.windowed, whole=whole
         )
 
     def report(self) -> Report:
         """Compare the last step with its plan, on this rank; it can be printed."""
-        return report_of(self.plan, self.units, self.stats, self.executor.events, self.held())
+        return report_of(self.units, self._executor, self.held(), windowed=self.windowed)
 
     @property
     def gathered_peak(self) -> int:
@@ -507,30 +483,9 @@ class FSDP:
     @property
     def offload_stats(self) -> OffloadStats:
         """What moved between memory and files since the last step began; zeros without files."""
-        return OffloadStats() if self._files is None else self._files.stats
+        return OffloadStats() if self._file is None else self._file.stats
 
     def held(self) -> HeldMemory:
         """Measure what this rank holds now."""
         pool = self._pool
-        return measure(self.units, pool.live_bytes, pool.spare_bytes, self._window_bytes)
-
-
-def _check_kinds(precision: object, offload: object, window: object) -> None:
-    """Raise ArgumentError for an option that is of another type."""
-    such = "a fc.Precision, such as fc.Precision(param_dtype=np.float16)"
-    as_instance(precision, Precision, "precision", such)
-    if offload is not None:
-        as_instance(offload, Offload, "offload", "a fc.Offload, such as fc.Offload('/scratch')")
-    as_choice(window, (True, False), "window")
-
-
-def _check_algorithm(algorithm: str, backend: Backend) -> None:
-    has: Mapping[str, Mapping[str, Any]] = ALGORITHMS
-    if not backend.device.on_host:
-        has = device_transport_of(backend).device_algorithms(backend)
-    known = set.intersection(
-        *(set(has.get(name, ())) for name in ("all_gather", "reduce_scatter", "all_reduce"))
-    )
-    if algorithm != "auto" and algorithm not in known:
-        names = ", ".join(repr(name) for name in ["auto", *sorted(known)])
-        raise ArgumentError(f"unknown algorithm {algorithm!r}; known: {names}")
+        return measure(self._model.units, pool.live_bytes, pool.spare_bytes, self._window_bytes)

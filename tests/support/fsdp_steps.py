@@ -50,7 +50,7 @@ def nothing(unit: fc.Unit, params: Mapping[str, Array], grads: Any) -> None:
 
 def one_pass(step: Any, units: Iterable[fc.Unit | str], give: Give = nothing) -> None:
     """Go forward through the units, and back."""
-    order = [step._engine[unit] for unit in units]
+    order = [step._model[unit].declaration for unit in units]
     for unit in order:
         with step.forward(unit):
             pass

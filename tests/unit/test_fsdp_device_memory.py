@@ -146,7 +146,9 @@ def test_an_engine_may_go_while_the_background_uses_its_arrays(
         one, other, _ = engine.units
         sizes = {array.nbytes for array in (one.shard, other.shard)}
         sizes |= {
-            part.layout.padded_size * 4 for unit in engine.units for part in unit.flat_parameters
+            part.layout.padded_size * 4
+            for unit in engine._model.units
+            for part in unit.flat_parameters
         }
 
         def begin(one: fc.Unit, other: fc.Unit) -> None:

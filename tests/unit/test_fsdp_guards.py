@@ -10,6 +10,7 @@ from numpy.testing import assert_array_equal
 from support.fsdp_steps import cause_of, launch, one_pass, train, values_of
 
 import fsdpcore as fc
+from fsdpcore.fsdp.units.unit import sharded_of
 
 
 def engine_of(backend, **options):
@@ -30,15 +31,16 @@ def test_an_update_that_was_left_half_done_is_noticed(monkeypatch):
         engine = engine_of(backend, window=False)
         train(engine, ones)
         saved = engine.state_dict(full=True)
-        update = engine.units[1].update
+        sharded = sharded_of(engine.units[1])
+        update = sharded.update
 
         def interrupted(**options):
             raise KeyboardInterrupt
 
-        engine.units[1].update = interrupted
+        sharded.update = interrupted
         with pytest.raises(KeyboardInterrupt):
             train(engine, ones)
-        engine.units[1].update = update
+        sharded.update = update
         for use in (
             engine.state_dict,
             lambda: engine.state_dict(full=True),

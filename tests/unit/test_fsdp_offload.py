@@ -172,13 +172,16 @@ def test_the_file_has_room_for_all_there_is_and_no_more(disk, strategy, optimize
         held = engine.held()
         arrays = [
             array
-            for unit in engine.units
+            for unit in engine._model.units
             for kind in ArrayKind
             for array in (span for span in unit.store._spans[kind] if kind is not ArrayKind.OWN)
         ]
         assert sum(span.nbytes for span in arrays) == engine.offload_stats.held
         left = [
-            span for unit in engine.units for free in unit.store._free.values() for span in free
+            span
+            for unit in engine._model.units
+            for free in unit.store._free.values()
+            for span in free
         ]
         assert sum(span.nbytes for span in left) == 0
         held_bytes = held.parameters + held.gradients + held.optimizer

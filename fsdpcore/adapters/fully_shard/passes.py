@@ -18,7 +18,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import rounds_into
 from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.engine import FSDP
-from fsdpcore.fsdp.units.unit import ParamState
+from fsdpcore.fsdp.units.sharded_unit import ParamState
 from fsdpcore.fsdp.units.views import Gradients
 
 Use = Literal["", "forward", "backward", "gathered"]
@@ -46,17 +46,31 @@ class LayerPasses:
         if self._is_there(each):
             self._check_nested(each, "forward")
             return call()
-        step = self.engine.executor.step
-        opened = step.forward(each.unit) if step is not None else _unsharded(each)
+        step = self.engine.open_step
+        opened = step.forward(each.unit) if step is not None else self._unsharded(each)
         with opened as params, self.shown(each, params, "forward"):
             return detached_from(call(), params.values())
+
+    @contextmanager
+    def _unsharded(self, each: LayerUnit) -> Iterator[Mapping[str, Array]]:
+        """Gather a unit, and the owners of its ties, outside of steps."""
+        owners = [self.engine[tie.unit] for tie in each.unit.ties.values()]
+        units = list(dict.fromkeys([each.unit, *owners]))
+        sharded = [unit for unit in units if unit.state is not ParamState.UNSHARDED]
+        try:
+            for unit in units:
+                unit.unshard()
+            yield each.unit.params
+        finally:
+            for unit in sharded:
+                unit.reshard()
 
     def backward(self, each: LayerUnit, call: Callable[[], Any]) -> Any:
         """Call a layer's backward pass likewise, and hand its gradients to the engine."""
         if self._is_there(each) and self.use == "backward":
             return call()  # the pass of a layer around this one, which takes all gradients
         self._check_nested(each, "backward")
-        step = self.engine.executor.step
+        step = self.engine.open_step
         if step is None:
             raise StateError(f"backward of {each.name!r} outside of a step: use sharded.step()")
         with step.backward(each.unit) as (params, grads), self.shown(each, params, "backward"):
@@ -74,7 +88,7 @@ class LayerPasses:
 
     def _check_nested(self, each: LayerUnit, phase: str) -> None:
         """Raise StateError for passes that the engine would not hear of."""
-        in_step = self.engine.executor.step is not None
+        in_step = self.engine.open_step is not None
         if self.use == "gathered" and (in_step or phase == "backward"):
             raise StateError(f"{phase} of {each.name!r} of a step inside of gathered()")
         if self.use == "forward" and phase == "backward":
@@ -147,20 +161,6 @@ class LayerPasses:
                 if array.dtype != view.dtype and rounds_into(array.dtype, view.dtype):
                     array = array.astype(view.dtype)
                 grads[name] = array
-
-
-@contextmanager
-def _unsharded(each: LayerUnit) -> Iterator[Mapping[str, Array]]:
-    """Gather a unit, and the owners of its ties, outside of steps."""
-    units = list(dict.fromkeys([each.unit, *each.unit.owners.values()]))
-    sharded = [unit for unit in units if unit.state is not ParamState.UNSHARDED]
-    try:
-        for unit in units:
-            unit.unshard()
-        yield each.unit.params
-    finally:
-        for unit in sharded:
-            unit.reshard()
 
 
 def _check_untouched(parameter: Parameter, use: Use) -> None:

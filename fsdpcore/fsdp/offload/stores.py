@@ -18,19 +18,17 @@ from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.fsdp.offload.mapped_file import PAGE, MappedFile, check_system, in_memory, pages
-from fsdpcore.fsdp.offload.offload import (
-    ArrayKind,
+from fsdpcore.fsdp.offload.offload import ArrayKind, Offload
+from fsdpcore.fsdp.offload.offload_store import (
     FileOffloadStore,
     HostOffloadStore,
     Needs,
-    Offload,
     OffloadFile,
     OffloadStore,
 )
 from fsdpcore.fsdp.plan.table import size
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
-from fsdpcore.fsdp.units.precision import Precision
-from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.updates import Optimizers, state_sizes
 
 _IN_MEMORY = -1  # not the number of any error of the system
@@ -41,19 +39,18 @@ class OffloadStores:
     """The stores of all units, in their order.
 
     Attributes:
-        files: where they are; None in memory.
+        file: where they are; None in memory.
     """
 
     each: Sequence[OffloadStore]
-    files: OffloadFile | None = None
+    file: OffloadFile | None = None
 
 
 def open_stores(
     policy: Offload | None,
-    units: Sequence[Unit],
+    units: Sequence[ShardedUnit],
     groups: ProcessGroups,
     optimizers: Optimizers | None,
-    precision: Precision,
 ) -> OffloadStores:
     """Make stores for units that are laid out; a collective if there is a policy.
 
@@ -72,32 +69,30 @@ def open_stores(
                 "memory of the host, and has no files: leave out the directory, Offload()"
             )
         return OffloadStores([HostOffloadStore(policy, empty, device.pinned) for _ in units])
-    needs = [_offloaded(policy, needs_of(unit, groups, optimizers, precision)) for unit in units]
+    needs = [_offloaded(policy, needs_of(unit, groups, optimizers)) for unit in units]
     starts, total = [], 0
     for need in needs:
         starts.append(total)
         total += sum(pages(nbytes) for sizes in need.values() for nbytes in sizes)
-    files = OffloadFile(policy, _open(policy, groups.everyone, max(total, PAGE)))
+    file = OffloadFile(policy, _open(policy, groups.everyone, max(total, PAGE)))
     made = [
-        FileOffloadStore(files, policy, empty, start, need)
+        FileOffloadStore(file, policy, empty, start, need)
         for start, need in zip(starts, needs, strict=True)
     ]
-    return OffloadStores(made, files)
+    return OffloadStores(made, file)
 
 
-def needs_of(
-    unit: Unit, groups: ProcessGroups, optimizers: Optimizers | None, precision: Precision
-) -> Needs:
+def needs_of(unit: ShardedUnit, groups: ProcessGroups, optimizers: Optimizers | None) -> Needs:
     """Return the sizes of what one rank holds of a unit all the time; before ``bind``."""
     needs: dict[ArrayKind, list[int]] = {kind: [] for kind in ArrayKind}
-    dtypes, place = precision.dtypes(unit.dtype), groups.placement
+    dtypes, place = unit.dtypes, groups.placement
     for part in unit.flat_parameters:
-        trained, layout = part is unit.flat_parameters[0], part.layout
+        trained, layout = part is unit.trained_parameter, part.layout
         held = place.parameters_held(layout)
         needs[ArrayKind.TRAINED if trained else ArrayKind.FROZEN].append(
             held * layout.dtype.itemsize
         )
-    layout, master = unit.flat_parameters[0].layout, dtypes.master.itemsize
+    layout, master = unit.layout, dtypes.master.itemsize
     if dtypes.mixed:
         needs[ArrayKind.MASTER].append(layout.shard_size * master)
     needs[ArrayKind.GRADIENT].append(place.gradients_held(layout) * dtypes.grad.itemsize)

@@ -5,56 +5,54 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from fsdpcore.core.errors import StateError
-from fsdpcore.fsdp.offload.offload import Offload
+from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.plan.estimate import moved
 from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.memory import HeldMemory
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import MeasuredStep, Report
-from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
-from fsdpcore.fsdp.sharding.strategy import Strategy
-from fsdpcore.fsdp.step.agreement import Events
-from fsdpcore.fsdp.step.schedule import Prefetch
-from fsdpcore.fsdp.step.stats import StepStats
-from fsdpcore.fsdp.units.precision import Precision
+from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.units.unit import Unit
 
 
 def plan_of(
     units: Sequence[Unit],
-    groups: ProcessGroups,
-    strategy: Strategy,
-    precision: Precision,
-    ahead: Prefetch,
-    offload: Offload | None,
-    *,
-    windowed: bool,
+    model: ShardedModel,
     microbatches: int,
     sync: Sync,
+    *,
+    windowed: bool,
     whole: bool,
 ) -> Plan:
-    """Plan a step of an engine as it is; with the transport's own costs, no tuned ones."""
-    updates = [unit.updater for unit in units if unit.updater is not None]
-    backend, on_host = groups.whole, groups.device.on_host
-    pinned = None if on_host else offload
+    """Plan a step of an engine as it is; with the transport's own costs, no tuned ones.
+
+    Args:
+        units: of the engine, as they were declared.
+        model: what it has made of them.
+        microbatches, sync, whole: as of ``make_plan``.
+        windowed: the parameters are in a window.
+    """
+    backend, everyone, options = model.groups.whole, model.groups.everyone, model.options
+    updates = [unit.updater for unit in model.units if unit.updater is not None]
+    ahead = options.prefetch
+    pinned = None if model.device.on_host else options.offload
     plan = make_plan(
         units,
         backend.world_size,
-        strategy=strategy,
-        precision=precision,
+        strategy=options.strategy,
+        precision=options.precision,
         optimizer_states=max((len(update.state) for update in updates), default=0),
         prefetch=ahead.units,
         prefetch_bytes=ahead.max_bytes,
-        overlap=ahead.overlaps(backend.hosts, on_host=on_host),
+        overlap=ahead.overlaps(backend.hosts, on_host=model.device.on_host),
         microbatches=microbatches,
         sync=sync,
         windowed=windowed,
-        brought=pinned is not None and groups.placement.whole_parameters,
+        brought=pinned is not None and model.groups.placement.whole_parameters,
         rank=backend.rank,
-        tensor=groups.everyone.world_size // backend.world_size,
+        tensor=everyone.world_size // backend.world_size,
         whole=whole,
         costs=backend.capabilities,
     )
@@ -65,33 +63,25 @@ def plan_of(
     return replace(plan, persistent=held, pinned=away)
 
 
-class Planner(Protocol):
-    """``plan`` of an engine."""
-
-    def __call__(self, *, microbatches: int, sync: Sync, whole: bool) -> Plan:
-        """Plan a step."""
-
-
 def report_of(
-    plan: Planner, units: Sequence[Unit], stats: StepStats, events: Events, held: HeldMemory
+    units: Sequence[Unit], executor: StepExecutor, held: HeldMemory, *, windowed: bool
 ) -> Report:
     """Compare the last step with the plan for as many microbatches as it had.
 
     Args:
-        plan: of the engine.
-        units: of the engine.
-        stats: of the step.
-        events: what it went through: phases, and numbers of units.
-        held: what the engine holds.
+        units: as for ``plan_of``, and ``windowed``.
+        executor: of the steps.
+        held: what this rank holds.
     """
+    stats, model = executor.stats, executor.model
     if not stats.reductions:
         raise StateError("report() compares the last training step with its plan; make one first")
-    passes = Counter(unit for phase, unit in events if phase == "backward")
+    passes = Counter(unit for phase, unit in executor.events if phase == "backward")
     microbatches = max(passes.values(), default=1)
-    reduced = sum(count for unit, count in passes.items() if units[unit].trainable)
+    reduced = sum(count for unit, count in passes.items() if model.units[unit].trainable)
     sync: Sync = "each" if stats.reductions >= reduced else "last"
     return Report(
-        plan(microbatches=microbatches, sync=sync, whole=stats.whole),
+        plan_of(units, model, microbatches, sync, windowed=windowed, whole=stats.whole),
         MeasuredStep(
             peak_bytes=held.parameters + held.gradients + held.optimizer + stats.peak_buffers,
             bytes_sent=stats.bytes_sent,

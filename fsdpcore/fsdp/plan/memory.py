@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdpcore.fsdp.offload.offload import ArrayKind
-from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class HeldMemory:
         return self.total - self.pinned
 
 
-def measure(units: Iterable[Unit], buffers: int, spare: int, window: int) -> HeldMemory:
+def measure(units: Iterable[ShardedUnit], buffers: int, spare: int, window: int) -> HeldMemory:
     """Add up the arrays of ``units``; the other arguments are those of ``HeldMemory``."""
     parameters = gradients = optimizer = padding = unsharded = pinned = 0
     for unit in units:

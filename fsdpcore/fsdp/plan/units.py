@@ -11,7 +11,7 @@ import numpy as np
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.plan.sizes import UnitSize
 from fsdpcore.fsdp.units.special import elements_of
-from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.unit import Unit, sharded_of
 
 _Places = dict[Hashable, tuple[Unit, str]]
 
@@ -67,18 +67,20 @@ def _size(unit: Unit, known: Mapping[str, Unit], seen: _Places) -> UnitSize:
 
 def _parameters(unit: Unit) -> Iterator[tuple[str, int, np.dtype[Any] | None]]:
     """Give name, elements, and of frozen ones the dtype, of each parameter of the unit's own."""
-    for number, part in enumerate(unit.flat_parameters):
-        for param in part.layout.params:
-            yield param.name, param.size, part.layout.dtype if number else None
-    if not unit.flat_parameters:
-        for name, value in (unit.initial or {}).items():
-            yield name, math.prod(value.shape), value.dtype if name in unit.frozen else None
+    sharded = sharded_of(unit)
+    if sharded is not None:
+        for number, part in enumerate(sharded.flat_parameters):
+            for param in part.layout.params:
+                yield param.name, param.size, part.layout.dtype if number else None
+        return
+    for name, value in (unit.initial or {}).items():
+        yield name, math.prod(value.shape), value.dtype if name in unit.frozen else None
 
 
 def _twin(unit: Unit, name: str, seen: _Places) -> tuple[str, str] | None:
     """Find the parameter that an array is already, as an engine would."""
     place = elements_of((unit.initial or {}).get(name))
-    if place is None or unit.flat_parameters:
+    if place is None:
         return None
     owner, first = seen.setdefault(place, (unit, name))
     return None if (owner, first) == (unit, name) else (owner.name, first)

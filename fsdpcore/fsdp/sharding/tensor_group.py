@@ -16,24 +16,17 @@ reduction more per unit and pass, for what in most units is a few biases and gai
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from fsdpcore.collectives import all_gather, all_gather_v, broadcast, gather_v, scatter_v
+from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import transport_of
-from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_instance
-from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
-
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.state.entries import StateEntry
-    from fsdpcore.fsdp.units.unit import Unit
-    from fsdpcore.fsdp.units.updates import Optimizers
 
 
 def checked_tensor(tensor: Any, backend: Backend) -> Backend | None:
@@ -84,35 +77,6 @@ def everyone_of(backend: Backend, tensor: Backend | None) -> Backend:
     return transport_of(backend).sub(members, name="fsdp everyone")
 
 
-def drop_whole_boxes(units: Sequence[Unit]) -> None:
-    """Have boxes that are all there is be none, where no group has others; changes the units.
-
-    Raises:
-        ArgumentError: there are others.
-    """
-    for unit in units:
-        for name, box in list(unit.boxes.items()):
-            if not box.is_whole:
-                raise ArgumentError(
-                    f"{unit.name}.{name} is {described(box)}, and no rank of this engine has the "
-                    "rest; pass the group of ranks that do: FSDP(..., tensor=mesh['tensor'])"
-                )
-            del unit.boxes[name]
-
-
-def check_optimizers(units: Sequence[Unit], optimizers: Optimizers | None) -> None:
-    """Raise ArgumentError for a box with an optimizer that has to know the whole parameter."""
-    for unit in units:
-        found = {} if optimizers is None else optimizers.of_unit(unit.name)
-        for name in unit.boxes:
-            policy = found.get(name)
-            if policy is not None and not (policy.elementwise or policy.takes_boxes):
-                raise ArgumentError(
-                    f"{unit.name}.{name} is cut over the ranks of tensor, but "
-                    f"{type(policy).__name__} updates whole parameters; give it another optimizer"
-                )
-
-
 def described(box: ArrayBox) -> str:
     """Return a box in words."""
     ranges = ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
@@ -130,72 +94,3 @@ def untiled(boxes: Sequence[ArrayBox]) -> str:
         return f"ranks {one} and {other} of tensor have the same elements"
     missing = math.prod(boxes[0].whole) - sum(box.size for box in boxes)
     return f"no rank of tensor has {missing} of its elements" if missing else ""
-
-
-def spans(unit: Unit, *, boxed: bool) -> Iterator[slice]:
-    """Give the parts of this rank's shard that are boxes, or those that are not."""
-    for piece in unit.layout.pieces(unit.shard_rank):
-        if (piece.name in unit.boxes) is boxed:
-            yield slice(piece.shard_start, piece.shard_stop)
-
-
-# Whole arrays.
-
-
-def gather_boxes(
-    device: Device, entry: StateEntry, box: Array, tensor: Backend, root: int | None
-) -> Array | None:
-    """Put an array together from the boxes of all ranks of ``tensor``; a collective of these.
-
-    Args:
-        device: where the arrays are.
-        entry: what it is.
-        box: this rank's.
-        tensor: the ranks.
-        root: the one that gets it; None for all.
-    """
-    label = f"state, {entry.name}"
-    if root is None:
-        flat = all_gather_v(box.reshape(-1), tensor, label=label)
-    else:
-        total = sum(each.size for each in entry.boxes)
-        out = device.empty(total, box.dtype) if tensor.rank == root else None
-        flat = gather_v(box.reshape(-1), tensor, root=root, out=out, label=label)
-        if tensor.rank != root:
-            return None
-    if _lie_in_order(entry.boxes):
-        return flat.reshape(entry.whole)  # type: ignore[no-any-return]
-    whole, start = device.empty(entry.whole, box.dtype), 0
-    for each in entry.boxes:
-        whole[each.slices] = flat[start : start + each.size].reshape(each.shape)
-        start += each.size
-    return whole
-
-
-def scatter_boxes(device: Device, entry: StateEntry, whole: Array | None, tensor: Backend) -> Array:
-    """Return this rank's box, flat, of an array that rank 0 of ``tensor`` has; a collective.
-
-    Of an array that is not cut it is all of it.
-    """
-    dtype, label = entry.data.dtype, f"state, {entry.name}"
-    if not entry.boxes:
-        flat = device.empty(entry.size, dtype) if whole is None else whole.reshape(-1)
-        broadcast(flat, tensor, root=0, out=flat if whole is None else None, label=label)
-        return flat
-    sizes = [each.size for each in entry.boxes]
-    given = None
-    if whole is not None:
-        given, start = device.empty(sum(sizes), dtype), 0
-        for each in entry.boxes:
-            given[start : start + each.size] = whole[each.slices].reshape(-1)
-            start += each.size
-    out = device.empty(sizes[tensor.rank], dtype)
-    scatter_v(given, tensor, None if given is None else sizes, root=0, out=out, label=label)
-    return out
-
-
-def _lie_in_order(boxes: Sequence[ArrayBox]) -> bool:
-    """Whether boxes that cover an array lie in it one behind the other, rank by rank."""
-    runs = [box.run for box in boxes if box.size]
-    starts = [run[0] for run in runs if run is not None]
-    return len(starts) == len(runs) and starts == sorted(starts)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
@@ -14,11 +13,8 @@ from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
 from fsdpcore.fsdp.offload.offload import WRITTEN, ArrayKind
 from fsdpcore.fsdp.state.state import optimizer_name
-
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.engine import FSDP
-    from fsdpcore.fsdp.units.unit import Unit
-    from fsdpcore.fsdp.units.updates import ShardUpdate
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
+from fsdpcore.fsdp.units.updates import ShardUpdate
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +35,7 @@ class StateEntry:
     """
 
     name: str
-    unit: Unit
+    unit: ShardedUnit
     shape: tuple[int, ...]
     bounds: tuple[int, ...]
     start: int
@@ -91,7 +87,7 @@ def bounds_in(layout: FlatLayout, param: ParamRange) -> tuple[int, ...]:
     return tuple([0 if end < 0 else most if end > most else end for end in ends])
 
 
-def param_entries(unit: Unit) -> Iterator[StateEntry]:
+def param_entries(unit: ShardedUnit) -> Iterator[StateEntry]:
     """Give the parameters of a unit's own at full precision: trained ones, then frozen ones."""
     for part in unit.flat_parameters:
         for param in part.layout.params:
@@ -102,7 +98,7 @@ def param_entries(unit: Unit) -> Iterator[StateEntry]:
             yield _boxed(entry, unit, param.name)
 
 
-def optimizer_entries(unit: Unit) -> Iterator[StateEntry]:
+def optimizer_entries(unit: ShardedUnit) -> Iterator[StateEntry]:
     """Give what the optimizers keep of a unit's parameters, state by state."""
     update = unit.updater
     if update is None:
@@ -149,7 +145,7 @@ def _cut(
 
 def _entry(
     name: str,
-    unit: Unit,
+    unit: ShardedUnit,
     shape: tuple[int, ...],
     bounds: tuple[int, ...],
     rank: int,
@@ -161,7 +157,7 @@ def _entry(
     return StateEntry(name, unit, shape, bounds, start, stop, data, kinds)
 
 
-def _boxed(entry: StateEntry, unit: Unit, param: str) -> StateEntry:
+def _boxed(entry: StateEntry, unit: ShardedUnit, param: str) -> StateEntry:
     """Say of an array that is cut as a parameter is where it lies."""
     if param not in unit.boxes:
         return entry
@@ -178,31 +174,29 @@ def by_unit(entries: Iterable[StateEntry]) -> Iterator[list[StateEntry]]:
             unit.store.end(kinds)
 
 
-def entries_of(engine: FSDP, *, optimizer: bool) -> list[StateEntry]:
-    """Return all arrays of an engine but the ignored ones: parameters, then optimizer state.
+def entries_of(units: Sequence[ShardedUnit], *, optimizer: bool) -> list[StateEntry]:
+    """Return all arrays of units but the ignored ones: parameters, then optimizer state.
 
     The same names in the same order on all ranks.
 
     Raises:
         ArgumentError: two arrays would have the same name.
     """
-    entries = [entry for unit in engine.units for entry in param_entries(unit)]
+    entries = [entry for unit in units for entry in param_entries(unit)]
     if optimizer:
-        entries += [entry for unit in engine.units for entry in optimizer_entries(unit)]
-    _check_unique([*(entry.name for entry in entries), *ignored_of(engine), *ties_of(engine)])
+        entries += [entry for unit in units for entry in optimizer_entries(unit)]
+    _check_unique([*(entry.name for entry in entries), *ignored_of(units), *ties_of(units)])
     return entries
 
 
-def ignored_of(engine: FSDP) -> dict[str, tuple[Unit, str]]:
+def ignored_of(units: Iterable[ShardedUnit]) -> dict[str, tuple[ShardedUnit, str]]:
     """Return where each ignored array is: its unit, and its name there."""
-    return {f"{unit.name}.{name}": (unit, name) for unit in engine.units for name in unit.ignored}
+    return {f"{unit.name}.{name}": (unit, name) for unit in units for name in unit.ignored}
 
 
-def ties_of(engine: FSDP) -> dict[str, str]:
+def ties_of(units: Iterable[ShardedUnit]) -> dict[str, str]:
     """Return the owner of each tied parameter."""
-    return {
-        f"{unit.name}.{name}": str(tie) for unit in engine.units for name, tie in unit.ties.items()
-    }
+    return {f"{unit.name}.{name}": str(tie) for unit in units for name, tie in unit.ties.items()}
 
 
 def _check_unique(names: Iterable[str]) -> None:

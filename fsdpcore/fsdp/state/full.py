@@ -5,9 +5,8 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,13 +17,12 @@ from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries
 from fsdpcore.fsdp.state.save import gathered
-from fsdpcore.fsdp.units.unit import ParamState, Unit
+from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
+from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import UnknownParameterError, read_only
-
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.engine import FSDP
 
 _DIGEST = 16  # bytes
 
@@ -96,47 +94,47 @@ class FullParams(Mapping[str, Array]):
 
 @contextmanager
 def full_params(
-    engine: FSDP,
+    model: ShardedModel,
     *,
     write: bool,
     names: str | Iterable[str] | None,
     unit: Unit | str | None,
 ) -> Iterator[FullParams]:
     """Give whole parameters; see ``FSDP.full_params``."""
-    chosen = _chosen(engine, names, unit)
+    chosen = _chosen(model, names, unit)
     what = f"full_params(write={write})"
-    engine.check_idle(what)
+    model.status.check_idle(what)
     hashed = hashlib.blake2b(repr(chosen).encode(), digest_size=8).hexdigest()
-    barrier(engine.everyone, label=f"{what} of {len(chosen)} parameters, {hashed}")
-    engine.lent = True
-    opened: list[Unit] = []
+    barrier(model.groups.everyone, label=f"{what} of {len(chosen)} parameters, {hashed}")
+    model.status.lent = True
+    opened: list[ShardedUnit] = []
     arrays: dict[str, Array] = {}
     params: FullParams | None = None
     try:
         own = {chosen[name] for name in chosen}
-        arrays.update(_own(engine, own, opened, write=write))
-        ignored = ignored_of(engine)
+        arrays.update(_own(model, own, opened, write=write))
+        ignored = ignored_of(model.units)
         writable = {name for name, owner in chosen.items() if write and owner not in ignored}
         found = {name: arrays[owner] for name, owner in chosen.items()}
-        params = FullParams(found, engine.device, writable)
+        params = FullParams(found, model.device, writable)
         yield params
         if write:
-            _check_same(engine, what, own, arrays)
-            _keep(engine, own, arrays)
+            _check_same(model, what, own, arrays)
+            _keep(model.units, own, arrays)
     finally:
         if params is not None:
             params.close()
         arrays.clear()
         for each in opened:
             each.reshard()
-        engine.lent = False
+        model.status.lent = False
 
 
 def _chosen(
-    engine: FSDP, patterns: str | Iterable[str] | None, unit: Unit | str | None
+    model: ShardedModel, patterns: str | Iterable[str] | None, unit: Unit | str | None
 ) -> dict[str, str]:
     """Return the parameters to be shown, each with the one that it is, in order of declaration."""
-    units = engine.units if unit is None else (engine[unit],)
+    units = model.units if unit is None else (model[unit],)
     owners = {
         f"{each.name}.{name}": str(each.ties.get(name, f"{each.name}.{name}"))
         for each in units
@@ -156,14 +154,16 @@ def _chosen(
     return {name: owner for name, owner in owners.items() if name in found}
 
 
-def _own(engine: FSDP, own: set[str], opened: list[Unit], *, write: bool) -> dict[str, Array]:
+def _own(
+    model: ShardedModel, own: set[str], opened: list[ShardedUnit], *, write: bool
+) -> dict[str, Array]:
     """Return the arrays; take note of units that are to be resharded in the end."""
     arrays: dict[str, Array] = {}
-    for unit in engine.units:
+    for unit in model.units:
         for name in unit.ignored:
             arrays[f"{unit.name}.{name}"] = unit.ignored[name]
         here = [entry for entry in param_entries(unit) if entry.name in own]
-        if here and not write and _is_there(engine, unit):
+        if here and not write and _is_there(model, unit):
             if unit.state is not ParamState.UNSHARDED:
                 unit.unshard()
                 opened.append(unit)
@@ -171,18 +171,18 @@ def _own(engine: FSDP, own: set[str], opened: list[Unit], *, write: bool) -> dic
                 arrays[entry.name] = unit.params[entry.name[len(unit.name) + 1 :]]
             continue
         for entry in itertools.chain.from_iterable(by_unit(here)):
-            array = gathered(engine, entry)
+            array = gathered(model.groups, entry)
             arrays[entry.name] = array if write else _shown(array)
     return arrays
 
 
-def _is_there(engine: FSDP, unit: Unit) -> bool:
+def _is_there(model: ShardedModel, unit: ShardedUnit) -> bool:
     """Whether whole parameters take no memory, since each rank, or the host, has them anyway.
 
     The ranks that share a copy find the same, but those of ``tensor`` may not: they are on other
     hosts, or have boxes of other sizes. So these gather together in any case.
     """
-    if engine.groups.tensor is not None:
+    if model.groups.tensor is not None:
         return False
     return not unit.gathered_bytes and not any(part.mixed for part in unit.flat_parameters)
 
@@ -191,12 +191,12 @@ def _shown(array: Array) -> Array:
     return read_only(array.reshape(-1)).reshape(array.shape)
 
 
-def _check_same(engine: FSDP, what: str, own: set[str], arrays: Mapping[str, Array]) -> None:
+def _check_same(model: ShardedModel, what: str, own: set[str], arrays: Mapping[str, Array]) -> None:
     """Raise MismatchError on all ranks if they have written different values."""
-    names = [entry.name for entry in _entries(engine, own)]
+    names = [entry.name for entry in _entries(model.units, own)]
     digests = []
     for name in names:
-        data = byte_view(engine.device.to_host(arrays[name])).data
+        data = byte_view(model.device.to_host(arrays[name])).data
         digests.append(hashlib.blake2b(data, digest_size=_DIGEST).hexdigest())
 
     def message(found: Disagreement) -> str:
@@ -206,12 +206,12 @@ def _check_same(engine: FSDP, what: str, own: set[str], arrays: Mapping[str, Arr
             f"ranks {others}; write the same on all of them. Nothing was kept"
         )
 
-    compare(engine.everyone, f"{what}: the end", digests, message)
+    compare(model.groups.everyone, f"{what}: the end", digests, message)
 
 
-def _keep(engine: FSDP, own: set[str], arrays: Mapping[str, Array]) -> None:
+def _keep(units: Sequence[ShardedUnit], own: set[str], arrays: Mapping[str, Array]) -> None:
     """Write this rank's part of each array back."""
-    for unit in engine.units:
+    for unit in units:
         here = [entry for entry in param_entries(unit) if entry.name in own]
         if here:
             with unit.rewriting():
@@ -219,5 +219,5 @@ def _keep(engine: FSDP, own: set[str], arrays: Mapping[str, Array]) -> None:
                     entry.data[:] = entry.cut(arrays[entry.name])
 
 
-def _entries(engine: FSDP, own: set[str]) -> list[StateEntry]:
-    return [entry for unit in engine.units for entry in param_entries(unit) if entry.name in own]
+def _entries(units: Sequence[ShardedUnit], own: set[str]) -> list[StateEntry]:
+    return [entry for unit in units for entry in param_entries(unit) if entry.name in own]

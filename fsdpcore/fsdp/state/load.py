@@ -5,33 +5,28 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from fsdpcore.collectives import broadcast, scatter_v
 from fsdpcore.collectives.consensus import agree
 from fsdpcore.core.array_module import on_host
-from fsdpcore.core.buffers import Array, byte_view
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int, rounds_into
-from fsdpcore.core.device import HOST, Device
+from fsdpcore.core.device import HOST
 from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
-from fsdpcore.fsdp.sharding.tensor_group import described, scatter_boxes
+from fsdpcore.fsdp.model import ShardedModel
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
+from fsdpcore.fsdp.sharding.tensor_group import described
+from fsdpcore.fsdp.state.boxes import scatter_boxes
 from fsdpcore.fsdp.state.entries import StateEntry, entries_of, ignored_of, ties_of
-from fsdpcore.fsdp.state.save import info_of, sharded
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress, ShardedArray
-from fsdpcore.fsdp.units.views import locked, read_only
-
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.engine import FSDP
-    from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.state.writing import UNCHANGED, same_bits, set_ignored, set_progress
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
 Given = Mapping[str, "ShardedArray | Array"]
-_UNCHANGED = "Nothing was changed on any rank"
 _SHOWN = 8  # names in a message
 
 
@@ -53,7 +48,7 @@ class _LoadPlan:
 
 
 def load_state(
-    engine: FSDP,
+    model: ShardedModel,
     state: EngineState | None,
     *,
     strict: bool,
@@ -62,7 +57,7 @@ def load_state(
 ) -> LoadReport:
     """Load what ``state_dict`` gave; see ``FSDP.load_state_dict``."""
     what = f"load_state_dict(strict={strict}, optimizer={optimizer}, src={src})"
-    loading = _StateLoader(engine, what, optimizer=optimizer, src=src)
+    loading = _StateLoader(model, what, optimizer=optimizer, src=src)
     if not loading.reads:
         return loading.run(None, None, strict=strict)
     try:
@@ -72,7 +67,7 @@ def load_state(
                 "in a mapping use load_full, and with the state on one rank only, src=that rank"
             )
         progress = Progress.of(state.info) if optimizer else None
-        loading.stale = state.info.get("step") != engine.steps
+        loading.stale = state.info.get("step") != model.status.steps
     except ArgumentError as error:
         loading.problems.append(str(error))
         return loading.run({}, None, strict=False)
@@ -80,11 +75,11 @@ def load_state(
 
 
 def load_params(
-    engine: FSDP, params: Mapping[str, Array] | None, *, strict: bool, src: int | None
+    model: ShardedModel, params: Mapping[str, Array] | None, *, strict: bool, src: int | None
 ) -> LoadReport:
     """Load whole parameters by name; see ``FSDP.load_full``."""
     loading = _StateLoader(
-        engine, f"load_full(strict={strict}, src={src})", optimizer=False, src=src
+        model, f"load_full(strict={strict}, src={src})", optimizer=False, src=src
     )
     if not loading.reads:
         return loading.run(None, None, strict=strict)
@@ -93,7 +88,7 @@ def load_params(
             f"parameters come as a mapping from 'unit.param' to arrays, got {type(params).__name__}"
         )
         return loading.run({}, None, strict=False)
-    return loading.run(params, None, strict=strict, optional=ignored_of(engine))
+    return loading.run(params, None, strict=strict, optional=ignored_of(model.units))
 
 
 class _StateLoader:
@@ -102,21 +97,23 @@ class _StateLoader:
     Attributes:
         reads: this rank has arrays to load.
         problems: what is wrong with them.
-        stale: the engine has trained since they were taken.
+        stale: the model was trained since they were taken.
     """
 
-    def __init__(self, engine: FSDP, what: str, *, optimizer: bool, src: int | None) -> None:
-        engine.check_idle(what)
-        self._engine = engine
-        self._device = engine.device
+    def __init__(self, model: ShardedModel, what: str, *, optimizer: bool, src: int | None) -> None:
+        model.status.check_idle(what)
+        self._model = model
+        self._device = model.device
+        self._everyone = model.groups.everyone
         self._what = what
         self._optimizer = optimizer
         self._src = None if src is None else as_int(src, "src (the rank that has it)", minimum=0)
-        if self._src is not None and self._src >= engine.backend.world_size:
-            raise ArgumentError(f"src={src}, but there are {engine.backend.world_size} ranks")
-        self._entries = entries_of(engine, optimizer=optimizer)
-        self._ignored = ignored_of(engine)
-        here = self._src == engine.backend.rank and engine.groups.leads
+        backend = model.groups.whole
+        if self._src is not None and self._src >= backend.world_size:
+            raise ArgumentError(f"src={src}, but there are {backend.world_size} ranks")
+        self._entries = entries_of(model.units, optimizer=optimizer)
+        self._ignored = ignored_of(model.units)
+        here = self._src == backend.rank and model.groups.leads
         self.reads = self._src is None or here
         self.problems: list[str] = []
         self.stale = False
@@ -142,9 +139,9 @@ class _StateLoader:
         self._load(arrays, set(plan.present))
         if plan.step >= 0:
             scale = None if plan.scale is None else (float(plan.scale[0]), int(plan.scale[1]))
-            set_progress(self._engine, Progress(plan.step, scale))
+            set_progress(self._model, Progress(plan.step, scale))
         if self._optimizer and not plan.missing:
-            self._engine.partially_updated = False
+            self._model.status.partially_updated = False
         return LoadReport(tuple(plan.missing), tuple(plan.unexpected))
 
     # Checking.
@@ -158,12 +155,12 @@ class _StateLoader:
                 arrays[name] = value
             else:
                 self.problems.append(f"a name must be a string such as 'unit.param', got {name!r}")
-        for name, owner in ties_of(self._engine).items():
+        for name, owner in ties_of(self._model.units).items():
             tied = arrays.pop(name, None)
             if tied is None:
                 continue
             other = arrays.setdefault(owner, tied)
-            if other is not tied and not _same(other, tied, self._device):
+            if other is not tied and not same_bits(other, tied, self._device):
                 self.problems.append(
                     f"{name} is tied to {owner}, but their arrays differ; give one of them"
                 )
@@ -257,14 +254,13 @@ class _StateLoader:
             told = ""
         shown, more = self.problems[:_SHOWN], len(self.problems) - _SHOWN
         problem = "; ".join(shown) + (f"; and {more} problems more" if more > 0 else "")
-        backend = self._engine.everyone
         error = ArgumentError(problem) if problem else None
-        everyone = agree(backend, self._what, error, told, ending=_UNCHANGED)
+        everyone = agree(self._everyone, self._what, error, told, ending=UNCHANGED)
         if self._src is not None:
             return _LoadPlan(*json.loads(everyone[self._src]))
         check_same(
             [[each] for each in everyone],
-            backend.ranks,
+            self._everyone.ranks,
             lambda found: (
                 f"{self._what}: the ranks have states of different names, steps or loss scales; "
                 f"nothing was changed: {found.ranks} differ"
@@ -275,7 +271,7 @@ class _StateLoader:
     # Loading.
 
     def _load(self, arrays: Given, present: set[str]) -> None:
-        for unit in self._engine.units:
+        for unit in self._model.units:
             here = [each for each in self._entries if each.unit is unit and each.name in present]
             if not here:
                 continue
@@ -301,12 +297,12 @@ class _StateLoader:
             rounded = self._device.empty(whole.shape, entry.data.dtype)
             self._device.assign(rounded, whole)
             whole = rounded
-        tensor = self._engine.groups.tensor
-        if tensor is not None and self._engine.backend.rank == self._src:
-            whole = scatter_boxes(self._device, entry, whole, tensor)
-        _deal(self._engine, entry, None if whole is None else whole.reshape(-1), self._src)
+        groups = self._model.groups
+        if groups.tensor is not None and groups.whole.rank == self._src:
+            whole = scatter_boxes(self._device, entry, whole, groups.tensor)
+        _deal(groups, entry, None if whole is None else whole.reshape(-1), self._src)
 
-    def _replace(self, unit: Unit, param: str, value: ShardedArray | Array | None) -> None:
+    def _replace(self, unit: ShardedUnit, param: str, value: ShardedArray | Array | None) -> None:
         assert not isinstance(value, ShardedArray)
         now = unit.ignored[param]
         array = now.copy()
@@ -318,19 +314,18 @@ class _StateLoader:
                 self._device.assign(array, given)
         if self._src is not None:
             label = f"state, {unit.name}.{param}"
-            broadcast(array, self._engine.everyone, root=self._src, out=array, label=label)
-        if not _same(array, now, self._device):  # else whoever shares the memory goes on doing so
-            unit.ignored[param] = read_only(array.reshape(-1)).reshape(array.shape)
+            broadcast(array, self._everyone, root=self._src, out=array, label=label)
+        set_ignored(unit, param, array)
 
 
-def _deal(engine: FSDP, entry: StateEntry, flat: Array | None, src: int) -> None:
+def _deal(groups: ProcessGroups, entry: StateEntry, flat: Array | None, src: int) -> None:
     """Give each rank its part of an array, of which ``src`` has all; nobody else holds more."""
-    groups, shards, data = engine.groups, engine.placement.shards, entry.movable
+    shards, data = groups.placement.shards, entry.movable
     label = f"state, {entry.name}"
     if not entry.split:
         if flat is not None:
             data[:] = flat
-        broadcast(data, engine.backend, root=src, out=data, label=label)
+        broadcast(data, groups.whole, root=src, out=data, label=label)
     else:
         home = src // shards
         if groups.replica == home:
@@ -340,54 +335,6 @@ def _deal(engine: FSDP, entry: StateEntry, flat: Array | None, src: int) -> None
             broadcast(data, groups.replicas, root=home, out=data, label=label)
     if data is not entry.data:
         entry.data[:] = data
-
-
-def set_progress(engine: FSDP, progress: Progress) -> None:
-    """Go on from this step and loss scale, as far as the engine's policy allows it."""
-    engine.steps = progress.step
-    scaler, policy = engine.scaler, engine.scaler.policy
-    if policy is not None and progress.scale is not None:
-        scale, applied = progress.scale
-        scaler.scale = min(max(scale, policy.minimum), policy.maximum)
-        scaler.applied = min(applied, policy.interval - 1)
-
-
-@contextmanager
-def writing_state(engine: FSDP, *, optimizer: bool) -> Iterator[EngineState]:
-    """Give this rank's parts to be written in place; see ``FSDP.writing_state``."""
-    engine.check_idle("writing_state")
-    arrays: dict[str, ShardedArray | Array] = {}
-    with ExitStack() as stack:
-        for unit in engine.units:
-            stack.enter_context(unit.rewriting(optimizer=optimizer))
-        for entry in entries_of(engine, optimizer=optimizer):
-            arrays[entry.name] = sharded(engine, entry, entry.data.view())
-        ignored = {name: unit.ignored[p].copy() for name, (unit, p) in ignored_of(engine).items()}
-        try:
-            yield EngineState({**arrays, **ignored}, info_of(engine))
-        finally:
-            for array in arrays.values():
-                assert isinstance(array, ShardedArray)
-                for piece in array.pieces:
-                    locked(piece.array)
-            for name, (unit, param) in ignored_of(engine).items():
-                if not _same(ignored[name], unit.ignored[param], engine.device):
-                    flat = ignored[name].reshape(-1)
-                    unit.ignored[param] = read_only(flat).reshape(ignored[name].shape)
-
-
-def _same(one: ShardedArray | Array, other: ShardedArray | Array, device: Device) -> bool:
-    """Whether two arrays have the same bits."""
-    if isinstance(one, ShardedArray) or isinstance(other, ShardedArray):
-        return one is other
-    one, other = device.given(one, "an array"), device.given(other, "an array")
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return bool(np.array_equal(_bits(one, device), _bits(other, device)))
-
-
-def _bits(array: Array, device: Device) -> Array:
-    return byte_view(np.ascontiguousarray(device.to_host(array)))
 
 
 def _cut(box: ArrayBox | None) -> ArrayBox | None:

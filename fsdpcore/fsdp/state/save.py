@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdpcore.collectives import all_gather_v, barrier, gather_v
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.fsdp.sharding.tensor_group import gather_boxes, scatter_boxes
+from fsdpcore.fsdp.model import ShardedModel
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
+from fsdpcore.fsdp.state.boxes import gather_boxes, scatter_boxes
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state.state import FORMAT, ArrayPiece, EngineState, ShardedArray
 from fsdpcore.fsdp.units.views import read_only
 
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.engine import FSDP
 
-
-def sharded_state(engine: FSDP, *, optimizer: bool) -> EngineState:
+def sharded_state(model: ShardedModel, *, optimizer: bool) -> EngineState:
     """Return views of what this rank holds; does not communicate, and copies nothing."""
-    engine.check_whole()
+    model.status.check_whole()
     arrays: dict[str, ShardedArray | Array] = {}
-    for entry in entries_of(engine, optimizer=optimizer):
-        arrays[entry.name] = sharded(engine, entry, read_only(entry.data))
-    for name, (unit, param) in ignored_of(engine).items():
+    for entry in entries_of(model.units, optimizer=optimizer):
+        arrays[entry.name] = sharded(model.groups, entry, read_only(entry.data))
+    for name, (unit, param) in ignored_of(model.units).items():
         arrays[name] = unit.ignored[param]
-    return EngineState(arrays, info_of(engine))
+    return EngineState(arrays, info_of(model))
 
 
-def sharded(engine: FSDP, entry: StateEntry, data: Array) -> ShardedArray:
+def sharded(groups: ProcessGroups, entry: StateEntry, data: Array) -> ShardedArray:
     """Return this rank's part of an array, as ``data``."""
     pieces = (ArrayPiece(entry.start, entry.stop, data),) if data.size else ()
-    groups = engine.groups
     copy = (groups.replica, groups.placement.replicas)
     if not entry.split:
-        copy = (engine.backend.rank, engine.backend.world_size)
+        copy = (groups.whole.rank, groups.whole.world_size)
     if groups.tensor is not None and entry.box is None:  # all of these have it alike
         copy = (groups.tensor.rank * copy[1] + copy[0], copy[1] * groups.tensor.world_size)
     return ShardedArray(entry.whole, data.dtype, pieces, *copy, entry.box)
 
 
-def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
+def full_state(model: ShardedModel, *, optimizer: bool, to: int | str) -> EngineState:
     """Gather one array after the other, into NumPy's; a collective.
 
     A rank that gets the result holds nothing else than that. Of the others, those that share a copy
     with it may pass on what is sent, less than one array at a time.
 
     Args:
-        engine: whose state.
+        model: whose state.
         optimizer: with the optimizer's.
         to: the one rank that gets arrays, or "all"; with ``tensor``, the first of it that there is
-            at this rank of the engine's backend.
+            at this rank of the model's backend.
     """
-    engine.check_whole()
-    backend = engine.backend
+    model.status.check_whole()
+    groups, device = model.groups, model.device
+    backend = groups.whole
     root = None
     if to != "all":
         if isinstance(to, str):
@@ -61,74 +60,74 @@ def full_state(engine: FSDP, *, optimizer: bool, to: int | str) -> EngineState:
         root = as_int(to, "to (the rank that gets the state)", minimum=0)
         if root >= backend.world_size:
             raise ArgumentError(f"to={root}, but there are {backend.world_size} ranks, from 0")
-    entries = entries_of(engine, optimizer=optimizer)
-    barrier(engine.everyone, label=f"state_dict(full=True, optimizer={optimizer}, to={to!r})")
+    entries = entries_of(model.units, optimizer=optimizer)
+    barrier(groups.everyone, label=f"state_dict(full=True, optimizer={optimizer}, to={to!r})")
     arrays: dict[str, ShardedArray | Array] = {}
     for group in by_unit(entries):
         for entry in group:
-            array = _gathered(engine, entry, root)
+            array = _gathered(groups, entry, root)
             if array is not None:
-                arrays[entry.name] = engine.device.to_host(array)
-    if root is None or (root == backend.rank and engine.groups.leads):
-        for name, (unit, param) in ignored_of(engine).items():
-            arrays[name] = engine.device.to_host(unit.ignored[param].copy())
-    return EngineState(arrays, info_of(engine))
+                arrays[entry.name] = device.to_host(array)
+    if root is None or (root == backend.rank and groups.leads):
+        for name, (unit, param) in ignored_of(model.units).items():
+            arrays[name] = device.to_host(unit.ignored[param].copy())
+    return EngineState(arrays, info_of(model))
 
 
-def gathered(engine: FSDP, entry: StateEntry) -> Array:
+def gathered(groups: ProcessGroups, entry: StateEntry) -> Array:
     """Return a copy of all of an array; a collective of the ranks that share a copy.
 
     Of those with the other boxes too, if it is cut.
     """
-    array = _gathered(engine, entry, None)
+    array = _gathered(groups, entry, None)
     assert array is not None
     return array
 
 
-def _gathered(engine: FSDP, entry: StateEntry, root: int | None) -> Array | None:
+def _gathered(groups: ProcessGroups, entry: StateEntry, root: int | None) -> Array | None:
     """Return all of an array on the root, or everywhere if that is None; else None."""
-    tensor = engine.groups.tensor
+    tensor, device = groups.tensor, groups.device
     if tensor is None:
-        return _shared(engine, entry, root)
+        return _shared(groups, entry, root)
     if entry.boxes:
-        box = _shared(engine, entry, root)
+        box = _shared(groups, entry, root)
         only = None if root is None else 0
-        return None if box is None else gather_boxes(engine.device, entry, box, tensor, only)
+        return None if box is None else gather_boxes(device, entry, box, tensor, only)
     # All ranks of tensor have it alike, or nearly so: where sums over ranks depend on the place in
     # a buffer, as by "ring", places differ. So that it is one array, one of them gives it.
-    found = _shared(engine, entry, root) if engine.groups.leads else None
+    found = _shared(groups, entry, root) if groups.leads else None
     if root is not None:
         return found
-    return scatter_boxes(engine.device, entry, found, tensor).reshape(entry.shape)
+    return scatter_boxes(device, entry, found, tensor).reshape(entry.shape)
 
 
-def _shared(engine: FSDP, entry: StateEntry, root: int | None) -> Array | None:
+def _shared(groups: ProcessGroups, entry: StateEntry, root: int | None) -> Array | None:
     """Return what the ranks that share a copy have of an array: all, or a box of it."""
-    shards, placement = engine.groups.shards, engine.placement
-    mine = root in (None, engine.backend.rank)
+    shards, size = groups.shards, groups.placement.shards
+    own = root in (None, groups.whole.rank)
     if not entry.split or shards.world_size == 1:
-        return entry.data.copy().reshape(entry.shape) if mine else None
+        return entry.data.copy().reshape(entry.shape) if own else None
     label = f"state, {entry.name}"
     if root is None:
         flat: Array = all_gather_v(entry.movable, shards, label=label)
         return flat.reshape(entry.shape)
-    if root // placement.shards != engine.groups.replica:
+    if root // size != groups.replica:
         return None  # another replica gives it
-    out = engine.device.empty(entry.bounds[-1], entry.data.dtype) if mine else None
-    gather_v(entry.movable, shards, root=root % placement.shards, out=out, label=label)
+    out = groups.device.empty(entry.bounds[-1], entry.data.dtype) if own else None
+    gather_v(entry.movable, shards, root=root % size, out=out, label=label)
     return None if out is None else out.reshape(entry.shape)
 
 
-def info_of(engine: FSDP) -> dict[str, Any]:
+def info_of(model: ShardedModel) -> dict[str, Any]:
     """Return what ``EngineState`` says of it."""
-    scaler, optimizers = engine.scaler, engine.optimizers
+    scaler, optimizers = model.scaler, model.optimizers
     scale = {"scale": scaler.scale, "applied": scaler.applied}
     return {
         "format": FORMAT,
-        "step": engine.steps,
+        "step": model.status.steps,
         "loss_scale": None if scaler.policy is None else scale,
         "optimizer": None if optimizers is None else repr(optimizers),
-        "strategy": engine.strategy.name,
-        "world_size": engine.everyone.world_size,
-        "ties": ties_of(engine),
+        "strategy": model.options.strategy.name,
+        "world_size": model.groups.everyone.world_size,
+        "ties": ties_of(model.units),
     }

@@ -6,22 +6,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_finite, as_positive
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.fsdp.step.schedule import Phase
+from fsdpcore.fsdp.step.executor import StepExecutor
+from fsdpcore.fsdp.step.step_state import NO_BACKWARD, StepState, check_written
 from fsdpcore.fsdp.step.update import apply_update
 from fsdpcore.fsdp.step.whole import Whole, WholeGradients
 from fsdpcore.fsdp.units.gradients import check_divisor
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import Gradients, LentParams
-
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.engine import FSDP
-
-_NO_BACKWARD = "an evaluation has no backward pass; use engine.step()"
 
 
 class BackwardUnit(NamedTuple):
@@ -44,26 +41,21 @@ class Step:
         skipped: the update was left out, because gradients were inf or nan.
     """
 
-    def __init__(self, engine: FSDP, divisor: float | None, training: bool) -> None:
+    def __init__(self, executor: StepExecutor, divisor: float | None, training: bool) -> None:
         self.divisor = check_divisor(divisor)
         self.training = training
         self.skipped = False
-        self._engine = engine
-        self._forwards: Counter[str] = Counter()
-        self._open: Unit | None = None
-        self._whole = False
-        self._phase: Phase = "forward"
+        self._executor = executor
+        self._model = executor.model
+        self._state = StepState(training)
         self._synchronising = True
-        self._reduced = False
-        self._updated = False
-        self._entered = self._active = False
 
     def __enter__(self) -> Step:
-        if self._entered:
-            raise StateError("a step is entered once; make a new one with engine.step()")
-        self._engine.begin(self)
-        self._entered = True
-        self._active = True
+        state = self._state
+        state.check_first()
+        # An evaluation keeps nothing for a backward pass.
+        self._executor.begin(self, state.forwards if self.training else Counter())
+        state.begin()
         return self
 
     def __exit__(
@@ -72,18 +64,10 @@ class Step:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._active = False
-        unfinished = self._reduced and not self._updated
-        self._engine.end()
-        if error is None and unfinished:
-            raise StateError(
-                "the step ended with gradients that were never applied; call step.update() "
-                "before the end of the with block"
-            )
-
-    def awaits_backward(self, unit: Unit) -> bool:
-        """Whether a forward pass of the unit has not had its backward pass so far."""
-        return self.training and self._forwards[unit.name] > 0
+        self._state.active = False
+        self._executor.end()
+        if error is None:
+            self._state.check_applied()
 
     @property
     def keeps_params(self) -> bool:
@@ -93,17 +77,11 @@ class Step:
         they are in windows on all hosts. The same on all ranks. Not so in an evaluation, which has
         no backward pass.
         """
-        engine = self._engine
-        if not self.training:
-            return False
-        if engine.all_windowed or engine.placement.keeps_for_backward:
-            return True
-        brought = engine.offload is not None and not engine.device.on_host
-        return engine.placement.whole_parameters and not brought
+        return self.training and self._executor.keeps_params
 
     def ignored(self, unit: Unit | str) -> frozenset[str]:
         """Return which of a unit's arrays are ignored: they stay where they are, also after it."""
-        return frozenset(self._engine[unit].ignored)
+        return frozenset(self._model[unit].ignored)
 
     # Passes.
 
@@ -120,23 +98,25 @@ class Step:
             recompute: this pass only makes anew what an earlier one has not kept; no backward pass
                 of its own belongs to it.
         """
-        member = self._engine[unit]
-        if self._open is member and self._phase == "backward":
+        member = self._model[unit]
+        state, executor = self._state, self._executor
+        if state.unit is member and state.phase == "backward":
             with _lent(member) as params:
                 yield params
             return
-        self._enter(member, "forward")
+        state.enter(member, "forward")
         counts = 0 if recompute else 1
-        self._forwards[member.name] += counts
+        state.forwards[member.name] += counts
         try:
-            self._engine.executor.gather(member, "forward")
+            executor.gather(member, "forward")
             with _lent(member) as params:
                 yield params
         except BaseException:
-            self._forwards[member.name] -= counts  # it can be tried again
+            state.forwards[member.name] -= counts  # it can be tried again
             raise
         finally:
-            self._leave(member)
+            if state.leave(member):
+                executor.release(member)
 
     @contextmanager
     def backward(self, unit: Unit | str) -> Iterator[BackwardUnit]:
@@ -145,33 +125,32 @@ class Step:
         At the end of the body the gradients are summed over the ranks and divided, in the
         background if the engine's ``prefetch`` says so; inside ``no_sync`` they are kept.
         """
-        if not self.training:
-            raise StateError(_NO_BACKWARD)
-        member = self._engine[unit]
-        if not self._context and self._active and not self._forwards[member.name]:
-            raise StateError(
-                f"backward of unit {member.name!r} without a forward pass in this step; call "
-                "step.forward(unit) first, once for each backward"
-            )
-        self._enter(member, "backward")
-        self._forwards[member.name] -= 1
+        state, executor = self._state, self._executor
+        member = self._model[unit]
+        state.check_forward(member)
+        state.enter(member, "backward")
+        state.forwards[member.name] -= 1
         try:
-            self._engine.executor.gather(member, "backward")
+            executor.gather(member, "backward")
             with _lent(member) as params:
                 yield BackwardUnit(params, member.begin_gradients())
             # Before the reduction, which needs the room, and ends all reading.
-            self._engine.executor.release(member)
-            if self._synchronising:
-                self._engine.executor.reduce(member, self.divisor)
-            else:
-                member.keep_gradients()
-            self._reduced = True
+            executor.release(member)
+            self._end_backward(member)
         except BaseException:
-            self._forwards[member.name] += 1  # it can be tried again
+            state.forwards[member.name] += 1  # it can be tried again
             raise
         finally:
-            if self._leave(member):
+            if state.leave(member):
+                executor.release(member)
                 member.drop_local_gradients()
+
+    def _end_backward(self, member: ShardedUnit) -> None:
+        if self._synchronising:
+            self._executor.reduce(member, self.divisor)
+        else:
+            member.keep_gradients()
+        self._state.reduced = True
 
     @contextmanager
     def whole(self) -> Iterator[Whole]:
@@ -192,13 +171,13 @@ class Step:
             ArgumentError: in the body, where gradients are given that do not fit.
             StateError: outside of the step, after ``update``, or inside another context.
         """
-        self._check_entering("whole()")
-        units, executor = self._engine.units, self._engine.executor
+        state, units, executor = self._state, self._model.units, self._executor
+        state.check_entering("whole()")
         for unit in units:
-            self._check_written(unit)
-        given = WholeGradients(units, "" if self.training else _NO_BACKWARD)
+            check_written(unit)
+        given = WholeGradients(units, "" if self.training else NO_BACKWARD)
         params: dict[str, dict[str, Array]] = {}
-        self._whole = executor.stats.whole = True
+        state.whole = executor.stats.whole = True
         for unit in units:
             unit.in_use = True
         try:
@@ -214,8 +193,8 @@ class Step:
         finally:
             self._clear(params)
             given.close()
-            if self._active:
-                self._whole = False
+            if state.active:
+                state.whole = False
                 for unit in units:
                     unit.in_use = False
                     executor.free(unit)
@@ -228,17 +207,13 @@ class Step:
             named.clear()
         params.clear()
 
-    def _hand_over(self, unit: Unit, given: WholeGradients) -> None:
+    def _hand_over(self, unit: ShardedUnit, given: WholeGradients) -> None:
         """Free a unit, and reduce or keep its gradients."""
-        executor = self._engine.executor
+        executor = self._executor
         executor.record(unit, "backward")
         given.hand_over(unit.name, unit.begin_gradients())
         executor.free(unit)
-        if self._synchronising:
-            executor.reduce(unit, self.divisor)
-        else:
-            unit.keep_gradients()
-        self._reduced = True
+        self._end_backward(unit)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -294,73 +269,16 @@ class Step:
             if clip is not None:
                 raise ArgumentError("clip by norm, or by clip_value, but not by both")
         lr = None if lr is None else as_finite(lr, "lr", minimum=0.0)
-        self._check_update()
-        self._updated = True  # also if it is skipped, or raises: nothing is left to apply
+        self._state.check_update(self._model.units)
+        self._state.updated = True  # also if it is skipped, or raises: nothing is left to apply
         norm, self.skipped = apply_update(
-            self._engine, self.divisor, clip, norm_type, clip_value, lr, skip=bool(skip_nonfinite)
+            self._executor, self.divisor, clip, norm_type, clip_value, lr, skip=bool(skip_nonfinite)
         )
         return norm
 
-    def _check_update(self) -> None:
-        if self._updated:
-            raise StateError("update() was called already in this step; begin a new step")
-        if self._context:
-            raise StateError(f"update() inside the context of {self._context}; leave it first")
-        if not self._active or not self._reduced:
-            raise StateError(
-                "update() without gradients; run step.forward and step.backward of the units first"
-            )
-        left = [name for name, count in self._forwards.items() if count]
-        if left:
-            raise StateError(
-                f"units {left} had a forward pass without its backward; run it before update()"
-            )
-        kept = [unit.name for unit in self._engine.units if unit.gradients.kept]
-        if kept:
-            raise StateError(
-                f"gradients of units {kept} were kept by no_sync() and never reduced; run the "
-                "backward pass of the last microbatch outside of no_sync()"
-            )
-
-    def _leave(self, member: Unit) -> bool:
-        """End the use of a unit; False if the step has ended before, and its units with it."""
-        if not self._active:
-            return False
-        self._open, member.in_use = None, False
-        self._engine.executor.release(member)
-        return True
-
-    def _enter(self, member: Unit, phase: Phase) -> None:
-        self._check_entering(phase, f" of unit {member.name!r}")
-        self._check_written(member)
-        self._open, self._phase = member, phase
-        member.in_use = True
-
-    @staticmethod
-    def _check_written(member: Unit) -> None:
-        if member.gradients.writable is not None:
-            raise StateError(f"unit {member.name!r} has gradients that were not reduced")
-
-    def _check_entering(self, what: str, which: str = "") -> None:
-        if not self._active:
-            raise StateError(f"{what} outside of the step; use it inside 'with engine.step()'")
-        if self._updated:
-            raise StateError(f"{what} after update(); begin a new step")
-        if self._context:
-            raise StateError(
-                f"{what}{which} inside the context of {self._context}; leave that one first"
-            )
-
-    @property
-    def _context(self) -> str:
-        """What the step is inside of; empty if nothing."""
-        if self._whole:
-            return "whole()"
-        return "" if self._open is None else f"unit {self._open.name!r}"
-
 
 @contextmanager
-def _lent(unit: Unit) -> Iterator[LentParams]:
+def _lent(unit: ShardedUnit) -> Iterator[LentParams]:
     """Give the parameters of a unit that is gathered, until the end of the block."""
     params = LentParams(unit.name, unit.params)
     try:

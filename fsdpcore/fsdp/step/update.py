@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -12,20 +11,22 @@ from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import NonFiniteGradientError
 from fsdpcore.fsdp.gpu import inplace
-from fsdpcore.fsdp.offload.offload import GRADIENTS, UPDATED, in_turn
-from fsdpcore.fsdp.sharding.tensor_group import spans
+from fsdpcore.fsdp.offload.offload import GRADIENTS, UPDATED
 from fsdpcore.fsdp.step.agreement import AGREED_BYTES, UpdateArguments, compare_updates
+from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.norm import NormPart, all_finite, joined, local_part
-
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.engine import FSDP
-    from fsdpcore.fsdp.units.unit import Unit
-
-    _Ranges = Callable[[FSDP, Unit], list[slice]]
+from fsdpcore.fsdp.step.shards import (
+    GradientShards,
+    counted,
+    everything,
+    held_by_one,
+    in_turn,
+    not_counted,
+)
 
 
 def apply_update(
-    engine: FSDP,
+    executor: StepExecutor,
     divisor: float | None,
     clip: float | None,
     norm_type: float,
@@ -45,57 +46,61 @@ def apply_update(
         NonFiniteGradientError: gradients are not finite, and that is no reason to skip.
         MismatchError: see ``compare_updates``.
     """
-    engine.executor.finish_reductions(divisor)
+    model, status, scaler = executor.model, executor.model.status, executor.model.scaler
+    executor.finish_reductions(divisor)
     numbers = (lr, clip, norm_type, clip_value, divisor)
-    wanted = UpdateArguments.of(*numbers, skip, engine.steps, engine.loss_scale)
-    norm, where = _judge(engine, wanted, None if clip is None else norm_type)
+    wanted = UpdateArguments.of(*numbers, skip, status.steps, scaler.scale)
+    norm, where = _judge(executor, wanted, None if clip is None else norm_type)
     finite = not where and (norm is None or math.isfinite(norm))
-    if not finite and not skip and engine.scaler.policy is None:
+    if not finite and not skip and scaler.policy is None:
         raise _not_finite(where, norm)
     if finite:
-        factor = 1.0 / engine.loss_scale
+        factor = 1.0 / scaler.scale
         if clip is not None and norm is not None and norm > clip:
             factor *= clip / norm
         if clip_value is not None:
-            _cut(_Shards(engine, _all, written=True), clip_value * engine.loss_scale)
-        engine.partially_updated = True
-        for unit in in_turn(engine.units, UPDATED, GRADIENTS):
-            unit.update(step=engine.steps + 1, lr=lr, grad_scale=factor)
-        engine.partially_updated = False
-        engine.steps += 1
-    engine.scaler.updated(skipped=not finite)
-    engine.executor.updated()
+            shards = GradientShards(model.units, model.groups, everything, written=True)
+            _cut(shards, clip_value * scaler.scale)
+        status.partially_updated = True
+        for unit in in_turn(model.units, UPDATED, GRADIENTS):
+            unit.update(step=status.steps + 1, lr=lr, grad_scale=factor)
+        status.partially_updated = False
+        status.steps += 1
+    scaler.updated(skipped=not finite)
+    executor.updated()
     return norm, not finite
 
 
 def _judge(
-    engine: FSDP, wanted: UpdateArguments, p: float | None
+    executor: StepExecutor, wanted: UpdateArguments, p: float | None
 ) -> tuple[float | None, list[int]]:
     """Return the global Lp norm, unless p is None, and the ranks whose shards are not finite."""
+    model, groups, everyone = executor.model, executor.model.groups, executor.model.groups.everyone
     # What several ranks hold alike is read by one of them, and counted once.
     if p is None:
-        part, finite = NormPart(1.0, 0.0), all_finite(_Shards(engine, _held_by_one))
+        shards = GradientShards(model.units, groups, held_by_one)
+        part, finite = NormPart(1.0, 0.0), all_finite(shards)
     else:
-        part = local_part(_Shards(engine, _counted), p)
+        part = local_part(GradientShards(model.units, groups, counted), p)
         finite = math.isfinite(part.largest)
-        if not engine.groups.leads:  # what is no box was counted by another, but is it the same?
-            finite = finite and all_finite(_Shards(engine, _not_counted))
-    engine.stats.bytes_sent += AGREED_BYTES * (engine.everyone.world_size - 1)
-    with engine.executor.waiting():
+        if not groups.leads:  # what is no box was counted by another, but is it the same?
+            finite = finite and all_finite(GradientShards(model.units, groups, not_counted))
+    executor.stats.bytes_sent += AGREED_BYTES * (everyone.world_size - 1)
+    with executor.waiting():
         told = compare_updates(
-            engine.everyone,
+            everyone,
             wanted,
-            engine.executor.events,
-            [unit.name for unit in engine.units],
+            executor.events,
+            [unit.name for unit in model.units],
             (*part, float(finite)),
-            algorithm=engine.host_algorithm,
+            algorithm=model.host_algorithm,
         )
     norm = None
     if p is not None:
         parts = [NormPart(*row) for row in told[:, :2].tolist()]
-        single = all(unit.dtypes.grad.itemsize <= 4 for unit in engine.units)
-        norm = joined(parts, p, single=single) / engine.loss_scale
-    return norm, [engine.everyone.ranks[rank] for rank in np.flatnonzero(told[:, 2] == 0)]
+        single = all(unit.dtypes.grad.itemsize <= 4 for unit in model.units)
+        norm = joined(parts, p, single=single) / model.scaler.scale
+    return norm, [everyone.ranks[rank] for rank in np.flatnonzero(told[:, 2] == 0)]
 
 
 def _not_finite(where: list[int], norm: float | None) -> NonFiniteGradientError:
@@ -106,58 +111,6 @@ def _not_finite(where: list[int], norm: float | None) -> NonFiniteGradientError:
         f"{what}; no parameter was changed. Leave the step without update, lower the learning "
         "rate, or pass update(skip_nonfinite=True); float16 needs Precision(loss_scale=LossScale())"
     )
-
-
-class _Shards:
-    """Shards of reduced gradients, each of them in memory while it is its turn.
-
-    Args:
-        engine: whose.
-        ranges: which parts of a unit's shard.
-        written: they are changed.
-    """
-
-    def __init__(self, engine: FSDP, ranges: _Ranges, *, written: bool = False) -> None:
-        self._engine = engine
-        self._ranges = ranges
-        self._written = written
-
-    def __iter__(self) -> Iterator[Array]:
-        units = [unit for unit in self._engine.units if unit.gradients.shard is not None]
-        for unit in in_turn(units, GRADIENTS):
-            assert unit.gradients.shard is not None
-            shard = unit.gradients.shard[: unit.valid_size]
-            ranges = self._ranges(self._engine, unit)
-            unit.store.begin(GRADIENTS, write=self._written)
-            try:
-                for each in ranges:
-                    yield shard[each]
-            finally:
-                unit.store.end(GRADIENTS, written=self._written)
-
-
-def _all(engine: FSDP, unit: Unit) -> list[slice]:
-    return [slice(None)]
-
-
-def _held_by_one(engine: FSDP, unit: Unit) -> list[slice]:
-    """What this rank reads of a shard that all replicas have."""
-    return [engine.groups.part(unit.valid_size)]
-
-
-def _counted(engine: FSDP, unit: Unit) -> list[slice]:
-    """Of that, what no other rank of ``tensor`` counts."""
-    here = _held_by_one(engine, unit)[0]
-    return [here] if engine.groups.leads else _within(here, spans(unit, boxed=True))
-
-
-def _not_counted(engine: FSDP, unit: Unit) -> list[slice]:
-    return _within(_held_by_one(engine, unit)[0], spans(unit, boxed=False))
-
-
-def _within(outer: slice, parts: Iterable[slice]) -> list[slice]:
-    cut = [slice(max(outer.start, each.start), min(outer.stop, each.stop)) for each in parts]
-    return [each for each in cut if each.start < each.stop]
 
 
 def _cut(shards: Iterable[Array], limit: float) -> None:

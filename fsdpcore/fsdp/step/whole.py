@@ -11,7 +11,7 @@ import numpy as np
 from fsdpcore.core.array_module import address
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.views import Gradients, UnknownParameterError, check_gradient
 
 Named: TypeAlias = Mapping[str, Mapping[str, Array]]
@@ -44,7 +44,7 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
         refusal: why none can be given; empty if they can.
     """
 
-    def __init__(self, units: Iterable[Unit], refusal: str = "") -> None:
+    def __init__(self, units: Iterable[ShardedUnit], refusal: str = "") -> None:
         self._units = {unit.name: _GivenGradients(unit) for unit in units}
         self._refusal = refusal
 
@@ -122,16 +122,16 @@ class _GivenGradients(MutableMapping[str, Array]):
         arrays: by name.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: ShardedUnit) -> None:
         self.unit = unit
         self.arrays: dict[str, Array] = {}
-        own = unit.flat_parameters[0].places
+        own = unit.trained_parameter.places
         self._kinds = {name: (own.shape(name), unit.dtypes.grad) for name in own}
         for name, tie in unit.ties.items():
             owner = unit.owners[name]
-            if tie.param in owner.flat_parameters[0].places:
-                shape = owner.flat_parameters[0].places.shape(tie.param)
-                self._kinds[name] = (shape, owner.dtypes.grad)
+            places = owner.trained_parameter.places
+            if tie.param in places:
+                self._kinds[name] = (places.shape(tie.param), owner.dtypes.grad)
 
     def replace(self, found: Mapping[str, Array]) -> None:
         """Take what a function has found for this unit in place of what was given before."""

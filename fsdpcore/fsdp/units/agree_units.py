@@ -1,10 +1,10 @@
-"""Checks of an engine's units: each for itself, and against those of the other ranks."""
+"""All ranks have the same units, or boxes that fit together."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Hashable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,107 +15,20 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
 from fsdpcore.core.disagreement import Disagreement
-from fsdpcore.core.errors import ArgumentError, MismatchError, StateError
+from fsdpcore.core.errors import MismatchError
 from fsdpcore.core.geometry.boxes import ArrayBox
-from fsdpcore.fsdp.sharding.tensor_group import described, drop_whole_boxes, untiled
+from fsdpcore.fsdp.sharding.tensor_group import untiled
+from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.spec import Spec
-from fsdpcore.fsdp.units.special import Tied, elements_of
-from fsdpcore.fsdp.units.unit import Unit
 
 _DIGEST = 16  # bytes
 
 _OPTIONS = "the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"
 
 
-def check_units(units: tuple[Unit, ...], device: Device, *, has_tensor: bool) -> None:
-    """Tie arrays that occur twice, and raise ArgumentError for units that do not fit together.
-
-    Args:
-        units: of one engine; changed.
-        device: of it. Their arrays may be NumPy's, or those of the device.
-        has_tensor: they may be boxes of arrays of which other ranks have the rest.
-    """
-    if not units:
-        raise ArgumentError("an engine needs at least one unit")
-    names = set()
-    for unit in units:
-        if not isinstance(unit, Unit):
-            raise ArgumentError(
-                f"units must be Unit objects, got {type(unit).__name__}; make a list of them: "
-                "[fc.Unit(name, params), ...]"
-            )
-        if unit.name in names:
-            raise ArgumentError(f"two units are named {unit.name!r}; names must be unique")
-        names.add(unit.name)
-        if unit.initial is None:
-            raise StateError(f"unit {unit.name!r} belongs to an engine already; make a new one")
-        for name, value in (*unit.initial.items(), *unit.ignored.items()):
-            if not isinstance(value, Spec):
-                device.given(value, f"{unit.name}.{name}")
-    if not has_tensor:
-        drop_whole_boxes(units)
-    _tie_same_arrays(units)
-    _check_ties(units)
-
-
-def _tie_same_arrays(units: tuple[Unit, ...]) -> None:
-    seen: dict[Hashable, tuple[Unit, str]] = {}
-    for unit in units:
-        for name, value in list((unit.initial or {}).items()):
-            # The same elements, also by way of a view or a transpose.
-            place = elements_of(value)
-            owner, first = (unit, name) if place is None else seen.setdefault(place, (unit, name))
-            if (owner, first) == (unit, name):
-                continue
-            other = (owner.initial or {})[first]
-            assert not isinstance(other, Spec)
-            assert not isinstance(value, Spec)
-            if (other.shape, other.strides, other.dtype) != (
-                value.shape,
-                value.strides,
-                value.dtype,
-            ):
-                raise ArgumentError(
-                    f"{owner.name}.{first} and {unit.name}.{name} are views of the same memory, "
-                    "but not the same array; a tied parameter has one shape: pass "
-                    f"fc.Tied({owner.name!r}, {first!r}) and transpose it where it is used"
-                )
-            _check_same_box(owner, first, unit, name)
-            if (first in owner.frozen) is not (name in unit.frozen):
-                stays, learns = (f"{owner.name}.{first}", f"{unit.name}.{name}")
-                if name in unit.frozen:
-                    stays, learns = learns, stays
-                raise ArgumentError(
-                    f"{stays} is frozen, but {learns}, which is the same array, is trained; freeze "
-                    "both, or neither"
-                )
-            unit.tie(name, Tied(owner.name, first))
-
-
-def _check_same_box(owner: Unit, first: str, unit: Unit, name: str) -> None:
-    here = (owner.boxes.get(first), unit.boxes.get(name))
-    one, other = (None if box is None or box.is_whole else box for box in here)
-    if one != other:
-        told = ["whole" if box is None else described(box) for box in (one, other)]
-        raise ArgumentError(
-            f"{owner.name}.{first} and {unit.name}.{name} are the same array, but the first is "
-            f"{told[0]}, the second {told[1]}; a tied parameter has one place"
-        )
-
-
-def _check_ties(units: tuple[Unit, ...]) -> None:
-    by_name = {unit.name: unit for unit in units}
-    for unit in units:
-        for name, tie in unit.ties.items():
-            owner = by_name.get(tie.unit)
-            if owner is None or tie.param not in (owner.initial or {}):
-                raise ArgumentError(
-                    f"{unit.name}.{name} is tied to {tie}, which no unit of this engine owns; name "
-                    "a parameter that is itself an array or a Spec"
-                )
-
-
-def check_same(units: tuple[Unit, ...], backend: Backend, everyone: Backend, options: str) -> None:
+def check_same(
+    units: Sequence[UnitDeclaration], backend: Backend, everyone: Backend, options: str
+) -> None:
     """Compare all ranks' units and options: no model is glued together from different ones.
 
     Args:
@@ -167,7 +80,7 @@ class _Digests(NamedTuple):
     common: bytes
 
     @classmethod
-    def of(cls, unit: Unit, device: Device) -> _Digests:
+    def of(cls, unit: UnitDeclaration, device: Device) -> _Digests:
         """Hash a unit that has its initial values still."""
         ignored = sorted((name, a.shape, a.dtype.name) for name, a in unit.ignored.items())
         fixed = repr((unit.ties, sorted(unit.frozen), ignored)).encode()
@@ -215,7 +128,7 @@ class _BoxRecord(NamedTuple):
         return cls(ArrayBox(whole, numbers[: len(whole)], numbers[len(whole) :]), data[-_DIGEST:])
 
 
-def exchange_tilings(units: tuple[Unit, ...], tensor: Backend, device: Device) -> None:
+def exchange_tilings(units: Sequence[UnitDeclaration], tensor: Backend, device: Device) -> None:
     """Learn which boxes the other ranks of ``tensor`` have; a collective, after ``check_same``.
 
     Sets ``tilings`` of the units, and takes out of ``boxes`` what is whole on all of these ranks.

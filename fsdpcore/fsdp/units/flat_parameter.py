@@ -10,10 +10,13 @@ import numpy as np
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.offload.offload import ArrayKind, OffloadStore
+from fsdpcore.fsdp.offload.offload import ArrayKind
+from fsdpcore.fsdp.offload.offload_store import OffloadStore
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.filling import fill
+from fsdpcore.fsdp.units.precision import Dtypes
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.fsdp.units.storage import ParameterStorage
 from fsdpcore.fsdp.units.storages import make_storage
@@ -138,3 +141,19 @@ class FlatParameter:
                 flat = values[piece.name].reshape(-1)
                 target = self.master[piece.shard_start : piece.shard_stop]
                 self._device.assign(target, flat[piece.param_start : piece.param_stop])
+
+
+def lay_out(unit: UnitDeclaration, dtypes: Dtypes, shards: int) -> tuple[FlatParameter, ...]:
+    """Fix how the parameters of a unit are sharded: what is trained, then what is frozen, by dtype.
+
+    There is one for what is trained even if that is nothing.
+    """
+    initial = unit.initial
+    assert initial is not None
+    trained = {key: value for key, value in initial.items() if key not in unit.frozen}
+    found = [FlatParameter(unit.name, trained, (dtypes.master, dtypes.param), shards)]
+    for dtype in dict.fromkeys(initial[key].dtype for key in initial if key in unit.frozen):
+        group = {k: v for k, v in initial.items() if k in unit.frozen and v.dtype == dtype}
+        kept = dtypes.param if dtype == dtypes.master else dtype
+        found.append(FlatParameter(unit.name, group, (kept, kept), shards))
+    return tuple(found)

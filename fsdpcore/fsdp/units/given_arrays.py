@@ -1,26 +1,17 @@
-"""Values from outside: ``unit.load``, ``unit.update_shards``, ``engine.update_shards``."""
+"""Values from outside: ``unit.load``, ``unit.update_shards``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from fsdpcore.collectives.consensus import Attempt, agree
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import rounds_into
 from fsdpcore.core.device import Device
-from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.engine import FSDP
-    from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
 
-_UNCHANGED = "Nothing was changed on any rank"
-
-
-def load_arrays(unit: Unit, values: Mapping[str, Array]) -> None:
+def load_arrays(unit: ShardedUnit, values: Mapping[str, Array]) -> None:
     """Replace parameters by whole arrays; see ``Unit.load``."""
     device = unit.device
     found = {
@@ -60,7 +51,7 @@ def _shared(given: Array, own: Array, device: Device) -> bool:
     return not (device.on_host or given.flags.c_contiguous) or device.overlap(given, own)
 
 
-def checked_shard(unit: Unit, flat: Array) -> Array:
+def checked_shard(unit: ShardedUnit, flat: Array) -> Array:
     """Return what ``flat`` has for a unit's shard, without padding, on the host or the device.
 
     Raises:
@@ -81,30 +72,8 @@ def checked_shard(unit: Unit, flat: Array) -> Array:
     return array[: sizes[0]]
 
 
-def update_shard(unit: Unit, flat: Array) -> None:
+def update_shard(unit: ShardedUnit, flat: Array) -> None:
     """Replace this rank's shard of the trained parameters; see ``Unit.update_shards``."""
     values = checked_shard(unit, flat)
     with unit.writing() as shard:
         unit.device.assign(shard[: values.size], values)
-
-
-def update_shards(engine: FSDP, shards: Mapping[str, Array]) -> None:
-    """Replace this rank's shards of some units; see ``FSDP.update_shards``."""
-    what = "update_shards"
-    engine.check_idle(what)
-    found = {}
-    with Attempt() as attempt:
-        if not isinstance(shards, Mapping):
-            raise ArgumentError(f"shards come as a mapping by unit, got {type(shards).__name__}")
-        for name, flat in shards.items():
-            found[engine[name].name] = checked_shard(engine[name], flat)
-    units = [unit.name for unit in engine.units if unit.name in found]
-    everyone = engine.everyone
-    told = agree(everyone, what, attempt.error, repr(units), ending=_UNCHANGED)
-    check_same(
-        [[each] for each in told],
-        everyone.ranks,
-        lambda found: f"{what}: the units differ between ranks: {found.ranks} differ",
-    )
-    for name in units:
-        update_shard(engine[name], found[name])

@@ -28,7 +28,8 @@ from fsdpcore.core.errors import CommunicationError, StateError
 from fsdpcore.core.reductions import BLOCK
 from fsdpcore.core.work import Work
 from fsdpcore.fsdp.gpu import inplace
-from fsdpcore.fsdp.offload.offload import GRADIENTS, ArrayKind, OffloadStore
+from fsdpcore.fsdp.offload.offload import GRADIENTS, ArrayKind
+from fsdpcore.fsdp.offload.offload_store import OffloadStore
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.precision import Dtypes

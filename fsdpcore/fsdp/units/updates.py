@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +19,16 @@ from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
 from fsdpcore.fsdp.optim.pieces import PieceSpec, ShardPiece
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import Allocate
+from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.flat_parameter import FlatParameter
-
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.units.unit import Unit
 
 
 class Optimizers:
     """Which optimizer updates which parameter of an engine; ``repr`` is what ranks compare."""
 
-    def __init__(self, given: Optimizer | Mapping[str, Optimizer], units: Iterable[Unit]) -> None:
+    def __init__(
+        self, given: Optimizer | Mapping[str, Optimizer], units: Iterable[UnitDeclaration]
+    ) -> None:
         self._groups = ParamGroups.of(given)
         names = {
             (unit.name, name): f"{unit.name}.{name}" for unit in units for name in unit.trained

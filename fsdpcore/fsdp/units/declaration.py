@@ -11,12 +11,9 @@ from numpy.typing import ArrayLike
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_instance, as_name
-from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import as_numpy
 from fsdpcore.core.geometry.boxes import ArrayBox, BoxShard
-from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.units.flat_parameter import FlatParameter
-from fsdpcore.fsdp.units.precision import Dtypes, Precision
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.fsdp.units.special import Tied, chosen
 from fsdpcore.fsdp.units.views import read_only
@@ -24,7 +21,7 @@ from fsdpcore.fsdp.units.views import read_only
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
-class Declared:
+class UnitDeclaration:
     """Parameters by name, sorted by what is to become of them; the base of ``Unit``.
 
     Attributes:
@@ -39,7 +36,6 @@ class Declared:
         tilings: of each of these the boxes of all ranks of the engine's ``tensor`` group, in their
             order; set by the engine.
         dtype: of the trained parameters.
-        flat_parameters: what is trained, then what is frozen, by dtype; empty before ``lay_out``.
     """
 
     def __init__(
@@ -80,11 +76,9 @@ class Declared:
         self.frozen = frozenset(chosen(name, own, frozen, "frozen"))
         self.initial: dict[str, Array | Spec] | None = own
         self.dtype = _common_dtype(name, {k: v for k, v in own.items() if k not in self.frozen})
-        self.flat_parameters: tuple[FlatParameter, ...] = ()
-        self._dtypes: Dtypes
 
     def tie(self, name: str, tie: Tied) -> None:
-        """Make a parameter another one's alias; called by the engine, before ``lay_out``."""
+        """Make a parameter another one's alias; called by the engine."""
         assert self.initial is not None
         del self.initial[name]
         self.boxes.pop(name, None)
@@ -93,28 +87,8 @@ class Declared:
 
     @property
     def trained(self) -> list[str]:
-        """Names of the parameters of its own that are trained; before ``bind``."""
+        """Names of its own parameters that are trained; none once an engine has them."""
         return [name for name in self.initial or () if name not in self.frozen]
-
-    def give_back(self) -> None:
-        """Undo ``lay_out``, if no engine has taken over the parameters since."""
-        if self.initial is not None:
-            self.flat_parameters = ()
-
-    def lay_out(self, shards: int, precision: Precision) -> list[FlatLayout]:
-        """Fix how the parameters are sharded; called by the engine, before ``bind``."""
-        initial = self.initial
-        if self.flat_parameters or initial is None:
-            raise StateError(f"unit {self.name!r} belongs to an engine already; make a new one")
-        self._dtypes = dtypes = precision.dtypes(self.dtype)
-        trained = {key: value for key, value in initial.items() if key not in self.frozen}
-        parts = [FlatParameter(self.name, trained, (dtypes.master, dtypes.param), shards)]
-        for dtype in dict.fromkeys(initial[key].dtype for key in initial if key in self.frozen):
-            group = {k: v for k, v in initial.items() if k in self.frozen and v.dtype == dtype}
-            kept = dtypes.param if dtype == dtypes.master else dtype
-            parts.append(FlatParameter(self.name, group, (kept, kept), shards))
-        self.flat_parameters = tuple(parts)
-        return [part.layout for part in parts]
 
 
 def _array(value: ArrayLike | BoxShard, what: str) -> Array:

@@ -1,0 +1,91 @@
+"""What all that works on an engine needs of it: units, groups of ranks, and how far it has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fsdpcore.core.device import Device
+from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.fsdp.options import EngineOptions
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
+from fsdpcore.fsdp.units.precision import Scaler
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
+from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.updates import Optimizers
+
+
+@dataclass
+class EngineStatus:
+    """How far an engine has come, and what it is in the middle of.
+
+    Attributes:
+        steps: number of updates so far.
+        partially_updated: an update was left half done, for instance by an interrupt.
+        lent: ``full_params`` is open.
+        step: the ``Step`` that is open.
+    """
+
+    steps: int = 0
+    partially_updated: bool = False
+    lent: bool = False
+    step: object = None
+
+    def check_whole(self) -> None:
+        """Raise StateError if an update was left half done, and nothing was loaded since."""
+        if self.partially_updated:
+            raise StateError(
+                "an update was left half done, so that some parameters are newer than others; load "
+                "a whole state (load_state_dict) before you go on"
+            )
+
+    def check_idle(self, what: str) -> None:
+        """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
+        if self.step is not None or self.lent:
+            where = "full_params()" if self.lent else "a step"
+            raise StateError(f"{what} inside of {where}; leave that first")
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """The units of an engine, and what they have in common.
+
+    Attributes:
+        units: in order.
+        groups: of ranks, that this rank communicates in.
+        options: as given.
+        optimizers: which optimizer updates which parameter; None without one.
+        scaler: the scale of the loss and its history.
+        status: how far it has come.
+    """
+
+    units: tuple[ShardedUnit, ...]
+    groups: ProcessGroups
+    options: EngineOptions
+    optimizers: Optimizers | None
+    scaler: Scaler
+    status: EngineStatus
+
+    @cached_property
+    def _by_name(self) -> dict[str, ShardedUnit]:
+        return {unit.name: unit for unit in self.units}
+
+    def __getitem__(self, unit: Unit | str) -> ShardedUnit:
+        """Return a unit by name, or what became of one that was declared."""
+        name = unit.name if isinstance(unit, Unit) else unit
+        found = self._by_name.get(name)
+        if found is None or (isinstance(unit, Unit) and found.declaration is not unit):
+            raise ArgumentError(
+                f"this engine has no unit {name!r}; it has {', '.join(self._by_name)}"
+            )
+        return found
+
+    @property
+    def device(self) -> Device:
+        """Where the arrays are."""
+        return self.groups.device
+
+    @property
+    def host_algorithm(self) -> str:
+        """The algorithm of collectives that move arrays of the host."""
+        return self.options.algorithm if self.device.on_host else "auto"
