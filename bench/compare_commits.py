@@ -56,7 +56,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Over all starts.")] = 15,
     starts: Annotated[int, typer.Option(help="How often the ranks are started anew.")] = 3,
     seconds: Annotated[float, typer.Option(help="Of one contestant in a round, roughly.")] = 0.008,
-    json: Annotated[Path | None, typer.Option(help="File for all samples, a line a case.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all samples.")] = None,
 ) -> None:
     """Compare the speed of two commits. The exit code is 1 if a case has become slower."""
     with one_line():

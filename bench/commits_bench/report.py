@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import exp, log
@@ -11,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from commits_bench.cases import Case, Setting
+from fsdpcore.bench import record
 from fsdpcore.bench.results import Timing, median_interval
 from fsdpcore.bench.table import microseconds
 
@@ -128,6 +128,5 @@ def summary(found: Sequence[Compared]) -> list[str]:
 
 
 def save(file: Path, run: dict[str, Any], found: Sequence[Compared]) -> None:
-    """Write a line about the run, and one for each case."""
-    records = [run, *(one.record() for one in found)]
-    file.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    """Write what is known of the run, and a line for each case."""
+    record.save(file, {**run, "rows": [one.record() for one in found]})

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fsdpcore.bench import record
 from gpu_bench.facts import facts
 from gpu_bench.probe_two import WAYS
 
@@ -35,7 +36,7 @@ def main(file: Path, seconds: float) -> None:
         else:
             answer = _answer(["-m", f"gpu_bench.{arguments[0]}", *arguments[1:]], min(_LIMIT, left))
         found[name] = answer
-        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        record.save(file, found)
         return answer
 
     ask("doctor", "doctor")
@@ -48,7 +49,7 @@ def main(file: Path, seconds: float) -> None:
     found["two ranks on one GPU"] = works or "refused in every way"
     for question in ("abort", "death") if works else ():
         ask(f"{question}, {works}", "probe_two", works, question)
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    record.save(file, found)
 
 
 def _answer(arguments: list[str], seconds: float) -> Any:

@@ -67,7 +67,33 @@ def document(
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """Write a document."""
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path.write_text(dumps(content) + "\n", encoding="utf-8")
+
+
+def dumps(value: Any, indent: str = "") -> str:
+    """JSON with a line for each record, so that the diff of a rerun can be read.
+
+    A record is what holds no list of objects. Whatever does has its parts on lines of their own.
+    """
+    if not _holds_records(value):
+        return json.dumps(value)
+    inner = indent + " "
+    if isinstance(value, Mapping):
+        parts = [f"{json.dumps(key)}: {dumps(each, inner)}" for key, each in value.items()]
+        opening, closing = "{}"
+    else:
+        parts = [dumps(each, inner) for each in value]
+        opening, closing = "[]"
+    return opening + ",".join(f"\n{inner}{part}" for part in parts) + f"\n{indent}{closing}"
+
+
+def _holds_records(value: Any) -> bool:
+    """Whether there is a list of objects in it."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_records, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(each, Mapping) or _holds_records(each) for each in value)
+    return False
 
 
 def _row(row: Row) -> dict[str, Any]:

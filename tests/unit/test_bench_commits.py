@@ -48,14 +48,16 @@ def test_settings_take_names_and_patterns():
 
 @pytest.mark.parametrize("transport", ["sim", "zmq"])
 def test_all_kinds_of_cases_run_and_each_is_a_line(tmp_path, transport):
-    file = tmp_path / "found.jsonl"
+    file = tmp_path / "found.json"
     only = "barrier,scatter,all_to_all_v,reduce_scatter_v,step.full_shard,save,load,optimizer.adamw"
     options = ["--transport", transport, "--ranks", "2", "--sizes", "8", "--only", only]
     options += ["--rounds", "1", "--starts", "1", "--seconds", "0.0001", "--json", str(file)]
     command = [sys.executable, str(BENCH / "compare_commits.py"), "--old", sys.executable, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode in (0, 1), done.stderr
-    run, *found = [json.loads(line) for line in file.read_text().splitlines()]
+    run = json.loads(file.read_text())
+    found = run["rows"]
+    assert len(file.read_text().splitlines()) == 8 + len(found), "a line is more than a record"
     assert run["schema"] == "fsdpcore.bench.compare_commits/1"
     assert {one["name"] for one in found} == set(only.split(","))
     assert all(one["starts_us"][0][0][0] > 0 for one in found)
