@@ -23,19 +23,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 sys.path.append(str(Path(__file__).parent))  # the parts, where this is not run as a script
 
 from checkpoint_bench.cases import DEFAULT, NAMES, PEERS, SETTINGS, Case, chosen
-from checkpoint_bench.run import Request, run
+from checkpoint_bench.run import CheckpointRun, run
 
 from fsdpcore.bench.cases import parse_size
-from fsdpcore.commands.bench import ending_well_on_sigterm
-from fsdpcore.commands.usage import one_line
-
-WRONG_RESULTS = 1
-_WIDTH = 100
+from fsdpcore.bench.harness import options
 
 
 def main(
@@ -46,8 +41,8 @@ def main(
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="That save, and load.")] = 2,
     readers: Annotated[int, typer.Option(help="That load in reshard.")] = 4,
     layers: Annotated[int, typer.Option(help="Of the GPT.")] = 12,
-    transport: Annotated[str, typer.Option(help="Scheme or URL, such as sim or zmq.")] = "zmq",
-    rounds: Annotated[int, typer.Option(help="How often the contestants take turns.")] = 7,
+    transport: options.Transport = "zmq",
+    rounds: options.Rounds = 7,
     against: Annotated[
         str, typer.Option(help=f"Peers to take turns with: {', '.join(PEERS)}, or none.")
     ] = "none",
@@ -61,33 +56,33 @@ def main(
     cold: Annotated[
         bool, typer.Option("--cold", help="Drop files from the page cache before each load.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="File for all samples.")] = None,
+    json: options.Json = None,
 ) -> None:
     """Measure checkpoints, alone or beside PyTorch's distributed checkpoint.
 
     The exit code is 1 if a value came back wrong, and 2 if there is no result.
     """
-    with one_line():
+
+    def bench() -> int:
         nbytes = parse_size(size)
-        request = Request(
+        request = CheckpointRun(
             cases=tuple(
                 Case(operation, place, ranks, readers, nbytes, layers)
                 for operation, place in chosen(cases)
             ),
             transport=transport,
-            against=tuple(dict.fromkeys(p for p in against.split(",") if p not in ("", "none"))),
+            against=tuple(peer for peer in options.names(against) if peer != "none"),
             setting=peer_setting,
             rounds=rounds,
             cold=cold,
             directory=Path(tempfile.gettempdir()) if directory is None else directory,
             shm=shm,
             json=json,
-            command=("python", *sys.argv),
         )
         request.check()
-        with ending_well_on_sigterm():
-            wrong = run(request, Console(width=_WIDTH))
-    raise typer.Exit(WRONG_RESULTS if wrong else 0)
+        return run(request, typer.echo)
+
+    options.measure(bench)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from gpu_bench import parts, report
 from gpu_bench.facts import facts
 from gpu_bench.usable import in_words, why_not
 
-from fsdpcore.bench import record
+from fsdpcore.bench.harness import record
 from fsdpcore.commands.usage import one_line
 from fsdpcore.core.errors import ArgumentError
 

@@ -12,6 +12,7 @@ other's time over ours in the same round, so that 0.6 times the time is a ratio 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -19,43 +20,117 @@ import typer
 
 sys.path.append(str(Path(__file__).parent))  # the parts, where this is not run as a script
 
-from optimizer_bench.contestants import PEERS, POLICIES
-from optimizer_bench.run import Request, run
+import numpy as np
+from optimizer_bench import contestants
+from optimizer_bench.contestants import PEERS, POLICIES, Updated
 
-from fsdpcore.commands.usage import one_line
+from fsdpcore import __version__
+from fsdpcore.bench.harness import options, record, table
+from fsdpcore.bench.harness.measurements import OURS, Measurement, wrong_in
+from fsdpcore.bench.harness.member import timed_calls
+from fsdpcore.bench.harness.turns import alternate
+from fsdpcore.core.errors import ArgumentError
 
-WRONG_RESULTS = 1
+_CHECKED_STEPS = 3
+_TOLERANCE = 1e-5
 
 
 def main(
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "adamw",
     elements: Annotated[int, typer.Option("-n", "--elements", help="Parameters.")] = 10_000_000,
     tensors: Annotated[int, typer.Option(help="Into which PyTorch's parameters are cut.")] = 20,
-    against: Annotated[
-        str, typer.Option(help=f"Peers to take turns with: {', '.join(PEERS)}.")
-    ] = "",
-    rounds: Annotated[int, typer.Option(help="How often the contestants take turns.")] = 15,
+    against: Annotated[str, options.against(PEERS)] = "",
+    rounds: options.Rounds = 15,
     iterations: Annotated[int, typer.Option("--iters", help="Steps per round.")] = 3,
-    json: Annotated[Path | None, typer.Option(help="File for all samples.")] = None,
+    json: options.Json = None,
 ) -> None:
     """Measure an optimizer's step on a flat shard, in one thread, beside PyTorch's.
 
     The exit code is 1 if the contestants disagree, and 2 if there is no result.
     """
-    with one_line():
-        request = Request(
-            optimizer=optimizer,
-            elements=elements,
-            tensors=tensors,
-            against=tuple(dict.fromkeys(name for name in against.split(",") if name)),
-            rounds=rounds,
-            iterations=iterations,
-            json=json,
-            command=("python", *sys.argv),
-        )
-        request.check()
-        wrong = run(request, typer.echo)
-    raise typer.Exit(WRONG_RESULTS if wrong else 0)
+    settings = {
+        "optimizer": optimizer,
+        "elements": elements,
+        "tensors": tensors,
+        "against": list(options.names(against)),
+        "rounds": rounds,
+        "iterations": iterations,
+    }
+
+    def bench() -> int:
+        for option in ("elements", "tensors", "rounds", "iterations"):
+            if settings[option] < 1:  # type: ignore[operator]
+                raise ArgumentError(f"{option} must be at least 1, got {settings[option]}")
+        peers = options.names(against)
+        contestants.check(optimizer, peers)
+        options.check_writable(json)
+        started, machine = record.started_now(), record.machine()
+        for line in table.heading(
+            machine,
+            f"fsdpcore {__version__}, {optimizer}, {elements} float32 parameters, "
+            f"one thread; PyTorch's are {tensors} tensors",
+            f"{rounds} rounds of {iterations} steps each; median over the rounds",
+            "ratio: the other's time over fsdpcore's in the same round; median, min and max",
+        ):
+            typer.echo(line)
+        found = contestants.contestants(optimizer, elements, tensors, peers)
+        rows = _measured(found, rounds, iterations)
+        each = table.Column("each", "(ns)", lambda row: f"{1e9 * row.seconds / elements:.2f}")
+        columns = [*table.times(), each, *table.ratios(rows), *table.wrong()]
+        for line in table.lines(rows, columns):
+            typer.echo(line)
+        if json is not None:
+            content = record.document(
+                "optimizer",
+                command=options.command(),
+                started=started,
+                place=machine,
+                versions={name: one.versions for name, one in found.items()},
+                settings=settings,
+                rows=[_row(row) for row in rows.values()],
+                ratios=record.ratios(rows),
+            )
+            record.save(json, content)
+        return wrong_in(rows)
+
+    options.measure(bench)
+
+
+def _measured(found: Mapping[str, Updated], rounds: int, iterations: int) -> dict[str, Measurement]:
+    wrong = _wrong(found)
+
+    def turn(name: str, _: int) -> list[float]:
+        took = timed_calls(_nothing, found[name].update, _nothing, 0, iterations)
+        return [took / iterations]
+
+    samples = alternate(found, rounds, turn)
+    return {name: Measurement(name, iterations, wrong[name], samples[name]) for name in found}
+
+
+def _nothing() -> None: ...
+
+
+def _wrong(found: Mapping[str, Updated]) -> dict[str, int | None]:
+    """After a few steps, count the elements on which the others do not agree with ours."""
+    for contestant in found.values():
+        for _ in range(_CHECKED_STEPS):
+            contestant.update()
+    ours = found[OURS].param
+    wrong: dict[str, int | None] = dict.fromkeys(found)
+    for name, contestant in found.items():
+        if name != OURS:
+            close = np.isclose(contestant.param, ours, rtol=_TOLERANCE, atol=_TOLERANCE)
+            wrong[name] = int(close.size - np.count_nonzero(close))
+    return wrong
+
+
+def _row(row: Measurement) -> dict[str, object]:
+    return {
+        "contestant": row.contestant,
+        "wrong": row.wrong,
+        "time_ms": {"median": 1e3 * row.seconds, "best": 1e3 * row.best},
+        "samples_ms": [1e3 * seconds for seconds in row.rounds],
+    }
 
 
 if __name__ == "__main__":

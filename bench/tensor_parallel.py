@@ -8,28 +8,32 @@ bench/README.md says what is measured, and how.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the unsharded block
 
 from tensor_bench.cases import PEERS, Case
-from tensor_bench.run import Request, run
 
-from fsdpcore.bench.session import Plan
-from fsdpcore.commands.bench import ending_well_on_sigterm, one_of
-from fsdpcore.commands.usage import one_line
+from fsdpcore import __version__
+from fsdpcore.bench.harness import field, options, record, table
+from fsdpcore.bench.harness.measurements import OURS, Measurement, wrong_in
+from fsdpcore.bench.harness.start import Program
+from fsdpcore.bench.harness.turns import RoundPlan, take_turns, versions_of
 
-WRONG_RESULTS = 1
+_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "examples")
 _MODES = ("both", "whole", "sequence")
 
 
 def main(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.")] = 2,
-    transport: Annotated[str, typer.Option(help="Scheme or URL, such as sim or zmq.")] = "zmq",
+    ranks: options.Ranks = 2,
+    transport: options.Transport = "zmq",
     mode: Annotated[
         str, typer.Option(help=f"What is between the matrices: {', '.join(_MODES)}.")
     ] = "both",
@@ -38,46 +42,96 @@ def main(
     hidden: Annotated[int, typer.Option(help="Features of the MLP.")] = 2048,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
     length: Annotated[int, typer.Option(help="Positions of a sequence.")] = 128,
-    threads: Annotated[
-        int, typer.Option(help="Of each rank's arithmetic; 0 shares the cores evenly.")
-    ] = 0,
-    iterations: Annotated[
-        int, typer.Option("--iters", help="Steps per round; 0: as many as fit --seconds.")
-    ] = 0,
-    seconds: Annotated[float, typer.Option(help="Time per round and contestant, roughly.")] = 0.5,
-    rounds: Annotated[int, typer.Option(help="How often the contestants take turns.")] = 9,
-    warmup: Annotated[int, typer.Option(help="Steps before the clock runs.")] = 2,
+    threads: options.Threads = 0,
+    iterations: options.Iterations = 0,
+    seconds: options.Seconds = 0.5,
+    rounds: options.Rounds = 9,
+    warmup: options.Warmup = 2,
     check: Annotated[bool, typer.Option(help="Compare with the unsharded block.")] = True,
-    against: Annotated[
-        str, typer.Option(help=f"Peers to take turns with: {', '.join(PEERS)}.")
-    ] = "",
-    json: Annotated[Path | None, typer.Option(help="File for all samples.")] = None,
+    against: Annotated[str, options.against(PEERS)] = "",
+    json: options.Json = None,
 ) -> None:
     """Measure a tensor-parallel transformer block, alone or beside PyTorch's DTensor on Gloo.
 
     The exit code is 1 if a result was wrong, and 2 if there is none.
     """
-    with one_line():
-        chosen = one_of(mode, _MODES, "--mode")
-        cases = tuple(
+
+    def bench() -> int:
+        chosen = options.one_of(mode, _MODES, "--mode")
+        cases = [
             Case(width, heads, hidden, batch, length, sequence)
             for name, sequence in (("whole", False), ("sequence", True))
             if chosen in ("both", name)
-        )
-        request = Request(
-            cases=cases,
-            ranks=ranks,
-            transport=transport,
-            plan=Plan(rounds, iterations, seconds, warmup, check),
-            against=tuple(dict.fromkeys(name for name in against.split(",") if name)),
-            threads=threads,
-            json=json,
-            command=("python", *sys.argv),
-        )
-        request.check()
-        with ending_well_on_sigterm():
-            wrong = run(request, typer.echo)
-    raise typer.Exit(WRONG_RESULTS if wrong else 0)
+        ]
+        plan = RoundPlan(rounds, iterations, seconds, warmup, check)
+        each = options.threads_per_rank(ranks, threads)
+        run = BlockRun(ranks, transport, each, plan, options.names(against))
+        options.check_known("--against", run.against, PEERS)
+        for case in cases:
+            case.check_ranks(ranks)
+        options.check_writable(json)
+        options.check_torch(run.against)
+        return run.measure(cases, json)
+
+    options.measure(bench)
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """What all cases have in common."""
+
+    ranks: int
+    transport: str
+    threads: int
+    plan: RoundPlan
+    against: tuple[str, ...]
+
+    def measure(self, cases: Sequence[Case], json: Path | None) -> int:
+        """Measure all cases; how many elements were wrong, over all contestants."""
+        started, machine = record.started_now(), record.machine()
+        first = f"fsdpcore {__version__}, transport {self.transport}, {self.ranks} ranks"
+        for line in table.heading(machine, f"{first}, {self.threads} threads each"):
+            typer.echo(line)
+        program = Program.module("tensor_bench.member", *_FOLDERS, threads=self.threads)
+        wanted = field.starts(program, self.ranks, self.transport, [OURS], self.against)
+        results = []
+        with contextlib.ExitStack() as stack:
+            entrants = field.start_all(stack, self.ranks, wanted)
+            for case in cases:
+                rows = take_turns(entrants, self.plan, asdict(case))
+                for line in _table(case, rows):
+                    typer.echo(line)
+                results.append((case, rows))
+            versions = versions_of(entrants)
+        if json is not None:
+            content = record.document(
+                "tensor_parallel",
+                command=options.command(),
+                started=started,
+                place=machine,
+                versions=versions,
+                settings=asdict(self),
+                results=[_result(case, rows) for case, rows in results],
+            )
+            record.save(json, content)
+        return sum(wrong_in(rows) for _, rows in results)
+
+
+def _table(case: Case, rows: Mapping[str, Measurement]) -> list[str]:
+    how = "cut along the sequence between" if case.sequence else "whole between"
+    return [
+        f"# block: width {case.width}, {case.heads} heads, hidden {case.hidden}, input "
+        f"{case.batch} x {case.length}, {how}; forward and backward",
+        *table.lines(rows, [*table.times(), *table.ratios(rows), *table.wrong()]),
+    ]
+
+
+def _result(case: Case, rows: Mapping[str, Measurement]) -> dict[str, Any]:
+    return {
+        "case": asdict(case),
+        "rows": [record.row(row, "ms") for row in rows.values()],
+        "ratios": record.ratios(rows),
+    }
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ from typing import Any
 from fsdpcore.comm.registry import nearest
 from fsdpcore.core.errors import ArgumentError
 
-OURS = "fsdpcore"
 LIMIT = "plain files"  # each rank writes or reads one file, with no checksum and no agreement
-COPY = "memcpy"  # of a rank's shard, for the stall
+MEMCPY = "memcpy"  # of a rank's shard, for the stall
 PEER = "dcp"
 PEERS = (PEER,)
 
-SAVE, LOAD, RESHARD, STALL = "save", "load", "reshard", "stall"
+SAVE, LOAD, RESHARD, STALL, COPY = "save", "load", "reshard", "stall", "copy"
 OPERATIONS = (SAVE, LOAD, RESHARD, STALL)
 DISK, TMPFS = "disk", "tmpfs"
 PLACES = (DISK, TMPFS)

@@ -1,19 +1,23 @@
-"""``Job``: one contestant's way to store a state on one rank, and to get it back."""
+"""``StateJob``: one contestant's way to store a state on one rank, and to get it back."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from checkpoint_bench import model
+from checkpoint_bench.cases import COPY, LOAD, SAVE, STALL
 from checkpoint_bench.model import Array
+from fsdpcore.bench.harness.member import Job, timed_calls
+from fsdpcore.bench.harness.memory import peak_rss, reset_peak
 
 Wait = Callable[[], object]
 
 
-class Part(NamedTuple):
+class OwnPart(NamedTuple):
     """What a rank has of an array: elements from ``start`` on, flat, writable."""
 
     name: str
@@ -21,7 +25,7 @@ class Part(NamedTuple):
     array: Array
 
 
-class Job(ABC):
+class StateJob(Job):
     """Makes its state when it is made; every rank makes its own at the same time.
 
     ``folder`` is one that all ranks see, of this contestant alone; ``step`` numbers what is in it.
@@ -29,10 +33,6 @@ class Job(ABC):
 
     threads = 1
     """That write a rank's files, where the contestant has a choice."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Block until all ranks are here."""
 
     @abstractmethod
     def save(self, folder: Path, step: int) -> None:
@@ -50,11 +50,8 @@ class Job(ABC):
         """
 
     @abstractmethod
-    def parts(self) -> Iterable[Part]:
+    def parts(self) -> Iterable[OwnPart]:
         """Yield this rank's share."""
-
-    def close(self) -> None:  # noqa: B027 (not everyone has something to give up)
-        """Leave."""
 
     def fill(self) -> None:
         """Give the state its known values."""
@@ -69,3 +66,41 @@ class Job(ABC):
     def wrong(self) -> int:
         """Count the elements of this rank that do not have their known values."""
         return sum(model.wrong(*part) for part in self.parts())
+
+    def turn(self, operation: str, folder: str, step: int, threads: int) -> list[float]:
+        """Do an operation after a barrier; its seconds.
+
+        A save in the background gives those until the state may change, and until it was durable.
+        """
+        place = Path(folder)
+        if operation == STALL:
+            return self._stall(place, step)
+        self.threads = threads
+        calls: dict[str, Callable[[], object]] = {
+            SAVE: lambda: self.save(place, step),
+            LOAD: lambda: self.load(place, step),
+            COPY: self.copy,
+        }
+        return [timed_calls(self.barrier, calls[operation], self.finish, 0, 1)]
+
+    def copy(self) -> None:
+        """Copy this rank's share within memory."""
+        raise NotImplementedError(f"{type(self).__name__} only saves and loads")
+
+    def added(self, **turn: Any) -> float:
+        """Take a turn; bytes that it added to the resident set at its peak."""
+        reset_peak()
+        before = peak_rss()
+        self.turn(**turn)
+        return float(peak_rss() - before)
+
+    def _stall(self, folder: Path, step: int) -> list[float]:
+        self.barrier()
+        began = time.perf_counter()
+        wait = self.save_async(folder, step)
+        stall = time.perf_counter() - began
+        self.spoil()  # as a training would; what is stored is not to notice
+        wait()
+        durable = time.perf_counter() - began
+        self.fill()
+        return [stall, durable]

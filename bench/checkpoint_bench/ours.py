@@ -11,13 +11,13 @@ import numpy as np
 import fsdpcore as fc
 from checkpoint_bench import model
 from checkpoint_bench.cases import Case
-from checkpoint_bench.job import Job, Part, Wait
+from checkpoint_bench.job import OwnPart, StateJob, Wait
 from checkpoint_bench.model import Array
 
 _VECTORS = 1024  # IOV_MAX of Linux: how many pieces one call takes
 
 
-class OurJob(Job):
+class OurJob(StateJob):
     """A ZeRO-3 engine with AdamW; its parameters are in a window where the transport has one."""
 
     def __init__(self, case: Case, backend: fc.Backend) -> None:
@@ -48,12 +48,12 @@ class OurJob(Job):
             self._async = folder, fc.checkpoint.AsyncCheckpointer(folder, self._backend)
         return self._async[1].save(self._engine, step=step).wait
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[OwnPart]:
         with self._engine.writing_state() as state:
             for name, array in state.items():
                 assert isinstance(array, fc.ShardedArray)
                 for start, _, values in array.pieces:
-                    yield Part(name, start, values)
+                    yield OwnPart(name, start, values)
 
     def close(self) -> None:
         self._end_async()
@@ -64,14 +64,14 @@ class OurJob(Job):
             self._async = None
 
 
-class Limit(Job):
+class Limit(StateJob):
     """The same bytes, to and from one plain file per rank: no checksum, format or agreement.
 
     It belongs to the process, and uses the memory, of ``job``. Any number of ranks reads: each as
     many bytes as it has, not the ones that belong there.
     """
 
-    def __init__(self, job: Job, rank: int, ranks: int) -> None:
+    def __init__(self, job: StateJob, rank: int, ranks: int) -> None:
         self._job = job
         self._rank, self._ranks = rank, ranks
         # Views that were made while the arrays were writable stay so.
@@ -118,7 +118,7 @@ class Limit(Job):
     def save_async(self, folder: Path, step: int) -> Wait:
         raise NotImplementedError("plain files are written at once")
 
-    def parts(self) -> Iterable[Part]:
+    def parts(self) -> Iterable[OwnPart]:
         return self._job.parts()
 
     def close(self) -> None:

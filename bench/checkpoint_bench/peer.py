@@ -9,44 +9,32 @@ makes memory, and a process group of their own.
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch_group
+from torch_group import torch
+
 from checkpoint_bench import model
 from checkpoint_bench.cases import Case
-from checkpoint_bench.job import Job, Part, Wait
+from checkpoint_bench.job import OwnPart, StateJob, Wait
 
-torch: Any = importlib.import_module("torch")
-dist: Any = importlib.import_module("torch.distributed")
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 staging: Any = importlib.import_module("torch.distributed.checkpoint.staging")
 tensors: Any = importlib.import_module("torch.distributed.tensor")
-device_mesh: Any = importlib.import_module("torch.distributed.device_mesh")
 
 
-class Group:
-    """All ranks, on the gloo backend over the loopback interface."""
+class Group(torch_group.Group):
+    """With a process group for saves in the background."""
 
     def __init__(self, rank: int, world_size: int, store: str, threads: int) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        torch.set_num_threads(threads)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-        )
-        self.rank, self.world_size = rank, world_size
-        self.mesh = device_mesh.init_device_mesh("cpu", (world_size,))
-        self.background = dist.new_group(backend="gloo")
-        self.versions = {"torch": str(torch.__version__)}
-
-    def close(self) -> None:
-        """Leave."""
-        dist.destroy_process_group()
+        super().__init__(rank, world_size, store, threads)
+        self.background = torch_group.dist.new_group(backend="gloo")
 
 
-class PeerJob(Job):
+class PeerJob(StateJob):
     """The same arrays, in DTensors."""
 
     def __init__(self, case: Case, group: Group) -> None:
@@ -78,7 +66,7 @@ class PeerJob(Job):
         return start, min(shape[0], start + share)
 
     def barrier(self) -> None:
-        dist.barrier()
+        self._group.barrier()
 
     def save(self, folder: Path, step: int) -> None:
         writer = dcp.FileSystemWriter(
@@ -103,11 +91,11 @@ class PeerJob(Job):
         wait: Wait = future.result
         return wait
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[OwnPart]:
         for name, tensor in self._state.items():
             start, _ = self._rows(tensor.shape)
             row = tensor.shape[1:].numel()
-            yield Part(name, start * row, tensor.to_local().view(-1).numpy())
+            yield OwnPart(name, start * row, tensor.to_local().view(-1).numpy())
 
     def close(self) -> None:
         if self._stager is not None:

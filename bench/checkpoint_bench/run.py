@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
 
 from checkpoint_bench import model, report
 from checkpoint_bench.cases import (
@@ -18,7 +14,7 @@ from checkpoint_bench.cases import (
     DISK,
     LIMIT,
     LOAD,
-    OURS,
+    MEMCPY,
     PEER,
     PEERS,
     RESHARD,
@@ -29,22 +25,20 @@ from checkpoint_bench.cases import (
     Case,
 )
 from checkpoint_bench.folders import Folders, check_room
-from checkpoint_bench.results import Result, Row
-from fsdpcore.bench import record
-from fsdpcore.bench.main import check_writable, noise_warning
-from fsdpcore.bench.start import Start, one_by_one, under_our_launcher
-from fsdpcore.bench.team import RemoteTeam, Team
-from fsdpcore.comm.registry import nearest
-from fsdpcore.core.errors import ArgumentError, MissingDependencyError
-from fsdpcore.launch.blas import available_cores
+from checkpoint_bench.report import Result, StateRow
+from fsdpcore.bench.harness import field, options, record
+from fsdpcore.bench.harness.measurements import OURS, wrong_in
+from fsdpcore.bench.harness.start import Program
+from fsdpcore.bench.harness.team import Team
+from fsdpcore.bench.harness.turns import alternate, versions_of
+from fsdpcore.core.errors import ArgumentError
 
-_MEMBER = ("-m", "checkpoint_bench.member")
 _FOLDER = Path(__file__).parents[1]  # of the modules that a rank needs, which nobody installs
 _TRIALS = 3
 
 
 @dataclass(frozen=True)
-class Request:
+class CheckpointRun:
     """What to measure, and where the results go.
 
     Attributes:
@@ -56,7 +50,6 @@ class Request:
         cold: whether to load what is not in the page cache.
         directory, shm: where to make temporary folders, on disk and in memory.
         json: file to write.
-        command: the command line, for the record.
     """
 
     cases: tuple[Case, ...]
@@ -68,7 +61,6 @@ class Request:
     directory: Path = Path()
     shm: Path = Path("/dev/shm")  # noqa: S108
     json: Path | None = None
-    command: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Check everything that can be wrong before a rank is started.
@@ -79,12 +71,7 @@ class Request:
         """
         if self.rounds < 1:
             raise ArgumentError(f"--rounds must be at least 1, got {self.rounds}")
-        for peer in self.against:
-            if peer not in PEERS:
-                raise ArgumentError(
-                    f"--against knows no {peer!r}{nearest(peer, PEERS)}; "
-                    f"it knows {' and '.join(PEERS)}, or none"
-                )
+        options.check_known("--against", self.against, PEERS)
         if self.setting not in ("auto", *SETTINGS):
             raise ArgumentError(
                 f"--peer-setting must be auto or one of {', '.join(map(repr, SETTINGS))}, "
@@ -99,14 +86,8 @@ class Request:
                 )
             model.gpt(case.nbytes, case.layers)
             check_room(self.parent(case), _option(case), case.nbytes, 2 + len(self.against))
-        if self.json is not None:
-            check_writable(self.json)
-        if PEER in self.against and importlib.util.find_spec("torch") is None:
-            raise MissingDependencyError(
-                f"--against {PEER} needs PyTorch, which no extra of fsdpcore installs; get the "
-                "build for CPUs with: pip install torch --index-url "
-                "https://download.pytorch.org/whl/cpu"
-            )
+        options.check_writable(self.json)
+        options.check_torch(self.against)
 
     def parent(self, case: Case) -> Path:
         """Return where a case's temporary folder is made."""
@@ -117,7 +98,7 @@ def _option(case: Case) -> str:
     return "--dir" if case.place == DISK else "--shm"
 
 
-def run(request: Request, console: Console) -> int:
+def run(request: CheckpointRun, echo: options.Echo) -> int:
     """Measure all cases.
 
     Returns:
@@ -127,25 +108,30 @@ def run(request: Request, console: Console) -> int:
         RankFailedError: a rank failed.
     """
     started, machine = record.started_now(), record.machine()
-    for line in (*report.title(request, machine), *noise_warning(machine)):
-        console.print(line, markup=False, highlight=False)
+    for line in report.title(request, machine):
+        echo(line)
     results = []
     versions: dict[str, dict[str, str]] = {}
     for case in request.cases:
         with contextlib.closing(Folders(case.place, request.parent(case))) as folders:
             result = _Measuring(request, case, folders, versions).result()
-        report.show(result, request, console)
+        for line in report.lines(result, cold=request.cold):
+            echo(line)
         results.append(result)
     if request.json is not None:
         record.save(request.json, report.document(request, results, versions, started, machine))
-    return sum(row.wrong or 0 for result in results for row in result.rows.values())
+    return sum(wrong_in(result.rows) for result in results)
 
 
 class _Measuring:
     """One case, with processes of its own, so that none is seen in another's memory."""
 
     def __init__(
-        self, request: Request, case: Case, folders: Folders, versions: dict[str, dict[str, str]]
+        self,
+        request: CheckpointRun,
+        case: Case,
+        folders: Folders,
+        versions: dict[str, dict[str, str]],
     ) -> None:
         self._request, self._case, self._folders = request, case, folders
         self._versions = versions
@@ -169,23 +155,24 @@ class _Measuring:
         filesystem = self._folders.filesystem
         return Result(case, nbytes, rows, filesystem, self._setting, self._trials)
 
-    def _measured(self, teams: Mapping[str, Team]) -> dict[str, Row]:
+    def _measured(self, teams: Mapping[str, Team]) -> dict[str, StateRow]:
         do = {RESHARD: LOAD}.get(self._case.operation, self._case.operation)
-        rows = {name: Row() for name in self._contestants}
+        rows = {name: StateRow(name, 1) for name in self._contestants}
         for name, row in rows.items():  # the first time of each, which also warms it up
-            if name == COPY:
-                self._ask(teams, COPY, "copy", 0)
+            if name == MEMCPY:
+                self._ask(teams, MEMCPY, COPY, 0)
                 continue
-            answers = self._ask(teams, name, "memory", 0, of=do)
-            row.added = [added for (added,) in answers]
+            row.added = [added for (added,) in self._ask(teams, name, do, 0, order="added")]
         if do == SAVE and PEER in teams and self._request.setting == "auto":
             self._try_settings(teams)
-        for number in range(1, self._request.rounds + 1):
-            for name, row in rows.items():
-                answers = self._ask(teams, name, "copy" if name == COPY else do, number)
-                row.samples.append([answer[0] for answer in answers])
-                if do == STALL and name != COPY:
-                    row.durable.append([answer[1] for answer in answers])
+
+        def turn(name: str, number: int) -> list[list[float]]:
+            return self._ask(teams, name, COPY if name == MEMCPY else do, number + 1)
+
+        for name, rounds in alternate(rows, self._request.rounds, turn).items():
+            rows[name].samples = [[answer[0] for answer in answers] for answers in rounds]
+            if do == STALL and name != MEMCPY:
+                rows[name].durable = [[answer[1] for answer in answers] for answers in rounds]
         for name in teams:
             rows[name].wrong = self._wrong(teams, name)
         return rows
@@ -208,48 +195,40 @@ class _Measuring:
         self._setting = min(self._trials, key=lambda setting: self._trials[setting])
 
     def _ask(
-        self, teams: Mapping[str, Team], name: str, do: str, step: int, of: str = ""
+        self, teams: Mapping[str, Team], name: str, do: str, step: int, order: str = "turn"
     ) -> list[list[float]]:
-        """Give an order, with the contestant's folder in the state in which it has to be."""
-        if (of or do) in (SAVE, STALL):
+        """Order an operation, with the contestant's folder in the state in which it has to be."""
+        if do in (SAVE, STALL):
             # Right before it writes again: memory that was in use a moment ago is at hand, while
             # a virtual machine may have to get other memory from its host, at a price.
             self._folders.clear(name)
-        if (of or do) == LOAD:
+        if do == LOAD:
             step = 0 if self._case.reads else step
             if self._request.cold and self._case.place != TMPFS:
                 self._folders.drop(name)
         threads = SETTINGS.index(self._setting) + 1 if name == PEER else 1
         folder = str(self._folders.of(name))
-        team = teams[OURS if name in (LIMIT, COPY) else name]
-        return team.ask(name, do, of=of, folder=folder, step=step, threads=threads)
+        team = teams[OURS if name in (LIMIT, MEMCPY) else name]
+        return team.ask(name, order, operation=do, folder=folder, step=step, threads=threads)
 
     @property
     def _contestants(self) -> Sequence[str]:
-        beside = COPY if self._case.operation == STALL else LIMIT
+        beside = MEMCPY if self._case.operation == STALL else LIMIT
         return (OURS, *self._request.against, beside)
 
     @contextlib.contextmanager
     def _teams(self, ranks: int) -> Iterator[dict[str, Team]]:
         """Start the ranks of all contestants that have some, and make their states."""
+        threads = options.threads_per_rank(ranks, 0)
+        program = Program.module("checkpoint_bench.member", _FOLDER, threads=threads)
+        request = self._request
+        wanted = field.starts(program, ranks, request.transport, [OURS], request.against)
         with contextlib.ExitStack() as stack:
-            teams: dict[str, Team] = {}
-            for name, begin in self._starts(ranks):
-                teams[name] = stack.enter_context(RemoteTeam(name, ranks, begin))
-                teams[name].ask(name, "prepare", case=vars(self._case))
-                self._versions.update(teams[name].versions)
+            entrants = field.start_all(stack, ranks, wanted)
+            teams: dict[str, Team] = dict(entrants)
+            for name in self._contestants:
+                teams.get(name, teams[OURS]).ask(name, "prepare", case=vars(self._case))
+            self._versions.update(versions_of(entrants))
+            for name in self._contestants[len(teams) :]:
+                self._versions[name] = teams[OURS].versions[name]
             yield teams
-
-    def _starts(self, ranks: int) -> Iterator[tuple[str, Start]]:
-        threads = max(1, available_cores() // ranks)
-        paths = [str(_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environ = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "FSDPCORE_BLAS_THREADS": str(threads),
-        }
-        transport, ours = self._request.transport, {"contestant": OURS}
-        yield OURS, under_our_launcher(ranks, transport, _MEMBER, ours, environ=environ)
-        for peer in self._request.against:
-            options = {"contestant": peer, "threads": threads}
-            yield peer, one_by_one(ranks, _MEMBER, options, environ)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import exp, log
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from commits_bench.cases import Case, Setting
-from fsdpcore.bench import record
-from fsdpcore.bench.results import Timing, median_interval
-from fsdpcore.bench.table import microseconds
+from fsdpcore.bench.harness.measurements import Measurement, median_interval
+from fsdpcore.bench.harness.table import microseconds
 
 OLD, NEW = "old", "new"
 LIMIT = 1.05
@@ -34,7 +32,7 @@ class Compared:
     case: Case
     starts: list[list[tuple[float, float]]] = field(default_factory=list)
 
-    def add(self, old: Timing, new: Timing) -> None:
+    def add(self, old: Measurement, new: Measurement) -> None:
         """Add what one start has given."""
         self.starts.append(list(zip(old.rounds, new.rounds, strict=True)))
 
@@ -96,8 +94,9 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
     return median(new / old for old, new in pairs)
 
 
-def header(setting: Setting) -> list[str]:
-    """The lines above a table."""
+def header(setting: Setting, versions: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The lines above a table, with the modules that were compared."""
+    where = ", ".join(f"{name} {versions.get(name, {}).get('fsdpcore')}" for name in (OLD, NEW))
     names = (
         "# case",
         "size (B)",
@@ -109,7 +108,7 @@ def header(setting: Setting) -> list[str]:
         "high",
         "starts",
     )
-    return [f"# {setting.transport}, {setting.ranks} ranks", _LINE.format(*names)]
+    return [f"# {setting.transport}, {setting.ranks} ranks; {where}", _LINE.format(*names)]
 
 
 def summary(found: Sequence[Compared]) -> list[str]:
@@ -125,8 +124,3 @@ def summary(found: Sequence[Compared]) -> list[str]:
     for one in sorted(slower, key=lambda one: -one.ratio):
         lines.append(f"# SLOWER {one.setting.transport} {one.setting.ranks}: {one.line()}")
     return lines
-
-
-def save(file: Path, run: dict[str, Any], found: Sequence[Compared]) -> None:
-    """Write what is known of the run, and a line for each case."""
-    record.save(file, {**run, "rows": [one.record() for one in found]})

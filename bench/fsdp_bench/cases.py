@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from fsdpcore.core.errors import ArgumentError
 
-OURS = "fsdpcore"
 PEER = "fsdp2"
 WITHOUT = "no-prefetch"  # ours, with nothing in the background
 PEERS = (PEER, WITHOUT)

@@ -10,7 +10,7 @@ import numpy as np
 
 import fsdpcore as fc
 from fsdp_bench.cases import Array, Exchange
-from fsdp_bench.job import Job
+from fsdp_bench.job import StepJob
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Still(fc.optim.Optimizer):
         """Never called."""
 
 
-class OurExchange(Job):
+class OurExchange(StepJob):
     """A training step of the engine in which nobody computes."""
 
     def __init__(self, case: Exchange, backend: fc.Backend) -> None:
@@ -71,7 +71,6 @@ class OurExchange(Job):
         )
 
     def barrier(self) -> None:
-        """Block until all ranks are here."""
         self._backend.barrier()
 
     def step(self) -> None:

@@ -1,24 +1,26 @@
-"""``Job``: one contestant's way to do a case on one rank."""
+"""``StepJob``: one contestant's way to make steps on one rank."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from fsdpcore.bench.harness.member import Job
+from fsdpcore.bench.harness.memory import Memory, PssSampler, reset_peak
+
+_STEPS_FOR_MEMORY = 2
 
 
-class Job(ABC):
-    """Makes its model when it is made; every rank makes its own at the same time."""
+class StepJob(Job):
+    """Makes its model when it is made."""
 
-    @abstractmethod
-    def barrier(self) -> None:
-        """Block until all ranks are here."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """What is timed."""
-
-    def check(self) -> int:
-        """Make a step on known values; the number of elements that were wrong on this rank."""
-        return 0
+    def memory(self) -> list[float]:
+        """Memory in steps as they are timed; that of making the model does not count."""
+        self.barrier()
+        reset_peak()
+        with PssSampler() as sampler:
+            for _ in range(_STEPS_FOR_MEMORY):
+                self.step()
+            self.barrier()
+        now = Memory.now()
+        return Memory(now.process, now.peak_rss, max(sampler.highest, now.pss)).as_answer()
 
     def losses(self, count: int) -> list[float]:
         """Make ``count`` steps; this rank's loss in each, in nats."""
@@ -27,6 +29,3 @@ class Job(ABC):
     def split(self, count: int) -> list[float]:
         """Make ``count`` steps; their seconds, and how many of these went into computing."""
         raise NotImplementedError(f"{type(self).__name__} does not tell computing apart")
-
-    def close(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Give up what is not just memory."""

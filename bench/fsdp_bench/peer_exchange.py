@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 on Gloo: the process group, its settings, and the exchange of one step.
+"""PyTorch's FSDP2 on Gloo: its settings, and the exchange of one step.
 
 Why this is the same exchange. Each unit is a module of its own under ``fully_shard`` with
 ``reshard_after_forward=True``, so FSDP2 gathers it before its forward pass, frees it, gathers it
@@ -13,41 +13,15 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
-import warnings
 from typing import Any
 
 from gpt_model import keep_freed_memory
+from torch_group import Group, torch
 
 from fsdp_bench.cases import Array, Exchange
-from fsdp_bench.job import Job
+from fsdp_bench.job import StepJob
 
-torch: Any = importlib.import_module("torch")
-dist: Any = importlib.import_module("torch.distributed")
 fsdp: Any = importlib.import_module("torch.distributed.fsdp")
-device_mesh: Any = importlib.import_module("torch.distributed.device_mesh")
-
-
-class Group:
-    """All ranks, on the gloo backend over the loopback interface."""
-
-    def __init__(self, rank: int, world_size: int, store: str, threads: int) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # Linear layers return views, of which nothing here changes any in place.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        torch.set_num_threads(threads)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-        )
-        self.rank, self.world_size = rank, world_size
-        self.device = "cpu"
-        self.mesh = device_mesh.init_device_mesh(self.device, (world_size,))
-        self.policy: dict[str, Any] = {}  # further options of ``fully_shard``
-        self.versions = {"torch": str(torch.__version__)}
-
-    def close(self) -> None:
-        """Leave."""
-        dist.destroy_process_group()
 
 
 def shard(units: list[Any], root: Any, group: Group, setting: str) -> None:
@@ -100,7 +74,7 @@ class _Unit(torch.nn.Module):  # type: ignore[misc]
         return torch.from_numpy(values).view(self.case.rows, self.case.columns)
 
 
-class PeerExchange(Job):
+class PeerExchange(StepJob):
     """A forward and a backward pass through modules that compute nothing."""
 
     def __init__(self, case: Exchange, group: Group) -> None:
@@ -119,8 +93,7 @@ class PeerExchange(Job):
                 local.view(-1).copy_(torch.from_numpy(values))
 
     def barrier(self) -> None:
-        """Block until all ranks are here."""
-        dist.barrier()
+        self._group.barrier()
 
     def step(self) -> None:
         """Forward and backward; the gradients are dropped."""

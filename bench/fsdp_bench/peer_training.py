@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 from gpt_model import GPTConfig, build
+from torch_group import Group, torch
 
 from fsdp_bench.cases import Array, Training
-from fsdp_bench.job import Job
-from fsdp_bench.peer_exchange import Group, dist, shard, torch
+from fsdp_bench.job import StepJob
+from fsdp_bench.peer_exchange import shard
 from fsdp_bench.training import SEED
 
 nn: Any = torch.nn
@@ -65,11 +66,11 @@ class Head(nn.Module):  # type: ignore[misc]
         return self.out(self.norm(x))
 
 
-class PeerTraining(Job):
+class PeerTraining(StepJob):
     """Forward, loss, backward, clipping and AdamW, with our model's initial values."""
 
     def __init__(self, case: Training, group: Group) -> None:
-        self._case = case
+        self._case, self._group = case, group
         config = case.model
         blocks = [Block(config) for _ in range(config.layers)]
         units: list[Any] = [Embedding(config), *blocks, Head(config)]
@@ -92,8 +93,7 @@ class PeerTraining(Job):
         )
 
     def barrier(self) -> None:
-        """Block until all ranks are here."""
-        dist.barrier()
+        self._group.barrier()
 
     def step(self) -> None:
         """Forward, loss, backward, clipping, AdamW."""

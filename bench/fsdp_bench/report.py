@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_bench.cases import ALONE, OURS, PEER, Case, Exchange, Training, to_order
+from fsdp_bench.cases import ALONE, PEER, Case, Exchange, Training, to_order
 from fsdpcore import __version__
-from fsdpcore.bench import plot, record
-from fsdpcore.bench.memory import MIB, Memory, highest_rss, pss_per_rank
-from fsdpcore.bench.results import Spread, Timing, compare
+from fsdpcore.bench.harness import picture, record
+from fsdpcore.bench.harness.measurements import OURS, Comparison, Measurement, Spread, compare
+from fsdpcore.bench.harness.memory import MIB, Memory, highest_rss, pss_per_rank
+from fsdpcore.bench.harness.options import command
+from fsdpcore.bench.harness.table import Column, heading, lines, ratios, times, wrong
 
 if TYPE_CHECKING:
-    from fsdp_bench.run import Request
+    from fsdp_bench.run import StepRun
 
-SCHEMA = "fsdpcore.bench.fsdp_step/1"
-
-_LINE = "{:<14}{:>10}{:>10}{:>9}{:>8}{:>8}{:>8}{:>11}{:>9}{:>9}"
-_COLOURS = {OURS: "#2454c6", PEER: "#e07b00", ALONE: "#9aa1ad"}
+_COLOURS = {OURS: picture.BLUE, PEER: picture.ORANGE, ALONE: picture.GREY}
 _TITLES = {
     Exchange: "forward and backward exchange, no compute",
     Training: "training step of a GPT",
@@ -42,47 +41,51 @@ class Result:
 
     case: Case
     ranks: int
-    rows: Mapping[str, Timing]
+    rows: Mapping[str, Measurement]
     before: Mapping[str, Sequence[Memory]]
     trials: Mapping[str, float]
     inside: Sequence[float]
     versions: Mapping[str, Mapping[str, str]]
 
     @property
-    def communication(self) -> Spread | None:
-        """Per cent of our step that are not computing; None where nothing is computed."""
-        if ALONE not in self.rows:
-            return None
-        pairs = zip(self.rows[OURS].rounds, self.rows[ALONE].rounds, strict=True)
-        return Spread.of([100 * (ours - alone) / ours for ours, alone in pairs])
+    def beside_alone(self) -> Comparison | None:
+        """Our step beside computing alone; None where nothing is computed."""
+        alone = self.rows.get(ALONE)
+        return None if alone is None else compare(self.rows[OURS], alone)
 
     @property
     def best_communication(self) -> float | None:
-        """As ``communication``, between the fastest rounds of the two."""
-        if ALONE not in self.rows:
-            return None
-        ours, alone = (min(self.rows[name].rounds) for name in (OURS, ALONE))
-        return 100 * (ours - alone) / ours
+        """Per cent of our step that are not computing, between the fastest rounds of the two."""
+        found = self.beside_alone
+        return None if found is None else 100 * (1 - found.best_ratio)
+
+    def added(self, row: Measurement) -> int:
+        """Bytes per rank that the steps take beyond what the processes had before."""
+        return pss_per_rank(row.memory) - pss_per_rank(self.before[row.contestant])
 
 
-def title(request: Request, machine: Mapping[str, Any]) -> list[str]:
+def title(request: StepRun, machine: Mapping[str, Any]) -> list[str]:
     """The first lines."""
     plan = request.plan
     each = f"{plan.iterations} steps" if plan.iterations else f"{plan.seconds:g} s"
     threads = request.threads_per_rank
     return [
-        f"# fsdpcore {__version__}, transport {request.transport}, {request.ranks} ranks, "
-        f"{threads} thread{'s' if threads > 1 else ''} each",
-        f"# {machine['cpu']}, {machine['cores']} cores",
-        f"# {plan.rounds} rounds of {each} each; median over the rounds of the mean over the ranks",
-        "# ratio: the other's time over ours in the same round; median, min and max",
-        "# memory per rank in MiB: peak resident set, proportional set (shared pages count once "
-        "per host),",
-        "#   and the latter without what the process had before it made the model",
+        *heading(
+            machine,
+            f"fsdpcore {__version__}, transport {request.transport}, {request.ranks} ranks, "
+            f"{threads} thread{'s' if threads > 1 else ''} each",
+            f"{plan.rounds} rounds of {each} each; "
+            "median over the rounds of the mean over the ranks",
+            "ratio: the other's time over ours in the same round; median, min and max",
+            "memory per rank in MiB: peak resident set, proportional set (shared pages count "
+            "once per host),",
+            "  and the latter without what the process had before it made the model",
+        ),
+        "#",
     ]
 
 
-def short_title(request: Request, machine: Mapping[str, Any]) -> str:
+def short_title(request: StepRun, machine: Mapping[str, Any]) -> str:
     """The picture's."""
     return f"{request.ranks} ranks, float32, {machine['cpu']}"
 
@@ -99,107 +102,84 @@ def describe(case: Case, ranks: int) -> str:
 
 def table(result: Result) -> list[str]:
     """A case's lines: one per contestant, and what follows from them."""
-    lines = [f"# {describe(result.case, result.ranks)}"]
-    names = ("contestant", "time", "best", "ratio", "min", "max", "wrong", "resident", "prop.")
-    lines.append("# " + _LINE.format(*names, "added"))
-    lines.append("# " + _LINE.format("", "(ms)", "(ms)", "", "", "", "", "(MiB)", *["(MiB)"] * 2))
-    for name, row in result.rows.items():
-        lines.append("  " + _LINE.format(*_cells(result, name, row)))
+    found = [
+        f"# {describe(result.case, result.ranks)}",
+        *lines(
+            result.rows,
+            [*times(), *ratios(result.rows), *wrong(), *_memory_columns(result)],
+        ),
+    ]
     if result.trials:
         tried = ", ".join(f"{name} {1e3 * t:.1f} ms" for name, t in result.trials.items())
-        lines.append(f"# {PEER} is measured with '{result.case.setting}'; fastest trials: {tried}")
-    share = result.communication
-    if share is not None:
-        lines.append(
+        found.append(f"# {PEER} is measured with '{result.case.setting}'; fastest trials: {tried}")
+    beside = result.beside_alone
+    if beside is not None:
+        share = beside.share
+        found.append(
             f"# communication and engine: {share.median:.1f} % of our step "
             f"({share.lowest:.1f} to {share.highest:.1f}; "
             f"between the fastest rounds {result.best_communication:.1f})"
         )
     if result.inside:
-        spread = Spread.of(list(result.inside))
-        lines.append(
+        spread = Spread.of(result.inside)
+        found.append(
             f"# outside of layers, loss and AdamW: {spread.median:.1f} % of our step "
             f"({spread.lowest:.1f} to {spread.highest:.1f})"
         )
-    return [*lines, "#"]
+    return [*found, "#"]
 
 
-def _cells(result: Result, name: str, row: Timing) -> list[str]:
-    ratios = ["", "", ""]
-    if name != OURS:
-        ratios = [f"{value:.3g}" for value in compare(result.rows[OURS], row).ratio]
-    proportional = pss_per_rank(row.memory)
-    added = proportional - pss_per_rank(result.before[name])
+def _memory_columns(result: Result) -> list[Column]:
+    def proportional(row: Measurement, size: int) -> str:
+        return f"{size / MIB:.1f}" if pss_per_rank(row.memory) else "N/A"
+
     return [
-        name,
-        f"{1e3 * row.seconds:.2f}",
-        f"{1e3 * min(row.rounds):.2f}",
-        *ratios,
-        "N/A" if row.wrong is None else str(row.wrong),
-        f"{highest_rss(row.memory) / MIB:.1f}",
-        *((f"{size / MIB:.1f}" if proportional else "N/A") for size in (proportional, added)),
+        Column("resident", "(MiB)", lambda row: f"{highest_rss(row.memory) / MIB:.1f}", 11),
+        Column("prop.", "(MiB)", lambda row: proportional(row, pss_per_rank(row.memory))),
+        Column("added", "(MiB)", lambda row: proportional(row, result.added(row))),
     ]
 
 
 def document(
-    request: Request, results: Sequence[Result], started: str, machine: Mapping[str, Any]
+    request: StepRun, results: Sequence[Result], started: str, machine: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything about a run, ready for ``json.dump``; bench/README.md describes it."""
-    plan = request.plan
-    versions: dict[str, dict[str, str]] = {}
-    for result in results:
-        versions.update({name: dict(found) for name, found in result.versions.items()})
-    return {
-        "schema": SCHEMA,
-        "started": started,
-        "command": list(request.command),
-        "machine": dict(machine),
-        "versions": versions,
-        "settings": {
+    """Everything about a run; bench/README.md describes it."""
+    versions = {name: found for result in results for name, found in result.versions.items()}
+    return record.document(
+        "fsdp_step",
+        command=command(),
+        started=started,
+        place=machine,
+        versions=versions,
+        settings={
             "ranks": request.ranks,
             "transport": request.transport,
             "threads": request.threads_per_rank,
-            "plan": vars(plan),
+            "plan": vars(request.plan),
             "against": list(request.against),
             "peer_setting": request.setting,
         },
-        "results": [_result(result) for result in results],
-    }
+        results=[_result(result) for result in results],
+    )
 
 
 def _result(result: Result) -> dict[str, Any]:
-    ours, share = result.rows[OURS], result.communication
-    inside = Spread.of(list(result.inside)) if result.inside else None
+    beside = result.beside_alone
     return {
         "case": to_order(result.case),
         "peer_trials_ms": {name: 1e3 * seconds for name, seconds in result.trials.items()},
-        "rows": [_row(result, name, row) for name, row in result.rows.items()],
-        "ratios": {
-            name: compare(ours, row).ratio._asdict()
-            for name, row in result.rows.items()
-            if name != OURS
-        },
-        "communication_percent": None if share is None else share._asdict(),
+        "rows": [_row(result, row) for row in result.rows.values()],
+        "ratios": record.ratios(result.rows),
+        "communication_percent": None if beside is None else beside.share._asdict(),
         "best_communication_percent": result.best_communication,
-        "outside_layers_percent": None if inside is None else inside._asdict(),
+        "outside_layers_percent": Spread.of(result.inside)._asdict() if result.inside else None,
     }
 
 
-def _row(result: Result, name: str, row: Timing) -> dict[str, Any]:
-    before = pss_per_rank(result.before[name]) / MIB
-    return {
-        "contestant": name,
-        "iterations": row.iterations,
-        "wrong": row.wrong,
-        "time_ms": {
-            "avg": 1e3 * row.seconds,
-            "min": 1e3 * row.fastest_rank,
-            "max": 1e3 * row.slowest_rank,
-            "best": 1e3 * min(row.rounds),
-        },
-        "memory_mib": {**record.memory(row), "pss_before": before or None},
-        "samples_ms": [[1e3 * seconds for seconds in ranks] for ranks in row.samples],
-    }
+def _row(result: Result, row: Measurement) -> dict[str, Any]:
+    found = record.row(row, "ms")
+    found["memory_mib"]["pss_before"] = pss_per_rank(result.before[row.contestant]) / MIB or None
+    return found
 
 
 def save_png(path: Path, results: Sequence[Result], title: str) -> None:
@@ -208,14 +188,11 @@ def save_png(path: Path, results: Sequence[Result], title: str) -> None:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    with plot.picture(path, title, 11.0, 0.9 + 2.3 * len(results)) as figure:
+    with picture.picture(path, title, 11.0, 0.9 + 2.3 * len(results)) as figure:
         for index, result in enumerate(results):
             rows = result.rows.items()
             times = {name: 1e3 * row.seconds for name, row in rows}
-            memory = {
-                name: (pss_per_rank(row.memory) - pss_per_rank(result.before[name])) / MIB
-                for name, row in rows
-            }
+            memory = {name: result.added(row) / MIB for name, row in rows}
             head = _TITLES[type(result.case)]
             for column, (values, what) in enumerate(
                 ((times, f"{head} (ms)"), (memory, "memory that it adds per rank (MiB)"))
@@ -225,11 +202,11 @@ def save_png(path: Path, results: Sequence[Result], title: str) -> None:
 
 
 def _bars(axes: Any, values: Mapping[str, float], what: str) -> None:
-    plot.style(axes)
+    picture.style(axes)
     names = list(values)[::-1]
     widths = [values[name] for name in names]
     bars = axes.barh(names, widths, height=0.6, color=[_COLOURS[name] for name in names])
     axes.bar_label(bars, [f"{width:.3g}" for width in widths], padding=4, fontsize=9)
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, 1.15 * max(*widths, 0.001))
-    axes.set_title(what, loc="left", fontsize=10, color=plot.INK)
+    axes.set_title(what, loc="left", fontsize=10, color=picture.INK)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
@@ -17,7 +15,6 @@ import gpt_model
 from fsdp_bench import report
 from fsdp_bench.cases import (
     ALONE,
-    OURS,
     PEER,
     PEERS,
     SETTINGS,
@@ -27,19 +24,17 @@ from fsdp_bench.cases import (
     to_order,
 )
 from fsdp_bench.report import Result
-from fsdpcore.bench import plot, record
-from fsdpcore.bench.main import check_writable, noise_warning
-from fsdpcore.bench.memory import Memory
-from fsdpcore.bench.session import Entrant, Plan, take_turns, versions_of
-from fsdpcore.bench.start import Start, one_by_one, under_our_launcher
-from fsdpcore.bench.team import RemoteTeam, Team
-from fsdpcore.comm.registry import nearest
-from fsdpcore.core.errors import ArgumentError, MissingDependencyError
-from fsdpcore.launch.blas import available_cores
+from fsdpcore.bench.harness import field as contest
+from fsdpcore.bench.harness import options, picture, record
+from fsdpcore.bench.harness.measurements import OURS, wrong_in
+from fsdpcore.bench.harness.memory import Memory
+from fsdpcore.bench.harness.start import Program, Start
+from fsdpcore.bench.harness.team import RemoteTeam, Team
+from fsdpcore.bench.harness.turns import Entrant, RoundPlan, run_seconds, take_turns, versions_of
+from fsdpcore.core.errors import ArgumentError
 
-_MEMBER = ("-m", "fsdp_bench.member")
 # Where a rank finds the modules of its program, which are in no package that is installed.
-_FOLDERS = (Path(__file__).parents[1], Path(gpt_model.__file__).parent)
+FOLDERS = (Path(__file__).parents[1], Path(gpt_model.__file__).parent)
 _TRIALS = 4
 _TRIAL_STEPS = 2
 _LOSSES = 3
@@ -47,7 +42,7 @@ _LOSS_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Request:
+class StepRun:
     """What to measure, and where the results go.
 
     Attributes:
@@ -59,19 +54,17 @@ class Request:
         setting: of the peer, or "auto" for the one that is the fastest in a few trials.
         threads: of each rank's arithmetic; 0 shares the cores evenly.
         json, plot: files to write.
-        command: the command line, for the record.
     """
 
     cases: tuple[Case, ...]
     ranks: int = 2
     transport: str = "zmq"
-    plan: Plan = field(default_factory=Plan)
+    plan: RoundPlan = field(default_factory=RoundPlan)
     against: tuple[str, ...] = ()
     setting: str = "auto"
     threads: int = 0
     json: Path | None = None
     plot: Path | None = None
-    command: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Check everything that can be wrong before a rank is started.
@@ -80,17 +73,8 @@ class Request:
             ArgumentError: an option's value is wrong.
             MissingDependencyError: a package is needed that is not installed.
         """
-        if self.ranks < 1 or self.threads < 0:
-            raise ArgumentError(
-                "-n must be at least 1 and --threads not negative, "
-                f"got {self.ranks} and {self.threads}"
-            )
-        for peer in self.against:
-            if peer not in PEERS:
-                raise ArgumentError(
-                    f"--against knows no {peer!r}{nearest(peer, PEERS)}; "
-                    f"it knows {' and '.join(PEERS)}"
-                )
+        options.threads_per_rank(self.ranks, self.threads)
+        options.check_known("--against", self.against, PEERS)
         if self.setting not in ("auto", *SETTINGS):
             raise ArgumentError(
                 f"--peer-setting must be auto or one of {', '.join(map(repr, SETTINGS))}, "
@@ -99,25 +83,18 @@ class Request:
         for case in self.cases:
             if isinstance(case, Training):
                 case.check_ranks(self.ranks)
-        for file in (self.json, self.plot):
-            if file is not None:
-                check_writable(file)
+        options.check_writable(self.json, self.plot)
         if self.plot is not None:
-            plot.check_installed()
-        if PEER in self.against and importlib.util.find_spec("torch") is None:
-            raise MissingDependencyError(
-                f"--against {PEER} needs PyTorch, which no extra of fsdpcore installs; get the "
-                "build for CPUs with: pip install torch --index-url "
-                "https://download.pytorch.org/whl/cpu"
-            )
+            picture.check_installed()
+        options.check_torch([peer for peer in self.against if peer == PEER])
 
     @property
     def threads_per_rank(self) -> int:
         """Of BLAS and of PyTorch."""
-        return self.threads or max(1, available_cores() // self.ranks)
+        return options.threads_per_rank(self.ranks, self.threads)
 
 
-def run(request: Request, echo: Callable[[str], None]) -> int:
+def run(request: StepRun, echo: options.Echo) -> int:
     """Measure all cases.
 
     Returns:
@@ -127,11 +104,11 @@ def run(request: Request, echo: Callable[[str], None]) -> int:
         RankFailedError: a rank failed.
     """
     started, machine = record.started_now(), record.machine()
-    for line in (*report.title(request, machine), *noise_warning(machine), "#"):
+    for line in report.title(request, machine):
         echo(line)
     results = []
     for case in request.cases:
-        result = _measure(request, case, echo)
+        result = _measure(request, case)
         for line in report.table(result):
             echo(line)
         results.append(result)
@@ -139,10 +116,10 @@ def run(request: Request, echo: Callable[[str], None]) -> int:
         record.save(request.json, report.document(request, results, started, machine))
     if request.plot is not None:
         report.save_png(request.plot, results, report.short_title(request, machine))
-    return sum(row.wrong or 0 for result in results for row in result.rows.values())
+    return sum(wrong_in(result.rows) for result in results)
 
 
-def _measure(request: Request, case: Case, echo: Callable[[str], None]) -> Result:
+def _measure(request: StepRun, case: Case) -> Result:
     """Measure one case with teams of its own, so that no case is seen in another's memory."""
     trials: dict[str, float] = {}
     if PEER in request.against:
@@ -151,11 +128,7 @@ def _measure(request: Request, case: Case, echo: Callable[[str], None]) -> Resul
             trials = _trials(request, case)
             case = replace(case, setting=min(trials, key=lambda name: trials[name]))
     with contextlib.ExitStack() as stack:
-        entrants = [
-            Entrant(name, stack.enter_context(RemoteTeam(name, request.ranks, begin)))
-            for name, begin in _starts(request, case)
-        ]
-        versions = versions_of(entrants)
+        entrants = contest.start_all(stack, request.ranks, _starts(request, case))
         plan, wrong = request.plan, {}
         if isinstance(case, Training) and plan.check:
             wrong = _wrong_losses(entrants, case)
@@ -170,40 +143,25 @@ def _measure(request: Request, case: Case, echo: Callable[[str], None]) -> Resul
             name: [Memory.read(answer) for answer in team.ask(name, "before")]
             for name, team in entrants
         }
-    return Result(case, request.ranks, rows, before, trials, inside, dict(versions))
+        versions = versions_of(entrants)
+    return Result(case, request.ranks, rows, before, trials, inside, versions)
 
 
-def _starts(request: Request, case: Case) -> list[tuple[str, Start]]:
+def _starts(request: StepRun, case: Case) -> dict[str, Start]:
     """How to start each contestant's ranks, ours first."""
-    ranks, environ = request.ranks, _environ(request)
-    starts = [
-        (
-            name,
-            under_our_launcher(
-                ranks, request.transport, _MEMBER, {"contestant": name}, environ=environ
-            ),
-        )
-        for name in (OURS, *(name for name in request.against if name == WITHOUT))
-    ]
     others = [ALONE] if isinstance(case, Training) else []
-    for name in (*others, *(name for name in request.against if name != WITHOUT)):
-        options = {"contestant": name, "threads": request.threads_per_rank}
-        starts.append((name, one_by_one(ranks, _MEMBER, options, environ)))
-    return starts
+    return contest.starts(
+        Program.module("fsdp_bench.member", *FOLDERS, threads=request.threads_per_rank),
+        request.ranks,
+        request.transport,
+        [OURS, *(name for name in request.against if name == WITHOUT)],
+        [*others, *(name for name in request.against if name != WITHOUT)],
+    )
 
 
-def _environ(request: Request) -> dict[str, str]:
-    paths = [*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "FSDPCORE_BLAS_THREADS": str(request.threads_per_rank),
-    }
-
-
-def _trials(request: Request, case: Case) -> dict[str, float]:
+def _trials(request: StepRun, case: Case) -> dict[str, float]:
     """Seconds of the peer's fastest steps by setting; the settings take turns."""
-    (begin,) = [begin for name, begin in _starts(request, case) if name == PEER]
+    begin = _starts(request, case)[PEER]
     seconds = dict.fromkeys(SETTINGS, math.inf)
     with contextlib.ExitStack() as stack:
         # What is done to the C library cannot be taken back, so that has ranks of its own.
@@ -212,9 +170,8 @@ def _trials(request: Request, case: Case) -> dict[str, float]:
             for setting in SETTINGS:
                 team = teams["malloc" in setting]
                 team.ask(PEER, "prepare", case=to_order(replace(case, setting=setting)))
-                answers = team.ask(PEER, "run", warmup=1, iterations=_TRIAL_STEPS)
+                took = max(run_seconds(team, PEER, 1, _TRIAL_STEPS)) / _TRIAL_STEPS
                 team.ask(PEER, "release")
-                took = max(value for (value,) in answers) / _TRIAL_STEPS
                 seconds[setting] = min(seconds[setting], took)
     return seconds
 
@@ -222,7 +179,7 @@ def _trials(request: Request, case: Case) -> dict[str, float]:
 def _inside(team: Team, case: Case, count: int, rounds: int) -> list[float]:
     """Per cent of our steps that are not in layers, loss and AdamW: one value per round."""
     team.ask(OURS, "prepare", case=to_order(case))
-    team.ask(OURS, "run", warmup=2, iterations=1)
+    run_seconds(team, OURS, 2, 1)
     found = []
     for _ in range(rounds):
         answers = team.ask(OURS, "split", count=count)

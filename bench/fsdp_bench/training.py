@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from gpt_model import Layer, build, cross_entropy, keep_freed_memory
+from gpt_model import Layer, build, cross_entropy
 
 import fsdpcore as fc
 from fsdp_bench.cases import Array, Training
-from fsdp_bench.job import Job
+from fsdp_bench.job import StepJob
 from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.step.norm import local_part
 
 SEED = 1
 
@@ -77,36 +78,64 @@ class _WatchedAdamW(fc.optim.AdamW):
             super().update(param, grad, state, step=step, lr=lr, grad_scale=grad_scale, out=out)
 
 
-class OurTraining(Job):
-    """What ``examples/train_gpt.py`` does in a step."""
+class OurTraining(StepJob):
+    """What ``examples/train_gpt.py`` does in a step.
 
-    def __init__(self, case: Training, backend: fc.Backend) -> None:
-        keep_freed_memory()  # as the example does
-        self._case = case
-        self._backend = backend
+    Args:
+        case: the model.
+        backend: this rank's.
+        precision: of parameters and gradients.
+        offload: keep in the host's memory what nobody uses.
+        watched: tell computing apart, for ``split``.
+    """
+
+    def __init__(
+        self,
+        case: Training,
+        backend: fc.Backend,
+        *,
+        precision: fc.Precision | None = None,
+        offload: bool = False,
+        watched: bool = True,
+    ) -> None:
+        self._case, self._backend = case, backend
+        self._xp = backend.device.xp
         self._watch = Stopwatch()
-        self._stack = fc.LayerStack(
-            [(name, _WatchedLayer(layer, self._watch)) for name, layer in build(case.model)]
-        )
+        layers: list[tuple[str, Layer]] = build(case.model, self._xp)
+        optimizer = _optimizer(case)
+        if watched:
+            layers = [(name, _WatchedLayer(layer, self._watch)) for name, layer in layers]
+            optimizer = _WatchedAdamW(**vars(optimizer), watch=self._watch)
+        self._stack = fc.LayerStack(layers)
         self._engine = fc.FSDP(
             self._stack.units(np.random.default_rng(SEED)),
             backend,
-            optimizer=_WatchedAdamW(**_hyperparameters(case), watch=self._watch),
+            optimizer=optimizer,
+            precision=precision,
             prefetch=case.prefetch,
+            window=not offload,
+            offload=fc.Offload() if offload else None,
         )
-        self._x, self._y = case.rows(backend.rank, backend.world_size)
+        rows = case.rows(backend.rank, backend.world_size)
+        self._x, self._y = (self._xp.asarray(part) for part in rows)
 
     def barrier(self) -> None:
-        """Block until all ranks are here."""
+        self._backend.device.synchronize()
         self._backend.barrier()
 
-    def step(self) -> None:
-        """Forward, loss, backward, clipping, AdamW."""
-        self._train()
+    def step(self) -> Any:
+        """Forward, loss, backward, clipping, AdamW; the loss."""
+        with self._engine.step() as step:
+            logits, saved = self._stack.forward(step, self._x)
+            with self._watch:
+                loss, dlogits = cross_entropy(logits, self._y, self._xp)
+            self._stack.backward(step, saved, dlogits)
+            step.update(clip=self._case.clip)
+        return loss
 
     def losses(self, count: int) -> list[float]:
         """Make steps; their losses on this rank's sequences."""
-        return [self._train() for _ in range(count)]
+        return [float(self.step()) for _ in range(count)]
 
     def split(self, count: int) -> list[float]:
         """Make steps; their seconds, and those inside layers, loss and AdamW."""
@@ -114,99 +143,116 @@ class OurTraining(Job):
         whole, before = Stopwatch(), self._watch.seconds
         with whole:
             for _ in range(count):
-                self._train()
+                self.step()
         return [whole.seconds, self._watch.seconds - before]
 
-    def _train(self) -> float:
-        with self._engine.step() as step:
-            logits, saved = self._stack.forward(step, self._x)
-            with self._watch:
-                loss, dlogits = cross_entropy(logits, self._y)
-            self._stack.backward(step, saved, dlogits)
-            step.update(clip=self._case.clip)
-        return float(loss)
 
-
-class Alone(Job):
+class Alone(StepJob):
     """What a rank computes in such a step, on plain arrays: nobody sends or waits for anything.
 
     The layers, the loss, the squares of the norm and AdamW are the same functions on arrays of the
     same sizes: the optimizer and the norm on this rank's share of each unit, the rest whole.
+
+    Args:
+        case: the model.
+        rank, ranks: whose share it is.
+        xp: the module of the arrays.
+        precision: of parameters and gradients.
     """
 
-    def __init__(self, case: Training, rank: int, ranks: int) -> None:
-        keep_freed_memory()
-        self._case = case
-        self._layers = build(case.model)
-        self._optimizer = fc.optim.AdamW(**_hyperparameters(case))
+    def __init__(
+        self,
+        case: Training,
+        rank: int,
+        ranks: int,
+        xp: Any = np,
+        precision: fc.Precision | None = None,
+    ) -> None:
+        self._case, self._xp = case, xp
+        self._layers = build(case.model, xp)
+        self._optimizer = _optimizer(case)
         self._steps = 0
         rng = np.random.default_rng(SEED)
+        dtype = (precision or fc.Precision()).param_dtype or np.dtype(np.float32)
         self._units = [
-            _PlainUnit(layer.init(rng), rank, ranks, self._optimizer) for _, layer in self._layers
+            _PlainUnit(layer.init(rng), rank, ranks, self._optimizer, xp, dtype)
+            for _, layer in self._layers
         ]
-        self._x, self._y = case.rows(rank, ranks)
+        self._x, self._y = (xp.asarray(part) for part in case.rows(rank, ranks))
 
     def barrier(self) -> None:
         """Nobody is waited for; all ranks get their orders at the same time."""
 
-    def step(self) -> None:
-        """Forward, loss, backward, clipping, AdamW."""
-        self._train()
-
-    def losses(self, count: int) -> list[float]:
-        """Make steps; their losses. Gradients are this rank's own, so only the first is ours."""
-        return [self._train() for _ in range(count)]
-
-    def _train(self) -> float:
+    def step(self) -> Any:
+        """Forward, loss, backward, clipping, AdamW; the loss."""
         x, saved = self._x, []
         for (_, layer), unit in zip(self._layers, self._units, strict=True):
             x, kept = layer.forward(unit.params, x)
             saved.append(kept)
-        loss, dy = cross_entropy(x, self._y)
+        loss, dy = cross_entropy(x, self._y, self._xp)
         for (_, layer), unit in zip(reversed(self._layers), reversed(self._units), strict=True):
-            unit.flat_grads[:] = 0  # which the contract of a layer asks for
+            unit.flat_grads.fill(0)  # which the contract of a layer asks for
             dy = layer.backward(unit.params, saved.pop(), dy, unit.grads)
-        norm = math.sqrt(sum(_squares(unit.my_grads) for unit in self._units))
-        scale = self._case.clip / norm if norm > self._case.clip else 1.0
+        part = local_part([unit.my_grads for unit in self._units], 2.0)
+        norm = part.largest * math.sqrt(part.total)
         self._steps += 1
         for unit in self._units:
             self._optimizer.update(
-                unit.mine, unit.my_grads, unit.state, step=self._steps, grad_scale=scale
+                unit.master,
+                unit.my_grads,
+                unit.state,
+                step=self._steps,
+                grad_scale=min(1.0, self._case.clip / norm),
+                out=unit.rounded,
             )
-        return float(loss)
+        return loss
+
+    def losses(self, count: int) -> list[float]:
+        """Make steps; their losses. Gradients are this rank's own, so only the first is ours."""
+        return [float(self.step()) for _ in range(count)]
 
 
 class _PlainUnit:
-    """Parameters and gradients of a layer, flat and as views by name; the share of one rank."""
+    """Parameters and gradients of a layer, flat and as views by name; the share of one rank.
+
+    Attributes:
+        params, grads: by name.
+        flat_grads: all of them.
+        my_grads, master, state: this rank's share.
+        rounded: the share of the parameters that are computed with, where that is not ``master``.
+    """
 
     def __init__(
-        self, initial: dict[str, Array], rank: int, ranks: int, optimizer: fc.optim.Optimizer
+        self,
+        initial: dict[str, Array],
+        rank: int,
+        ranks: int,
+        optimizer: fc.optim.Optimizer,
+        xp: Any,
+        dtype: Any,
     ) -> None:
         shapes = {name: value.shape for name, value in initial.items()}
         layout = FlatLayout.build(shapes, np.dtype(np.float32), ranks)
         flat = np.zeros(layout.padded_size, np.float32)
-        self.flat_grads = np.zeros(layout.padded_size, np.float32)
+        for param in layout.params:
+            flat[param.offset : param.stop] = initial[param.name].reshape(-1)
+        values = xp.asarray(flat).astype(dtype)
+        self.flat_grads = xp.zeros(layout.padded_size, dtype)
         self.params: dict[str, Array] = {}
         self.grads: dict[str, Array] = {}
         for param in layout.params:
             part = slice(param.offset, param.stop)
-            self.params[param.name] = flat[part].reshape(param.shape)
-            self.params[param.name][...] = initial[param.name]
+            self.params[param.name] = values[part].reshape(param.shape)
             self.grads[param.name] = self.flat_grads[part].reshape(param.shape)
         start = rank * layout.shard_size
         share = slice(start, start + layout.valid_size(rank))
-        self.mine, self.my_grads = flat[share], self.flat_grads[share]
-        self.state = optimizer.init_state(self.mine.size, np.float32)
+        self.my_grads = self.flat_grads[share]
+        same = dtype == np.float32
+        self.master = values[share] if same else xp.asarray(flat[share])
+        self.rounded = None if same else values[share]
+        names = optimizer.state_names
+        self.state = {name: xp.zeros(self.master.size, np.float32) for name in names}
 
 
-def _hyperparameters(case: Training) -> dict[str, Any]:
-    return {"lr": case.lr, "betas": case.betas, "weight_decay": case.weight_decay}
-
-
-def _squares(array: Array, block: int = 128 * 1024) -> float:
-    """Their sum in float64, block by block as the engine adds them up."""
-    total = 0.0
-    for start in range(0, array.size, block):
-        part = array[start : start + block].astype(np.float64)
-        total += float(np.dot(part, part))
-    return total
+def _optimizer(case: Training) -> fc.optim.AdamW:
+    return fc.optim.AdamW(lr=case.lr, betas=case.betas, weight_decay=case.weight_decay)

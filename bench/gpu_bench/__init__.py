@@ -2,7 +2,7 @@
 
 ``parts`` lists what is measured and runs each part in processes of its own, with a limit of time;
 ``collectives`` and ``bare`` compare NCCL through us with NCCL through CuPy alone; ``training`` has
-the contestants of a training step take turns, of which ``member`` is the program of a rank,
-``jobs`` are ours and ``peer`` is PyTorch's; ``report`` writes tables and says which targets were
-reached; ``facts`` are those of the machine.
+the contestants of a training step take turns, of which ``member`` is the program of a rank and
+``peer`` is PyTorch's, with the jobs of ``fsdp_bench``; ``report`` writes tables and says which
+targets were reached; ``facts`` are those of the machine.
 """

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from fsdp_bench.cases import OURS, PEER, WITHOUT, Training
+from fsdp_bench.cases import PEER, WITHOUT, Training
 
 import fsdpcore as fc
+from fsdpcore.bench.harness.measurements import OURS
 
 # Ours with parameters, gradients and optimizer state in pinned memory of the host; and what
 # computes the same without an engine.
@@ -23,7 +23,7 @@ PRECISIONS: dict[str, fc.Precision] = {
 
 
 @dataclass(frozen=True)
-class Step(Training):
+class GpuTraining(Training):
     """A step of the GPT on a GPU.
 
     Attributes:
@@ -44,13 +44,3 @@ class Step(Training):
 TINY: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 4}
 SMALL: dict[str, Any] = {}
 LARGE: dict[str, Any] = {"layers": 8, "width": 1024, "heads": 16, "context": 256, "batch": 16}
-
-
-def from_order(order: Mapping[str, Any]) -> Step:
-    """A case from what ``to_order`` made of it."""
-    return Step(**order)
-
-
-def to_order(case: Step) -> dict[str, Any]:
-    """As a rank gets it, in JSON."""
-    return asdict(case)

@@ -20,9 +20,11 @@ import numpy as np
 import fsdpcore as fc
 from fsdpcore.bench.cases import OPERATIONS, Case, algbw, busbw_factor, make_cases
 from fsdpcore.bench.contestants import Ours
+from fsdpcore.bench.harness.measurements import OURS
+from fsdpcore.bench.harness.turns import alternate
 from gpu_bench.bare import Bare
 
-OURS, BARE, STARTED = "fsdpcore", "cupy", "fsdpcore, async"
+BARE, STARTED = "cupy", "fsdpcore, async"
 SIZES = (8, 512, 4096, 32768, 262144, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 _FEW = (8, 4096, 65536, 1 << 20, 16 << 20, 64 << 20)
 # More calls than that in flight make the host wait for the GPU, whose queues are full.
@@ -34,7 +36,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class NcclPlan:
     """How to measure.
 
     Attributes:
@@ -58,7 +60,7 @@ class Sample:
     host: float
 
 
-def measure(backend: fc.Backend, plan: Plan, tell: Tell) -> None:
+def measure(backend: fc.Backend, plan: NcclPlan, tell: Tell) -> None:
     """Measure on all ranks, and ``tell`` rows on rank 0, as they come.
 
     Args:
@@ -100,7 +102,7 @@ def _cases(ranks: int, largest: int) -> Iterator[Case]:
             )
 
 
-def _one(backend: fc.Backend, ours: Ours, bare: Bare, case: Case, plan: Plan) -> dict[str, Any]:
+def _one(backend: fc.Backend, ours: Ours, bare: Bare, case: Case, plan: NcclPlan) -> dict[str, Any]:
     xp, rank = backend.device.xp, backend.rank
     source = xp.zeros(case.source_count(rank), np.float32)
     outputs = [
@@ -118,10 +120,7 @@ def _one(backend: fc.Backend, ours: Ours, bare: Bare, case: Case, plan: Plan) ->
     source[:] = backend.device.from_host(values.astype(np.float32))
     wrong = None if case.in_place else _wrong(backend, steps, mine, theirs)
     count = _iterations(backend, steps, plan.seconds)
-    samples: dict[str, list[Sample]] = {name: [] for name in steps}
-    for _ in range(plan.rounds):
-        for name, step in steps.items():
-            samples[name].append(_timed(backend, step, count))
+    samples = alternate(steps, plan.rounds, lambda name, _: _timed(backend, steps[name], count))
     return _row(case, count, wrong, samples)
 
 

@@ -8,7 +8,7 @@ import json
 import platform
 from typing import Any
 
-from fsdpcore.bench import record
+from fsdpcore.bench.harness import record
 
 _PACKAGES = ("fsdpcore", "numpy", "ml_dtypes", "pyzmq", "torch", "nvidia-nccl-cu13", "numba")
 

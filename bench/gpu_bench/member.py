@@ -1,156 +1,98 @@
-"""The program of a rank that trains: as in ``fsdpcore.bench.member``, with these orders.
-
-==========  ===============================================  ======================
-order       what is done                                     answer
-==========  ===============================================  ======================
-prepare     make the model of a case                         nothing
-losses      ``count`` untimed steps                          this rank's losses
-run         ``warmup`` untimed steps, a barrier, then        seconds of the
-            ``iterations`` steps until the GPU is done       ``iterations``
-memory      look                                             bytes that the library had of the
-                                                             GPU at most since ``prepare``
-release     forget the model                                 nothing
-==========  ===============================================  ======================
-"""
+"""The program of a rank that trains on a GPU: a job makes the steps of a case."""
 
 from __future__ import annotations
 
-import gc
 import importlib
-import json
-import sys
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from fsdp_bench.cases import OURS, PEER, WITHOUT
-from fsdp_bench.job import Job
+from fsdp_bench.cases import PEER, WITHOUT
+from fsdp_bench.job import StepJob
+from fsdp_bench.training import Alone, OurTraining
 
 import fsdpcore as fc
-from fsdpcore.bench.contestants import Ours
-from fsdpcore.bench.member import serve
-from gpu_bench.cases import OFFLOAD, PLAIN, Step, from_order
-from gpu_bench.jobs import OurStep, PlainStep
+from fsdpcore.bench.contestants import versions_of_ours
+from fsdpcore.bench.harness.measurements import OURS
+from fsdpcore.bench.harness.member import Job, Member, Options, become_rank
+from fsdpcore.bench.harness.memory import Memory
+from gpu_bench.cases import OFFLOAD, PLAIN, PRECISIONS, GpuTraining
 
-Make = Callable[[str, Step], Job]
 
-
-class StepMember:
-    """A rank of contestants that share its process.
+class OnGpu(Job):
+    """A job whose steps have ended when the GPU has done them.
 
     Args:
-        versions: of libraries.
-        make: makes the job of a contestant.
-        reset, peak: of the memory that its library has of the GPU; only where one is prepared.
-        leave: called at the end.
+        job: makes the steps.
+        barrier: until all ranks are here, and their GPUs have done what they were given.
+        peak: bytes that the library had of the GPU at most since the job was made.
     """
 
-    def __init__(
-        self,
-        versions: Mapping[str, dict[str, str]],
-        make: Make,
-        reset: Callable[[], None],
-        peak: Callable[[], int],
-        leave: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.versions = dict(versions)
-        self._make, self._reset, self._peak, self._leave = make, reset, peak, leave
-        self._jobs: dict[str, Job] = {}
+    def __init__(self, job: StepJob, barrier: Callable[[], None], peak: Callable[[], int]) -> None:
+        self._job, self._barrier, self._peak = job, barrier, peak
+        self.losses = job.losses
 
-    def obey(self, order: Mapping[str, Any]) -> list[float]:
-        """Carry out one order of the table in the module docstring."""
-        do, name = order["do"], order["contestant"]
-        if do == "prepare":
-            self._release(name)
-            self._reset()
-            self._jobs[name] = self._make(name, from_order(order["case"]))
-            return []
-        if do == "release":
-            self._release(name)
-            return []
-        if do == "losses":
-            return self._jobs[name].losses(order["count"])
-        if do == "memory":
-            return [float(self._peak())]
-        return [_timed(self._jobs[name], order["warmup"], order["iterations"])]
+    def barrier(self) -> None:
+        self._barrier()
 
-    def _release(self, name: str) -> None:
-        job = self._jobs.pop(name, None)
-        if job is not None:
-            job.close()
-        gc.collect()  # hooks of PyTorch's modules refer to each other
+    def call(self) -> Callable[[], object]:
+        return self._job.step
+
+    def finish(self) -> None:
+        self._barrier()
+
+    def memory(self) -> list[float]:
+        """That of the GPU."""
+        return replace(Memory.now(), peak_rss=self._peak()).as_answer()
 
     def close(self) -> None:
-        """Leave."""
-        for name in list(self._jobs):
-            self._release(name)
-        self._leave()
+        self._job.close()
 
 
-def _timed(job: Job, warmup: int, iterations: int) -> float:
-    for _ in range(warmup):
-        job.step()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        job.barrier()
-        started = time.perf_counter()
-        for _ in range(iterations):
-            job.step()
-        job.barrier()
-        return time.perf_counter() - started
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _ours(backend: fc.Backend, options: Mapping[str, Any]) -> None:
+def _ours(backend: fc.Backend, options: Options) -> Member:
     """All of ours in one process, so that there is one GPU context for them."""
-    xp = backend.device.xp
+    xp: Any = backend.device.xp
 
-    def make(contestant: str, case: Step) -> Job:
-        if contestant == PLAIN:
-            return PlainStep(case, backend)
-        prefetch = 0 if contestant == WITHOUT else case.prefetch
-        return OurStep(case, backend, prefetch=prefetch, offload=contestant == OFFLOAD)
-
-    def reset() -> None:
+    def barrier() -> None:
         backend.device.synchronize()
-        xp.get_default_memory_pool().free_all_blocks()
+        backend.barrier()
 
     def peak() -> int:
         # CuPy's pool keeps what it ever had: what it has now is the peak since it was emptied.
         return int(xp.get_default_memory_pool().total_bytes())
 
-    versions = Ours(backend).versions
+    def make(contestant: str, order: Mapping[str, Any]) -> Job:
+        backend.device.synchronize()
+        xp.get_default_memory_pool().free_all_blocks()
+        case = GpuTraining(**order)
+        precision = PRECISIONS[case.precision]
+        if contestant == PLAIN:
+            alone = Alone(case, backend.rank, backend.world_size, xp, precision)
+            return OnGpu(alone, barrier, peak)
+        if contestant == WITHOUT:
+            case = replace(case, prefetch=0)
+        offload = contestant == OFFLOAD
+        ours = OurTraining(case, backend, precision=precision, offload=offload, watched=False)
+        return OnGpu(ours, barrier, peak)
+
     names = (OURS, WITHOUT, OFFLOAD, PLAIN)
-    member = StepMember(dict.fromkeys(names, versions), make, reset, peak)
-    serve(backend.rank, backend.world_size, member, options["path"])
+    versions = dict.fromkeys(names, versions_of_ours(backend))
+    return Member({name: partial(make, name) for name in names}, versions)
 
 
-def _peer(options: Mapping[str, Any]) -> None:
+def _peer(options: Options) -> Member:
     peer = importlib.import_module("gpu_bench.peer")
-    rank, ranks = options["rank"], options["world_size"]
-    group = peer.GpuGroup(rank, ranks, options["store"], share_gpu=options["share_gpu"])
+    group = peer.GpuGroup.of(options)
 
-    def make(contestant: str, case: Step) -> Job:
+    def make(order: Mapping[str, Any]) -> Job:
+        peer.reset_peak()
+        case = GpuTraining(**order)
         group.choose(case.precision)
-        job: Job = peer.PeerStep(case, group)
-        return job
+        return OnGpu(peer.PeerTraining(case, group), group.barrier, peer.peak)
 
-    versions = {PEER: group.versions}
-    member = StepMember(versions, make, peer.reset_peak, peer.peak, group.close)
-    serve(rank, ranks, member, options["path"])
-
-
-def main() -> None:
-    """Become the rank that the first argument describes, in JSON."""
-    options = json.loads(sys.argv[1])
-    if options["contestant"] == OURS:
-        fc.launch(_ours, args=(options,))
-    else:
-        _peer(options)
+    return Member({PEER: make}, {PEER: group.versions}, group.close)
 
 
 if __name__ == "__main__":
-    main()
+    become_rank(_ours, _peer)

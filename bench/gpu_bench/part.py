@@ -44,29 +44,28 @@ def collectives(options: Options) -> None:
 
 def collectives_rank(backend: fc.Backend, options: Options) -> None:
     """The program of a rank of that."""
-    from gpu_bench.collectives import Plan, measure
+    from gpu_bench.collectives import NcclPlan, measure
 
-    plan = Plan(budget=_SHARE * options["seconds"])
+    plan = NcclPlan(budget=_SHARE * options["seconds"])
     if options["quick"]:
-        plan = Plan(rounds=2, seconds=0.002, budget=plan.budget, largest=1 << 20)
+        plan = NcclPlan(rounds=2, seconds=0.002, budget=plan.budget, largest=1 << 20)
     measure(backend, plan, partial(tell, options))
 
 
 def training(options: Options) -> None:
     """Steps of the GPT, ours and PyTorch's."""
-    from gpu_bench.cases import LARGE, PRECISIONS, SMALL, TINY, Step
-    from gpu_bench.training import Plan, measure
+    from gpu_bench.cases import LARGE, PRECISIONS, SMALL, TINY, GpuTraining
+    from gpu_bench.training import measure, round_plan
 
     sizes = [TINY] if options["quick"] else [LARGE, SMALL]
     cases = [
-        Step(**size, precision=precision, share_gpu=options["share_gpu"])
+        GpuTraining(**size, precision=precision, share_gpu=options["share_gpu"])
         for size in sizes
         for precision in PRECISIONS
     ]
-    plan = Plan(budget=_SHARE * options["seconds"])
-    if options["quick"]:
-        plan = Plan(rounds=2, seconds=0.01, budget=plan.budget)
-    measure(cases, options["ranks"], options["transport"], plan, partial(tell, options))
+    plan = round_plan(2, 0.01) if options["quick"] else round_plan()
+    budget, told = _SHARE * options["seconds"], partial(tell, options)
+    measure(cases, options["ranks"], options["transport"], plan, budget, told)
 
 
 def optimizer(options: Options) -> None:

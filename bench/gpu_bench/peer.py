@@ -6,8 +6,11 @@ import os
 import warnings
 from typing import Any
 
-from fsdp_bench.peer_exchange import Group, device_mesh, dist, fsdp, torch
+from fsdp_bench.peer_exchange import fsdp
 from fsdp_bench.peer_training import PeerTraining
+from torch_group import Group, device_mesh, dist, torch
+
+__all__ = ["GpuGroup", "PeerTraining", "peak", "reset_peak"]
 
 
 class GpuGroup(Group):
@@ -36,6 +39,17 @@ class GpuGroup(Group):
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         self.versions = {"torch": str(torch.__version__), "torch's nccl": nccl}
 
+    @classmethod
+    def of(cls, options: Any) -> GpuGroup:
+        store, share_gpu = options["store"], options["share_gpu"]
+        return cls(options["rank"], options["world_size"], store, share_gpu=share_gpu)
+
+    def barrier(self) -> None:
+        """Block until all ranks are here, and their GPUs have done what they were given."""
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+
     def choose(self, precision: str) -> None:
         """Take a precision for the models that are made from now on."""
         if precision == "bf16":
@@ -45,16 +59,6 @@ class GpuGroup(Group):
             self.policy = {"mp_policy": mixed}
         else:
             self.policy = {}
-
-
-class PeerStep(PeerTraining):
-    """A training step whose end on the GPU can be waited for."""
-
-    def barrier(self) -> None:
-        """Block until all ranks are here, and their GPUs have done what they were given."""
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
 
 
 def reset_peak() -> None:

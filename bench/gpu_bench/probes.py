@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdpcore.bench import record
+from fsdpcore.bench.harness import record
 from gpu_bench.facts import facts
 from gpu_bench.probe_two import WAYS
 

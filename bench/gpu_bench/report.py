@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fsdp_bench.cases import OURS
-
-from fsdpcore.bench.table import bandwidth, microseconds
+from fsdpcore.bench.harness.measurements import OURS
+from fsdpcore.bench.harness.table import bandwidth, microseconds
 from gpu_bench.collectives import BARE, STARTED
 
 Part = Mapping[str, Any]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from abc import ABC, abstractmethod
 from importlib.metadata import version
 from typing import Any
@@ -14,10 +13,10 @@ from numpy.typing import NDArray
 
 import fsdpcore as fc
 from fsdpcore import __version__
-from fsdpcore.comm.registry import nearest
-from fsdpcore.core.errors import ArgumentError, MissingDependencyError
+from fsdpcore.bench.harness.measurements import OURS
+from fsdpcore.bench.harness.options import check_known, check_torch
+from fsdpcore.core.errors import ArgumentError
 
-OURS = "fsdpcore"
 COMPILED = "fsdpcore-numba"
 PEERS = {"torch-foreach": "foreach", "torch-fused": "fused"}
 """PyTorch's implementations by name: the argument of its optimizers that asks for each."""
@@ -34,7 +33,7 @@ POLICIES: dict[str, tuple[fc.optim.Optimizer, str, dict[str, Any]]] = {
 Array = NDArray[np.float32]
 
 
-class Contestant(ABC):
+class Updated(ABC):
     """Owns a copy of the parameters and its optimizer state."""
 
     versions: dict[str, str]
@@ -49,7 +48,7 @@ class Contestant(ABC):
         """The parameters, flat."""
 
 
-class Ours(Contestant):
+class Ours(Updated):
     """One flat shard, as an engine has it."""
 
     def __init__(self, policy: fc.optim.Optimizer, param: Array, grad: Array) -> None:
@@ -69,7 +68,7 @@ class Ours(Contestant):
         return self._param
 
 
-class Torch(Contestant):
+class Torch(Updated):
     """PyTorch's optimizer on so many tensors of nearly the same size, in one thread."""
 
     def __init__(
@@ -103,35 +102,23 @@ def check(optimizer: str, against: tuple[str, ...]) -> None:
         ArgumentError: there is no such optimizer, peer, or implementation of the peer.
         MissingDependencyError: the peer is not installed.
     """
-    if optimizer not in POLICIES:
-        raise ArgumentError(
-            f"--optimizer knows no {optimizer!r}{nearest(optimizer, POLICIES)}; it knows "
-            f"{', '.join(POLICIES)}"
-        )
-    for name in against:
-        if name not in PEERS:
-            raise ArgumentError(
-                f"--against knows no {name!r}{nearest(name, PEERS)}; it knows {', '.join(PEERS)}"
-            )
-        if optimizer == "rmsprop" and PEERS[name] == "fused":
-            raise ArgumentError("PyTorch has no fused RMSprop; leave torch-fused out")
-    if against and importlib.util.find_spec("torch") is None:
-        raise MissingDependencyError(
-            "--against needs PyTorch, which no extra of fsdpcore installs; get the build for CPUs "
-            "with: pip install torch --index-url https://download.pytorch.org/whl/cpu"
-        )
+    check_known("--optimizer", [optimizer], POLICIES)
+    check_known("--against", against, PEERS)
+    if optimizer == "rmsprop" and "torch-fused" in against:
+        raise ArgumentError("PyTorch has no fused RMSprop; leave torch-fused out")
+    check_torch(against)
 
 
 def contestants(
     optimizer: str, elements: int, tensors: int, against: tuple[str, ...]
-) -> dict[str, Contestant]:
+) -> dict[str, Updated]:
     """Make all of them, ours first; that of numba where it is installed and has a kernel."""
     policy, name, options = POLICIES[optimizer]
     random = np.random.default_rng(0)
     param = random.standard_normal(elements, np.float32)
     grad = random.standard_normal(elements, np.float32)
     np.multiply(grad, 0.01, out=grad)
-    found: dict[str, Contestant] = {OURS: Ours(policy, param, grad)}
+    found: dict[str, Updated] = {OURS: Ours(policy, param, grad)}
     if isinstance(policy, (fc.optim.Adam, fc.optim.AdamW)):
         compiled = dataclasses.replace(policy, fused="auto").resolved()
         if compiled != policy:

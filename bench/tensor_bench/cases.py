@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from fsdpcore.core.errors import ArgumentError
 
-OURS = "fsdpcore"
 PEER = "dtensor"
 PEERS = (PEER,)
 

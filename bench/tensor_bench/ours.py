@@ -6,13 +6,14 @@ import numpy as np
 from gpt_model import keep_freed_memory
 
 import fsdpcore as fc
+from fsdpcore.bench.harness.member import Job
 from fsdpcore.parallel import ParallelBlock
 from tensor_bench.cases import Array, Case
 
 _NAMES = {"qkv": "attention", "proj": "attention", "up": "mlp", "down": "mlp"}
 
 
-class OurBlock:
+class OurBlock(Job):
     """Parameters are plain arrays, this rank's parts; gradients are written over old ones."""
 
     def __init__(self, case: Case, backend: fc.Backend) -> None:
@@ -35,7 +36,6 @@ class OurBlock:
         )
 
     def barrier(self) -> None:
-        """Block until all ranks are here."""
         self._backend.barrier()
 
     def step(self) -> tuple[Array, Array]:
@@ -44,7 +44,6 @@ class OurBlock:
         return y, self._block.backward(self._params, saved, self._dy, self._grads)
 
     def check(self) -> int:
-        """Elements that are wrong on this rank."""
         return self._case.wrong(*self.step(), self._backend.rank, self._backend.world_size)
 
 

@@ -6,9 +6,10 @@ import importlib
 from typing import Any
 
 import numpy as np
-from fsdp_bench.peer_exchange import Group, dist, torch
 from gpt_model import keep_freed_memory
+from torch_group import Group, torch
 
+from fsdpcore.bench.harness.member import Job
 from tensor_bench.cases import Array, Case
 
 nn: Any = torch.nn
@@ -39,7 +40,7 @@ class Block(nn.Module):  # type: ignore[misc]
         return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
-class PeerBlock:
+class PeerBlock(Job):
     """Column- and row-wise plans, as PyTorch's tutorial on tensor parallelism has them."""
 
     def __init__(self, case: Case, group: Group) -> None:
@@ -55,8 +56,7 @@ class PeerBlock:
         self._x, self._dy = torch.from_numpy(x).requires_grad_(), torch.from_numpy(dy)
 
     def barrier(self) -> None:
-        """Block until all ranks are here."""
-        dist.barrier()
+        self._group.barrier()
 
     def step(self) -> Any:
         """Forward and backward; the output."""
@@ -67,7 +67,6 @@ class PeerBlock:
         return y
 
     def check(self) -> int:
-        """Elements that are wrong on this rank."""
         y = self.step().detach().numpy()
         return self._case.wrong(y, self._x.grad.numpy(), self._group.rank, self._group.world_size)
 

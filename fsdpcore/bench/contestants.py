@@ -19,7 +19,6 @@ from fsdpcore.core.buffers import Array
 
 Step = Callable[[], Any]
 
-OURS = "fsdpcore"
 _ALIGNMENT = 64
 
 
@@ -77,11 +76,7 @@ class Ours(Contestant):
         self._backend = backend
         self._algorithm = algorithm
         self._plain = plain
-        self.versions = {"fsdpcore": fsdpcore.__version__, "numpy": np.__version__}
-        self.versions["python"] = platform.python_version()
-        carried = transport_of(backend).versions()
-        if carried:
-            self.versions["transport"] = carried
+        self.versions = versions_of_ours(backend)
 
     def barrier(self) -> None:
         self._backend.barrier()
@@ -97,3 +92,11 @@ class Ours(Contestant):
             keywords["root"] = case.root
         function = getattr(collectives, case.operation)
         return partial(function, source, self._backend, **keywords)
+
+
+def versions_of_ours(backend: Backend) -> dict[str, str]:
+    """Versions of what our contestants run on."""
+    found = {"fsdpcore": fsdpcore.__version__, "numpy": np.__version__}
+    found["python"] = platform.python_version()
+    carried = transport_of(backend).versions()
+    return {**found, "transport": carried} if carried else found

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.bench.harness.turns import alternate
 from fsdpcore.core.array_module import address
 from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.fsdp.gpu.kernel import LANES, run_pass
@@ -29,7 +30,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
-class _Contestant:
+class _Update:
     """Something to be timed.
 
     Attributes:
@@ -63,12 +64,10 @@ def measure(
         is true where at least 80 % are wanted.
     """
     contestants = _contestants(xp, elements)
-    samples: dict[str, list[float]] = {each.name: [] for each in contestants}
-    for each in contestants:
-        _seconds(xp, each.call, iterations)  # compiles, and wakes the device up
-    for _ in range(rounds):
-        for each in contestants:
-            samples[each.name].append(_seconds(xp, each.call, iterations))
+    calls = {each.name: each.call for each in contestants}
+    for call in calls.values():
+        _seconds(xp, call, iterations)  # compiles, and wakes the device up
+    samples = alternate(calls, rounds, lambda name, _: _seconds(xp, calls[name], iterations))
     bandwidths = {each.name: each.nbytes / median(samples[each.name]) for each in contestants}
     return [
         {
@@ -85,7 +84,7 @@ def measure(
     ]
 
 
-def _contestants(xp: Any, elements: int) -> list[_Contestant]:
+def _contestants(xp: Any, elements: int) -> list[_Update]:
     flat: dict[str, Array] = {
         name: xp.zeros(elements + LANES, np.float32)
         for name in ("param", "grad", "exp_avg", "exp_avg_sq")
@@ -120,10 +119,10 @@ def _contestants(xp: Any, elements: int) -> list[_Contestant]:
 
     wanted: dict[str, Any] = {"lanes": LANES, "block": 128, "target": True}
     found = [
-        _Contestant(COPY, 2 * 4 * elements, copy, {}),
-        _Contestant("adamw float32", 28 * elements, update, wanted),
-        _Contestant("adamw float32, bfloat16 in and out", 28 * elements, rounded, wanted),
-        _Contestant("adamw float32, parameters begin elsewhere", 28 * elements, elsewhere, {}),
+        _Update(COPY, 2 * 4 * elements, copy, {}),
+        _Update("adamw float32", 28 * elements, update, wanted),
+        _Update("adamw float32, bfloat16 in and out", 28 * elements, rounded, wanted),
+        _Update("adamw float32, parameters begin elsewhere", 28 * elements, elsewhere, {}),
     ]
     step, scalars = optimizer.gpu_update(step=10, lr=1e-3)
     kernel, numbers = formula(step, rounded=False), (1.0, *scalars)
@@ -132,7 +131,7 @@ def _contestants(xp: Any, elements: int) -> list[_Contestant]:
         return lambda: run_pass(kernel, arrays, numbers, _FLOAT32, lanes=lanes, block_size=block)
 
     return found + [
-        _Contestant(
+        _Update(
             f"adamw float32, {lanes} to a thread, blocks of {block}",
             28 * elements,
             launched(lanes, block),

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdpcore import __version__
-from fsdpcore.bench import cases, plot, record, start, table
-from fsdpcore.bench.contestants import OURS
+from fsdpcore.bench import cases, peer_gloo, peer_mpi, plot, table
+from fsdpcore.bench.cases import Case
+from fsdpcore.bench.harness import picture, record
+from fsdpcore.bench.harness.measurements import OURS, wrong_in
+from fsdpcore.bench.harness.options import Echo, check_known, check_torch, check_writable
+from fsdpcore.bench.harness.start import Program
+from fsdpcore.bench.harness.table import heading
+from fsdpcore.bench.harness.team import LocalTeam, RemoteTeam
+from fsdpcore.bench.harness.turns import Entrant, RoundPlan, take_turns, versions_of
 from fsdpcore.bench.member import make_member
-from fsdpcore.bench.results import Row
-from fsdpcore.bench.session import Entrant, Plan, Session, refusal, versions_of
-from fsdpcore.bench.start import OurOptions
-from fsdpcore.bench.team import LocalTeam, RemoteTeam
+from fsdpcore.bench.rows import Row, document
 from fsdpcore.comm.backend import Backend
-from fsdpcore.comm.registry import nearest
-from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError, MissingDependencyError
 from fsdpcore.launch.config import parse_url
+from fsdpcore.launch.external import find_mpirun
 
-Echo = Callable[[str], None]
+PEERS = ("gloo", "mpi")
+_REFUSALS = {"gloo": peer_gloo.refusal, "mpi": peer_mpi.refusal}
+_PROGRAM = Program.module("fsdpcore.bench.member")
+
 Results = list[dict[str, Row]]
 
 
 @dataclass(frozen=True)
-class Request:
+class CollectivesRun:
     """What to measure, and where the results go.
 
     Attributes:
@@ -57,7 +65,7 @@ class Request:
     algorithm: str = "auto"
     plain: bool = False
     places: tuple[str, ...] = cases.PLACES
-    plan: Plan = field(default_factory=Plan)
+    plan: RoundPlan = field(default_factory=RoundPlan)
     against: tuple[str, ...] = ()
     json: Path | None = None
     plot: Path | None = None
@@ -70,10 +78,15 @@ class Request:
         return "mpi" if on_mpi and "mpi" in self.against else ""
 
     @property
-    def ours(self) -> OurOptions:
-        """How our ranks are to be."""
-        contestants = (OURS, self.shared) if self.shared else (OURS,)
-        return OurOptions(self.transport, self.algorithm, self.plain, contestants)
+    def contestants(self) -> tuple[str, ...]:
+        """Those in our processes."""
+        return (OURS, self.shared) if self.shared else (OURS,)
+
+    @property
+    def member_options(self) -> dict[str, Any]:
+        """How our ranks are to be, as ``make_member`` takes it."""
+        contestants = list(self.contestants)
+        return {"algorithm": self.algorithm, "plain": self.plain, "contestants": contestants}
 
     def check(self) -> None:
         """Check everything that can be wrong before a rank is started.
@@ -87,17 +100,10 @@ class Request:
             raise ArgumentError(f"{', '.join(operations)} cannot be measured in place")
         cases.sizes(self.first, self.last, self.factor)
         cases.check_kind(self.dtype, self.op, self.root, self.world_size)
-        for peer in self.against:
-            if peer not in start.PEERS:
-                raise ArgumentError(
-                    f"--against knows no {peer!r}{nearest(peer, start.PEERS)}; "
-                    f"it knows {', '.join(start.PEERS)}"
-                )
-        for file in (self.json, self.plot):
-            if file is not None:
-                check_writable(file)
+        check_known("--against", self.against, PEERS)
+        check_writable(self.json, self.plot)
         if self.plot is not None:
-            plot.check_installed()
+            picture.check_installed()
 
     def check_inside(self) -> None:
         """Check what must hold besides where a launcher has started the ranks.
@@ -120,20 +126,30 @@ class Request:
         return found
 
 
-def check_writable(file: Path) -> None:
-    """Check before hours of measuring rather than after that the result can be kept.
-
-    Raises:
-        ArgumentError: it cannot.
-    """
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise ArgumentError(f"cannot write {file}: there is no directory {file.parent}")
-    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-        raise ArgumentError(f"cannot write {file}: it is a directory, or may not be written")
+def refusal(contestant: str, case: Case) -> str:
+    """Why a contestant cannot do a case; empty if it can."""
+    refuse = _REFUSALS.get(contestant)
+    return refuse(case) if refuse is not None else ""
 
 
-def run(request: Request, echo: Echo) -> int:
+def measure(entrants: Sequence[Entrant], plan: RoundPlan, case: Case) -> dict[str, Row]:
+    """Measure one case; the rows by contestant. Those who cannot do it are left out."""
+    able = [each for each in entrants if not refusal(each.contestant, case)]
+    rows = take_turns(able, plan, asdict(case))
+    return {name: Row(**vars(row), case=case) for name, row in rows.items()}
+
+
+def _check_installed(peers: Sequence[str]) -> None:
+    check_torch([peer for peer in peers if peer == "gloo"])
+    if "mpi" in peers:
+        if importlib.util.find_spec("mpi4py") is None:
+            raise MissingDependencyError(
+                '--against mpi needs mpi4py; install it with: pip install "fsdpcore[mpi]"'
+            )
+        find_mpirun(1, os.environ)
+
+
+def run(request: CollectivesRun, echo: Echo) -> int:
     """Start ranks, measure, and end them.
 
     Returns:
@@ -142,20 +158,20 @@ def run(request: Request, echo: Echo) -> int:
     Raises:
         RankFailedError: a rank failed.
     """
-    start.check_installed(request.against)
+    _check_installed(request.against)
     with contextlib.ExitStack() as stack:
         return _run_with(request, _start_teams(request, stack), echo)
 
 
-def run_inside(backend: Backend, request: Request, echo: Echo) -> int:
+def run_inside(backend: Backend, request: CollectivesRun, echo: Echo) -> int:
     """Measure among the ranks of a job that a launcher started; every rank calls this.
 
     Returns:
         As ``run``, on every rank; rank 0 prints and saves.
     """
-    member = make_member(backend, request.ours.as_dict())
+    member = make_member(backend, request.member_options)
     team = LocalTeam(backend, member)
-    entrants = [Entrant(name, team) for name in request.ours.contestants]
+    entrants = [Entrant(name, team) for name in request.contestants]
     silent = backend.rank != 0
     wrong = _run_with(request, entrants, _nothing if silent else echo, save=not silent)
     member.close()
@@ -165,32 +181,34 @@ def run_inside(backend: Backend, request: Request, echo: Echo) -> int:
 def _nothing(line: str) -> None: ...
 
 
-def _start_teams(request: Request, stack: contextlib.ExitStack) -> list[Entrant]:
+def _start_teams(request: CollectivesRun, stack: contextlib.ExitStack) -> list[Entrant]:
     """Start one team after the other; those that are up sleep meanwhile."""
     p = request.world_size
-    ours = stack.enter_context(RemoteTeam(OURS, p, start.start_ours(p, request.ours)))
-    entrants = [Entrant(OURS, ours)]
-    for peer in request.against:
-        team = ours
-        if peer != request.shared:
-            begin = start.start_gloo(p) if peer == "gloo" else start.start_mpi(p)
-            team = stack.enter_context(RemoteTeam(peer, p, begin))
-        entrants.append(Entrant(peer, team))
-    return entrants
+    starts = {
+        OURS: lambda: _PROGRAM.under_our_launcher(p, request.transport, **request.member_options),
+        "gloo": lambda: _PROGRAM.one_by_one(p, contestants=["gloo"]),
+        "mpi": lambda: _PROGRAM.under_mpirun(p, contestants=["mpi"]),
+    }
+    teams: dict[str, RemoteTeam] = {}
+    for name in (OURS, *request.against):
+        if name == request.shared:
+            teams[name] = teams[OURS]
+        else:
+            teams[name] = stack.enter_context(RemoteTeam(name, p, starts[name]()))
+    return [Entrant(name, team) for name, team in teams.items()]
 
 
 def _run_with(
-    request: Request, entrants: Sequence[Entrant], echo: Echo, *, save: bool = True
+    request: CollectivesRun, entrants: Sequence[Entrant], echo: Echo, *, save: bool = True
 ) -> int:
     started, machine = record.started_now(), record.machine()
     versions = versions_of(entrants)
     for line in _title(request, machine, versions):
         echo(line)
-    session = Session(entrants, request.plan)
     results: Results = []
     for operation in cases.chosen_operations(request.operations):
         echo(f"# {operation}")
-        for batch in _measured(request, operation, session, echo):
+        for batch in _measured(request, operation, entrants, echo):
             results += batch
         echo("#")
     rows = [row for case in results for row in case.values()]
@@ -198,23 +216,22 @@ def _run_with(
         echo(line)
     if save:
         _save(request, results, started, machine, versions)
-    return sum(row.wrong or 0 for row in rows)
+    return sum(map(wrong_in, results))
 
 
 def _title(
-    request: Request, machine: Mapping[str, Any], versions: Mapping[str, Mapping[str, str]]
+    request: CollectivesRun, machine: Mapping[str, Any], versions: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
     plan = request.plan
     each = f"{plan.iterations} iterations" if plan.iterations else f"{plan.seconds:g} s"
     memory = "numpy.empty" if request.plain else "backend.empty"
-    lines = [
-        f"# fsdpcore {__version__}, transport {request.transport}, {request.world_size} ranks, "
+    lines = heading(
+        machine,
+        f"fsdpcore {__version__}, transport {request.transport}, {request.world_size} ranks, "
         f"algorithm {request.algorithm}, arrays from {memory}",
-        f"# {machine['cpu']}, {machine['cores']} cores",
-        *noise_warning(machine),
-        f"# {plan.rounds} rounds of {each} each, {plan.warmup} warm-up iterations; "
+        f"{plan.rounds} rounds of {each} each, {plan.warmup} warm-up iterations; "
         "median over the rounds of the mean over the ranks",
-    ]
+    )
     if request.against:
         lines.append(
             "# ratio: the peer's time over ours in the same round, so more than 1 where ours is "
@@ -231,19 +248,13 @@ def _title(
     return [*lines, "#"]
 
 
-def noise_warning(machine: Mapping[str, Any]) -> list[str]:
-    """A line to print, if this machine is not quiet."""
-    load, cores = machine["load_average_at_start"], machine["cores"]
-    if load <= cores / 4:
-        return []
-    return [f"# NOTE: something else is computing here (load {load}); the numbers will be noisy"]
-
-
-def _measured(request: Request, operation: str, session: Session, echo: Echo) -> Iterator[Results]:
+def _measured(
+    request: CollectivesRun, operation: str, entrants: Sequence[Entrant], echo: Echo
+) -> Iterator[Results]:
     """Measure one operation and print its tables; what each size gave, as it comes."""
     by_place = {place: _cases(request, operation, place) for place in request.places}
     if not request.against:
-        yield from _plain(by_place, session, echo)
+        yield from _plain(request.plan, by_place, entrants, echo)
         return
     names = [OURS, *request.against]
     for place, wanted in by_place.items():
@@ -254,26 +265,27 @@ def _measured(request: Request, operation: str, session: Session, echo: Echo) ->
         for reason in filter(None, (refusal(name, wanted[0]) for name in names)):
             echo(f"# {reason}")
         for case in wanted:
-            rows = session.measure(case)
+            rows = measure(entrants, request.plan, case)
             echo(table.versus_line(rows, names, request.shared))
             yield [rows]
 
 
 def _plain(
-    by_place: Mapping[str, Sequence[cases.Case]], session: Session, echo: Echo
+    plan: RoundPlan, by_place: Mapping[str, Sequence[Case]], entrants: Sequence[Entrant], echo: Echo
 ) -> Iterator[Results]:
     for line in table.plain_header(list(by_place)):
         echo(line)
     count = max(len(wanted) for wanted in by_place.values())
     for index in range(count):
         measured = [
-            session.measure(wanted[index]) if wanted else None for wanted in by_place.values()
+            measure(entrants, plan, wanted[index]) if wanted else None
+            for wanted in by_place.values()
         ]
         echo(table.plain_line([None if rows is None else rows[OURS] for rows in measured]))
         yield [rows for rows in measured if rows is not None]
 
 
-def _cases(request: Request, operation: str, place: str) -> list[cases.Case]:
+def _cases(request: CollectivesRun, operation: str, place: str) -> list[Case]:
     if not cases.has_place(operation, place):
         return []
     return cases.make_cases(
@@ -288,14 +300,14 @@ def _cases(request: Request, operation: str, place: str) -> list[cases.Case]:
 
 
 def _save(
-    request: Request,
+    request: CollectivesRun,
     results: Results,
     started: str,
     machine: Mapping[str, Any],
     versions: Mapping[str, Mapping[str, str]],
 ) -> None:
     if request.json is not None:
-        content = record.document(
+        content = document(
             results,
             command=request.command,
             started=started,

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-import numpy as np
+from fsdpcore.bench.harness.measurements import OURS
+from fsdpcore.bench.harness.picture import BLUE, GREEN, INK, ORANGE, picture, style
+from fsdpcore.bench.rows import Row
 
-from fsdpcore.bench.contestants import OURS
-from fsdpcore.bench.results import Row
-from fsdpcore.core.errors import MissingDependencyError
-
-# On white whatever the page's theme; the colours differ in brightness too, and so do the markers.
-INK, MUTED, GRID = "#1f2430", "#69707d", "#e6e8ec"
-_LINES = {OURS: ("#2454c6", "o"), "gloo": ("#e07b00", "s"), "mpi": ("#11866f", "^")}
+_LINES = {OURS: (BLUE, "o"), "gloo": (ORANGE, "s"), "mpi": (GREEN, "^")}
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-
-
-def check_installed() -> None:
-    """Check that pictures can be drawn.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependencyError(
-            '--plot needs matplotlib; install it with: pip install "fsdpcore[bench]"'
-        )
 
 
 def save_png(
@@ -59,33 +40,6 @@ def save_png(
         for index, operation in enumerate(operations):
             axes = figure.add_subplot(lines, columns, index + 1)
             _draw(axes, operation, _shown(results, operation), labels)
-
-
-@contextmanager
-def picture(path: str | PathLike[str], title: str, width: float, height: float) -> Iterator[Any]:
-    """Give a figure to draw in, and write it to a PNG at the end.
-
-    Args:
-        path: of the PNG.
-        title: of the picture.
-        width, height: in inches, of 110 pixels.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    check_installed()
-    # Without pyplot, which would choose a display and keep global state.
-    figures: Any = importlib.import_module("matplotlib.figure")
-    agg: Any = importlib.import_module("matplotlib.backends.backend_agg")
-    figure = figures.Figure((width, height), dpi=110, facecolor="white", layout="constrained")
-    canvas = agg.FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
-    yield figure
-    canvas.draw()
-    # A few flat colours: a palette makes the file several times smaller.
-    image: Any = importlib.import_module("PIL.Image")  # comes with matplotlib
-    pixels = image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    pixels.quantize(64, dither=0).save(path, format="png", optimize=True)
 
 
 def _any(rows: Mapping[str, Row]) -> Row:
@@ -122,17 +76,6 @@ def _draw(
     axes.set_ylabel("bus bandwidth (GB/s)", color=INK, fontsize=9)
     if axes.lines:
         axes.legend(frameon=False, labelcolor=INK, fontsize=9)
-
-
-def style(axes: Any) -> None:
-    """Draw axes as all pictures of the bench have them."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(MUTED)
-    axes.grid(color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelcolor=INK, labelsize=8, length=3)
 
 
 def _size_name(size: int) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsdpcore.bench.cases import Case
-from fsdpcore.bench.contestants import OURS
-from fsdpcore.bench.memory import MIB, highest_rss, pss_per_rank
-from fsdpcore.bench.results import Row, compare
+from fsdpcore.bench.harness.measurements import OURS, compare
+from fsdpcore.bench.harness.memory import MIB, highest_rss, pss_per_rank
+from fsdpcore.bench.harness.table import bandwidth, microseconds
+from fsdpcore.bench.rows import Row
 
 _KEY = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
 _PLACE = "  {:>9}  {:>7}  {:>7}  {:>6}"
@@ -119,18 +120,6 @@ def footer(rows: Sequence[Row]) -> list[str]:
         shared = max(pss_per_rank(memory) for memory in found) / MIB
         lines.append(f"# Memory per rank   : {peak:.1f} MiB at most, {shared:.1f} PSS ({name})")
     return lines
-
-
-def microseconds(seconds: float) -> str:
-    """A time in µs with at least three digits, and no more than two behind the point."""
-    value = seconds * 1e6
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
-
-
-def bandwidth(value: float) -> str:
-    """A bandwidth in GB/s: more digits behind the point the smaller it is."""
-    digits = 2 if value >= 0.1 or value == 0 else 4 if value >= 0.001 else 5
-    return f"{value:.{digits}f}"
 
 
 def _key(case: Case) -> str:

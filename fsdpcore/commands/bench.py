@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +11,9 @@ import typer
 
 from fsdpcore.bench import main as bench
 from fsdpcore.bench.cases import DTYPE_NAMES, OPERATIONS, PLACES, parse_size
-from fsdpcore.bench.session import Plan
+from fsdpcore.bench.harness import options
+from fsdpcore.bench.harness.options import names, one_of
+from fsdpcore.bench.harness.turns import RoundPlan
 from fsdpcore.comm.backend import Backend
 from fsdpcore.commands.usage import one_line
 from fsdpcore.core.errors import ConfigError
@@ -22,7 +21,6 @@ from fsdpcore.launch.config import resolve
 from fsdpcore.launch.environment import detect, launched_threads
 from fsdpcore.launch.launch import launch
 
-WRONG_RESULTS = 1
 _PLACES = {"both": PLACES, "out": ("out",), "in": ("in",)}
 _MEMORY = ("backend", "numpy")
 
@@ -49,7 +47,7 @@ def show_bench(
     seconds: Annotated[
         float, typer.Option(help="Time per round, size and competitor, roughly.")
     ] = 0.1,
-    rounds: Annotated[int, typer.Option(help="How often the competitors take turns.")] = 5,
+    rounds: options.Rounds = 5,
     warmup: Annotated[int, typer.Option(help="Iterations before the clock runs.")] = 5,
     check: Annotated[bool, typer.Option(help="Compare the results with an oracle.")] = True,
     place: Annotated[
@@ -61,7 +59,7 @@ def show_bench(
     against: Annotated[
         str, typer.Option(help="Peers to measure in turn with ours: gloo, mpi or gloo,mpi.")
     ] = "",
-    json: Annotated[Path | None, typer.Option(help="File for all samples.")] = None,
+    json: options.Json = None,
     plot: Annotated[Path | None, typer.Option(help="PNG of bandwidth over size.")] = None,
 ) -> None:
     """Measure collectives the way nccl-tests does.
@@ -85,7 +83,7 @@ def show_bench(
         size = size or config.world_size
         if not size:
             raise ConfigError("how many ranks? Say so with -n, as in 'fsdpcore bench -n 2'")
-        request = bench.Request(
+        request = bench.CollectivesRun(
             operations=operations or ["all_reduce"],
             world_size=size,
             transport=config.transport,
@@ -98,8 +96,8 @@ def show_bench(
             algorithm=algorithm,
             plain=one_of(memory, _MEMORY, "--memory") == "numpy",
             places=_PLACES[one_of(place, tuple(_PLACES), "--place")],
-            plan=Plan(rounds, iterations, seconds, warmup, check),
-            against=tuple(dict.fromkeys(name for name in against.split(",") if name)),
+            plan=RoundPlan(rounds, iterations, seconds, warmup, check),
+            against=names(against),
             json=json,
             plot=plot,
             command=("fsdpcore", *sys.argv[1:]),
@@ -109,40 +107,15 @@ def show_bench(
             request.check_inside()
             wrong = _inside(request)
         else:
-            with ending_well_on_sigterm():
+            with options.ending_well_on_sigterm():
                 wrong = bench.run(request, typer.echo)
-    raise typer.Exit(WRONG_RESULTS if wrong else 0)
+    raise typer.Exit(options.WRONG_RESULTS if wrong else 0)
 
 
-def _inside(request: bench.Request) -> int:
+def _inside(request: bench.CollectivesRun) -> int:
     (wrong, *_) = launch(_rank, transport=request.transport, args=(request,))
     return int(wrong)
 
 
-def _rank(backend: Backend, request: bench.Request) -> int:
+def _rank(backend: Backend, request: bench.CollectivesRun) -> int:
     return bench.run_inside(backend, request, typer.echo)
-
-
-@contextmanager
-def ending_well_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process as an exception does, with all ranks and files that it has."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def one_of(value: str, known: tuple[str, ...], option: str) -> str:
-    """Return the value of an option that has a few only.
-
-    Raises:
-        ConfigError: it is none of them.
-    """
-    if value not in known:
-        raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
-    return value

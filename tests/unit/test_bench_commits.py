@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpcore.bench.results import Timing, median_interval
+from fsdpcore.bench.harness.measurements import Measurement, median_interval
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
@@ -25,7 +25,7 @@ def test_the_interval_is_that_of_the_sign_test():
 def compared(*pairs):
     one = report.Compared(cases.Setting("sim", 2, ()), cases.Case("all_reduce", 8, "plain"))
     old, new = ([[value] for value in values] for values in zip(*pairs, strict=True))
-    one.add(Timing("old", 1, None, old), Timing("new", 1, None, new))
+    one.add(Measurement("old", 1, None, old), Measurement("new", 1, None, new))
     return one
 
 
@@ -57,7 +57,7 @@ def test_all_kinds_of_cases_run_and_each_is_a_line(tmp_path, transport):
     assert done.returncode in (0, 1), done.stderr
     run = json.loads(file.read_text())
     found = run["rows"]
-    assert len(file.read_text().splitlines()) == 8 + len(found), "a line is more than a record"
+    assert len(file.read_text().splitlines()) == 10 + len(found), "a line is more than a record"
     assert run["schema"] == "fsdpcore.bench.compare_commits/1"
     assert {one["name"] for one in found} == set(only.split(","))
     assert all(one["starts_us"][0][0][0] > 0 for one in found)

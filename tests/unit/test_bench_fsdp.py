@@ -139,7 +139,7 @@ def test_what_is_wrong_is_one_line(step, options, words):
 
 
 def test_the_peer_is_not_installed(module, monkeypatch):
-    request = module("run").Request(cases=(), against=("fsdp2",))
+    request = module("run").StepRun(cases=(), against=("fsdp2",))
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(fc.MissingDependencyError, match="pip install torch --index-url"):
         request.check()

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from fsdpcore.bench import memory
-from fsdpcore.bench.memory import MIB, Memory, PssSampler, highest_rss, pss_per_rank
+from fsdpcore.bench.harness import memory
+from fsdpcore.bench.harness.memory import MIB, Memory, PssSampler, highest_rss, pss_per_rank
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 

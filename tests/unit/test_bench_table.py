@@ -6,10 +6,12 @@ import json
 
 import pytest
 
-from fsdpcore.bench import plot, record, table
+from fsdpcore.bench import plot, table
 from fsdpcore.bench.cases import Case
-from fsdpcore.bench.memory import MIB, Memory
-from fsdpcore.bench.results import Row
+from fsdpcore.bench.harness import record
+from fsdpcore.bench.harness.memory import MIB, Memory
+from fsdpcore.bench.harness.table import microseconds
+from fsdpcore.bench.rows import Row, document
 from fsdpcore.core.errors import MissingDependencyError
 
 
@@ -55,7 +57,7 @@ def test_what_was_not_measured_or_not_checked():
     [(1.234e-6, "1.23"), (0.0001234, "123.4"), (0.0123, "12300"), (2.6e-8, "0.03")],
 )
 def test_microseconds(seconds, text):
-    assert table.microseconds(seconds) == text
+    assert microseconds(seconds) == text
 
 
 def test_contestants_side_by_side():
@@ -109,7 +111,7 @@ RESULTS = [
 
 
 def test_the_record(tmp_path):
-    content = record.document(
+    content = document(
         RESULTS,
         command=["fsdpcore", "bench"],
         started=record.started_now(),

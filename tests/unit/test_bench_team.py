@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdpcore.bench import team
-from fsdpcore.bench.team import RemoteTeam
+from fsdpcore.bench.harness import team
+from fsdpcore.bench.harness.team import RemoteTeam
 from fsdpcore.core.errors import RankFailedError
 from fsdpcore.launch.supervision import RankProcess
 

@@ -64,7 +64,7 @@ def test_blocks_are_measured_and_right(bench, peer, tmp_path):
     ("arguments", "words"),
     [
         (["--length", 5], "--length 5 does not divide by 2 ranks"),
-        (["--against", "megatron"], "--against knows dtensor"),
+        (["--against", "megatron"], "--against knows no 'megatron'; it knows dtensor"),
         (["--mode", "half"], "--mode"),
         (["-n", 0], "-n must be at least 1"),
     ],

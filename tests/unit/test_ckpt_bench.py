@@ -127,7 +127,7 @@ def test_what_is_wrong_is_one_line(bench, options, words):
 
 
 def test_the_peer_is_not_installed(module, monkeypatch):
-    request = module("run").Request(cases=(), against=("dcp",))
+    request = module("run").CheckpointRun(cases=(), against=("dcp",))
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(fc.MissingDependencyError, match="pip install torch --index-url"):
         request.check()
@@ -192,7 +192,7 @@ def test_plain_files_are_read_by_more_ranks(module, tmp_path):
             self.array = values
 
         def parts(self):
-            yield module("job").Part("x", 0, self.array)
+            yield module("job").OwnPart("x", 0, self.array)
 
     limit = module("ours").Limit
     for rank in range(2):

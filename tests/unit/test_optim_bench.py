@@ -73,7 +73,7 @@ def test_json_holds_all_samples(bench: Callable[..., Any], tmp_path: Path) -> No
 def test_a_contestant_that_disagrees_is_noticed(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = importlib.import_module("optimizer_bench.run")
+    run = importlib.import_module("optimizer_bench.contestants")
     make = run.contestants
 
     def with_a_wrong_one(*arguments: Any) -> Any:

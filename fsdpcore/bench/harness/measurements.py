@@ -1,18 +1,20 @@
-"""What was measured: rows of samples, and two contestants compared."""
+"""What was measured: samples of a contestant, and two contestants compared."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
 from statistics import mean, median
 from typing import NamedTuple
 
-from fsdpcore.bench.cases import Case, algbw, busbw_factor
-from fsdpcore.bench.memory import Memory
+from fsdpcore.bench.harness.memory import Memory
+
+OURS = "fsdpcore"
 
 
 @dataclass
-class Timing:
+class Measurement:
     """One contestant on whatever was measured.
 
     Attributes:
@@ -24,7 +26,7 @@ class Timing:
 
     contestant: str
     iterations: int
-    wrong: int | None
+    wrong: int | None = None
     samples: list[list[float]] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
 
@@ -35,8 +37,13 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one iteration: the median over the rounds of the mean over the ranks."""
+        """Seconds of one iteration: the median over the rounds."""
         return median(self.rounds)
+
+    @property
+    def best(self) -> float:
+        """Seconds of one iteration in the fastest round."""
+        return min(self.rounds)
 
     @property
     def fastest_rank(self) -> float:
@@ -49,23 +56,6 @@ class Timing:
         return median(max(ranks) for ranks in self.samples)
 
 
-@dataclass
-class Row(Timing):
-    """One contestant on one case of a collective."""
-
-    case: Case = field(kw_only=True)
-
-    @property
-    def algbw(self) -> float:
-        """Size over time, in GB/s."""
-        return algbw(self.case.size, self.seconds)
-
-    @property
-    def busbw(self) -> float:
-        """``algbw`` times the operation's factor, in GB/s."""
-        return self.algbw * busbw_factor(self.case.operation, self.case.world_size)
-
-
 class Spread(NamedTuple):
     """A quantity that has one value per round."""
 
@@ -74,12 +64,57 @@ class Spread(NamedTuple):
     highest: float
 
     @classmethod
-    def of(cls, values: list[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Spread:
         """Summarise values, of which there is at least one."""
         return cls(median(values), min(values), max(values))
 
 
-def median_interval(values: list[float], confidence: float = 0.95) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Comparison:
+    """A peer beside ours, on one case, round by round.
+
+    Attributes:
+        ratio: the peer's time over ours: more than 1 where ours is faster.
+        difference: our time less the peer's, in seconds.
+        overhead: the difference in per cent of the peer's time.
+        share: the difference in per cent of our time.
+        best_difference: between the fastest rounds of the two, in seconds: what is left of the
+            difference where something else disturbs most rounds.
+        best_ratio: likewise, the peer's time over ours.
+    """
+
+    ratio: Spread
+    difference: Spread
+    overhead: Spread
+    share: Spread
+    best_difference: float
+    best_ratio: float
+
+
+def compare(ours: Measurement, theirs: Measurement) -> Comparison:
+    """Compare two on the same case, each round of one with the same round of the other."""
+    pairs = list(zip(ours.rounds, theirs.rounds, strict=True))
+    return Comparison(
+        Spread.of([b / a for a, b in pairs]),
+        Spread.of([a - b for a, b in pairs]),
+        Spread.of([100 * (a - b) / b for a, b in pairs]),
+        Spread.of([100 * (a - b) / a for a, b in pairs]),
+        ours.best - theirs.best,
+        theirs.best / ours.best,
+    )
+
+
+def beside_ours(rows: Mapping[str, Measurement]) -> dict[str, Comparison]:
+    """Compare every other contestant of a case with ours."""
+    return {name: compare(rows[OURS], row) for name, row in rows.items() if name != OURS}
+
+
+def wrong_in(rows: Mapping[str, Measurement]) -> int:
+    """How much was wrong, over all contestants of a case."""
+    return sum(row.wrong or 0 for row in rows.values())
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """The interval that holds the median, by the sign test; all of them where they are few.
 
     It supposes nothing about how the values are distributed: of so many independent ones, the
@@ -95,32 +130,3 @@ def median_interval(values: list[float], confidence: float = 0.95) -> tuple[floa
         outside = number + 1
     first = max(0, outside - 1)
     return ordered[first], ordered[count - 1 - first]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A peer beside ours, on one case, round by round.
-
-    Attributes:
-        ratio: the peer's time over ours: more than 1 where ours is faster.
-        difference: our time less the peer's, in seconds.
-        overhead: the difference in per cent of the peer's time.
-        best_difference: between the fastest rounds of the two, in seconds: what is left of the
-            difference where something else disturbs most rounds.
-    """
-
-    ratio: Spread
-    difference: Spread
-    overhead: Spread
-    best_difference: float
-
-
-def compare(ours: Timing, theirs: Timing) -> Comparison:
-    """Compare two on the same case, each round of one with the same round of the other."""
-    pairs = list(zip(ours.rounds, theirs.rounds, strict=True))
-    return Comparison(
-        Spread.of([b / a for a, b in pairs]),
-        Spread.of([a - b for a, b in pairs]),
-        Spread.of([100 * (a - b) / b for a, b in pairs]),
-        min(ours.rounds) - min(theirs.rounds),
-    )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fsdpcore.bench.cases import Case
-from fsdpcore.bench.memory import MIB, highest_rss, pss_per_rank
-from fsdpcore.bench.results import Row, compare
-from fsdpcore.bench.session import MAX_ITERATIONS, MIN_ITERATIONS, Entrant, Plan, Session
-from fsdpcore.bench.team import Team
+from fsdpcore.bench.harness.measurements import compare
+from fsdpcore.bench.harness.memory import MIB, highest_rss, pss_per_rank
+from fsdpcore.bench.harness.team import Team
+from fsdpcore.bench.harness.turns import MAX_ITERATIONS, MIN_ITERATIONS, Entrant, RoundPlan
+from fsdpcore.bench.main import measure
+from fsdpcore.bench.rows import Row
 from fsdpcore.core.errors import ArgumentError
 
 CASE = Case("all_reduce", 250_000, "float32", "sum", -1, 2, in_place=False)  # 1 MB
@@ -38,11 +40,13 @@ class FakeTeam(Team):
 def measured(plan, **teams):
     log = []
     entrants = [Entrant(name, FakeTeam(log, **options)) for name, options in teams.items()]
-    return Session(entrants, plan).measure(CASE), log
+    return measure(entrants, plan, CASE), log
 
 
 def test_contestants_take_turns():
-    rows, log = measured(Plan(rounds=3, iterations=7), fsdpcore={}, gloo={"seconds": 0.002}, mpi={})
+    rows, log = measured(
+        RoundPlan(rounds=3, iterations=7), fsdpcore={}, gloo={"seconds": 0.002}, mpi={}
+    )
     turns = [name for name, do, iterations in log if do == "run" and iterations == 7]
     assert turns == ["fsdpcore", "gloo", "mpi"] * 3
     assert list(rows) == ["fsdpcore", "gloo", "mpi"]
@@ -50,7 +54,7 @@ def test_contestants_take_turns():
 
 
 def test_every_case_is_prepared_first_and_released_last():
-    _, log = measured(Plan(), fsdpcore={}, gloo={})
+    _, log = measured(RoundPlan(), fsdpcore={}, gloo={})
     doing = [(name, do) for name, do, _ in log]
     assert doing[:2] == [("fsdpcore", "prepare"), ("fsdpcore", "check")]
     assert doing[-4:] == [
@@ -59,7 +63,7 @@ def test_every_case_is_prepared_first_and_released_last():
 
 
 def test_memory_is_that_of_all_ranks_at_the_end():
-    rows, _ = measured(Plan(rounds=1), fsdpcore={})
+    rows, _ = measured(RoundPlan(rounds=1), fsdpcore={})
     memory = rows["fsdpcore"].memory
     assert [one.process for one in memory] == [7, 8]
     assert highest_rss(memory) == 4 * MIB
@@ -67,10 +71,10 @@ def test_memory_is_that_of_all_ranks_at_the_end():
 
 
 def test_results_are_checked_apart_from_the_timed_runs_and_only_if_wanted():
-    rows, log = measured(Plan(), fsdpcore={"wrong": 3})
+    rows, log = measured(RoundPlan(), fsdpcore={"wrong": 3})
     assert rows["fsdpcore"].wrong == 3
     assert [do for _, do, _ in log].count("check") == 1
-    rows, log = measured(Plan(check=False), fsdpcore={"wrong": 3})
+    rows, log = measured(RoundPlan(check=False), fsdpcore={"wrong": 3})
     assert rows["fsdpcore"].wrong is None
     assert "check" not in [do for _, do, _ in log]
 
@@ -81,12 +85,12 @@ def test_results_are_checked_apart_from_the_timed_runs_and_only_if_wanted():
 )
 def test_as_many_iterations_as_fit(seconds, iterations):
     # The slower rank decides: it takes 1.2 times as long.
-    rows, _ = measured(Plan(seconds=0.1), fsdpcore={"seconds": seconds})
+    rows, _ = measured(RoundPlan(seconds=0.1), fsdpcore={"seconds": seconds})
     assert rows["fsdpcore"].iterations == iterations
 
 
 def test_a_number_of_iterations_that_was_asked_for_is_kept():
-    rows, _ = measured(Plan(iterations=20), fsdpcore={"seconds": 1.0})
+    rows, _ = measured(RoundPlan(iterations=20), fsdpcore={"seconds": 1.0})
     assert rows["fsdpcore"].iterations == 20
 
 
@@ -94,7 +98,7 @@ def test_who_cannot_do_a_case_is_left_out():
     log = []
     half = Case("all_reduce", 4, "bfloat16", "sum", -1, 2, in_place=False)
     entrants = [Entrant(name, FakeTeam(log)) for name in ("fsdpcore", "gloo", "mpi")]
-    assert list(Session(entrants, Plan()).measure(half)) == ["fsdpcore", "gloo"]
+    assert list(measure(entrants, RoundPlan(), half)) == ["fsdpcore", "gloo"]
     assert "mpi" not in {name for name, _, _ in log}
 
 
@@ -103,7 +107,7 @@ def test_who_cannot_do_a_case_is_left_out():
 )
 def test_a_plan_that_makes_no_sense(wrong):
     with pytest.raises(ArgumentError, match=next(iter(wrong))[:4]):
-        Plan(**wrong)
+        RoundPlan(**wrong)
 
 
 def test_a_row_in_numbers():

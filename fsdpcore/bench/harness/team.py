@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpcore.bench.member import Member
+from fsdpcore.bench.harness.member import Obedient
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import RankFailedError
@@ -49,7 +49,7 @@ class Team(ABC):
 class LocalTeam(Team):
     """The rank of this process, with its peers, which call the same in the same order."""
 
-    def __init__(self, backend: Backend, member: Member) -> None:
+    def __init__(self, backend: Backend, member: Obedient) -> None:
         self._backend = backend
         self._member = member
         self.versions = member.versions
@@ -62,7 +62,7 @@ class LocalTeam(Team):
         return [list(map(float, row)) for row in everyone]
 
 
-class _Line(NamedTuple):
+class _RankChannel(NamedTuple):
     """The connection of one rank."""
 
     socket: socket.socket
@@ -93,7 +93,7 @@ class RemoteTeam(Team):
     ) -> None:
         self._name = name
         self._processes: list[RankProcess] = []
-        self._lines: list[_Line | None] = [None] * world_size
+        self._lines: list[_RankChannel | None] = [None] * world_size
         self._directory = tempfile.TemporaryDirectory(prefix="fsdpcore-bench-")
         try:
             self._start(start)
@@ -124,7 +124,7 @@ class RemoteTeam(Team):
 
     def _admit(self, connection: socket.socket) -> None:
         connection.settimeout(START_SECONDS)
-        line = _Line(connection, connection.makefile("rwb"))
+        line = _RankChannel(connection, connection.makefile("rwb"))
         hello = line.read()
         if hello is None:
             line.close()
@@ -161,7 +161,9 @@ class RemoteTeam(Team):
                 raise RankFailedError(f"{self._name}: rank {rank} has ended", rank) from error
         return self._answers(lines, order)
 
-    def _answers(self, lines: Sequence[_Line], order: Mapping[str, Any]) -> list[list[float]]:
+    def _answers(
+        self, lines: Sequence[_RankChannel], order: Mapping[str, Any]
+    ) -> list[list[float]]:
         answers: dict[int, list[float]] = {}
         deadline = time.monotonic() + ANSWER_SECONDS
         with selectors.DefaultSelector() as selector:
@@ -180,7 +182,7 @@ class RemoteTeam(Team):
                     answers[key.data] = self._answer(key.data, lines[key.data])
         return [answers[rank] for rank in range(len(lines))]
 
-    def _answer(self, rank: int, line: _Line) -> list[float]:
+    def _answer(self, rank: int, line: _RankChannel) -> list[float]:
         try:
             message = line.read()
         except OSError:

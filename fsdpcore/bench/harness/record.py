@@ -1,4 +1,4 @@
-"""Results as JSON; bench/README.md describes the schema."""
+"""Results as JSON; bench/README.md describes the schemas."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from fsdpcore.bench.contestants import OURS
-from fsdpcore.bench.memory import MIB, highest_rss, pss_per_rank
-from fsdpcore.bench.results import Row, Spread, Timing, compare
+from fsdpcore.bench.harness.measurements import Measurement, beside_ours
+from fsdpcore.bench.harness.memory import MIB, highest_rss, pss_per_rank
 from fsdpcore.launch.blas import available_cores
 
-SCHEMA = "fsdpcore.bench.collectives/1"
+UNITS = {"us": 1e6, "ms": 1e3}
 
 
 def machine() -> dict[str, Any]:
@@ -35,34 +34,73 @@ def started_now() -> str:
 
 
 def document(
-    rows: Sequence[Mapping[str, Row]],
+    bench: str,
     *,
     command: Sequence[str],
     started: str,
     place: Mapping[str, Any],
     versions: Mapping[str, Mapping[str, str]],
     settings: Mapping[str, Any],
+    **results: Any,
 ) -> dict[str, Any]:
-    """Everything about a run, ready for ``json.dump``.
+    """Everything about a run, ready for ``save``.
 
     Args:
-        rows: for each case, the rows by contestant.
+        bench: its name in the schema.
         command: the command line.
         started: when.
         place: what ``machine`` returned at the start.
         versions: of libraries, by contestant.
         settings: all options, those with default values too.
+        results: what was measured.
     """
     return {
-        "schema": SCHEMA,
+        "schema": f"fsdpcore.bench.{bench}/1",
         "started": started,
         "command": list(command),
         "machine": dict(place),
         "versions": {name: dict(found) for name, found in versions.items()},
         "settings": dict(settings),
-        "rows": [_row(row) for case in rows for row in case.values()],
-        "comparisons": [item for case in rows for item in _comparisons(case)],
+        **results,
     }
+
+
+def row(measured: Measurement, unit: str, **more: Any) -> dict[str, Any]:
+    """A contestant's record, with ``more`` in its middle."""
+    scale = UNITS[unit]
+    return {
+        "contestant": measured.contestant,
+        "iterations": measured.iterations,
+        "wrong": measured.wrong,
+        f"time_{unit}": {
+            "avg": measured.seconds * scale,
+            "min": measured.fastest_rank * scale,
+            "max": measured.slowest_rank * scale,
+            "best": measured.best * scale,
+        },
+        **more,
+        "memory_mib": memory(measured),
+        f"samples_{unit}": samples(measured, unit),
+    }
+
+
+def samples(measured: Measurement, unit: str) -> list[list[float]]:
+    """For each round the time on each rank."""
+    scale = UNITS[unit]
+    return [[seconds * scale for seconds in ranks] for ranks in measured.samples]
+
+
+def memory(measured: Measurement) -> dict[str, float | None]:
+    """Memory per rank in MiB; None where the system does not say, or nobody looked."""
+    if not measured.memory:
+        return {"peak_rss": None, "pss": None}
+    proportional = pss_per_rank(measured.memory) / MIB
+    return {"peak_rss": highest_rss(measured.memory) / MIB, "pss": proportional or None}
+
+
+def ratios(rows: Mapping[str, Measurement]) -> dict[str, dict[str, float]]:
+    """Of every other contestant, its time over ours."""
+    return {name: compared.ratio._asdict() for name, compared in beside_ours(rows).items()}
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
@@ -94,68 +132,6 @@ def _holds_records(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(isinstance(each, Mapping) or _holds_records(each) for each in value)
     return False
-
-
-def _row(row: Row) -> dict[str, Any]:
-    return {
-        "contestant": row.contestant,
-        **_case(row),
-        "iterations": row.iterations,
-        "wrong": row.wrong,
-        "time_us": {
-            "avg": row.seconds * 1e6,
-            "min": row.fastest_rank * 1e6,
-            "max": row.slowest_rank * 1e6,
-            "best": min(row.rounds) * 1e6,
-        },
-        "algbw_gbs": row.algbw,
-        "busbw_gbs": row.busbw,
-        "memory_mib": memory(row),
-        "samples_us": [[seconds * 1e6 for seconds in ranks] for ranks in row.samples],
-    }
-
-
-def memory(timing: Timing) -> dict[str, float | None]:
-    """Memory per rank in MiB; None where the system does not say, or nobody looked."""
-    if not timing.memory:
-        return {"peak_rss": None, "pss": None}
-    proportional = pss_per_rank(timing.memory) / MIB
-    return {"peak_rss": highest_rss(timing.memory) / MIB, "pss": proportional or None}
-
-
-def _case(row: Row) -> dict[str, Any]:
-    case = row.case
-    return {
-        "operation": case.operation,
-        "size": case.size,
-        "count": case.count,
-        "type": case.dtype,
-        "redop": case.op,
-        "root": case.root,
-        "ranks": case.world_size,
-        "place": "in" if case.in_place else "out",
-    }
-
-
-def _comparisons(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
-    ours = rows[OURS]
-    found = []
-    for name, row in rows.items():
-        if name == OURS:
-            continue
-        compared = compare(ours, row)
-        difference = Spread(*(1e6 * value for value in compared.difference))
-        found.append(
-            {
-                "peer": name,
-                **_case(row),
-                "ratio": compared.ratio._asdict(),
-                "difference_us": difference._asdict(),
-                "best_difference_us": 1e6 * compared.best_difference,
-                "overhead_percent": compared.overhead._asdict(),
-            }
-        )
-    return found
 
 
 def _cpu_model() -> str:
