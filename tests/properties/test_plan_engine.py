@@ -49,6 +49,15 @@ def made():
     ]
 
 
+def tied_to_a_later_unit():
+    """The owner's gradients are reduced before those of the other use are there, and again."""
+    return [
+        fc.Unit("a", {"w": fc.Spec((5, 3)), "t": fc.Tied("c", "w")}),
+        fc.Unit("b", {"w": fc.Spec(40)}),
+        fc.Unit("c", {"w": fc.Spec(9)}),
+    ]
+
+
 def train(engine, microbatches, sync):
     with engine.step() as step:
         for number in range(microbatches):
@@ -73,7 +82,7 @@ def moved(backend, start):
     return found
 
 
-def compare(backend, strategy, options):
+def compare(backend, strategy, options, made=made):
     options = dict(options)
     passes = options.pop("microbatches", 1), options.pop("sync", "each")
     ahead = options.pop("prefetch", fc.Prefetch())
@@ -124,3 +133,10 @@ def test_an_engine_does_what_its_plan_says(world_size, strategy, options):
     # A buffer that is used again may be larger than what it is used for, and counts as it is.
     with mock.patch.object(BufferPool, "_reuse", return_value=None):
         fc.launch(compare, world_size=world_size, transport="sim", args=(strategy, options))
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "options"), CASES)
+def test_so_it_does_where_an_owner_comes_after_a_use(world_size, strategy, options):
+    args = (strategy, options, tied_to_a_later_unit)
+    with mock.patch.object(BufferPool, "_reuse", return_value=None):
+        fc.launch(compare, world_size=world_size, transport="sim", args=args)

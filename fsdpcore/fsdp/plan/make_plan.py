@@ -15,9 +15,10 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.sizes import UnitSize, lay_out, persistent
+from fsdpcore.fsdp.plan.step_log import StepLog
 from fsdpcore.fsdp.plan.times import seconds, simulate
 from fsdpcore.fsdp.plan.units import sizes_of
-from fsdpcore.fsdp.plan.walk import PlannedStep, Walk
+from fsdpcore.fsdp.plan.walk import PlannedStep, walk
 from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.step.schedule import Prefetch
 from fsdpcore.fsdp.units.precision import Precision
@@ -85,7 +86,7 @@ def make_plan(
     states = as_int(optimizer_states, "optimizer_states", minimum=0)
     place = strategy.place(world_size)
     layouts = lay_out(sizes, place.shards, precision)
-    job = PlannedStep(
+    step = PlannedStep(
         units=layouts,
         placement=place,
         rank=rank,
@@ -97,8 +98,7 @@ def make_plan(
         tensor=as_int(tensor, "tensor", minimum=1),
         whole=bool(whole),
     )
-    walk = Walk(job)
-    walk.run()
+    log = walk(step)
     compute = None if compute_seconds is None else _compute(compute_seconds, sizes)
     plan = Plan(
         strategy=strategy,
@@ -106,15 +106,15 @@ def make_plan(
         world_size=world_size,
         rank=rank,
         units=sizes,
-        microbatches=job.microbatches,
-        operations=tuple(walk.operations),
+        microbatches=step.microbatches,
+        operations=tuple(log.collectives),
         persistent=persistent(layouts, place, rank, optimizer_states=states, windowed=windowed),
-        peak_live=walk.peak,
-        tensor=job.tensor,
-        whole=job.whole,
-        compute_seconds=None if compute is None else 3 * job.microbatches * sum(compute),
+        peak_live=log.peak,
+        tensor=step.tensor,
+        whole=step.whole,
+        compute_seconds=None if compute is None else 3 * step.microbatches * sum(compute),
     )
-    return plan if costs is None else _timed(plan, walk, costs, compute)
+    return plan if costs is None else _timed(plan, log, costs, compute)
 
 
 def _compute(given: Sequence[float], units: Sequence[UnitSize]) -> list[float]:
@@ -130,7 +130,7 @@ def _compute(given: Sequence[float], units: Sequence[UnitSize]) -> list[float]:
 
 
 def _timed(
-    plan: Plan, walk: Walk, costs: Costs | Capabilities, compute: Sequence[float] | None
+    plan: Plan, log: StepLog, costs: Costs | Capabilities, compute: Sequence[float] | None
 ) -> Plan:
     """Add what follows from the costs of a transport."""
     operations = tuple(
@@ -140,5 +140,5 @@ def _timed(
     times = None
     if compute is not None:
         taken = {number: o.seconds or 0.0 for number, o in enumerate(operations)}
-        times = simulate(walk.events, taken, compute)
+        times = simulate(log.events, taken, compute)
     return dataclasses.replace(plan, operations=operations, times=times)

@@ -9,8 +9,8 @@ from typing import Any
 
 from fsdpcore.fsdp.plan import table
 from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize
+from fsdpcore.fsdp.plan.step_log import Live, PlannedCollective
 from fsdpcore.fsdp.plan.times import Times
-from fsdpcore.fsdp.plan.walk import Live, PlannedCollective
 from fsdpcore.fsdp.sharding.placement import Placement
 from fsdpcore.fsdp.sharding.strategy import Strategy
 

@@ -134,7 +134,6 @@ class Step:
             executor.gather(member, "backward")
             with _lent(member) as params:
                 yield BackwardUnit(params, member.begin_gradients())
-            # Before the reduction, which needs the room, and ends all reading.
             executor.release(member)
             self._end_backward(member)
         except BaseException:
@@ -146,10 +145,7 @@ class Step:
                 member.drop_local_gradients()
 
     def _end_backward(self, member: ShardedUnit) -> None:
-        if self._synchronising:
-            self._executor.reduce(member, self.divisor)
-        else:
-            member.keep_gradients()
+        self._executor.settle(member, self.divisor, reduce=self._synchronising)
         self._state.reduced = True
 
     @contextmanager

@@ -1,0 +1,276 @@
+"""A unit that has sizes in place of arrays: it writes down what it would move and hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.offload.offload import ArrayKind
+from fsdpcore.fsdp.plan.sizes import UnitBytes
+from fsdpcore.fsdp.plan.step_log import StepLog
+from fsdpcore.fsdp.sharding.placement import Placement, Reduction
+from fsdpcore.fsdp.units.sharded_unit import ParamState
+
+
+class _InMemory:
+    """Nothing has to be loaded: a plan does not count what files are read."""
+
+    depth = 0
+
+    def ahead(self, kinds: Sequence[ArrayKind]) -> None:
+        """Nothing to do."""
+
+
+class _Gathering(NamedTuple):
+    """A collective that gathers one flat buffer; sizes in bytes."""
+
+    ranks: int
+    nbytes: int
+    padding: int
+
+    @property
+    def sent(self) -> int:
+        """By each rank: its part, to all others."""
+        return self.nbytes // self.ranks * (self.ranks - 1)
+
+
+class SizedGradients:
+    """The gradients of one unit.
+
+    Args:
+        sizes: of the unit.
+        reductions: the collectives that sum them.
+        log: of the step.
+
+    Attributes:
+        sends: bytes that this rank sends in a reduction.
+    """
+
+    def __init__(self, sizes: UnitBytes, reductions: Sequence[Reduction], log: StepLog) -> None:
+        self._name = sizes.name
+        self._nbytes = sizes.gradients
+        self._item = sizes.dtypes.grad.itemsize
+        self._reductions = reductions
+        self._log = log
+        self.sends = sum(each.sent for each in reductions) * self._item
+        self._kept = False
+        self._tied: dict[str, int] = {}  # bytes that uses in other units have added, by name
+        self._reducing: list[Reduction] | None = None  # what comes after the first collective
+        self._first = -1  # its number; below 0 for none
+
+    @property
+    def unclaimed(self) -> bool:
+        """Whether there are gradients of tied parameters that no reduction has taken along."""
+        return bool(self._tied)
+
+    def begin(self) -> None:
+        """Take a buffer to be written."""
+        self._log.take(gradients=self._nbytes)
+
+    def add_tied(self, name: str, nbytes: int) -> None:
+        """Add what a use of a parameter elsewhere has given, whose buffer it takes over."""
+        if name in self._tied:  # it is added to what waits here already
+            self._log.take(gradients=-nbytes)
+        elif nbytes:
+            self._tied[name] = nbytes
+
+    def keep(self) -> None:
+        """Add what was written to what is kept, or let it be that."""
+        if self._kept:
+            self._log.take(gradients=-self._nbytes)
+        self._kept = True
+
+    def reduce(self, *, background: bool) -> None:
+        """Sum what was written, what is kept and what ties have left."""
+        if self._kept:
+            self.keep()
+            self._kept = False
+        self._log.take(gradients=-sum(self._tied.values()))
+        self._tied.clear()
+        self._reducing, self._first = list(self._reductions), -1
+        if self._reducing:
+            self._first = self._issue(self._reducing.pop(0), background=background)
+        if not background:
+            self.wait()
+
+    def wait(self) -> None:
+        """End a reduction that was begun, and free its buffer."""
+        if self._reducing is None:
+            return
+        left, self._reducing = self._reducing, None
+        if self._first >= 0:
+            self._log.wait(self._first)
+        for each in left:
+            self._log.wait(self._issue(each, background=False))
+        self._log.take(gradients=-self._nbytes)
+
+    def _issue(self, each: Reduction, *, background: bool) -> int:
+        return self._log.issue(
+            each.kind,
+            self._name,
+            each.ranks,
+            each.size * self._item,
+            each.padding * self._item,
+            sent=each.sent * self._item,
+            background=background,
+        )
+
+
+class SizedUnit:
+    """A unit in a planned step, which is such as every step but the first one is.
+
+    Args:
+        sizes: of its flat buffers.
+        placement, rank: who keeps what.
+        log: of the step.
+        windowed, brought: as of ``PlannedStep``.
+
+    Attributes:
+        owners: the units that its tied parameters belong to, by a name of the tie.
+        state: where its parameters are.
+    """
+
+    store = _InMemory()
+
+    def __init__(
+        self,
+        sizes: UnitBytes,
+        placement: Placement,
+        rank: int,
+        log: StepLog,
+        *,
+        windowed: bool,
+        brought: bool,
+    ) -> None:
+        self.name = sizes.name
+        self.trainable = sizes.trained.size > 0
+        self.owners: Mapping[str, SizedUnit] = {}
+        self.state = ParamState.SHARDED
+        reductions = placement.reductions(sizes.trained, rank) if self.trainable else ()
+        self.gradients = SizedGradients(sizes, reductions, log)
+        self._sizes = sizes
+        self._placement = placement
+        self._log = log
+        self._kept = windowed or placement.whole_parameters
+        # Gathered parameters are in a buffer of their own.
+        self._takes = brought or not self._kept
+        # An update has made them stale where all are kept; what is frozen then never is.
+        self._fresh = windowed or not placement.gathers
+        layouts = (sizes.trained,) if self._kept else sizes.parts
+        self._from_shards = _gatherings(layouts, placement.shards)
+        self._from_parts = _gatherings(layouts, placement.regather)
+        self._has_part = False  # a larger part than the shard
+        self._gathers: list[int] = []
+        self._tied: list[tuple[SizedUnit, str, int]] = []
+
+    def tie(self, units: Sequence[SizedUnit]) -> None:
+        """Find the units that own what is tied to it."""
+        ties = self._sizes.ties
+        self._tied = [(units[owner], name, size) for owner, name, size in ties]
+        self.owners = {f"{owner.name}.{name}": owner for owner, name, _ in self._tied}
+
+    # Parameters.
+
+    @property
+    def _gatherings(self) -> Sequence[_Gathering]:
+        """The collectives that gather it now."""
+        if self._fresh:
+            return ()
+        return self._from_parts if self._has_part else self._from_shards
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Whether a gathering was begun that nobody has waited for."""
+        return self.state is ParamState.GATHERING
+
+    @property
+    def fetched(self) -> int:
+        """Whether anything moves in a gathering."""
+        return int(self._takes or not self._fresh)
+
+    @property
+    def stale(self) -> int:
+        """How many flat buffers come from other ranks."""
+        return len(self._gatherings)
+
+    @property
+    def sends(self) -> int:
+        """Bytes that this rank sends when it is gathered."""
+        return sum(each.sent for each in self._gatherings)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory that a gathering takes."""
+        return self._sizes.gathered if self._takes else 0
+
+    def unshard(self, *, async_op: bool = False) -> None:
+        """Gather the parameters."""
+        if self.state is ParamState.SHARDED:
+            self._log.take(parameters=self.gathered_bytes)
+            self._gathers = [
+                self._log.issue("all_gather", self.name, *each, sent=each.sent, background=async_op)
+                for each in self._gatherings
+            ]
+            self._fresh = self._fresh or self._kept
+            self.state = ParamState.GATHERING
+        if not async_op:
+            for each in self._gathers:
+                self._log.wait(each)
+            self._gathers = []
+            self.state = ParamState.UNSHARDED
+
+    def reshard(self, *, again: bool = False) -> None:
+        """End the use of the gathered parameters, ``again`` if a backward pass is to come."""
+        gathered = self.state is not ParamState.SHARDED
+        self.state = ParamState.SHARDED
+        part = self._sizes.gathered // self._placement.regather
+        if again and gathered and not self._has_part and self._takes and self._placement.keeps_part:
+            self._has_part = True
+            self._log.take(parameters=part)  # it is copied from what is freed then
+        elif self._has_part and not again:
+            self._has_part = False
+            self._log.take(parameters=-part)
+        if gathered:
+            self._log.take(parameters=-self.gathered_bytes)
+
+    # Gradients.
+
+    def begin_gradients(self) -> None:
+        """Take buffers for its gradients, and for those of tied parameters, which lie apart."""
+        self.gradients.begin()
+        self._log.take(gradients=sum(nbytes for _, _, nbytes in self._tied_gradients()))
+
+    def keep_gradients(self) -> None:
+        """Add what was written to what is reduced with the next ones."""
+        self._hand_over_tied()
+        self.gradients.keep()
+
+    def reduce_gradients(self, *, divisor: float | None = None, async_op: bool = False) -> None:
+        """Sum the gradients of all ranks."""
+        self._hand_over_tied()
+        self.gradients.reduce(background=async_op)
+
+    def _hand_over_tied(self) -> None:
+        for owner, name, nbytes in self._tied_gradients():
+            owner.gradients.add_tied(name, nbytes)
+
+    def _tied_gradients(self) -> list[tuple[SizedUnit, str, int]]:
+        """Owner, name there, and bytes of the gradient of each tied parameter."""
+        return [
+            (owner, name, size * owner._sizes.dtypes.grad.itemsize)
+            for owner, name, size in self._tied
+        ]
+
+
+def _gatherings(layouts: Iterable[FlatLayout], ranks: int) -> tuple[_Gathering, ...]:
+    """The collectives by which so many ranks gather flat buffers."""
+    return tuple(
+        _Gathering(
+            ranks,
+            layout.padded_size * layout.dtype.itemsize,
+            layout.padding * layout.dtype.itemsize,
+        )
+        for layout in layouts
+        if layout.size and ranks > 1
+    )

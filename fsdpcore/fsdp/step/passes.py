@@ -1,0 +1,264 @@
+"""What passes do with units, and when: gathered, some ahead of their use, freed, reduced.
+
+These rules are told once. A step has them carried out by units that have arrays, a plan by units
+that have sizes only and write down what they would do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from fsdpcore.fsdp.offload.offload import GATHERED, ArrayKind
+from fsdpcore.fsdp.sharding.placement import Placement
+from fsdpcore.fsdp.step.schedule import Phase, Prefetch, UnitOrder
+from fsdpcore.fsdp.step.stats import StepStats
+from fsdpcore.fsdp.units.sharded_unit import ParamState
+
+
+class PassStore(Protocol):
+    """Where a unit's arrays are while nobody uses them."""
+
+    @property
+    def depth(self) -> int:
+        """How many units are to be announced ahead of their use."""
+
+    def ahead(self, kinds: Sequence[ArrayKind]) -> None:
+        """Begin to load arrays."""
+
+
+class PassGradients(Protocol):
+    """The gradients of a unit."""
+
+    @property
+    def sends(self) -> int:
+        """Bytes that this rank sends in a reduction."""
+
+    @property
+    def unclaimed(self) -> bool:
+        """Whether there are gradients of tied parameters that no reduction has taken along."""
+
+    def wait(self) -> None:
+        """End a reduction that was begun."""
+
+
+class PassUnit(Protocol):
+    """What passes ask of a unit; see the unit of an engine for all of it."""
+
+    @property
+    def name(self) -> str:
+        """Of the unit."""
+
+    @property
+    def owners(self) -> Mapping[str, PassUnit]:
+        """The units that its tied parameters belong to."""
+
+    @property
+    def state(self) -> ParamState:
+        """Where the parameters are."""
+
+    @property
+    def store(self) -> PassStore:
+        """Where its arrays are."""
+
+    @property
+    def gradients(self) -> PassGradients:
+        """Its gradients."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it has gradients of its own."""
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Whether a gathering was begun that nobody has waited for."""
+
+    @property
+    def fetched(self) -> int:
+        """How many flat buffers move in a gathering."""
+
+    @property
+    def stale(self) -> int:
+        """How many of these come from other ranks."""
+
+    @property
+    def sends(self) -> int:
+        """Bytes that this rank sends when the unit is gathered."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory that a gathering takes."""
+
+    def unshard(self, *, async_op: bool = False) -> object:
+        """Gather the parameters."""
+
+    def reshard(self, *, again: bool = False) -> None:
+        """End the use of the gathered parameters."""
+
+    def begin_gradients(self) -> object:
+        """Have gradients to be written."""
+
+    def keep_gradients(self) -> None:
+        """Add what was written to what is reduced with the next ones."""
+
+    def reduce_gradients(self, *, divisor: float | None = None, async_op: bool = False) -> None:
+        """Sum the gradients of all ranks."""
+
+
+class UnitPasses:
+    """The units of a model in the order in which steps go through them.
+
+    Args:
+        units: in the order of the forward pass.
+        placement: of the units.
+        ahead: what goes on in the background.
+        overlaps: gradients are reduced there.
+
+    Attributes:
+        stats: of the step that is open, or the last one.
+        awaiting: by name of the unit, how many forward passes wait for their backward pass.
+    """
+
+    def __init__(
+        self, units: Sequence[PassUnit], placement: Placement, ahead: Prefetch, *, overlaps: bool
+    ) -> None:
+        self.stats = StepStats()
+        self.awaiting: Counter[str] = Counter()
+        self._units = units
+        self._number = {unit.name: number for number, unit in enumerate(units)}
+        self._placement = placement
+        self._prefetch = ahead
+        self._overlaps = overlaps
+        self._order = UnitOrder(len(units))
+        self._ahead: list[PassUnit] = []
+        self._reducing: PassUnit | None = None
+
+    @property
+    def events(self) -> list[tuple[Phase, int]]:
+        """What the step has gone through: phases, and numbers of units."""
+        return self._order.events
+
+    def begin_passes(self, awaiting: Counter[str]) -> None:
+        """Begin a step; ``awaiting`` is counted by whoever makes its passes."""
+        self.awaiting = awaiting
+        self._order.begin()
+        self.stats = StepStats(began=time.perf_counter())
+
+    def updated(self) -> None:
+        """Take note that the step has come to its update."""
+        self._order.end()
+
+    def end_passes(self) -> None:
+        """End a step."""
+        self.awaiting = Counter()
+        self._reducing = None
+        self._ahead.clear()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time in this block as exposed communication."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stats.waited += time.perf_counter() - began
+
+    # Parameters.
+
+    def gather(self, unit: PassUnit, phase: Phase) -> None:
+        """Have ``unit`` and the owners of its ties gathered, and begin with what comes next."""
+        upcoming = self._order.enter(phase, self._number[unit.name])
+        following = [self._units[number] for number in upcoming[: self._prefetch.units]]
+        members = _members(unit)
+        for ahead in self._ahead:
+            if ahead not in members and ahead not in following:
+                self.free(ahead)  # the guess was wrong
+        with self.waiting():
+            for member in members:
+                self._count(member)
+                member.unshard()
+        self._ahead = [each for each in following if each.has_pending_prefetch]
+        self._fetch(following)
+        last = len(following) + unit.store.depth
+        for number in upcoming[len(following) : last] if unit.store.depth else ():
+            if self._units[number].state is ParamState.SHARDED:
+                self._units[number].store.ahead(GATHERED)
+
+    def record(self, unit: PassUnit, phase: Phase) -> None:
+        """Take note of a pass of a unit for which nothing has to be gathered."""
+        self._order.enter(phase, self._number[unit.name])
+
+    def _fetch(self, following: Sequence[PassUnit]) -> None:
+        limit = self._prefetch.max_bytes
+        nbytes = sum(unit.gathered_bytes for unit in self._ahead)
+        for unit in following:
+            if unit.state is not ParamState.SHARDED or not unit.fetched:
+                continue
+            nbytes += unit.gathered_bytes
+            if self._ahead and limit is not None and nbytes > limit:
+                return
+            self._count(unit)
+            unit.unshard(async_op=True)
+            self._ahead.append(unit)
+
+    def _count(self, unit: PassUnit) -> None:
+        """Take note that a unit is about to be gathered, if it is not already."""
+        if unit.state is ParamState.SHARDED:
+            self.stats.gathers += unit.stale
+            self.stats.bytes_sent += unit.sends
+
+    def release(self, unit: PassUnit) -> None:
+        """End the use of ``unit`` in a pass; what happens to its parameters, the strategy says."""
+        for member in _members(unit):
+            self.free(member)
+
+    def free(self, unit: PassUnit) -> None:
+        """Free one unit, unless the strategy keeps it for a backward pass to come."""
+        again = self.awaiting[unit.name] > 0
+        if not (again and self._placement.keeps_for_backward):
+            unit.reshard(again=again)
+
+    # Gradients.
+
+    def settle(self, unit: PassUnit, divisor: float | None, *, reduce: bool) -> None:
+        """Reduce the gradients that a backward pass has written, or keep them for later.
+
+        Before it the parameters are freed: the reduction needs the room, and ends all reading.
+        """
+        if reduce:
+            self._reduce(unit, divisor)
+        else:
+            unit.keep_gradients()
+
+    def _reduce(self, unit: PassUnit, divisor: float | None) -> None:
+        """Reduce in the background if so chosen, one unit after the other."""
+        self._finish_reduction()
+        if unit.trainable:
+            self.stats.reductions += 1
+            self.stats.bytes_sent += unit.gradients.sends
+        with self.waiting():
+            unit.reduce_gradients(divisor=divisor, async_op=self._overlaps)
+        self._reducing = unit
+
+    def finish_reductions(self, divisor: float | None) -> None:
+        """Have all gradients reduced, those too that ties have left with their owners."""
+        for unit in self._units:
+            if unit.gradients.unclaimed:  # and the unit had no backward pass after these
+                unit.begin_gradients()
+                self._reduce(unit, divisor)
+        self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
+        """Wait for the reduction that goes on in the background."""
+        reducing, self._reducing = self._reducing, None
+        if reducing is not None:
+            with self.waiting():
+                reducing.gradients.wait()
+
+
+def _members(unit: PassUnit) -> list[PassUnit]:
+    """The unit, and the owners of its ties."""
+    return list(dict.fromkeys([unit, *unit.owners.values()]))
