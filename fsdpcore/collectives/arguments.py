@@ -17,7 +17,7 @@ from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation, Shape
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, dtype_code
-from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.checks import as_instance
 
 # Kinds of calls that a group remembers.
 _REMEMBERED = 1024
@@ -25,11 +25,8 @@ _REMEMBERED = 1024
 
 def check_backend(backend: Backend) -> None:
     """Raise ``ArgumentError`` if what a caller passed as the backend is none."""
-    if not isinstance(backend, Backend):
-        raise ArgumentError(
-            f"a collective takes the array, then the backend; got {type(backend).__name__} "
-            "as the backend"
-        )
+    order = "a collective takes the array, then the backend"
+    as_instance(backend, Backend, "the backend", "a Backend", order)
 
 
 def operand(array: ArrayLike, backend: Backend) -> tuple[Array, Backend]:
@@ -97,8 +94,7 @@ def spec_for(
     """
     if dtype is not None:
         dtype_code(dtype)
-    if not isinstance(label, str):
-        raise ArgumentError(f"{operation}: a label is a string, got {label!r}")
+    as_instance(label, str, f"{operation}: a label", "a string")
     layout = layout or Layout()
     fingerprint = Fingerprint(
         operation,

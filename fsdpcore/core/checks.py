@@ -173,13 +173,20 @@ def as_members(ranks: object, world_size: int, what: str) -> tuple[int, ...]:
     return members
 
 
-def as_counts(counts: object, ranks: int, what: str) -> list[int]:
-    """Return ``counts`` as numbers of rows, one for each of so many ranks."""
+def as_counts(counts: object, ranks: int, what: str, total: int | None = None) -> list[int]:
+    """Return ``counts`` as numbers of rows, one for each of so many ranks.
+
+    ``total`` is the number of rows that the array has, if that is known.
+    """
     if isinstance(counts, (str, bytes, Mapping, Set)) or not isinstance(counts, Iterable):
         raise ArgumentError(f"{what} must be integers, one per rank, got {counts!r:.200}")
     sizes = [as_int(count, f"each of {what}", minimum=0) for count in counts]
     if len(sizes) != ranks:
         raise ArgumentError(f"{what} must be {ranks} numbers, one per rank, got {sizes}")
+    if total is not None and sum(sizes) != total:
+        raise ArgumentError(
+            f"{what} {sizes} sum up to {sum(sizes)}, but the array has {total} rows"
+        )
     return sizes
 
 

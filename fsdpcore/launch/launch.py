@@ -39,6 +39,14 @@ def launch(
 ) -> list[Any]:
     """Call ``fn(backend, *args)`` on every rank. Blocks until all have returned.
 
+    ::
+
+        def main(backend):
+            return fc.all_reduce(backend.rank, backend)
+
+        if __name__ == "__main__":
+            print(fc.launch(main, world_size=4))   # [6, 6, 6, 6]
+
     In a process that a launcher started (``fsdpcore run``, ``mpirun``, ``srun``, ``torchrun``)
     this joins as that rank, and the launcher's number of ranks counts. Otherwise it starts the
     ranks itself: as threads or as processes of this host, whatever the transport's ranks are. So
@@ -111,6 +119,11 @@ def launch(
 def init(transport: str | None = None, **options: Any) -> Backend:
     """Join as a rank, for those who don't want ``launch``. Blocks until all ranks are there.
 
+    ::
+
+        with fc.init("zmq", timeout=30) as backend:   # run by: fsdpcore run -n 4 script.py
+            total = fc.all_reduce(x, backend)
+
     The rank comes from the launcher that started this process; without one, the job has a single
     rank. An exception that nobody catches then aborts the whole job. Close the backend at the end,
     best with ``with fc.init() as backend:``; what is still open when the interpreter ends is
@@ -119,6 +132,9 @@ def init(transport: str | None = None, **options: Any) -> Backend:
     Args:
         transport: scheme or URL (default: as for ``launch``).
         **options: as for ``launch``.
+
+    Returns:
+        The backend of the whole job, which the caller owns.
 
     Raises:
         ConfigError: an option or URL is wrong, or nothing says which rank this process is.

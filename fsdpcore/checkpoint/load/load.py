@@ -30,7 +30,10 @@ def load(
 ) -> Loaded:
     """Load a checkpoint, however it was sharded when it was saved; a collective, which blocks.
 
-    Ranks, strategy and mesh may be others than those that saved it, or none.
+    Ranks, strategy and mesh may be others than those that saved it, or none. ::
+
+        loaded = fc.checkpoint.load("run", engine, backend)
+        position = loaded.extra["position"]
 
     Every rank reads the bytes that it needs, straight into its arrays, or by way of a window of
     the host's memory to those on a GPU, and checks them. What
@@ -59,6 +62,9 @@ def load(
             the loss scale stay as they are.
         threads: that read, on this rank; by default as many as there are cores for it, at most 4.
         timeout: seconds to wait for the slowest rank's disk; by default 1800.
+
+    Returns:
+        Which step it was, its ``extra``, what was missing, unexpected or skipped.
 
     Raises:
         ArgumentError: something does not fit, on some rank; on all ranks, and nothing was changed

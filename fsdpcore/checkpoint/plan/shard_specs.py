@@ -18,7 +18,7 @@ from fsdpcore.checkpoint.format.metadata import MAX_STEP
 from fsdpcore.checkpoint.format.metadata_builder import check_shape
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text
 from fsdpcore.checkpoint.plan.plan_save import HeldArray, SavePlan, encode, held_of, plan
-from fsdpcore.core.checks import as_dtype, as_int, as_shape
+from fsdpcore.core.checks import as_dtype, as_int, as_rank, as_shape
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
@@ -298,7 +298,4 @@ def _with_region(spec: TensorShardSpec, region: Range | None) -> TensorShardSpec
 def check_rank_of(rank: int, world_size: int) -> tuple[int, int]:
     """Return a rank and the number of ranks as integers; ArgumentError unless it is one of them."""
     world_size = as_int(world_size, "world_size", minimum=1)
-    rank = as_int(rank, "rank", minimum=0)
-    if rank >= world_size:
-        raise ArgumentError(f"rank {rank} is none of {world_size} ranks, counted from 0")
-    return rank, world_size
+    return as_rank(rank, world_size, "rank"), world_size

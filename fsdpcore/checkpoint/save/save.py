@@ -32,7 +32,9 @@ def save(
 
     Each rank writes its own part into a file; what several ranks have is written once. Until all
     of it is there, and synced, the checkpoint does not exist for any reader: whatever happens,
-    ``load`` finds the one before or this one.
+    ``load`` finds the one before or this one. ::
+
+        saved = fc.checkpoint.save("run", engine, backend, extra={"position": 12})
 
     Args:
         path: a folder that all ranks see, or a URL of fsspec. It may hold other steps; saving a
@@ -53,6 +55,9 @@ def save(
             or infinite is not kept, so that the checkpoint is not among the best.
         retention: which steps to keep; without it, all.
         timeout: seconds to wait for the slowest rank's disk.
+
+    Returns:
+        The step, the name of its folder, and what went wrong besides.
 
     Raises:
         ArgumentError: the state makes no sense, or the ranks disagree about an array. Nothing was

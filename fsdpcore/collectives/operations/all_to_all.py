@@ -12,12 +12,13 @@ from fsdpcore.collectives.algorithms import direct
 from fsdpcore.collectives.arguments import operand, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.perform import carry_out, perform
-from fsdpcore.collectives.operations.rows import check_counts, check_rows
+from fsdpcore.collectives.operations.rows import check_rows
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of, row_size
+from fsdpcore.core.checks import as_counts
 from fsdpcore.core.errors import MismatchError
 
 # The ranks of all_to_all_v know different sizes, and have to choose the same: as for long arrays.
@@ -127,10 +128,11 @@ def all_to_all_v(
     """
     source, backend = operand(array, backend)
     spec = remembered(backend, _ragged, source.dtype, source.shape, algorithm, label)
-    sending = check_counts(send_counts, backend, source.shape[0], "all_to_all_v: send_counts")
+    ranks, rows = backend.world_size, source.shape[0]
+    sending = as_counts(send_counts, ranks, "all_to_all_v: send_counts", rows)
     expected = None
     if recv_counts is not None:
-        expected = check_counts(recv_counts, backend, None, "all_to_all_v: recv_counts")
+        expected = as_counts(recv_counts, ranks, "all_to_all_v: recv_counts")
 
     def body(context: CollectiveContext) -> Array | None:
         receiving = _tell_counts(context, sending)

@@ -10,10 +10,11 @@ from numpy.typing import ArrayLike
 from fsdpcore.collectives.arguments import operand
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.perform import perform
-from fsdpcore.collectives.operations.rows import check_counts, check_rows
+from fsdpcore.collectives.operations.rows import check_rows
 from fsdpcore.collectives.spec import Choice, Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_counts
 from fsdpcore.core.reductions import ReduceOp
 
 
@@ -122,7 +123,7 @@ def reduce_scatter_v(
     """
     source, backend = operand(array, backend)
     check_rows(source.shape, "reduce_scatter_v")
-    sizes = check_counts(counts, backend, source.shape[0], "reduce_scatter_v: counts")
+    sizes = as_counts(counts, backend.world_size, "reduce_scatter_v: counts", source.shape[0])
     return perform(
         REDUCE_SCATTER, source, backend, out, timeout, async_op, algorithm, label, op,
         counts=tuple(sizes),

@@ -6,8 +6,6 @@ rows at all.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -97,34 +95,3 @@ def _check_out(out: Array | None, source: Array, device: Device) -> None:
     if out is not None:
         rows = tuple(getattr(out, "shape", ()))[:1] or (0,)
         device.check_out(out, rows + source.shape[1:], source.dtype)
-
-
-def check_counts(
-    counts: Sequence[int], backend: Backend, total: int | None, what: str
-) -> list[int]:
-    """Return counts of rows as a list.
-
-    Args:
-        counts: as the user has passed them.
-        backend: they are one per rank of it.
-        total: what they sum up to, if that is known.
-        what: they are, in words.
-
-    Raises:
-        ArgumentError: they are something else.
-    """
-    try:
-        if isinstance(counts, (Mapping, Set)) or any(isinstance(c, bool) for c in counts):
-            raise TypeError
-        sizes = [operator.index(count) for count in counts]
-    except TypeError:
-        raise ArgumentError(f"{what} must be integers, one per rank, got {counts!r}") from None
-    if len(sizes) != backend.world_size or any(size < 0 for size in sizes):
-        raise ArgumentError(
-            f"{what} must be {backend.world_size} numbers >= 0, one per rank, got {sizes}"
-        )
-    if total is not None and sum(sizes) != total:
-        raise ArgumentError(
-            f"{what} {sizes} sum up to {sum(sizes)}, but the array has {total} rows"
-        )
-    return sizes

@@ -14,13 +14,13 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.broadcast import broadcast
 from fsdpcore.collectives.operations.perform import carry_out
-from fsdpcore.collectives.operations.rows import check_counts, check_rows
+from fsdpcore.collectives.operations.rows import check_rows
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import MAX_SIGNATURE, Array, pack_signature, unpack_signature
-from fsdpcore.core.checks import as_rank
+from fsdpcore.core.checks import as_counts, as_rank
 from fsdpcore.core.errors import ArgumentError
 
 
@@ -182,7 +182,7 @@ def _given(
     if counts is None:
         return source, SCATTER.sizes(source.shape, backend.world_size)
     check_rows(source.shape, operation)
-    return source, check_counts(counts, backend, source.shape[0], f"{operation}: counts")
+    return source, as_counts(counts, backend.world_size, f"{operation}: counts", source.shape[0])
 
 
 def _spec(backend: Backend, operation: str, root: int, algorithm: str, label: str) -> CallSpec:

@@ -23,14 +23,25 @@ from fsdpcore.fsdp.units.initializers import Initializer, zeros
 
 @dataclass(frozen=True, init=False)
 class Spec:
-    """Deferred initialisation of one parameter.
+    """Deferred initialisation of one parameter, in place of an array in a ``Unit``.
 
-    ``shape`` is an int or a sequence of ints (``()`` is 0-d, extents may be 0), ``dtype`` anything
-    that NumPy takes as a numeric dtype, and ``init`` an object such as ``initializers.zeros`` or
-    ``initializers.normal(std=0.02)``.
-    They are kept as a tuple of ints, an ``np.dtype`` and the object. ``box`` says where in a whole
-    parameter it lies, if it was cut out of one; ``shape`` is what is left then.
-    Raises ArgumentError if one of them is wrong or ``init`` cannot fill that dtype.
+    Nothing is allocated until the engine is made, and then each rank makes its shard only. The
+    values depend on the engine's seed and the parameter's name, not on the number of ranks. ::
+
+        fc.Unit("embed", {"w": fc.Spec((50_000, 1024), init=fc.initializers.normal(std=0.02))})
+
+    Args:
+        shape: an integer or a sequence of them; ``()`` is 0-d, extents may be 0.
+        dtype: anything that NumPy takes as a numeric dtype.
+        init: what fills it, such as ``initializers.zeros`` or ``initializers.normal(std=0.02)``.
+
+    Attributes:
+        shape, dtype, init: as a tuple of integers, an ``np.dtype`` and the object.
+        box: where in a whole parameter it lies, if it was cut out of one by slices; ``shape`` is
+            what is left then. None for a whole one.
+
+    Raises:
+        ArgumentError: one of them is wrong, or ``init`` cannot fill that dtype.
     """
 
     shape: tuple[int, ...]
