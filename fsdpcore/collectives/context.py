@@ -15,7 +15,7 @@ from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Pending
-from fsdpcore.diagnostics.recorder import Entry
+from fsdpcore.diagnostics.recorder import OperationEntry
 
 _KEPT = 64 << 20  # bytes of scratch memory at most
 
@@ -54,7 +54,7 @@ class CollectiveContext:
     """
 
     call: CallSpec
-    entry: Entry
+    entry: OperationEntry
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -222,7 +222,7 @@ class CollectiveContext:
         """Whether a rank of the group has left the job."""
         return self._backend.root.departed(self.global_rank(rank))
 
-    def broke(self, entry: Entry, error: BaseException) -> None:
+    def broke(self, entry: OperationEntry, error: BaseException) -> None:
         """Break the backend because the collective was left by an error: ranks may be anywhere."""
         root = self._backend.root
         root.recorder.fail(entry, error)

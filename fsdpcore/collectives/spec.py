@@ -16,7 +16,7 @@ from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.core.buffers import Array, bounds_of, row_size, split_sizes
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import Reduction
-from fsdpcore.diagnostics.recorder import Record
+from fsdpcore.diagnostics.recorder import CollectiveRecord
 
 Shape = tuple[int, ...]
 
@@ -196,7 +196,7 @@ class CallSpec:
         self.definition = definition
         itemsize = self.dtype.itemsize if self.dtype is not None else 0
         self.nbytes = math.prod(self.shape) * itemsize
-        self.record = Record(
+        self.record = CollectiveRecord(
             self.operation,
             self.dtype,
             self.shape,

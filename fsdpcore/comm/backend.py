@@ -41,7 +41,7 @@ from fsdpcore.core.errors import (
     in_words,
 )
 from fsdpcore.core.work import Deadline, Pending, Work
-from fsdpcore.diagnostics.recorder import Message
+from fsdpcore.diagnostics.recorder import MessageRecord
 from fsdpcore.diagnostics.status import Group
 
 B = TypeVar("B", bound="Backend")
@@ -222,7 +222,9 @@ class Backend(ABC):
         source = input_array(self._on_host(array))
         self._check_peer(dst, "send to")
         envelope = Envelope(self.channel, as_tag(tag), pack_signature(source.dtype, source.shape))
-        message = Message("send", source.dtype, source.shape, source.nbytes, self.ranks[dst], tag)
+        message = MessageRecord(
+            "send", source.dtype, source.shape, source.nbytes, self.ranks[dst], tag
+        )
         return self._post(self.root.post_send, byte_view(source), dst, envelope, message, None)
 
     def _irecv(self, out: Array, src: int, tag: int) -> MessageWork:
@@ -234,7 +236,7 @@ class Backend(ABC):
         direct = device.on_host and out.flags.c_contiguous
         staging = out if direct else np.empty(out.shape, out.dtype)
         envelope = Envelope(self.channel, as_tag(tag), pack_signature(out.dtype, out.shape))
-        message = Message("recv", out.dtype, out.shape, out.nbytes, self.ranks[src], tag)
+        message = MessageRecord("recv", out.dtype, out.shape, out.nbytes, self.ranks[src], tag)
 
         def deliver() -> Array:
             if staging is not out:
@@ -249,7 +251,7 @@ class Backend(ABC):
         data: Bytes,
         peer: int,
         envelope: Envelope,
-        message: Message,
+        message: MessageRecord,
         deliver: Callable[[], Array] | None,
     ) -> MessageWork:
         self.order.check_open()

@@ -10,7 +10,7 @@ from fsdpcore.comm.job import Job
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Deadline, Pending, Work
-from fsdpcore.diagnostics.recorder import Message, MessageEntry
+from fsdpcore.diagnostics.recorder import MessageEntry, MessageRecord
 from fsdpcore.diagnostics.status import Group
 
 
@@ -71,13 +71,13 @@ class MessageWork(Work):
 
     def _timed_out(self, limit: float) -> CommTimeoutError:
         message = self._entry.call
-        assert isinstance(message, Message)
+        assert isinstance(message, MessageRecord)
         report = self._job.message_report(message.peer, self._group.channel)
         return CommTimeoutError(f"{self._words()} timed out after {limit:g} s{report}")
 
     def _words(self) -> str:
         message = self._entry.call
-        assert isinstance(message, Message)
+        assert isinstance(message, MessageRecord)
         ranks = self._group.ranks
         where = f"on rank {ranks.index(self._job.rank)} of {len(ranks)}"
         return f"{message.words(self._peer)} {where}"

@@ -43,7 +43,7 @@ class TransportReport:
 
 
 @dataclass(frozen=True)
-class Blas:
+class BlasReport:
     """A BLAS library that is loaded."""
 
     name: str
@@ -52,7 +52,7 @@ class Blas:
 
 
 @dataclass(frozen=True)
-class SharedMemory:
+class SharedMemoryReport:
     """Size and free space of the file system for shared memory, in bytes."""
 
     path: str
@@ -61,7 +61,7 @@ class SharedMemory:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingReport:
     """A resolved setting, and where it comes from."""
 
     name: str
@@ -90,10 +90,10 @@ class Diagnosis:
     python: str
     libraries: Mapping[str, str]
     cores: int
-    blas: tuple[Blas, ...]
-    shared_memory: SharedMemory | None
+    blas: tuple[BlasReport, ...]
+    shared_memory: SharedMemoryReport | None
     launcher: str
-    settings: tuple[Setting, ...]
+    settings: tuple[SettingReport, ...]
     configuration_error: str | None
     transport_error: str | None = None
 
@@ -114,7 +114,7 @@ def examine(environ: Mapping[str, str], directory: Path) -> Diagnosis:
         libraries={name: _version(name) for name in _LIBRARIES},
         cores=available_cores(),
         blas=tuple(
-            Blas(str(pool["internal_api"]), str(pool["version"]), int(pool["num_threads"]))
+            BlasReport(str(pool["internal_api"]), str(pool["version"]), int(pool["num_threads"]))
             for pool in threadpool_info()
             if pool["user_api"] == "blas"
         ),
@@ -161,12 +161,12 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _shared_memory() -> SharedMemory | None:
+def _shared_memory() -> SharedMemoryReport | None:
     try:
         status = os.statvfs(SHARED_MEMORY)
     except OSError:
         return None
-    return SharedMemory(
+    return SharedMemoryReport(
         str(SHARED_MEMORY), status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
     )
 
@@ -190,7 +190,7 @@ def _resolved(environ: Mapping[str, str], directory: Path) -> tuple[Config | Non
         return None, str(error)
 
 
-def _settings(config: Config) -> tuple[Setting, ...]:
+def _settings(config: Config) -> tuple[SettingReport, ...]:
     names = [field.name for field in dataclasses.fields(Settings)]
     values = {name: getattr(config, name) for name in names}
     options = config.transport_options
@@ -201,7 +201,7 @@ def _settings(config: Config) -> tuple[Setting, ...]:
         values[field.name] = value
     values |= {name: str(ranges) for name, ranges in config.policy.overrides.items()}
     return tuple(
-        Setting(name, str(value), config.sources.get(name, "default"))
+        SettingReport(name, str(value), config.sources.get(name, "default"))
         for name, value in values.items()
     )
 

@@ -16,7 +16,7 @@ from fsdpcore.collectives.selection.costs import read_table, write_table
 from fsdpcore.collectives.selection.measure import FULL, KIB, MIB, QUICK, Findings, measure
 from fsdpcore.commands.usage import one_line
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.core.policy import Ranges, Tuning
+from fsdpcore.core.policy import AlgorithmRanges, Tuning
 from fsdpcore.launch.config import Config, resolve
 from fsdpcore.launch.environment import detect, launched_threads
 from fsdpcore.launch.launch import launch
@@ -113,7 +113,7 @@ def _rate(seconds: float) -> str:
     return f"{1e-9 / seconds:.2f} GB/s" if seconds > 0 else "nothing"
 
 
-def _words(ranges: Ranges) -> str:
+def _words(ranges: AlgorithmRanges) -> str:
     words = [
         item.algorithm if item.high is None else f"{item.algorithm} to {_size(item.high)}"
         for item in ranges

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpcore.core.policy import Costs
 
 
-class Terms(NamedTuple):
+class CostTerms(NamedTuple):
     """A cost: messages, and bytes moved and reduced as multiples of n, on the busiest rank.
 
     Messages and bytes are those that a rank sends or those that it receives, whichever are more;
@@ -41,7 +41,7 @@ class Algorithm(NamedTuple):
     """
 
     module: object
-    cost: Callable[[int], Terms]
+    cost: Callable[[int], CostTerms]
     canonical: bool = True
     supports: Callable[[np.dtype[Any] | None, str], bool] = _anything
     costs: Costs | None = None

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-class Range(NamedTuple):
+class AlgorithmRange(NamedTuple):
     """An algorithm, for sizes from ``low`` to ``high`` bytes, both included; None for no end."""
 
     algorithm: str
@@ -25,7 +25,7 @@ class Range(NamedTuple):
         return f"{self.algorithm}:{self.low}-{'max' if self.high is None else self.high}"
 
 
-class Ranges(tuple[Range, ...]):
+class AlgorithmRanges(tuple[AlgorithmRange, ...]):
     """Ranges that do not overlap, in ascending order; there may be gaps."""
 
     __slots__ = ()
@@ -51,7 +51,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredAlgorithms:
     """The fastest algorithms, as they were measured in a group of ``ranks`` on ``hosts`` hosts.
 
     Attributes:
@@ -62,8 +62,8 @@ class Measured:
 
     ranks: int
     hosts: int = 1
-    best: Mapping[str, Ranges] = field(default_factory=dict)
-    general: Mapping[str, Ranges] = field(default_factory=dict)
+    best: Mapping[str, AlgorithmRanges] = field(default_factory=dict)
+    general: Mapping[str, AlgorithmRanges] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Tuning:
 
     costs: Costs | None = None
     own: Mapping[str, Costs] = field(default_factory=dict)
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredAlgorithms, ...] = ()
 
     def over(self, other: Tuning) -> Tuning:
         """This, and what ``other`` knows beyond it."""
@@ -86,7 +86,7 @@ class Tuning:
         rest = tuple(e for e in other.measured if (e.ranks, e.hosts) not in mine)
         return Tuning(self.costs or other.costs, {**other.own, **self.own}, (*self.measured, *rest))
 
-    def for_group(self, ranks: int, hosts: int) -> Measured | None:
+    def for_group(self, ranks: int, hosts: int) -> MeasuredAlgorithms | None:
         """What was measured in a group of this size."""
         for entry in self.measured:
             if (entry.ranks, entry.hosts) == (ranks, hosts):
@@ -106,7 +106,7 @@ class Policy:
     """
 
     deterministic: bool = False
-    overrides: Mapping[str, Ranges] = field(default_factory=dict)
+    overrides: Mapping[str, AlgorithmRanges] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
 
     @cached_property
@@ -128,7 +128,7 @@ class Policy:
         return f"policy {self.digest} ({'; '.join(words) or 'nothing but costs'})"
 
 
-def _text(ranges: Mapping[str, Ranges]) -> list[tuple[str, str]]:
+def _text(ranges: Mapping[str, AlgorithmRanges]) -> list[tuple[str, str]]:
     return sorted((name, str(value)) for name, value in ranges.items())
 
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fsdpcore.diagnostics.status import WORLD_CHANNEL, Group, Status, Wait, ordinal, shorten
+from fsdpcore.diagnostics.status import (
+    WORLD_CHANNEL,
+    Group,
+    OpenOperation,
+    Status,
+    ordinal,
+    shorten,
+)
 
 # Asks ranks how far they are on a channel; those that do not answer are left out.
 Ask = Callable[[Iterable[int], int], Mapping[int, Status]]
@@ -65,7 +72,7 @@ def _listed(causes: Sequence[str]) -> list[str]:
     return [f"  likely cause: {cause}" for cause in dict.fromkeys(causes) if cause]
 
 
-def _other_group(rank: int, wait: Wait, group: Group, both: bool) -> str:
+def _other_group(rank: int, wait: OpenOperation, group: Group, both: bool) -> str:
     """Whether a rank is in a collective of another group that was meant to be this one.
 
     Args:
@@ -130,7 +137,7 @@ class _Chains:
 
     def follow(self, rank: int) -> str:
         """Say where the chain that begins with ``rank`` ends; empty if it waits for nobody."""
-        links: list[tuple[int, Wait, int]] = []
+        links: list[tuple[int, OpenOperation, int]] = []
         while len(links) < _MAX_STEPS:
             step = self._step(rank)
             if step is None:
@@ -148,7 +155,7 @@ class _Chains:
             return ""
         return f"{_told(links)}; rank {rank}: {_text(self._known, rank)}"
 
-    def _step(self, rank: int) -> tuple[Wait, int] | None:
+    def _step(self, rank: int) -> tuple[OpenOperation, int] | None:
         """The operation that keeps ``rank``, and who has not come to it; best this one."""
         status = self._known.get(rank)
         for wait in status.waits if status is not None else ():
@@ -157,7 +164,7 @@ class _Chains:
                 return wait, self._me if self._me in late else late[0]
         return None
 
-    def _late(self, rank: int, wait: Wait) -> list[int]:
+    def _late(self, rank: int, wait: OpenOperation) -> list[int]:
         """Who has not come to an operation that ``rank`` is in."""
         if wait.peer >= 0:
             self.ask([wait.peer], wait.channel)
@@ -184,5 +191,5 @@ class _Chains:
         return self._known.get(rank, Status("", 0))
 
 
-def _told(links: Sequence[tuple[int, Wait, int]]) -> str:
+def _told(links: Sequence[tuple[int, OpenOperation, int]]) -> str:
     return ", ".join(f"rank {r} waits in {wait.text} for rank {late}" for r, wait, late in links)

@@ -22,7 +22,7 @@ import numpy as np
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Work
-from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status, Wait
+from fsdpcore.diagnostics.status import MAX_WAITS, Group, OpenOperation, Status
 from fsdpcore.diagnostics.trace_file import FORMAT, VERSION, file_name, write_json
 
 DEFAULT_SIZE = 1000
@@ -31,7 +31,7 @@ _SECONDS_BETWEEN_TIMEOUTS = 1.0
 
 
 @dataclass
-class Record:
+class CollectiveRecord:
     """What is recorded of a collective, the same for all calls of a kind.
 
     Attributes:
@@ -49,8 +49,8 @@ class Record:
     label: str
 
 
-class Call(Protocol):
-    """What an entry describes: a ``Record`` or a ``Message``; must not lead to any array."""
+class OperationRecord(Protocol):
+    """What an entry describes, a collective or a message; must not lead to any array."""
 
     @property
     def operation(self) -> str:
@@ -77,8 +77,8 @@ class Call(Protocol):
         """What the call is for."""
 
 
-class Message(NamedTuple):
-    """A message, as ``Call`` describes a collective; ``peer`` is its number in the whole job."""
+class MessageRecord(NamedTuple):
+    """What is recorded of a message; ``peer`` is a number in the whole job."""
 
     operation: str
     dtype: np.dtype[Any]
@@ -96,7 +96,7 @@ class Message(NamedTuple):
         return f"{what} {direction} rank {peer} (tag {self.tag})"
 
 
-class Entry:
+class OperationEntry:
     """One operation.
 
     Attributes:
@@ -114,7 +114,7 @@ class Entry:
     # No __init__: setting the fields from ``Recorder.begin`` takes two thirds of the time.
     sequence: int
     group: Group
-    call: Call
+    call: OperationRecord
     algorithm: str
     start: int
     end: int
@@ -140,23 +140,25 @@ class Entry:
 
     def words(self) -> str:
         """The operation and its group."""
-        if isinstance(self.call, Message):
+        if isinstance(self.call, MessageRecord):
             return self.call.words(self.call.peer)
         label = f" ({self.call.label})" if self.call.label else ""
         return f"{self.call.operation} #{self.sequence} of {self.group}{label}"
 
-    def wait(self, now: int) -> Wait:
+    def wait(self, now: int) -> OpenOperation:
         """Describe an operation that runs, or that has failed."""
         over = self.end != 0
         seconds = (now - (self.end if over else self.start)) * 1e-9
         peer, tag = -1, -1
-        if isinstance(self.call, Message):
+        if isinstance(self.call, MessageRecord):
             peer, tag = self.call.peer, self.call.tag
         name = self.call.operation
-        return Wait(self.words(), seconds, over, name, self.sequence, peer, tag, *self.group)
+        return OpenOperation(
+            self.words(), seconds, over, name, self.sequence, peer, tag, *self.group
+        )
 
 
-class MessageEntry(Entry):
+class MessageEntry(OperationEntry):
     """A message: posted at ``start``, but ``waiting`` only while a thread waits for it.
 
     ``work`` tells whether a message that nobody has waited for yet has arrived.
@@ -171,7 +173,7 @@ class MessageEntry(Entry):
         return self.end == 0 and self.waiting
 
 
-class Order(Protocol):
+class RecordedGroup(Protocol):
     """What is recorded of a group: who it is, and how far its collectives are on this rank.
 
     Attributes:
@@ -213,9 +215,11 @@ class Recorder:
 
     def __init__(self, rank: RecordedRank, size: int = DEFAULT_SIZE) -> None:
         self._rank = weakref.ref(rank)
-        self._entries: deque[Entry] = deque(maxlen=size)
+        self._entries: deque[OperationEntry] = deque(maxlen=size)
         # The groups that are in use, so that this does not grow with those that were.
-        self._groups: weakref.WeakValueDictionary[int, Order] = weakref.WeakValueDictionary()
+        self._groups: weakref.WeakValueDictionary[int, RecordedGroup] = (
+            weakref.WeakValueDictionary()
+        )
         self._directory: Path | None = None
         self._file_lock = threading.Lock()
         self._written = -_SECONDS_BETWEEN_TIMEOUTS
@@ -229,13 +233,13 @@ class Recorder:
 
     # Recording.
 
-    def add_group(self, order: Order) -> None:
+    def add_group(self, order: RecordedGroup) -> None:
         """Note that this rank is a member of a group, for as long as the group is in use."""
         self._groups[order.group.channel] = order
 
-    def begin(self, order: Order, sequence: int, call: Call) -> Entry:
+    def begin(self, order: RecordedGroup, sequence: int, call: OperationRecord) -> OperationEntry:
         """Note that collective number ``sequence`` of a group starts on this rank."""
-        entry = Entry()
+        entry = OperationEntry()
         entry.sequence = sequence
         entry.group = order.group
         entry.call = call
@@ -247,11 +251,11 @@ class Recorder:
         self._entries.append(entry)
         return entry
 
-    def end(self, entry: Entry) -> None:
+    def end(self, entry: OperationEntry) -> None:
         """Note that an operation has ended well."""
         entry.end = monotonic_ns()
 
-    def fail(self, entry: Entry, error: BaseException) -> None:
+    def fail(self, entry: OperationEntry, error: BaseException) -> None:
         """Note that an operation has failed. Only the first end of an operation counts."""
         if entry.end == 0:
             # Not the error itself: the frames of its traceback hold arrays.
@@ -259,7 +263,7 @@ class Recorder:
             entry.failed = "timed out" if isinstance(error, CommTimeoutError) else "failed"
             entry.end = monotonic_ns()
 
-    def message(self, group: Group, message: Message) -> MessageEntry:
+    def message(self, group: Group, message: MessageRecord) -> MessageEntry:
         """Note that this rank posts a send or a receive; ended as other operations are."""
         entry = MessageEntry()
         entry.waiting = False
@@ -276,7 +280,7 @@ class Recorder:
 
     # Reading.
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[OperationEntry]:
         """The last operations, in the order of their start."""
         while True:
             try:
@@ -388,7 +392,7 @@ class Recorder:
         }
 
 
-def _operation(entry: Entry) -> dict[str, Any]:
+def _operation(entry: OperationEntry) -> dict[str, Any]:
     call = entry.call
     content = {
         "op": call.operation,
@@ -404,11 +408,11 @@ def _operation(entry: Entry) -> dict[str, Any]:
         "state": entry.state,
         "error": entry.error if entry.failed else None,
     }
-    if isinstance(call, Message):
+    if isinstance(call, MessageRecord):
         content |= {"peer": call.peer, "tag": call.tag}
     return content
 
 
-def _last(entries: list[Entry]) -> Entry | None:
+def _last(entries: list[OperationEntry]) -> OperationEntry | None:
     """The operation that ended last."""
     return max((entry for entry in entries if entry.end), key=lambda e: e.end, default=None)

@@ -55,7 +55,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wait:
+class OpenOperation:
     """An operation that a rank is in, or that was the last one that it could not finish.
 
     Attributes:
@@ -105,7 +105,7 @@ class Status:
     text: str
     entered: int
     member: bool = True
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[OpenOperation, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Encode for the wire, in types that JSON has."""
@@ -128,10 +128,10 @@ def _listed(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _wait(content: Any) -> Wait | None:
+def _wait(content: Any) -> OpenOperation | None:
     try:
         ranks = tuple(int(rank) for rank in content["ranks"])
-        return Wait(
+        return OpenOperation(
             str(content["text"]),
             float(content["seconds"]),
             bool(content["over"]),

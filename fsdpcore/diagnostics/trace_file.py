@@ -37,7 +37,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Operation:
+class TracedOperation:
     """One operation of a rank.
 
     Attributes:
@@ -90,7 +90,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Dump:
+class TraceDump:
     """What a rank wrote.
 
     Attributes:
@@ -111,10 +111,10 @@ class Dump:
     failure: str
     entered: Mapping[int, int]
     groups: Mapping[int, Group]
-    operations: tuple[Operation, ...]
+    operations: tuple[TracedOperation, ...]
 
 
-def read_directory(directory: Path) -> list[Dump]:
+def read_directory(directory: Path) -> list[TraceDump]:
     """Read the files of all ranks that have left one, in rank order.
 
     Raises:
@@ -147,7 +147,7 @@ def _listed(numbers: set[int]) -> str:
     return " and ".join(map(str, sorted(numbers)))
 
 
-def read(path: Path) -> Dump:
+def read(path: Path) -> TraceDump:
     """Read one rank's file.
 
     Raises:
@@ -172,7 +172,7 @@ def read(path: Path) -> Dump:
         raise ArgumentError(f"{path}: damaged: {type(error).__name__}: {error}") from error
 
 
-def _dump(content: Mapping[str, Any]) -> Dump:
+def _dump(content: Mapping[str, Any]) -> TraceDump:
     groups, entered = {}, {}
     for item in content["groups"]:
         channel = int(item["channel"], 16)
@@ -186,7 +186,7 @@ def _dump(content: Mapping[str, Any]) -> Dump:
         raise ValueError(f"rank {rank} of {size}")
     if any(not 0 <= member < size for group in groups.values() for member in group.ranks):
         raise ValueError("a group has members that the job has not")
-    return Dump(
+    return TraceDump(
         rank,
         size,
         float(content["started"]),
@@ -199,11 +199,13 @@ def _dump(content: Mapping[str, Any]) -> Dump:
     )
 
 
-def _operation(item: Mapping[str, Any], groups: Mapping[int, Group], offset: int) -> Operation:
+def _operation(
+    item: Mapping[str, Any], groups: Mapping[int, Group], offset: int
+) -> TracedOperation:
     if item["state"] not in _STATES:
         raise ValueError(f"unknown state {item['state']!r}")
     end = item["end_ns"]
-    return Operation(
+    return TracedOperation(
         str(item["op"]),
         _integer(item["sequence"]),
         groups[int(item["channel"], 16)],

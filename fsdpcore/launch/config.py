@@ -55,7 +55,7 @@ class Config(TransportConfig):
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
-class Given(NamedTuple):
+class SourcedValue(NamedTuple):
     """A value, and where it comes from."""
 
     value: Any
@@ -81,7 +81,7 @@ def resolve(
         ConfigError: an unknown key or a bad value; the message names the source and the key.
     """
     general = {f.name for f in dataclasses.fields(Settings)}
-    given = {k: Given(v, "argument") for k, v in arguments.items() if v is not None}
+    given = {k: SourcedValue(v, "argument") for k, v in arguments.items() if v is not None}
     file, tables, path = _read_file(directory, general)
     algorithms = {
         **tables.pop(ALGORITHMS_TABLE, {}),
@@ -89,7 +89,7 @@ def resolve(
         **_argument_algorithms(given.pop(ALGORITHMS_TABLE, None)),
     }
     settings = {
-        "transport": Given(default_transport, "default"),
+        "transport": SourcedValue(default_transport, "default"),
         **file,
         **_read_environment(environ, general),
         **{name: item for name, item in given.items() if name in general},
@@ -123,8 +123,8 @@ def resolve(
 def _policy(
     built: Settings,
     scheme: str,
-    algorithms: Mapping[str, Given],
-    settings: Mapping[str, Given],
+    algorithms: Mapping[str, SourcedValue],
+    settings: Mapping[str, SourcedValue],
     directory: Path | None,
 ) -> Policy:
     overrides = {}
@@ -141,16 +141,16 @@ def _policy(
     return Policy(built.deterministic, overrides, tuning)
 
 
-def _environment_algorithms(environ: Mapping[str, str]) -> dict[str, Given]:
+def _environment_algorithms(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     variables = {name: PREFIX + name.upper() for name in ALGORITHMS}
     return {
-        name: Given(environ[variable], f"environment variable {variable}")
+        name: SourcedValue(environ[variable], f"environment variable {variable}")
         for name, variable in variables.items()
         if environ.get(variable)
     }
 
 
-def _argument_algorithms(given: Given | None) -> dict[str, Given]:
+def _argument_algorithms(given: SourcedValue | None) -> dict[str, SourcedValue]:
     if given is None:
         return {}
     if not isinstance(given.value, Mapping):
@@ -158,7 +158,11 @@ def _argument_algorithms(given: Given | None) -> dict[str, Given]:
             f"argument: {ALGORITHMS_TABLE}={given.value!r}: expected a dict of collectives, such "
             'as {"all_reduce": "doubling:0-8KiB;direct:8193-max"}'
         )
-    return {name: Given(text, "argument") for name, text in given.value.items() if text is not None}
+    return {
+        name: SourcedValue(text, "argument")
+        for name, text in given.value.items()
+        if text is not None
+    }
 
 
 def parse_url(text: str) -> SplitResult:
@@ -183,16 +187,16 @@ def parse_url(text: str) -> SplitResult:
     return url
 
 
-def _url_options(url: SplitResult, text: str) -> dict[str, Given]:
-    options: dict[str, Given] = {}
+def _url_options(url: SplitResult, text: str) -> dict[str, SourcedValue]:
+    options: dict[str, SourcedValue] = {}
     for name, value in parse_qsl(url.query, keep_blank_values=True):
         if name in options:
             raise ConfigError(f"bad transport URL {text!r}: option {name!r} is given twice")
-        options[name] = Given(value, f"transport URL {text!r}")
+        options[name] = SourcedValue(value, f"transport URL {text!r}")
     return options
 
 
-def _check_known(options: Mapping[str, Given], scheme: str, names: set[str]) -> None:
+def _check_known(options: Mapping[str, SourcedValue], scheme: str, names: set[str]) -> None:
     general = {f.name for f in dataclasses.fields(Settings)}
     for name, item in options.items():
         if name in names:
@@ -210,7 +214,7 @@ def _check_known(options: Mapping[str, Given], scheme: str, names: set[str]) -> 
         )
 
 
-def _read_environment(environ: Mapping[str, str], general: set[str]) -> dict[str, Given]:
+def _read_environment(environ: Mapping[str, str], general: set[str]) -> dict[str, SourcedValue]:
     found = {}
     ours = {PREFIX + name.upper() for name in general}
     elsewhere = {*LAUNCH_VARIABLES, *(PREFIX + name.upper() for name in ALGORITHMS)}
@@ -223,13 +227,13 @@ def _read_environment(environ: Mapping[str, str], general: set[str]) -> dict[str
             raise ConfigError(f"unknown environment variable {variable}{hint}")
         if variable in ours and value:
             name = variable[len(PREFIX) :].lower()
-            found[name] = Given(value, f"environment variable {variable}")
+            found[name] = SourcedValue(value, f"environment variable {variable}")
     return found
 
 
 def _read_file(
     directory: Path | None, general: set[str]
-) -> tuple[dict[str, Given], dict[str, dict[str, Given]], str]:
+) -> tuple[dict[str, SourcedValue], dict[str, dict[str, SourcedValue]], str]:
     """Return the settings of the TOML file, its tables of transport options, and its path."""
     content: dict[str, Any] = {}
     source = ""
@@ -241,13 +245,13 @@ def _read_file(
         source = str(file)
         if content:
             break
-    plain: dict[str, Given] = {}
-    tables: dict[str, dict[str, Given]] = {}
+    plain: dict[str, SourcedValue] = {}
+    tables: dict[str, dict[str, SourcedValue]] = {}
     for key, value in content.items():
         if isinstance(value, dict):
-            tables[key] = {name: Given(v, f"{source} [{key}]") for name, v in value.items()}
+            tables[key] = {name: SourcedValue(v, f"{source} [{key}]") for name, v in value.items()}
         elif key in general:
-            plain[key] = Given(value, source)
+            plain[key] = SourcedValue(value, source)
         else:
             raise ConfigError(f"{source}: unknown key {key!r}{registry.nearest(key, general)}")
     return plain, tables, source
@@ -277,7 +281,7 @@ def _check_tables(tables: Mapping[str, Any], path: str) -> None:
             raise ConfigError(f"{path}: [{name}] is no transport{registry.nearest(name, known)}")
 
 
-def _build(cls: type[Any], values: Mapping[str, Given]) -> Any:
+def _build(cls: type[Any], values: Mapping[str, SourcedValue]) -> Any:
     """Make a dataclass from values that may be text, converted by the fields' types."""
     types = typing.get_type_hints(cls)
     converted = {}

@@ -22,7 +22,7 @@ from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import failure_report
 from fsdpcore.launch.blas import available_cores
 from fsdpcore.launch.config import Config
-from fsdpcore.launch.failure_report import Reports
+from fsdpcore.launch.failure_report import FailureReports
 from fsdpcore.launch.rank import inside_rank
 from fsdpcore.launch.supervision import admit_interrupts
 
@@ -55,7 +55,7 @@ def place_without_launcher(config: Config) -> RankPlace:
     return RankPlace(0, 1, 0, 1, NO_LAUNCHER)
 
 
-class FifoReports(Reports):
+class FifoFailureReports(FailureReports):
     """Reports of ranks that inherit nothing but the environment, on this host."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class FifoReports(Reports):
 
 
 def open_reports(environ: dict[str, str]) -> None:
-    """Open the pipe that ``FifoReports`` has made, if that started this process; once.
+    """Open the pipe that ``FifoFailureReports`` has made, if that started this process; once.
 
     Args:
         environ: gets what ``failure_report.report`` needs, as the process's environment does.

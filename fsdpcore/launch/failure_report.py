@@ -25,7 +25,7 @@ _MAX_ERROR = 600
 _MAX_READ = 1 << 20
 
 
-class Report(NamedTuple):
+class FailureReport(NamedTuple):
     """Why a rank failed; ``consequence``: because of another rank."""
 
     rank: int
@@ -33,7 +33,7 @@ class Report(NamedTuple):
     consequence: bool
 
 
-class Reports:
+class FailureReports:
     """The launcher's end of the pipe. ``fd`` is the ranks' end, ``value`` goes to ``VARIABLE``."""
 
     def __init__(self) -> None:
@@ -43,20 +43,20 @@ class Reports:
         os.set_blocking(self.fd, False)
         self.value = f"{self.fd}:{os.fstat(self.fd).st_ino}"
 
-    def read(self) -> dict[int, Report]:
+    def read(self) -> dict[int, FailureReport]:
         """Return the last report of each rank, in the order of time."""
         data = b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._read, _MAX_READ)
-        latest: dict[int, Report] = {}
+        latest: dict[int, FailureReport] = {}
         for line in data.splitlines():
             with contextlib.suppress(ValueError, TypeError):  # something else wrote to the pipe
-                report = Report(*json.loads(line))
+                report = FailureReport(*json.loads(line))
                 latest.pop(report.rank, None)
                 latest[report.rank] = report
         return latest
 
-    def __enter__(self) -> Reports:
+    def __enter__(self) -> FailureReports:
         return self
 
     def __exit__(
@@ -86,7 +86,9 @@ def _encoded(rank: int, error: str, consequence: bool) -> bytes:
     """A report as a line that a pipe takes in one piece."""
     width = _MAX_ERROR
     while True:
-        line = json.dumps(Report(rank, _shortened(error, width), consequence)).encode() + b"\n"
+        line = (
+            json.dumps(FailureReport(rank, _shortened(error, width), consequence)).encode() + b"\n"
+        )
         if len(line) <= select.PIPE_BUF:
             return line
         width = width * 2 // 3  # a character may take twelve bytes

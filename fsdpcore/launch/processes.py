@@ -17,7 +17,7 @@ from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ArgumentError, RankFailedError, in_one_line
 from fsdpcore.launch import supervision
 from fsdpcore.launch.config import Config
-from fsdpcore.launch.rank_process import Job, Outcome, command, main_module
+from fsdpcore.launch.rank_process import RankOutcome, RankTask, command, main_module
 from fsdpcore.launch.rendezvous import listen
 
 LOOPBACK = "127.0.0.1"
@@ -30,7 +30,7 @@ class RemoteTraceback(Exception):  # noqa: N818 (it carries a traceback's text, 
         return f"\n\n{self.args[0]}"
 
 
-class _Rank(supervision.RankProcess):
+class _LaunchedRank(supervision.RankProcess):
     """A rank's process, with the pipe to tell it what to do and the one to hear what came of it.
 
     Attributes:
@@ -38,7 +38,7 @@ class _Rank(supervision.RankProcess):
     """
 
     def __init__(self, rank: int, pass_fds: Sequence[int]) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: RankOutcome | None = None
         self._expected = True
         theirs, ours = os.pipe()
         self._job = open(ours, "wb")  # noqa: SIM115 (closed by close)
@@ -99,8 +99,8 @@ def run_processes(
 ) -> list[Any]:
     """Run ``fn`` in ``world_size`` processes; see ``launch``."""
     program = _pickled(fn, args, config)
-    job = pickle.dumps(Job(main_module(), list(sys.argv), program), pickle.HIGHEST_PROTOCOL)
-    ranks: list[_Rank] = []
+    job = pickle.dumps(RankTask(main_module(), list(sys.argv), program), pickle.HIGHEST_PROTOCOL)
+    ranks: list[_LaunchedRank] = []
     well = False
     try:
         with listen(config.host or LOOPBACK, config.port) as listener:
@@ -118,11 +118,11 @@ def run_processes(
     return [_result(rank) for rank in ranks]
 
 
-def _start(ranks: list[_Rank], listener: socket, world_size: int, job: bytes) -> None:
+def _start(ranks: list[_LaunchedRank], listener: socket, world_size: int, job: bytes) -> None:
     address, descriptor = meeting_point(listener), listener.fileno()
     token = secrets.token_hex(16)
     for rank in range(world_size):
-        ranks.append(_Rank(rank, (descriptor,) if rank == 0 else ()))
+        ranks.append(_LaunchedRank(rank, (descriptor,) if rank == 0 else ()))
     for process in ranks:
         rank = process.rank
         fd = descriptor if rank == 0 else None
@@ -151,7 +151,7 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> byt
         ) from error
 
 
-def _result(rank: _Rank) -> Any:
+def _result(rank: _LaunchedRank) -> Any:
     assert rank.outcome is not None
     try:
         return pickle.loads(rank.outcome.result)  # noqa: S301 (from our own child)
@@ -161,7 +161,7 @@ def _result(rank: _Rank) -> Any:
         ) from error
 
 
-def _failure(ranks: list[_Rank], first: _Rank) -> RankFailedError:
+def _failure(ranks: list[_LaunchedRank], first: _LaunchedRank) -> RankFailedError:
     """The error to raise: about the rank that failed by itself, not one that it took along."""
     outcomes = {rank.rank: rank.outcome for rank in ranks if rank.outcome is not None}
     reported = {rank: outcome.consequence for rank, outcome in outcomes.items() if outcome.error}

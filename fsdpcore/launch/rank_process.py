@@ -27,7 +27,7 @@ _GUARD = "'if __name__ == \"__main__\":'"
 
 
 @dataclass(frozen=True)
-class Job:
+class RankTask:
     """What every rank is to do: import ``main_module``, then unpickle ``program``.
 
     That is a function, its arguments and a ``Config``.
@@ -39,7 +39,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """What a rank's process reports before it ends; ``result`` is pickled."""
 
     result: bytes = b""
@@ -55,7 +55,7 @@ def main(job_fd: int, report_fd: int) -> None:
         admit_interrupts()
         with open(job_fd, "rb") as pipe:
             place: RankPlace = pickle.load(pipe)  # noqa: S301 (from the parent)
-            job: Job = pickle.load(pipe)  # noqa: S301
+            job: RankTask = pickle.load(pipe)  # noqa: S301
         outcome = _run(place, job)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program has ended
         with open(report_fd, "wb") as pipe:
@@ -68,7 +68,7 @@ def main(job_fd: int, report_fd: int) -> None:
     sys.exit(1 if outcome.error else 0)
 
 
-def _run(place: RankPlace, job: Job) -> Outcome:
+def _run(place: RankPlace, job: RankTask) -> RankOutcome:
     try:
         fn, args, config = _load(job)
         result = become(fn, args, place, config)
@@ -76,21 +76,21 @@ def _run(place: RankPlace, job: Job) -> Outcome:
         raise
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
-            return Outcome(pickle.dumps(None))
-        return Outcome(
+            return RankOutcome(pickle.dumps(None))
+        return RankOutcome(
             error=in_words(error),
             traceback=traceback.format_exc(),
             consequence=is_consequence(error),
             misuse=is_misuse(error),
         )
     try:
-        return Outcome(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+        return RankOutcome(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
     except Exception as error:
         reason = f"its result cannot be pickled for the parent process ({in_one_line(error)})"
-        return Outcome(error=reason, traceback=traceback.format_exc())
+        return RankOutcome(error=reason, traceback=traceback.format_exc())
 
 
-def _load(job: Job) -> tuple[Callable[..., Any], Sequence[Any], Config]:
+def _load(job: RankTask) -> tuple[Callable[..., Any], Sequence[Any], Config]:
     with _main_import():
         multiprocessing.spawn.prepare({"sys_argv": job.arguments, **job.main_module})
     try:

@@ -24,7 +24,7 @@ from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.core.work import Deadline
 
-Card = dict[str, Any]
+RankInfo = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")
 _PROTOCOL = 1
@@ -38,13 +38,15 @@ _MAX_UNKNOWN = 64
 _GRACE_SECONDS = 2.0
 
 
-def meet(place: RankPlace, address: tuple[str, int], card: Card, timeout: float) -> list[Card]:
+def meet(
+    place: RankPlace, address: tuple[str, int], rank_info: RankInfo, timeout: float
+) -> list[RankInfo]:
     """Exchange one card per rank. Blocks until all ranks have come.
 
     Args:
         place: who this process is.
         address: where rank 0 listens; unused on a rank 0 whose launcher opened the listener.
-        card: JSON-able, at most 1 MiB.
+        rank_info: JSON-able, at most 1 MiB.
         timeout: seconds.
 
     Returns:
@@ -55,14 +57,14 @@ def meet(place: RankPlace, address: tuple[str, int], card: Card, timeout: float)
             or the ranks disagree about the job.
     """
     if place.rank:
-        return _attend(place, address, card, timeout)
+        return _attend(place, address, rank_info, timeout)
     if place.listener_fd is not None:
         # A duplicate: the launcher's descriptor stays open for a later meeting.
         listener = socket.socket(fileno=os.dup(place.listener_fd))
     else:
         listener = listen(*address)
     with listener:
-        return _Host(place, listener, card, Deadline(timeout)).serve()
+        return _MeetingHost(place, listener, rank_info, Deadline(timeout)).serve()
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -143,7 +145,7 @@ def _decode(body: bytes | bytearray) -> dict[str, Any]:
     return content
 
 
-class _Guest:
+class _JoiningRank:
     """A connection at rank 0, and what has arrived on it."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -174,31 +176,31 @@ class _Guest:
         return _decode(self._data[_LENGTH.size : _LENGTH.size + length])
 
 
-class _Host:
+class _MeetingHost:
     """Rank 0's side of one meeting."""
 
     def __init__(
-        self, place: RankPlace, listener: socket.socket, card: Card, deadline: Deadline
+        self, place: RankPlace, listener: socket.socket, rank_info: RankInfo, deadline: Deadline
     ) -> None:
         self._place = place
         self._listener = listener
         self._deadline = deadline
-        self._cards: dict[int, Card] = {0: card}
-        self._guests: list[_Guest] = []
+        self._rank_infos: dict[int, RankInfo] = {0: rank_info}
+        self._joining: list[_JoiningRank] = []
 
-    def serve(self) -> list[Card]:
+    def serve(self) -> list[RankInfo]:
         try:
             with selectors.DefaultSelector() as selector:
                 self._collect(selector)
-            missing = sorted(set(range(self._place.world_size)) - set(self._cards))
+            missing = sorted(set(range(self._place.world_size)) - set(self._rank_infos))
             if missing:
                 self._fail(self._describe_missing(missing))
-            table = [self._cards[rank] for rank in range(self._place.world_size)]
+            table = [self._rank_infos[rank] for rank in range(self._place.world_size)]
             self._answer({"table": table})
             return table
         finally:
-            for guest in self._guests:
-                guest.connection.close()
+            for joining in self._joining:
+                joining.connection.close()
 
     def _describe_missing(self, missing: list[int]) -> str:
         host, port = self._listener.getsockname()[:2]
@@ -213,15 +215,15 @@ class _Host:
     def _collect(self, selector: selectors.BaseSelector) -> None:
         self._listener.setblocking(False)
         selector.register(self._listener, selectors.EVENT_READ)
-        while len(self._cards) < self._place.world_size and self._deadline.remaining() > 0:
+        while len(self._rank_infos) < self._place.world_size and self._deadline.remaining() > 0:
             for key, _ in selector.select(self._deadline.remaining()):
                 if key.data is None:
                     self._welcome(selector)
-                elif key.data in self._guests:  # else dropped in this very round
+                elif key.data in self._joining:  # else dropped in this very round
                     self._read(key.data, selector)
 
     def _welcome(self, selector: selectors.BaseSelector) -> None:
-        unknown = [guest for guest in self._guests if not guest.known]
+        unknown = [joining for joining in self._joining if not joining.known]
         if len(unknown) >= _MAX_UNKNOWN:
             self._drop(unknown[0], selector)  # a rank speaks at once, and came later
         try:
@@ -230,19 +232,19 @@ class _Host:
             time.sleep(0.01)
             return
         connection.setblocking(False)
-        guest = _Guest(connection)
-        self._guests.append(guest)
-        selector.register(connection, selectors.EVENT_READ, guest)
+        joining = _JoiningRank(connection)
+        self._joining.append(joining)
+        selector.register(connection, selectors.EVENT_READ, joining)
 
-    def _drop(self, guest: _Guest, selector: selectors.BaseSelector) -> None:
-        selector.unregister(guest.connection)
-        self._guests.remove(guest)
-        guest.connection.close()
-        self._cards.pop(guest.rank, None)
+    def _drop(self, joining: _JoiningRank, selector: selectors.BaseSelector) -> None:
+        selector.unregister(joining.connection)
+        self._joining.remove(joining)
+        joining.connection.close()
+        self._rank_infos.pop(joining.rank, None)
 
-    def _read(self, guest: _Guest, selector: selectors.BaseSelector) -> None:
+    def _read(self, joining: _JoiningRank, selector: selectors.BaseSelector) -> None:
         try:
-            message = guest.receive()
+            message = joining.receive()
             if message is None:
                 return
             token = str(message.get("token")).encode(errors="replace")
@@ -254,13 +256,13 @@ class _Host:
         except (ValueError, OSError):
             # A stranger, or a rank that died: nothing of it is believed. If it was a rank, it
             # will be missing at the deadline.
-            self._drop(guest, selector)
+            self._drop(joining, selector)
             return
-        guest.known = True
-        self._admit(guest, message)
+        joining.known = True
+        self._admit(joining, message)
 
-    def _admit(self, guest: _Guest, message: dict[str, Any]) -> None:
-        rank, size, card = message.get("rank"), message.get("world_size"), message.get("card")
+    def _admit(self, joining: _JoiningRank, message: dict[str, Any]) -> None:
+        rank, size, rank_info = message.get("rank"), message.get("world_size"), message.get("card")
         if size != self._place.world_size:
             self._fail(
                 f"rank {rank} was started for a job of {size} ranks, rank 0 for one of "
@@ -268,12 +270,12 @@ class _Host:
             )
         if type(rank) is not int or not 0 <= rank < self._place.world_size:
             self._fail(f"a process came as rank {rank} of {size}, which does not exist")
-        if rank in self._cards:
+        if rank in self._rank_infos:
             self._fail(f"two processes came as rank {rank}; every rank must be started once")
-        if not isinstance(card, dict):
+        if not isinstance(rank_info, dict):
             self._fail(f"rank {rank} came without a card; is its version of fsdpcore another one?")
-        guest.rank = rank
-        self._cards[rank] = card
+        joining.rank = rank
+        self._rank_infos[rank] = rank_info
 
     def _fail(self, reason: str) -> NoReturn:
         self._answer({"error": reason})
@@ -281,12 +283,12 @@ class _Host:
 
     def _answer(self, content: Any) -> None:
         data = _encode(content)
-        for guest in self._guests:
-            if not guest.known:
+        for joining in self._joining:
+            if not joining.known:
                 continue
             with contextlib.suppress(OSError):  # it will be found missing by those who need it
-                guest.connection.settimeout(_GRACE_SECONDS)
-                guest.connection.sendall(data)
+                joining.connection.settimeout(_GRACE_SECONDS)
+                joining.connection.sendall(data)
 
 
 def _is_loopback(host: str) -> bool:
@@ -297,13 +299,15 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _attend(place: RankPlace, address: tuple[str, int], card: Card, timeout: float) -> list[Card]:
+def _attend(
+    place: RankPlace, address: tuple[str, int], rank_info: RankInfo, timeout: float
+) -> list[RankInfo]:
     """Every other rank's side: bring the card, wait for the table."""
     deadline = Deadline(timeout + _GRACE_SECONDS)
     where = f"the rendezvous at {describe_address(*address)}"
     with _connect(address, Deadline(timeout), place.rank) as connection:
         message = {"fsdpcore": _PROTOCOL, "token": place.token, "rank": place.rank}
-        message |= {"world_size": place.world_size, "card": card}
+        message |= {"world_size": place.world_size, "card": rank_info}
         try:
             connection.settimeout(max(deadline.remaining(), 0.01))
             connection.sendall(_encode(message))

@@ -18,15 +18,15 @@ from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import failure_report, supervision
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
-from fsdpcore.launch.external import FIFO_VARIABLE, FifoReports, find_mpirun, needs_launcher
-from fsdpcore.launch.failure_report import Reports
+from fsdpcore.launch.external import FIFO_VARIABLE, FifoFailureReports, find_mpirun, needs_launcher
+from fsdpcore.launch.failure_report import FailureReports
 from fsdpcore.launch.processes import LOOPBACK, meeting_point
 from fsdpcore.launch.rendezvous import listen
 from fsdpcore.launch.supervision import RankProcess
 
 
 @dataclass(frozen=True)
-class Ending:
+class ScriptExit:
     """How a job ended: the exit code for its launcher, and what to say; nothing if all is well."""
 
     code: int
@@ -59,7 +59,7 @@ def script_command(script: str, arguments: Sequence[str], *, module: bool = Fals
 
 def run_script(
     command: Sequence[str], world_size: int, config: Config, environ: Mapping[str, str]
-) -> Ending:
+) -> ScriptExit:
     """Run ``command`` on every rank, to the end. Call it on the main thread.
 
     The first rank that fails ends the others, within two seconds; so do SIGINT and SIGTERM, which
@@ -77,7 +77,7 @@ def run_script(
     ranks: list[RankProcess] = []
     first: RankProcess | None = None
     well = False
-    with Reports() as reports, contextlib.ExitStack() as stack, _Signals() as signals:
+    with FailureReports() as reports, contextlib.ExitStack() as stack, _Signals() as signals:
         try:
             signals.raised = True
             if config.transport_class.ranks_are_threads:
@@ -99,15 +99,15 @@ def run_script(
         finally:
             signals.raised = False
             supervision.release(ranks, kill=not well)
-        return Ending(0) if first is None else _failure(ranks, first, reports, config)
+        return ScriptExit(0) if first is None else _failure(ranks, first, reports, config)
 
 
 def _run_launcher(
     command: Sequence[str], world_size: int, config: Config, environ: Mapping[str, str]
-) -> Ending:
+) -> ScriptExit:
     """Run the command of another launcher, which starts the ranks and ends them when one fails."""
     started: list[RankProcess] = []
-    reports = FifoReports()
+    reports = FifoFailureReports()
     with reports, _Signals() as signals:
         try:
             signals.raised = True
@@ -123,21 +123,23 @@ def _run_launcher(
         finally:
             signals.raised = False
             supervision.release(started, kill=False)
-        return _failure_of_launcher(started[0], world_size, reports) if failed else Ending(0)
+        return _failure_of_launcher(started[0], world_size, reports) if failed else ScriptExit(0)
 
 
-def _failure_of_launcher(launcher: RankProcess, world_size: int, reports: Reports) -> Ending:
+def _failure_of_launcher(
+    launcher: RankProcess, world_size: int, reports: FailureReports
+) -> ScriptExit:
     code = launcher.poll() or 1
     code = 128 - code if code < 0 else code
     how = supervision.describe_exit(128 - code if 128 < code < 160 else code)
     others = "; the other ranks were stopped" if world_size > 1 else ""
     for report in reports.read().values():
         if not report.consequence:
-            return Ending(code, f"rank {report.rank} failed ({how}: {report.error}){others}")
-    return Ending(code, f"a rank failed, or MPI's launcher ({how}; see above){others}")
+            return ScriptExit(code, f"rank {report.rank} failed ({how}: {report.error}){others}")
+    return ScriptExit(code, f"a rank failed, or MPI's launcher ({how}; see above){others}")
 
 
-def _shared(config: Config, environ: Mapping[str, str], reports: Reports) -> dict[str, str]:
+def _shared(config: Config, environ: Mapping[str, str], reports: FailureReports) -> dict[str, str]:
     """The environment of all ranks."""
     shared = {name: value for name, value in environ.items() if name not in LAUNCH_VARIABLES}
     shared["FSDPCORE_TRANSPORT"] = config.transport
@@ -151,7 +153,7 @@ def _start_one(
     command: Sequence[str],
     world_size: int,
     shared: Mapping[str, str],
-    reports: Reports,
+    reports: FailureReports,
 ) -> None:
     environ = {**shared, "FSDPCORE_THREADS": str(world_size)}
     ranks.append(RankProcess(0, command, environ=environ, pass_fds=[reports.fd], stdin=None))
@@ -162,7 +164,7 @@ def _start_all(
     command: Sequence[str],
     world_size: int,
     shared: Mapping[str, str],
-    reports: Reports,
+    reports: FailureReports,
     listener: socket,
 ) -> None:
     environ = dict(shared)
@@ -218,14 +220,16 @@ class _Signals:
             signal.signal(number, handler)
 
 
-def _interrupted(number: int) -> Ending:
+def _interrupted(number: int) -> ScriptExit:
     how = "interrupted" if number == signal.SIGINT else "terminated"
-    return Ending(128 + number, f"{how} ({signal.Signals(number).name}); all ranks were stopped")
+    return ScriptExit(
+        128 + number, f"{how} ({signal.Signals(number).name}); all ranks were stopped"
+    )
 
 
 def _failure(
-    ranks: Sequence[RankProcess], first: RankProcess, reports: Reports, config: Config
-) -> Ending:
+    ranks: Sequence[RankProcess], first: RankProcess, reports: FailureReports, config: Config
+) -> ScriptExit:
     told = reports.read()
     reported = {rank: report.consequence for rank, report in told.items()}
     culprit = supervision.culprit(ranks, first, reported)
@@ -237,4 +241,4 @@ def _failure(
     threads = config.transport_class.ranks_are_threads
     who = "the script" if threads else f"rank {culprit.rank}"
     others = "; the other ranks were stopped" if len(ranks) > 1 else ""
-    return Ending(128 - code if code < 0 else code, f"{who} failed ({how}){others}")
+    return ScriptExit(128 - code if code < 0 else code, f"{who} failed ({how}){others}")

@@ -27,7 +27,7 @@ class _Stopped(BaseException):
     """Raised in a rank's thread that computes on although its job has ended."""
 
 
-class _Rank:
+class _RankThread:
     """One rank's thread and what became of it."""
 
     def __init__(
@@ -35,7 +35,7 @@ class _Rank:
         backend: Transport,
         fn: Callable[..., Any],
         args: Sequence[Any],
-        ended: queue.SimpleQueue[_Rank],
+        ended: queue.SimpleQueue[_RankThread],
     ) -> None:
         self.backend = backend
         self.result: Any = None
@@ -65,12 +65,12 @@ def run_threads(
     fn: Callable[..., Any], args: Sequence[Any], world_size: int, config: Config
 ) -> list[Any]:
     """Run ``fn`` on ``world_size`` threads; see ``launch``."""
-    ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[_RankThread] = queue.SimpleQueue()
     backends = config.transport_class.threads(world_size, config)
     for backend in backends:
         backend.recorder.configure(config.trace, config.trace_operations)
-    ranks = [_Rank(backend, fn, args, ended) for backend in backends]
-    first: _Rank | None = None
+    ranks = [_RankThread(backend, fn, args, ended) for backend in backends]
+    first: _RankThread | None = None
     try:
         for rank in ranks:
             rank.thread.start()
@@ -90,14 +90,14 @@ def run_threads(
     return [rank.result for rank in ranks]
 
 
-def _next(ended: queue.SimpleQueue[_Rank]) -> _Rank:
+def _next(ended: queue.SimpleQueue[_RankThread]) -> _RankThread:
     """The next rank to end. Waits in slices, for which see ``supervise.SLICE_SECONDS``."""
     while True:
         with contextlib.suppress(queue.Empty):
             return ended.get(timeout=SLICE_SECONDS)
 
 
-def _join(ranks: list[_Rank]) -> list[int]:
+def _join(ranks: list[_RankThread]) -> list[int]:
     """Let all threads end, and make them; return the ranks that did not."""
     started = [rank for rank in ranks if rank.thread.ident is not None]
     for rank in _alive(started, GRACE_SECONDS):
@@ -105,7 +105,7 @@ def _join(ranks: list[_Rank]) -> list[int]:
     return [rank.backend.rank for rank in _alive(started, STOP_SECONDS)]
 
 
-def _alive(ranks: list[_Rank], seconds: float) -> list[_Rank]:
+def _alive(ranks: list[_RankThread], seconds: float) -> list[_RankThread]:
     """Return the ranks whose threads have not ended after ``seconds``."""
     end = time.monotonic() + seconds
     for rank in ranks:
@@ -113,7 +113,7 @@ def _alive(ranks: list[_Rank], seconds: float) -> list[_Rank]:
     return [rank for rank in ranks if rank.thread.is_alive()]
 
 
-def _failure(ranks: list[_Rank], first: _Rank, stuck: list[int]) -> RankFailedError:
+def _failure(ranks: list[_RankThread], first: _RankThread, stuck: list[int]) -> RankFailedError:
     """The error to raise: about the rank that failed by itself, not one that it took along."""
     culprit = next((rank for rank in (first, *ranks) if _failed_by_itself(rank)), first)
     error = culprit.error
@@ -126,6 +126,6 @@ def _failure(ranks: list[_Rank], first: _Rank, stuck: list[int]) -> RankFailedEr
     return failure
 
 
-def _failed_by_itself(rank: _Rank) -> bool:
+def _failed_by_itself(rank: _RankThread) -> bool:
     error = rank.error
     return error is not None and not isinstance(error, _Stopped) and not is_consequence(error)

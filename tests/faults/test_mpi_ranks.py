@@ -153,11 +153,11 @@ def test_a_rank_that_stops_inside_mpi_ends_the_job_at_the_deadline(script):
     source = (
         HEAD
         + """
-from fsdpcore.transports.mpi.native import NativeCollectives
+from fsdpcore.transports.mpi.native import MpiCollectives
 
 def main(backend):
     if backend.rank == 1:  # the ranks have agreed on the call; it never enters MPI
-        NativeCollectives.all_reduce_into = lambda *args: time.sleep(300)
+        MpiCollectives.all_reduce_into = lambda *args: time.sleep(300)
     fc.all_reduce(np.ones(100), backend, algorithm="native", timeout=2)
 
 if __name__ == "__main__":
@@ -174,7 +174,7 @@ def test_a_failure_while_others_are_inside_mpi_ends_the_job(script):
     source = (
         HEAD
         + """
-from fsdpcore.transports.mpi.native import NativeCollectives
+from fsdpcore.transports.mpi.native import MpiCollectives
 
 def fail(*args):
     raise MemoryError("no room")

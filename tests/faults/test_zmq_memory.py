@@ -328,18 +328,18 @@ def test_what_was_revoked_does_not_finish_a_receive() -> None:
 
 def test_after_very_many_nothing_is_believed() -> None:
     memory, other = SharedMemory(), SharedMemory()
-    neighbour = other.neighbour(memory.introduce())
+    memory_peer = other.memory_peer(memory.introduce())
     numbers = range(100, 100 + 509)
     for number in numbers:
-        assert not neighbour.revoked(number)
+        assert not memory_peer.revoked(number)
         memory.revoke(number)
-        assert neighbour.revoked(number)
-        assert not neighbour.revoked(5)
-    assert all(neighbour.revoked(number) for number in numbers)
+        assert memory_peer.revoked(number)
+        assert not memory_peer.revoked(5)
+    assert all(memory_peer.revoked(number) for number in numbers)
     for number in (1, 2, 3):
         memory.revoke(number)
-        assert neighbour.revoked(number)
-        assert neighbour.revoked(4)
+        assert memory_peer.revoked(number)
+        assert memory_peer.revoked(4)
     memory.close()
     other.close()
 
@@ -410,10 +410,10 @@ class Reader:
 
     def __init__(self, rogue: Lender) -> None:
         introduction = rogue.read(MEMORY)[48:]
-        self.neighbour = rogue.memory.neighbour(introduction)
+        self.memory_peer = rogue.memory.memory_peer(introduction)
 
     def read(self, data: bytes, size: int) -> Any:
-        return self.neighbour.bytes(*read_place(data), size).copy()
+        return self.memory_peer.bytes(*read_place(data), size).copy()
 
 
 def size_and_offset(data: bytes) -> tuple[int, int]:
@@ -543,14 +543,14 @@ def test_a_send_that_is_given_up_is_revoked_before_its_array_may_change(lent: bo
         pending = backend.post_send(data, 1, HERE)
         reader = Reader(rogue)
         number = _numbers(rogue.read(LEND))[0]
-        assert not reader.neighbour.revoked(number)
+        assert not reader.memory_peer.revoked(number)
         assert not pending.cancel()
-        assert reader.neighbour.revoked(number)
+        assert reader.memory_peer.revoked(number)
         # What the peer had read before is no error, and others still get through.
         rogue.send(frame(TAKEN, message=number, offset=SIZE))
         another = backend.post_send(np.ones(SIZE, np.uint8), 1, HERE)
         offer = rogue.read(LEND)
-        assert not reader.neighbour.revoked(_numbers(offer)[0])
+        assert not reader.memory_peer.revoked(_numbers(offer)[0])
         assert (reader.read(offer, SIZE) == 1).all()
         rogue.send(frame(TAKEN, message=_numbers(offer)[0], offset=SIZE))
         assert another.join(PATIENCE)
@@ -612,9 +612,9 @@ def test_a_message_counts_as_granted_once(monkeypatch: pytest.MonkeyPatch) -> No
         rogue.send(frame(GRANT, message=_numbers(offer)[0]))
         rogue.send(frame(TAKEN, message=_numbers(offer)[0], offset=zmq_memory._AHEAD_BYTES))
         catch_up(backend, rogue)
-        mail = backend._peers[1].mail
-        assert mail is not None
-        assert mail.granted == 1
+        peer_channel = backend._peers[1].peer_channel
+        assert peer_channel is not None
+        assert peer_channel.granted == 1
 
 
 def test_a_rank_that_has_no_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

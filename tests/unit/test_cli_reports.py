@@ -5,24 +5,30 @@ from __future__ import annotations
 import os
 
 from fsdpcore.core.errors import PeerFailedError, RankFailedError, in_one_line
-from fsdpcore.launch.failure_report import VARIABLE, Report, Reports, is_consequence, report
+from fsdpcore.launch.failure_report import (
+    VARIABLE,
+    FailureReport,
+    FailureReports,
+    is_consequence,
+    report,
+)
 
 
 def test_the_last_report_of_each_rank_arrives_in_order():
-    with Reports() as reports:
+    with FailureReports() as reports:
         environ = {VARIABLE: reports.value}
         report(2, ValueError("first"), environ)
         report(1, PeerFailedError("rank 2 failed", 2), environ)
         report(2, KeyError("again"), environ)
         assert list(reports.read().values()) == [
-            Report(1, "PeerFailedError: rank 2 failed", True),
-            Report(2, "KeyError: 'again'", False),
+            FailureReport(1, "PeerFailedError: rank 2 failed", True),
+            FailureReport(2, "KeyError: 'again'", False),
         ]
         assert reports.read() == {}
 
 
 def test_a_long_error_is_cut_to_one_short_line():
-    with Reports() as reports:
+    with FailureReports() as reports:
         report(0, ValueError("a" * 10_000 + "\nsecond line"), {VARIABLE: reports.value})
         (told,) = reports.read().values()
         assert told.error.startswith("ValueError: aaa")
@@ -32,7 +38,7 @@ def test_a_long_error_is_cut_to_one_short_line():
 
 def test_a_long_error_ends_with_a_whole_word():
     for before in range(20):
-        with Reports() as reports:
+        with FailureReports() as reports:
             report(0, ValueError("b" * before + " again" * 200), {VARIABLE: reports.value})
             (told,) = reports.read().values()
         assert told.error.endswith(" again ...")
@@ -41,7 +47,7 @@ def test_a_long_error_ends_with_a_whole_word():
 
 def test_an_error_with_advice_is_told_whole():
     words = "no GPU can be used " + "(why) " * 50 + "install the driver"
-    with Reports() as reports:
+    with FailureReports() as reports:
         report(0, RuntimeError(words), {VARIABLE: reports.value})
         (told,) = reports.read().values()
     assert told.error == f"RuntimeError: {words}"
@@ -49,7 +55,7 @@ def test_an_error_with_advice_is_told_whole():
 
 def test_an_error_in_any_writing_fits_the_pipe():
     for letter in ("\N{GRINNING FACE}", "\u00e9", '"', "\udc80"):
-        with Reports() as reports:
+        with FailureReports() as reports:
             report(0, ValueError(letter * 3000), {VARIABLE: reports.value})
             (told,) = reports.read().values()
         assert told.error.startswith(f"ValueError: {letter}")
@@ -57,7 +63,7 @@ def test_an_error_in_any_writing_fits_the_pipe():
 
 
 def test_a_full_pipe_holds_nobody_up():
-    with Reports() as reports:
+    with FailureReports() as reports:
         for _ in range(2000):
             report(0, ValueError("x" * 200), {VARIABLE: reports.value})
         assert set(reports.read()) == {0}
@@ -66,7 +72,7 @@ def test_a_full_pipe_holds_nobody_up():
 def test_what_is_not_the_pipe_is_left_alone(tmp_path):
     """A process that a rank has started has the variable, and other files in that place."""
     path = tmp_path / "data"
-    with path.open("wb") as file, Reports() as reports:
+    with path.open("wb") as file, FailureReports() as reports:
         _, _, inode = reports.value.partition(":")
         for value in ("", "x", "99999:1", f"{file.fileno()}:{inode}", f"{reports.fd}:1"):
             report(0, ValueError("lost"), {VARIABLE: value})
@@ -76,7 +82,7 @@ def test_what_is_not_the_pipe_is_left_alone(tmp_path):
 
 
 def test_what_else_is_written_to_the_pipe_is_ignored():
-    with Reports() as reports:
+    with FailureReports() as reports:
         os.write(reports.fd, b'nonsense\n[1]\n{"a": 1}\n')
         report(3, ValueError("told"), {VARIABLE: reports.value})
         assert list(reports.read()) == [3]

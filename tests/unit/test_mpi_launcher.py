@@ -18,7 +18,7 @@ from fsdpcore.comm.place import NO_LAUNCHER, RankPlace
 from fsdpcore.launch import external
 from fsdpcore.launch.config import resolve
 from fsdpcore.launch.environment import detect
-from fsdpcore.launch.external import FIFO_VARIABLE, FifoReports
+from fsdpcore.launch.external import FIFO_VARIABLE, FifoFailureReports
 from fsdpcore.launch.failure_report import VARIABLE, report
 
 OPEN_MPI = {
@@ -153,7 +153,7 @@ def test_a_launcher_that_disagrees_with_mpi(monkeypatch, mpi, place, words):
 
 
 def test_reports_pass_through_a_named_pipe(monkeypatch):
-    with FifoReports() as reports:
+    with FifoFailureReports() as reports:
         monkeypatch.setenv(FIFO_VARIABLE, reports.path)
         monkeypatch.setenv(VARIABLE, "")
         environ = dict(os.environ)

@@ -43,15 +43,15 @@ def place(memory: SharedMemory, array: Bytes) -> tuple[int, int]:
 
 
 def test_parts_of_what_the_other_made(memory: SharedMemory, other: SharedMemory) -> None:
-    neighbour = other.neighbour(memory.introduce())
+    memory_peer = other.memory_peer(memory.introduce())
     for nbytes in (1, 5000, 5 << 20):
         array = empty(memory, nbytes)
         array[...] = 3
-        seen = neighbour.bytes(*place(memory, array), nbytes)
+        seen = memory_peer.bytes(*place(memory, array), nbytes)
         assert seen.tolist() == [3] * nbytes if nbytes < 10 else (seen == 3).all()
         array[-1] = 9
         assert seen[-1] == 9
-        again = neighbour.bytes(*place(memory, array[nbytes - 1 :]), 1)
+        again = memory_peer.bytes(*place(memory, array[nbytes - 1 :]), 1)
         assert again.tolist() == [9]
 
 
@@ -73,37 +73,37 @@ def test_what_collectives_have_mapped_is_checked_as_well(
     array = empty(third, 5000)
     number, offset = place(third, array)
     other.attach(number)
-    neighbour = other.neighbour(memory.introduce())
+    memory_peer = other.memory_peer(memory.introduce())
     with pytest.raises(ProtocolError, match="memory of another process is named"):
-        neighbour.bytes(number, offset, 5000)
+        memory_peer.bytes(number, offset, 5000)
     third.close()
 
 
 @pytest.mark.parametrize("excess", [1, 1 << 40, 2**64 - 1])
 def test_nothing_behind_the_end(memory: SharedMemory, other: SharedMemory, excess: int) -> None:
-    neighbour = other.neighbour(memory.introduce())
+    memory_peer = other.memory_peer(memory.introduce())
     number, _ = place(memory, empty(memory, 5000))
     size = memory.attach(number).size
-    assert neighbour.bytes(number, size, 0).size == 0
-    assert neighbour.bytes(number, size - 7, 7).size == 7
+    assert memory_peer.bytes(number, size, 0).size == 0
+    assert memory_peer.bytes(number, size - 7, 7).size == 7
     for offset, nbytes in ((size, excess), (excess, size), (0, size + excess)):
         with pytest.raises(ProtocolError, match="ends before"):
-            neighbour.bytes(number, offset, nbytes)
+            memory_peer.bytes(number, offset, nbytes)
 
 
 def test_a_closed_memory_is_out_of_reach(memory: SharedMemory, other: SharedMemory) -> None:
-    neighbour = other.neighbour(memory.introduce())
+    memory_peer = other.memory_peer(memory.introduce())
     number, offset = place(memory, empty(memory, 5000))
     memory.close()
     with pytest.raises(ProcessLookupError, match="the process is gone"):
-        neighbour.bytes(number, offset, 5000)
+        memory_peer.bytes(number, offset, 5000)
 
 
 def test_introductions_that_are_none(memory: SharedMemory) -> None:
     for content in (b"", bytes(15), bytes(17), memory.introduce()):
         with pytest.raises(ProtocolError, match="introduce"):
-            memory.neighbour(content)
+            memory.memory_peer(content)
     with pytest.raises(OSError, match=r".+"):
-        memory.neighbour(bytes(16))
+        memory.memory_peer(bytes(16))
     with pytest.raises(OSError, match="shm=off"):
-        memory_sharing("off").neighbour(memory.introduce())
+        memory_sharing("off").memory_peer(memory.introduce())

@@ -20,7 +20,7 @@ from fsdpcore.collectives.selection.overrides import parse
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.core.policy import Costs, Measured, Policy, Tuning
+from fsdpcore.core.policy import Costs, MeasuredAlgorithms, Policy, Tuning
 from fsdpcore.core.work import Pending
 from fsdpcore.launch.config import resolve
 
@@ -222,7 +222,7 @@ def test_ranks_and_their_groups_follow_them(transport: str) -> None:
 
 def _policies() -> list[Policy]:
     ring, star = parse("all_reduce", "ring", ""), parse("all_reduce", "star", "")
-    entry = Measured(4, 1, {"all_reduce": star})
+    entry = MeasuredAlgorithms(4, 1, {"all_reduce": star})
     return [
         Policy(),
         Policy(deterministic=True),
@@ -235,7 +235,7 @@ def _policies() -> list[Policy]:
         Policy(tuning=Tuning(measured=(entry,))),
         Policy(tuning=Tuning(measured=(dataclasses.replace(entry, ranks=5),))),
         Policy(tuning=Tuning(measured=(dataclasses.replace(entry, hosts=2),))),
-        Policy(tuning=Tuning(measured=(Measured(4, 1, {}, {"all_reduce": star}),))),
+        Policy(tuning=Tuning(measured=(MeasuredAlgorithms(4, 1, {}, {"all_reduce": star}),))),
     ]
 
 
@@ -250,7 +250,7 @@ def test_the_digest_is_that_of_the_meaning() -> None:
     one = resolve({"algorithms": {"reduce": "star", "gather": "tree:0-1KiB"}}, {})
     other = resolve({}, {"FSDPCORE_GATHER": "tree : 0-1024", "FSDPCORE_REDUCE": "star:0-max"})
     assert one.policy.digest == other.policy.digest
-    entries = (Measured(2, 1), Measured(4, 1))
+    entries = (MeasuredAlgorithms(2, 1), MeasuredAlgorithms(4, 1))
     first, second = (Policy(tuning=Tuning(measured=e)) for e in (entries, entries[::-1]))
     assert first.digest == second.digest
 

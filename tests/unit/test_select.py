@@ -15,11 +15,11 @@ from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.selection import choose as select
 from fsdpcore.collectives.selection.choose import candidates, choose
 from fsdpcore.collectives.selection.overrides import parse
-from fsdpcore.core.algorithm import Algorithm, Terms
+from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import HOST
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.policy import Costs, Measured, Policy, Ranges, Tuning
+from fsdpcore.core.policy import AlgorithmRanges, Costs, MeasuredAlgorithms, Policy, Tuning
 
 FAST = Capabilities("fast", alpha=1e-6, beta=0.1e-9, gamma=0.1e-9)
 SLOW = Capabilities("slow", alpha=1e-3, beta=0.1e-9, gamma=0.1e-9)
@@ -30,7 +30,7 @@ def _float_sums(dtype: np.dtype[Any] | None, op: str) -> bool:
 
 
 # Costs nothing, so that it is taken wherever it can be.
-NATIVE = Algorithm(star, lambda p: Terms(0, 0, 0), False, _float_sums)
+NATIVE = Algorithm(star, lambda p: CostTerms(0, 0, 0), False, _float_sums)
 
 
 def _backend(
@@ -149,7 +149,7 @@ def test_a_transports_own_algorithm_can_have_costs_of_its_own() -> None:
 # Overrides.
 
 
-def _ranges(**texts: str) -> dict[str, Ranges]:
+def _ranges(**texts: str) -> dict[str, AlgorithmRanges]:
     return {name: parse(name, text, "test") for name, text in texts.items()}
 
 
@@ -180,7 +180,7 @@ def test_auto_as_an_override_is_the_usual_choice() -> None:
 
 def test_an_override_that_cannot_be_followed_is_passed_over() -> None:
     policy = Policy(overrides=_ranges(all_reduce="native"))
-    own = {"all_reduce": {"native": NATIVE._replace(cost=lambda p: Terms(1e9, 1e9, 1e9))}}
+    own = {"all_reduce": {"native": NATIVE._replace(cost=lambda p: CostTerms(1e9, 1e9, 1e9))}}
     usual = cheapest("all_reduce", 8, _backend(4))
     assert _choice(policy, 8) == usual, "the group has none"
     backend = _backend(4, policy=policy, own=own)
@@ -196,7 +196,7 @@ def test_an_override_that_cannot_be_followed_is_passed_over() -> None:
 
 
 def _measured(ranks: int = 4, hosts: int = 1) -> Policy:
-    entry = Measured(
+    entry = MeasuredAlgorithms(
         ranks,
         hosts,
         _ranges(all_reduce="native:0-99;star:100-max"),
@@ -232,7 +232,7 @@ def test_what_was_measured_on_two_hosts_counts_on_two_hosts() -> None:
 
 def test_a_measured_table_never_leads_to_ring() -> None:
     """Even if one came to name it; the parser refuses that."""
-    entry = Measured(4, 1, {"all_reduce": parse("all_reduce", "ring", "test")})
+    entry = MeasuredAlgorithms(4, 1, {"all_reduce": parse("all_reduce", "ring", "test")})
     policy = Policy(tuning=Tuning(measured=(entry,)))
     assert {_choice(policy, n) for n in SIZES} <= set(candidates("all_reduce", _backend(4)))
 

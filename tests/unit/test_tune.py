@@ -26,9 +26,9 @@ from fsdpcore.collectives.selection.costs import (
 from fsdpcore.collectives.selection.measure import QUICK, Timing, fastest, fit, fit_own, measure
 from fsdpcore.collectives.selection.overrides import parse
 from fsdpcore.comm import registry
-from fsdpcore.core.algorithm import Algorithm, Terms
+from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.core.policy import Costs, Measured, Ranges, Tuning
+from fsdpcore.core.policy import AlgorithmRanges, Costs, MeasuredAlgorithms, Tuning
 from fsdpcore.launch.config import resolve
 
 # Tables.
@@ -52,13 +52,13 @@ FULL_TABLE = {
         Costs(6e-05, 5e-10, 1e-10),
         {"shared": Costs(2e-06, 1e-10, 1e-10)},
         (
-            Measured(
+            MeasuredAlgorithms(
                 4,
                 1,
                 {"all_reduce": parse("all_reduce", "shared:0-9;direct:10-max", "")},
                 {"all_reduce": parse("all_reduce", "doubling:0-9;direct:10-max", "")},
             ),
-            Measured(4, 2, {"broadcast": parse("broadcast", "tree", "")}),
+            MeasuredAlgorithms(4, 2, {"broadcast": parse("broadcast", "tree", "")}),
         ),
     ),
     "of-some.body+else": Tuning(Costs(1.0, 0.0, 0.0)),
@@ -143,12 +143,12 @@ def test_a_table_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_two_tables_together() -> None:
-    ring, star = (Ranges(parse("gather", name, "")) for name in ("tree", "star"))
-    new = Tuning(None, {"a": Costs(1, 1, 1)}, (Measured(2, 1, {"gather": ring}),))
+    ring, star = (AlgorithmRanges(parse("gather", name, "")) for name in ("tree", "star"))
+    new = Tuning(None, {"a": Costs(1, 1, 1)}, (MeasuredAlgorithms(2, 1, {"gather": ring}),))
     old = Tuning(
         Costs(5, 5, 5),
         {"a": Costs(2, 2, 2), "b": Costs(3, 3, 3)},
-        (Measured(2, 1, {"gather": star}), Measured(2, 2, {"gather": star})),
+        (MeasuredAlgorithms(2, 1, {"gather": star}), MeasuredAlgorithms(2, 2, {"gather": star})),
     )
     both = new.over(old)
     assert both.costs == old.costs
@@ -217,11 +217,11 @@ def test_costs_are_never_negative() -> None:
 
 
 def test_costs_of_a_transports_own_algorithms_are_found_again() -> None:
-    shared = Algorithm(star, lambda p: Terms(p, 2, 3))
-    moves = Algorithm(star, lambda p: Terms(1, p, 0))
+    shared = Algorithm(star, lambda p: CostTerms(p, 2, 3))
+    moves = Algorithm(star, lambda p: CostTerms(1, p, 0))
     costs = Costs(3e-6, 2e-10, 5e-11)
 
-    def seconds(terms: Terms, nbytes: int) -> float:
+    def seconds(terms: CostTerms, nbytes: int) -> float:
         moved, reduced = terms.beta * costs.beta, terms.gamma * costs.gamma
         return terms.alpha * costs.alpha + nbytes * (moved + reduced)
 
@@ -229,8 +229,8 @@ def test_costs_of_a_transports_own_algorithms_are_found_again() -> None:
     for nbytes in (8, 1000, 10**6):
         other = {"star": 1.0}
         timings += [
-            Timing("all_reduce", nbytes, {"shared": seconds(Terms(4, 2, 3), nbytes), **other}),
-            Timing("broadcast", nbytes, {"shared": seconds(Terms(1, 4, 0), nbytes), **other}),
+            Timing("all_reduce", nbytes, {"shared": seconds(CostTerms(4, 2, 3), nbytes), **other}),
+            Timing("broadcast", nbytes, {"shared": seconds(CostTerms(1, 4, 0), nbytes), **other}),
         ]
     known = {"all_reduce": {"shared": shared}, "broadcast": {"shared": moves}}
     found = fit_own(known, timings, 4)
@@ -302,7 +302,7 @@ def _chosen(backend: Any) -> list[str]:
 def test_ranks_use_the_table(transport: str, tmp_path: Path) -> None:
     ranges = {"broadcast": parse("broadcast", "star:0-9;tree:10-max", "")}
     file = tmp_path / "table.toml"
-    write_table(file, {transport: Tuning(measured=(Measured(2, 1, ranges),))})
+    write_table(file, {transport: Tuning(measured=(MeasuredAlgorithms(2, 1, ranges),))})
     found = run(_chosen, transport=transport, world_size=2, tuning=str(file))
     assert found == [["star", "tree"], ["star", "tree"]]
 

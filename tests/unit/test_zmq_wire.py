@@ -11,7 +11,7 @@ from fsdpcore.transports.zmq.wire import (
     MAX_INLINE,
     MAX_SEGMENT,
     Frame,
-    Kind,
+    FrameKind,
     pack_header,
     pack_json,
     pack_place,
@@ -70,10 +70,10 @@ def test_layout_of_control_frames(name: str) -> None:
     size = len(payload) if payload else 77
     data = build(CODES[name], size=size, signature=b"sig", payload=payload)
     frame = unpack(data)
-    assert frame.kind is Kind[name]
+    assert frame.kind is FrameKind[name]
     assert (frame.channel, frame.tag, frame.message, frame.offset) == (11, 12, 13, 14)
     assert (frame.size, frame.signature, bytes(frame.payload)) == (size, b"sig", payload)
-    again = Frame(Kind[name], 11, 12, 13, size, 14, b"sig", payload)
+    again = Frame(FrameKind[name], 11, 12, 13, size, 14, b"sig", payload)
     assert again.pack() == data
 
 
@@ -85,7 +85,7 @@ def test_layout_of_messages(name: str) -> None:
     found = unpack_next(data, 2, len(data))
     assert found is not None
     frame = found[0]
-    assert frame.kind is Kind[name]
+    assert frame.kind is FrameKind[name]
     assert (frame.channel, frame.tag, frame.message, frame.offset) == (11, 12, 13, 14)
     assert (frame.size, frame.signature) == (77, b"sig")
     assert found[1] == inline.get(name, 0)
@@ -95,7 +95,7 @@ def test_layout_of_messages(name: str) -> None:
 
 
 def test_all_kinds_are_known_here() -> None:
-    assert {kind.name: kind.value for kind in Kind} == CODES
+    assert {kind.name: kind.value for kind in FrameKind} == CODES
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_round_trip(
     payload = payload if name in WITH_JSON else b""
     size = len(payload) if name in WITH_JSON else size
     channel, tag, message, offset = fields
-    frame = Frame(Kind[name], channel, tag, message, size, offset, signature, payload)
+    frame = Frame(FrameKind[name], channel, tag, message, size, offset, signature, payload)
     assert unpack(frame.pack()) == frame
 
 
@@ -208,7 +208,7 @@ def check_any(data: bytes) -> None:
         if (found := unpack_next(bytearray(data), 0, len(data))) is not None:
             known, inline = found
             assert HEADER_BYTES + len(known.signature) <= len(data)
-            assert inline <= (MAX_SEGMENT if known.kind is Kind.DATA else MAX_INLINE)
+            assert inline <= (MAX_SEGMENT if known.kind is FrameKind.DATA else MAX_INLINE)
 
 
 @given(st.binary(max_size=200))
@@ -253,6 +253,6 @@ def test_bad_json(payload: bytes, why: str) -> None:
 
 @given(st.dictionaries(st.text(max_size=5), st.text(max_size=20) | st.integers(), max_size=4))
 def test_json_round_trip(content: dict[str, object]) -> None:
-    data = Frame(Kind.FAIL, payload=pack_json(content)).pack()
+    data = Frame(FrameKind.FAIL, payload=pack_json(content)).pack()
     assert json.loads(data[HEADER_BYTES:]) == content
     assert unpack_json(unpack(data)) == content

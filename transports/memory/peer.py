@@ -1,4 +1,4 @@
-"""``Neighbour``: what a process reads of the memory of another one, see ``shared_memory``.
+"""``MemoryPeer``: what a process reads of the memory of another one, see ``shared_memory``.
 
 The first segment of a process says which of its loans are revoked: how many, and their numbers. If
 there are more than fit, all are.
@@ -15,7 +15,7 @@ from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from .shared import Segment, SharedMemory
+    from .shared import MappedSegment, SharedMemory
 
 HOME_BYTES = mmap.PAGESIZE - 16  # of the first segment, a page with the mark at its end
 _WORDS = HOME_BYTES // 8
@@ -34,7 +34,7 @@ def revoke(home: mmap.mmap, loan: int) -> None:
     _fence()
 
 
-class Neighbour:
+class MemoryPeer:
     """Memory of another process, which was met.
 
     Args:
@@ -43,7 +43,7 @@ class Neighbour:
         drawn: what it has drawn at random.
     """
 
-    def __init__(self, memory: SharedMemory, home: Segment, drawn: int) -> None:
+    def __init__(self, memory: SharedMemory, home: MappedSegment, drawn: int) -> None:
         self._memory, self._home, self._drawn = memory, home, drawn
         self._words = memoryview(home.memory)[:HOME_BYTES].cast("Q")
         self._seen: dict[int, Bytes] = {}

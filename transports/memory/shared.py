@@ -30,7 +30,7 @@ from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.errors import ProtocolError
 
-from .peer import HOME_BYTES, Neighbour, revoke
+from .peer import HOME_BYTES, MemoryPeer, revoke
 from .pool import Pool
 
 _LOG = logging.getLogger("fsdpcore")
@@ -43,7 +43,7 @@ _PAGE = mmap.PAGESIZE
 _PHYSICAL = os.sysconf("SC_PHYS_PAGES") * _PAGE
 
 
-class Segment:
+class MappedSegment:
     """Mapped memory.
 
     Attributes:
@@ -89,11 +89,11 @@ class SharedMemory:
         self._process = os.getpid()
         self._drawn = int.from_bytes(secrets.token_bytes(8), "little")
         self._serials = itertools.count(1)
-        self._home: Segment | None = None
+        self._home: MappedSegment | None = None
         self._met: set[bytes] = set()
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, MappedSegment] = {}
         # For ``locate``: where those segments begin, in order, and which they are.
-        self._places: tuple[list[int], list[Segment]] = ([], [])
+        self._places: tuple[list[int], list[MappedSegment]] = ([], [])
         self._pool = Pool(self._grow)
         self._exhausted = False
 
@@ -128,7 +128,7 @@ class SharedMemory:
             self.visit(number, drawn)
         self._met.add(introduction)
 
-    def neighbour(self, introduction: bytes) -> Neighbour:
+    def memory_peer(self, introduction: bytes) -> MemoryPeer:
         """Return the memory of the process that introduced itself.
 
         Raises:
@@ -143,9 +143,9 @@ class SharedMemory:
         home = self.visit(number, drawn)
         if drawn == self._drawn or home.nbytes < HOME_BYTES:
             raise ProtocolError("memory that is no other rank's is introduced")
-        return Neighbour(self, home, drawn)
+        return MemoryPeer(self, home, drawn)
 
-    def visit(self, number: int, drawn: int) -> Segment:
+    def visit(self, number: int, drawn: int) -> MappedSegment:
         """Map the first segment of a process, by what it has introduced itself with.
 
         Raises:
@@ -159,7 +159,7 @@ class SharedMemory:
     def revoke(self, loan: int) -> None:
         """Tell all neighbours that what was lent under a number, not 0, is not to be read.
 
-        On return nobody takes any more for whole what they read of it: see ``Neighbour.revoked``.
+        On return nobody takes any more for whole what they read of it: see ``MemoryPeer.revoked``.
         """
         with self._lock:
             if self._home is not None:  # else nothing was lent
@@ -172,7 +172,7 @@ class SharedMemory:
         """The process that has made the segment of that number."""
         return number >> (_DESCRIPTOR_BITS + _SERIAL_BITS)
 
-    def attached(self, number: int) -> Segment:
+    def attached(self, number: int) -> MappedSegment:
         """Map, once, a segment that ``locate`` has named.
 
         Raises:
@@ -184,7 +184,7 @@ class SharedMemory:
                 segment = self._segments.get(number) or self._add(self._open(number))
         return segment
 
-    def segment(self, nbytes: int) -> Segment:
+    def segment(self, nbytes: int) -> MappedSegment:
         """Make a segment of zeros for the caller, which ``open`` maps in other processes.
 
         Raises:
@@ -271,12 +271,12 @@ class SharedMemory:
             self._segments.clear()
             self._places = ([], [])
 
-    def _grow(self, nbytes: int) -> Segment:
+    def _grow(self, nbytes: int) -> MappedSegment:
         size = max(_SMALLEST, min(self._pool.nbytes, _LARGEST), nbytes)
         size = -(-size // _PAGE) * _PAGE
         return self._add(self._make(size))
 
-    def _make(self, nbytes: int) -> Segment:
+    def _make(self, nbytes: int) -> MappedSegment:
         if nbytes > _PHYSICAL:  # the system would promise it, and kill who writes to it
             raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than the memory of this host")
         if not self.available:
@@ -289,14 +289,14 @@ class SharedMemory:
             number = (os.getpid() << _DESCRIPTOR_BITS | descriptor) << _SERIAL_BITS | serial
             os.ftruncate(descriptor, nbytes + _MARK.size)
             os.pwrite(descriptor, _MARK.pack(number, self._drawn), nbytes)
-            return Segment(descriptor, number, nbytes, owned=True)
+            return MappedSegment(descriptor, number, nbytes, owned=True)
         except (OSError, OverflowError) as error:
             os.close(descriptor)
             if isinstance(error, OSError):
                 raise
             raise OSError(f"{nbytes} bytes are more than there can be") from error
 
-    def _open(self, number: int) -> Segment:
+    def _open(self, number: int) -> MappedSegment:
         process = self.process_of(number)
         descriptor = number >> _SERIAL_BITS & ((1 << _DESCRIPTOR_BITS) - 1)
         opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
@@ -305,11 +305,11 @@ class SharedMemory:
             mark = os.pread(opened, _MARK.size, max(nbytes, 0))
             if len(mark) != _MARK.size or _MARK.unpack(mark)[0] != number:
                 raise OSError("the ranks run in different containers")
-            return Segment(opened, number, nbytes, owned=False)
+            return MappedSegment(opened, number, nbytes, owned=False)
         finally:
             os.close(opened)
 
-    def _add(self, segment: Segment) -> Segment:
+    def _add(self, segment: MappedSegment) -> MappedSegment:
         """Register a segment; under the lock. ``locate`` reads without it: what it has stays."""
         addresses, ordered = self._places
         at = bisect.bisect(addresses, segment.address)
@@ -338,7 +338,7 @@ class NoMemory(SharedMemory):
     def empty(self, nbytes: int) -> None:
         """There is none."""
 
-    def _make(self, nbytes: int) -> Segment:
+    def _make(self, nbytes: int) -> MappedSegment:
         raise OSError("shm=off")
 
 

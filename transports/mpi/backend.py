@@ -2,7 +2,7 @@
 
 Messages, groups, deadlines and error reports are those of every transport, carried by MPI's point
 to point calls on a communicator of our own. MPI's collectives are offered as algorithms named
-``native``. See ``mpi_engine`` for how messages travel and ``mpi_watch`` for who drives them.
+``native``. See ``engine.py`` for how messages travel and ``progress.py`` for who drives them.
 
 A job that has broken ends with ``MPI_Abort`` when the first of its processes ends, so a rank that
 fails ends them all, wherever they are.
@@ -23,6 +23,7 @@ import numpy as np
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.hosts import MAX_BYTES, identity, number, warn_of_containers
+from fsdpcore.comm.status_query import StatusQuery
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
@@ -41,17 +42,17 @@ from fsdpcore.core.work import Deadline, Pending
 from fsdpcore.diagnostics.status import Status
 
 from ..memory.shared import memory_sharing
-from .engine import Engine
-from .guard import Guard
+from .engine import MpiEngine
+from .guard import BlockedCallGuard
 from .library import MPI, PROCESS, poll_until, versions
 from .native import native_algorithms
 from .place import check_place
-from .progress import Watch
+from .progress import ProgressThread
 from .wire import (
     MAX_INLINE,
     MAX_TEXT,
-    Frame,
-    Kind,
+    MpiFrame,
+    MpiFrameKind,
     pack,
     pack_json,
     unpack_json,
@@ -104,15 +105,15 @@ class MpiBackend(Transport):
         self.comm = comm
         self.memory = memory_sharing(options.shm)
         self._eager_bytes = options.eager_bytes
-        self.guard = Guard(self.rank, lambda: self.failure)
-        self.engine = Engine(comm, self._handle, self._interrupted, self._mismatched)
+        self.guard = BlockedCallGuard(self.rank, lambda: self.failure)
+        self.engine = MpiEngine(comm, self._handle, self._interrupted, self._mismatched)
         self.lock, self.table = self.engine.lock, self.engine.table
         name = f"fsdpcore-mpi-rank{self.rank}"
-        self.watch = self.engine.watch = Watch(
+        self.progress_thread = self.engine.progress_thread = ProgressThread(
             self.engine.poll, lambda: not self.engine.idle, self.guard.check, name
         )
         self._numbers = itertools.count(1)
-        self._queries: dict[int, _Query] = {}
+        self._queries: dict[int, StatusQuery] = {}
         # Peers that post no more messages; peers that know that the job has failed.
         self._left: set[int] = set()
         self._aware: set[int] = set()
@@ -120,7 +121,7 @@ class MpiBackend(Transport):
         self._leaving = False
         self._released = False
         if self.world_size > 1:
-            self.watch.start()
+            self.progress_thread.start()
 
     # Joining.
 
@@ -156,7 +157,9 @@ class MpiBackend(Transport):
                 if size > self._eager_bytes:
                     return self.engine.offer(dst, data, envelope)
                 channel, tag, signature = envelope
-                message = pack(Kind.EAGER, self.rank, channel, tag, 0, size, signature, data)
+                message = pack(
+                    MpiFrameKind.EAGER, self.rank, channel, tag, 0, size, signature, data
+                )
                 self.engine.control(dst, message)
             except BaseException as error:
                 self._interrupted(error)
@@ -204,24 +207,24 @@ class MpiBackend(Transport):
             why = f"rank {self.rank} was interrupted: {in_words(error)}"
             self.fail(CommunicationError(why), tell=True)
 
-    def _handle(self, frame: Frame) -> None:
+    def _handle(self, frame: MpiFrame) -> None:
         kind, peer = frame.kind, frame.source
-        if kind is Kind.QUERY:
+        if kind is MpiFrameKind.QUERY:
             self._answer(frame)
-        elif kind is Kind.STATUS:
+        elif kind is MpiFrameKind.STATUS:
             self._note_status(frame)
-        elif kind is Kind.FAIL:
+        elif kind is MpiFrameKind.FAIL:
             self._left.add(peer)
-            self.engine.control(peer, pack(Kind.SEEN, self.rank))
+            self.engine.control(peer, pack(MpiFrameKind.SEEN, self.rank))
             self._note_failure(frame)
-        elif kind is Kind.BYE:
+        elif kind is MpiFrameKind.BYE:
             self._note_leaving(peer)
-        elif kind is Kind.SEEN:
+        elif kind is MpiFrameKind.SEEN:
             self._aware.add(peer)
 
     # Failure and leaving.
 
-    def _note_failure(self, frame: Frame) -> None:
+    def _note_failure(self, frame: MpiFrame) -> None:
         content = unpack_json(frame)
         reason, culprit = str(content.get("reason", "no reason given")), content.get("rank")
         error = CommunicationError(reason)
@@ -250,7 +253,7 @@ class MpiBackend(Transport):
         if isinstance(error, PeerFailedError) and error.rank is not None:
             content["rank"] = error.rank
         self._told = True
-        self._to_all(pack_json(Kind.FAIL, self.rank, content))
+        self._to_all(pack_json(MpiFrameKind.FAIL, self.rank, content))
 
     def _to_all(self, message: bytes) -> None:
         with self.lock:
@@ -281,10 +284,12 @@ class MpiBackend(Transport):
             if leaves:
                 # Said first, so that nobody waits for a receive that will never be posted, while
                 # this rank waits until what it has sent is taken.
-                self._to_all(pack(Kind.BYE, self.rank))
+                self._to_all(pack(MpiFrameKind.BYE, self.rank))
                 self._leaving = True
         if leaves:
-            self.watch.until(lambda: self.failure or self.engine.idle, self.default_timeout)
+            self.progress_thread.until(
+                lambda: self.failure or self.engine.idle, self.default_timeout
+            )
         super().close()
 
     def _release(self, flush: bool) -> None:
@@ -294,16 +299,16 @@ class MpiBackend(Transport):
             if not flush:
                 PROCESS.doom(1, following=not self._told)
         if flush:
-            self.watch.until(lambda: self.engine.flushed, _CLOSING_SECONDS)
+            self.progress_thread.until(lambda: self.engine.flushed, _CLOSING_SECONDS)
         elif self._told:  # until then they get answers
-            self.watch.until(self._all_aware, _FAILED_SECONDS)
+            self.progress_thread.until(self._all_aware, _FAILED_SECONDS)
         else:
             # This rank heard it from another, which ends the job soon: if it waited here, its
             # last words would come too late. Nor need a rank wait for it that fails as well.
-            self._to_all(pack(Kind.SEEN, self.rank))
-            self.watch.until(lambda: self.engine.flushed, _FAILED_SECONDS)
+            self._to_all(pack(MpiFrameKind.SEEN, self.rank))
+            self.progress_thread.until(lambda: self.engine.flushed, _FAILED_SECONDS)
         self._released = True
-        self.watch.stop()
+        self.progress_thread.stop()
         self.engine.close()
 
     def _all_aware(self) -> bool:
@@ -313,40 +318,33 @@ class MpiBackend(Transport):
 
     def _query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
         with self.lock:
-            query = _Query({rank for rank in ranks if rank not in self._left})
+            query = StatusQuery(rank for rank in ranks if rank not in self._left)
             query_number = next(self._numbers)
             if self._released:
                 return {}
             self._queries[query_number] = query
             for rank in query.open:
-                message = pack(Kind.QUERY, self.rank, channel, number=query_number)
+                message = pack(MpiFrameKind.QUERY, self.rank, channel, number=query_number)
                 self.engine.control(rank, message)
-        self.watch.until(lambda: not query.open, seconds)
+        self.progress_thread.until(lambda: not query.open, seconds)
         with self.lock:
             del self._queries[query_number]
         return query.answers
 
-    def _answer(self, frame: Frame) -> None:
+    def _answer(self, frame: MpiFrame) -> None:
         status = self.recorder.status(frame.channel)
         content = status.as_json()
         content["text"] = status.text[:MAX_TEXT]
         if len(json.dumps(content)) > MAX_INLINE:  # groups of thousands of ranks
             content["waits"] = []
-        message = pack_json(Kind.STATUS, self.rank, content, frame.number)
+        message = pack_json(MpiFrameKind.STATUS, self.rank, content, frame.number)
         self.engine.control(frame.source, message)
 
-    def _note_status(self, frame: Frame) -> None:
+    def _note_status(self, frame: MpiFrame) -> None:
         content = unpack_json(frame)
         query = self._queries.get(frame.number)
-        if query is not None and frame.source in query.open:
-            query.open.discard(frame.source)
-            query.answers[frame.source] = Status.from_json(content)
-
-
-class _Query:
-    def __init__(self, ranks: set[int]) -> None:
-        self.open = ranks
-        self.answers: dict[int, Status] = {}
+        if query is not None:
+            query.note(frame.source, content)
 
 
 def _exchange_identities(comm: MPI.Intracomm, own: str, deadline: Deadline) -> list[str]:

@@ -16,13 +16,14 @@ from typing import Any
 
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.matching import Key, MatchTable, mismatch
+from fsdpcore.comm.polled import PolledMessage
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import MismatchError, ProtocolError
 from fsdpcore.core.work import Pending
 
 from .library import MPI, PROCESS
-from .progress import Waiting, Watch
-from .wire import MAX_MESSAGE, Frame, Kind, pack, unpack
+from .progress import ProgressThread
+from .wire import MAX_MESSAGE, MpiFrame, MpiFrameKind, pack, unpack
 
 _CONTROL_TAG = 1
 # MPI counts with 31 bits: large messages go in pieces of half a GiB.
@@ -33,13 +34,13 @@ _FRAMES_AT_ONCE = 16
 _LAST_SECONDS, _FAILED_SECONDS = 10.0, 0.5
 
 
-class Outgoing(Waiting):
+class MpiSend(PolledMessage):
     """A large message that this rank sends."""
 
     __slots__ = ("data", "dst", "engine", "number")
 
-    def __init__(self, engine: Engine, dst: int, number: int, data: Bytes) -> None:
-        super().__init__(engine.watch)
+    def __init__(self, engine: MpiEngine, dst: int, number: int, data: Bytes) -> None:
+        super().__init__(engine.progress_thread)
         self.engine = engine
         self.dst = dst
         self.number = number
@@ -49,13 +50,13 @@ class Outgoing(Waiting):
         return self.engine.cancel_send(self)
 
 
-class Incoming(Waiting):
+class MpiReceive(PolledMessage):
     """A receive: waiting for its message, or for the rest of it."""
 
     __slots__ = ("engine", "envelope", "key", "out")
 
-    def __init__(self, engine: Engine, src: int, out: Bytes, envelope: Envelope) -> None:
-        super().__init__(engine.watch)
+    def __init__(self, engine: MpiEngine, src: int, out: Bytes, envelope: Envelope) -> None:
+        super().__init__(engine.progress_thread)
         self.engine = engine
         self.out = out
         self.envelope = envelope
@@ -65,12 +66,12 @@ class Incoming(Waiting):
         return self.engine.cancel_receive(self)
 
 
-class Arrival:
+class MpiUnexpected:
     """A message that came before its receive: a small one with its bytes, or an offer."""
 
     __slots__ = ("key", "kind", "number", "payload", "signature", "size", "source")
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: MpiFrame) -> None:
         self.kind = frame.kind
         self.source = frame.source
         self.number = frame.number
@@ -95,13 +96,13 @@ class _Transfer:
         self.requests: list[MPI.Request] = []
 
 
-class Engine:
+class MpiEngine:
     """All messages of one rank.
 
     Attributes:
         lock: held around every use of the engine but ``cancel_*`` and ``poll``, which take it.
         table: receives without a message, and messages without a receive.
-        watch: who polls; set by the owner.
+        progress_thread: who polls; set by the owner.
 
     Args:
         comm: nobody else sends on it.
@@ -113,20 +114,20 @@ class Engine:
     def __init__(
         self,
         comm: MPI.Intracomm,
-        handle: Callable[[Frame], None],
+        handle: Callable[[MpiFrame], None],
         failed: Callable[[BaseException], None],
         mismatched: Callable[[MismatchError], None],
     ) -> None:
         self.lock = threading.RLock()
-        self.table: MatchTable[Incoming, Arrival] = MatchTable()
-        self.watch: Watch
+        self.table: MatchTable[MpiReceive, MpiUnexpected] = MatchTable()
+        self.progress_thread: ProgressThread
         self.rank = comm.rank
         self._comm = comm
         self._size = comm.size
         self._handle, self._failed, self._mismatched = handle, failed, mismatched
         self._highest_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self._numbers = itertools.count(1)
-        self._offered: dict[int, Outgoing] = {}
+        self._offered: dict[int, MpiSend] = {}
         self._transfers: list[_Transfer] = []
         self._requests: list[MPI.Request] = []
         self._closed = False
@@ -144,15 +145,17 @@ class Engine:
         if not request.Test():
             self._track(_Transfer(None, message), request)
 
-    def offer(self, dst: int, data: Bytes, envelope: Envelope) -> Outgoing:
+    def offer(self, dst: int, data: Bytes, envelope: Envelope) -> MpiSend:
         """Announce a large message."""
         number = next(self._numbers)
-        outgoing = self._offered[number] = Outgoing(self, dst, number, data)
+        outgoing = self._offered[number] = MpiSend(self, dst, number, data)
         channel, tag, signature = envelope
-        self.control(dst, pack(Kind.OFFER, self.rank, channel, tag, number, data.size, signature))
+        self.control(
+            dst, pack(MpiFrameKind.OFFER, self.rank, channel, tag, number, data.size, signature)
+        )
         return outgoing
 
-    def _send_granted(self, frame: Frame) -> None:
+    def _send_granted(self, frame: MpiFrame) -> None:
         outgoing = self._offered.pop(frame.number, None)
         if outgoing is None:
             return  # given up; the receiver learns of it in other ways
@@ -168,23 +171,23 @@ class Engine:
 
     # Receiving.
 
-    def post(self, src: int, out: Bytes, envelope: Envelope) -> Incoming:
+    def post(self, src: int, out: Bytes, envelope: Envelope) -> MpiReceive:
         """Ask for a message; a mismatch with one that has come is passed on, too."""
-        incoming = Incoming(self, src, out, envelope)
+        incoming = MpiReceive(self, src, out, envelope)
         arrival = self.table.post(incoming)
         if arrival is not None:
             self._match(incoming, arrival)
         return incoming
 
-    def _arrive(self, frame: Frame) -> None:
-        arrival = Arrival(frame)
+    def _arrive(self, frame: MpiFrame) -> None:
+        arrival = MpiUnexpected(frame)
         incoming = self.table.arrive(arrival)
         if incoming is not None:
             self._match(incoming, arrival)
         else:
             arrival.keep()
 
-    def _match(self, incoming: Incoming, arrival: Arrival) -> None:
+    def _match(self, incoming: MpiReceive, arrival: MpiUnexpected) -> None:
         envelope, out = incoming.envelope, incoming.out
         if arrival.signature != envelope.signature or arrival.size != out.size:
             sent = Envelope(envelope.channel, envelope.tag, arrival.signature)
@@ -192,14 +195,14 @@ class Engine:
             assert error is not None
             incoming.finish(error)
             self._mismatched(error)
-        elif arrival.kind is Kind.EAGER:
+        elif arrival.kind is MpiFrameKind.EAGER:
             out.data[:] = arrival.payload
             incoming.finish()
         else:
             transfer, tag = _Transfer(incoming, out), self._data_tag(arrival.number)
             for piece in _pieces(out):
                 self._track(transfer, self._comm.Irecv(piece, arrival.source, tag))
-            self.control(arrival.source, pack(Kind.GRANT, self.rank, number=arrival.number))
+            self.control(arrival.source, pack(MpiFrameKind.GRANT, self.rank, number=arrival.number))
 
     # Progress.
 
@@ -246,9 +249,9 @@ class Engine:
         try:
             frame = unpack(self._inbox, self._size)
             kind = frame.kind
-            if kind is Kind.EAGER or kind is Kind.OFFER:
+            if kind is MpiFrameKind.EAGER or kind is MpiFrameKind.OFFER:
                 self._arrive(frame)
-            elif kind is Kind.GRANT:
+            elif kind is MpiFrameKind.GRANT:
                 self._send_granted(frame)
             else:
                 self._handle(frame)
@@ -272,23 +275,23 @@ class Engine:
         """Whether a large message has been offered that ``rank`` has not asked for so far."""
         return any(outgoing.dst == rank for outgoing in self._offered.values())
 
-    def cancel_send(self, outgoing: Outgoing) -> bool:
+    def cancel_send(self, outgoing: MpiSend) -> bool:
         """Send no more of a message; one that was granted is waited for."""
         with self.lock:
             if self._offered.pop(outgoing.number, None) is not None:
                 return outgoing.finished
         return self._outlast(outgoing)
 
-    def cancel_receive(self, incoming: Incoming) -> bool:
+    def cancel_receive(self, incoming: MpiReceive) -> bool:
         """Write no more into a receive's array; return whether no peer will notice."""
         with self.lock:
             if self.table.withdraw_receive(incoming):
                 return True
         return self._outlast(incoming)
 
-    def _outlast(self, pending: Waiting) -> bool:
+    def _outlast(self, pending: PolledMessage) -> bool:
         """Wait for a message that MPI has in hand; in the end give it up."""
-        if not self.watch.until(lambda: pending.finished, _LAST_SECONDS):
+        if not self.progress_thread.until(lambda: pending.finished, _LAST_SECONDS):
             with self.lock:
                 self._give_up([t for t in self._unique() if t.pending is pending])
         return pending.finished
@@ -323,13 +326,13 @@ class Engine:
         end = time.monotonic() + _FAILED_SECONDS
         for transfer in transfers:
             for request in filter(None, transfer.requests):
-                if isinstance(transfer.pending, Incoming):
+                if isinstance(transfer.pending, MpiReceive):
                     with contextlib.suppress(MPI.Exception):
                         request.Cancel()
         for transfer in transfers:
             with contextlib.suppress(MPI.Exception):
                 while not MPI.Request.Testall(transfer.requests) and time.monotonic() < end:
-                    if not isinstance(transfer.pending, Incoming):
+                    if not isinstance(transfer.pending, MpiReceive):
                         break
         PROCESS.kept += [t for t in transfers if any(t.requests)]
 

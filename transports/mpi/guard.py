@@ -11,7 +11,7 @@ from fsdpcore.collectives.context import CollectiveContext
 from .library import PROCESS
 
 if TYPE_CHECKING:
-    from .native import NativeCollectives
+    from .native import MpiCollectives
 
 # A call that blocks inside MPI may still end by itself for so long after the job has failed.
 _FAILED_SECONDS = 2.0
@@ -19,7 +19,7 @@ _FAILED_SECONDS = 2.0
 _LATE_SECONDS = 1.0
 
 
-class Guard:
+class BlockedCallGuard:
     """Ends the job when a call that blocks inside MPI has outlasted its deadline, or the job.
 
     Args:
@@ -34,7 +34,7 @@ class Guard:
         self._rank = rank
         self._failure = failure
         self._failed_at: float | None = None
-        self.calls: dict[NativeCollectives, CollectiveContext] = {}
+        self.calls: dict[MpiCollectives, CollectiveContext] = {}
 
     def check(self) -> None:
         """Abort the job if a call is overdue."""

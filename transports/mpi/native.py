@@ -2,7 +2,7 @@
 
 Most block inside MPI, out of reach of deadlines; but all ranks of the group have agreed on the
 call before it, so that only a rank that dies in the middle keeps the others. MPI's launcher then
-ends the job. Should that not happen, ``mpi_guard`` does when the deadline has passed, or soon after
+ends the job. Should that not happen, ``guard.py`` does when the deadline has passed, or soon after
 a failure has become known. Where a rank may still find something wrong after the agreement (its
 ``out``, its counts), the call does not block inside MPI: scatter, gather, all_to_all.
 
@@ -27,7 +27,7 @@ import numpy as np
 from fsdpcore.collectives.algorithms import direct, star
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.algorithm import Algorithm, Terms
+from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.core.errors import CommTimeoutError
 from fsdpcore.core.reductions import ReduceOp, Reduction
@@ -83,7 +83,7 @@ def reduces(dtype: np.dtype[Any] | None, op: str) -> bool:
     return op in (_SUM, _MEAN) or (op == _PROD and dtype.kind == "f")
 
 
-class NativeCollectives:
+class MpiCollectives:
     """The collectives of one group, with the signatures of those in ``collectives``.
 
     A group runs one collective at a time. While it is inside MPI the guard watches it: the block
@@ -102,7 +102,7 @@ class NativeCollectives:
         whole = group is transport
         self._comm: MPI.Intracomm | None = transport.comm if whole else None
 
-    def _calling(self, link: CollectiveContext) -> NativeCollectives:
+    def _calling(self, link: CollectiveContext) -> MpiCollectives:
         """Have the guard watch a call, for the block that is entered next."""
         self._transport.guard.calls[self] = link
         return self
@@ -395,7 +395,7 @@ def native_algorithms(
     transport: MpiBackend, group: Backend
 ) -> Mapping[str, Mapping[str, Algorithm]]:
     """Return MPI's collectives for a group, in the form of ``Transport.algorithms``."""
-    native = NativeCollectives(transport, group)
+    native = MpiCollectives(transport, group)
     table: dict[str, dict[str, Algorithm]] = {}
     for name in _REDUCES:
         table[name] = {"native": Algorithm(native, _COSTS[name], False, reduces)}
@@ -404,12 +404,12 @@ def native_algorithms(
     return table
 
 
-def _split(beta: float, gamma: float = 0.0) -> Callable[[int], Terms]:
+def _split(beta: float, gamma: float = 0.0) -> Callable[[int], CostTerms]:
     """The cost where every rank handles (p - 1) / p of the data ``beta`` times."""
 
-    def cost(p: int) -> Terms:
+    def cost(p: int) -> CostTerms:
         share = (p - 1) / p
-        return Terms(_ALPHA * (p - 1).bit_length(), beta * share, gamma * share)
+        return CostTerms(_ALPHA * (p - 1).bit_length(), beta * share, gamma * share)
 
     return cost
 
@@ -417,13 +417,13 @@ def _split(beta: float, gamma: float = 0.0) -> Callable[[int], Terms]:
 # A message inside MPI costs a fraction of one through Python. For long arrays, Open MPI copies
 # more often than our own algorithms do: in reduce_scatter by far.
 _ALPHA = 0.2
-_COSTS: dict[str, Callable[[int], Terms]] = {
+_COSTS: dict[str, Callable[[int], CostTerms]] = {
     "all_reduce": _split(3, 1),
     "reduce_scatter": _split(8, 1),
     "all_gather": _split(1.5),
-    "broadcast": lambda p: Terms(_ALPHA * (p - 1).bit_length(), 1.4 * (p - 1).bit_length(), 0),
+    "broadcast": lambda p: CostTerms(_ALPHA * (p - 1).bit_length(), 1.4 * (p - 1).bit_length(), 0),
     "reduce": _split(3, 1),
     "gather": _split(1),
     "scatter": _split(1),
-    "all_to_all": lambda p: Terms(0.3 * (p - 1), (p - 1) / p, 0),
+    "all_to_all": lambda p: CostTerms(0.3 * (p - 1), (p - 1) / p, 0),
 }

@@ -8,13 +8,12 @@ inside MPI are watched. Whoever polls in vain does so more and more rarely: rank
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 
-from fsdpcore.core.work import Pending
+from fsdpcore.comm.polled import PolledMessage
 
 # Polls before the first pause, and seconds of yielding the core before the first sleep.
 _SPINS, _YIELD_SECONDS = 30, 0.002
@@ -24,32 +23,6 @@ _PART, _LONGEST_SECONDS = 1 / 16, 0.001
 # The own thread's pauses: while something is under way, while nothing is, while others wait.
 _BUSY_SECONDS, _IDLE_SECONDS, _AWAY_SECONDS = 0.001, 0.005, 0.005
 _LONG_SECONDS = 1e6
-
-
-class Waiting(Pending):
-    """A message whose waiting thread drives MPI meanwhile."""
-
-    __slots__ = ("_watch",)
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def settle(self, seconds: float) -> bool:
-        if not self.finished:
-            self._watch.wait(self, seconds)
-        return self.finished
-
-    def follow(self, seconds: float) -> None:
-        """Block until the message has finished, ``poke`` was called, or the time is over."""
-        if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)) and self.finished:
-            with contextlib.suppress(RuntimeError):  # finished between a poke and here
-                self._gate.release()
-
-    def poke(self) -> None:
-        """Wake one thread that follows."""
-        with contextlib.suppress(RuntimeError):  # awake already
-            self._gate.release()
 
 
 class _Pauses:
@@ -77,7 +50,7 @@ class _Pauses:
             time.sleep(max(min(waited * _PART, _LONGEST_SECONDS, limit), 0.0))
 
 
-class Watch:
+class ProgressThread:
     """Polls, on the thread of whoever waits or on one of its own.
 
     Args:
@@ -99,7 +72,7 @@ class Watch:
         self._tick = tick
         # The right to poll instead of the own thread.
         self._baton = threading.Lock()
-        self._followers: list[Waiting] = []
+        self._followers: list[PolledMessage] = []
         self._waits = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -114,7 +87,7 @@ class Watch:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def wait(self, awaited: Waiting, seconds: float) -> None:
+    def wait(self, awaited: PolledMessage, seconds: float) -> None:
         """Block until ``awaited`` has finished or the time is over."""
         end = time.monotonic() + min(seconds, _LONG_SECONDS)
         while not awaited.finished:
@@ -153,7 +126,7 @@ class Watch:
         for follower in self._followers[:1]:
             follower.poke()
 
-    def _follow(self, awaited: Waiting, end: float) -> None:
+    def _follow(self, awaited: PolledMessage, end: float) -> None:
         self._followers.append(awaited)
         try:
             # Who leads looks for followers after it has put down the baton.

@@ -36,7 +36,7 @@ MAX_MESSAGE = _HEADER.size + MAX_SIGNATURE + MAX_INLINE
 MAX_TEXT = 10_000
 
 
-class Kind(enum.IntEnum):
+class MpiFrameKind(enum.IntEnum):
     """What a control message is for."""
 
     EAGER = 1
@@ -49,14 +49,14 @@ class Kind(enum.IntEnum):
     SEEN = 8
 
 
-_KINDS = {int(kind): kind for kind in Kind}
-_WITH_PAYLOAD = frozenset({Kind.EAGER, Kind.FAIL, Kind.STATUS})
+_KINDS = {int(kind): kind for kind in MpiFrameKind}
+_WITH_PAYLOAD = frozenset({MpiFrameKind.EAGER, MpiFrameKind.FAIL, MpiFrameKind.STATUS})
 
 
-class Frame(NamedTuple):
+class MpiFrame(NamedTuple):
     """A control message that has arrived; ``payload`` is a view of the buffer it came into."""
 
-    kind: Kind
+    kind: MpiFrameKind
     source: int
     channel: int
     tag: int
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
 
 
 def pack(
-    kind: Kind,
+    kind: MpiFrameKind,
     source: int,
     channel: int = 0,
     tag: int = 0,
@@ -81,13 +81,13 @@ def pack(
     return b"".join((header, signature, payload))
 
 
-def pack_json(kind: Kind, source: int, content: dict[str, Any], number: int = 0) -> bytes:
+def pack_json(kind: MpiFrameKind, source: int, content: dict[str, Any], number: int = 0) -> bytes:
     """Encode a control message whose payload is ``content``."""
     payload = json.dumps(content).encode()
     return pack(kind, source, number=number, size=len(payload), payload=payload)
 
 
-def unpack(data: memoryview, ranks: int) -> Frame:
+def unpack(data: memoryview, ranks: int) -> MpiFrame:
     """Decode the control message at the beginning of ``data``, sent by one of ``ranks`` ranks.
 
     Raises:
@@ -104,10 +104,12 @@ def unpack(data: memoryview, ranks: int) -> Frame:
         raise ProtocolError(f"a {kind.name} message is from rank {source} of {ranks}")
     start = _HEADER.size + signed
     signature = bytes(data[_HEADER.size : start])
-    return Frame(kind, source, channel, tag, number, size, signature, data[start : start + inline])
+    return MpiFrame(
+        kind, source, channel, tag, number, size, signature, data[start : start + inline]
+    )
 
 
-def unpack_json(frame: Frame) -> dict[str, Any]:
+def unpack_json(frame: MpiFrame) -> dict[str, Any]:
     """Decode the payload of a FAIL or STATUS message.
 
     Raises:

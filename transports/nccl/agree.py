@@ -8,7 +8,7 @@ at the same place breaks the job, on all ranks, with the calls of both in words.
 It reads the other rank's words when it has called as much itself; a call that waits for the other
 ranks on the host, since it is the first of its kind, counts.
 
-All of this is called by the supervisor of ``nccl_watch``, except for ``Agreement.heard``.
+All of this is called by the supervisor of ``nccl/supervisor.py``, except for ``Agreement.heard``.
 """
 
 from __future__ import annotations

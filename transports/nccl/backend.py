@@ -5,7 +5,7 @@ messages between two ranks (which have tags, and may be received in any order) t
 the host.
 
 A blocking collective of CuPy arrays is ordered by the stream: it is enqueued on the caller's
-current stream and returns at once. See ``collectives/on_device.py`` for that, and ``nccl_watch``
+current stream and returns at once. See ``collectives/on_device.py`` for that, and ``supervisor.py``
 for who sees to it that it ends. All ranks call the collectives of CuPy arrays in the same order,
 those of different groups, too: what has begun on a GPU waits there for the others, and may keep
 what they call first from beginning.
@@ -31,7 +31,7 @@ from fsdpcore.collectives.operations.broadcast import broadcast
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import Transport
-from fsdpcore.core.algorithm import Algorithm, Terms
+from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import Ticket
 from fsdpcore.core.errors import (
@@ -64,6 +64,7 @@ from ..zmq.backend import ZmqBackend, ZmqOptions
 from . import place as gpu_place
 from .agree import Agreement
 from .calls import NativeCollectives, reduces
+from .closing import ENDED, ENDING, ClosingHandshake
 from .communicators import (
     BOUND,
     ERRORS,
@@ -73,10 +74,9 @@ from .communicators import (
 )
 from .cuda_device import CudaDevice, CudaTicket
 from .direct import DirectCollectives
-from .ending import ENDED, ENDING, Ending
 from .fast_path import NATIVE, fast_path_for
 from .groups import GroupCommunicators
-from .supervisor import Flight, Watch, key_of
+from .supervisor import Flight, Supervisor, key_of
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.spec import CallSpec
@@ -116,7 +116,7 @@ class NcclBackend(ZmqBackend, DeviceTransport):
     gpu: CudaDevice
     communicators: Communicators
     groups: GroupCommunicators
-    watcher: Watch
+    watcher: Supervisor
     _has_gpu = False
 
     # Joining.
@@ -158,8 +158,8 @@ class NcclBackend(ZmqBackend, DeviceTransport):
         self.communicators = Communicators(device, lambda: self.failure, self.rank)
         self.groups = GroupCommunicators(self.communicators)
         self._agreement = Agreement(self.rank, self._note)
-        self._ending = ending = Ending(self, self._note)
-        self.watcher = Watch(self, device, self.communicators, self._agreement, ending.answer)
+        self._ending = ending = ClosingHandshake(self, self._note)
+        self.watcher = Supervisor(self, device, self.communicators, self._agreement, ending.answer)
         self._at_exit = functools.partial(_abort_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
         with self.lock:
@@ -316,9 +316,9 @@ class NcclBackend(ZmqBackend, DeviceTransport):
         atexit.unregister(self._at_exit)
 
 
-def _cost(p: int) -> Terms:
+def _cost(p: int) -> CostTerms:
     """NCCL chooses by itself, and nothing else moves such arrays: the table needs some number."""
-    return Terms(1, (p - 1) / p, 0)
+    return CostTerms(1, (p - 1) / p, 0)
 
 
 def _abort_at_exit(reference: weakref.ReferenceType[NcclBackend]) -> None:

@@ -59,7 +59,7 @@ _OF_BOOLS = {_SUM: nccl.NCCL_MAX, _MAX: nccl.NCCL_MAX, _PROD: nccl.NCCL_MIN, _MI
 BYTES = nccl.NCCL_UINT8
 
 
-class Kind(NamedTuple):
+class NcclReduction(NamedTuple):
     """How NCCL is told of a reduction.
 
     Attributes:
@@ -72,7 +72,7 @@ class Kind(NamedTuple):
     width: int = 1
 
 
-def kind_of(dtype: np.dtype[Any], op: str) -> Kind | None:
+def kind_of(dtype: np.dtype[Any], op: str) -> NcclReduction | None:
     """NCCL's names for a reduction; None where it is not asked."""
     if dtype.kind == "b":
         table, number, width = _OF_BOOLS, nccl.NCCL_UINT8, 1
@@ -81,12 +81,12 @@ def kind_of(dtype: np.dtype[Any], op: str) -> Kind | None:
     elif dtype in _FLOATS:
         table, number, width = _OF_FLOATS, _FLOATS[dtype], 1
         if op == _PROD and dtype.itemsize > 2:
-            return Kind(number, nccl.NCCL_PROD)
+            return NcclReduction(number, nccl.NCCL_PROD)
     elif dtype == np.complex64:  # both parts by themselves
         table, number, width = _OF_FLOATS, nccl.NCCL_FLOAT32, 2
     else:
         return None
-    return Kind(number, table[op], width) if op in table else None
+    return NcclReduction(number, table[op], width) if op in table else None
 
 
 def reduces(dtype: np.dtype[Any] | None, op: str) -> bool:
@@ -94,7 +94,7 @@ def reduces(dtype: np.dtype[Any] | None, op: str) -> bool:
     return dtype is None or kind_of(dtype, op) is not None
 
 
-class Collectives:
+class NcclCollectives:
     """What all algorithms of one group share: its communicator, and the movement of bytes.
 
     Functions have the signatures of those in ``collectives``, on flat contiguous arrays of the GPU.
@@ -223,7 +223,7 @@ class Collectives:
                 communicator.call("recv", pointer(array), array.nbytes, BYTES, rank, where)
 
 
-class NativeCollectives(Collectives):
+class NativeCollectives(NcclCollectives):
     """Reductions by NCCL."""
 
     def all_reduce(self, link: CollectiveContext, data: Array, reduction: Reduction) -> None:
@@ -292,7 +292,7 @@ class NativeCollectives(Collectives):
                     communicator.call("reduce", at, to, count, dtype, op, rank, where)
 
 
-def _kind(reduction: Reduction) -> Kind:
+def _kind(reduction: Reduction) -> NcclReduction:
     kind = kind_of(reduction.dtype, reduction.name)
     assert kind is not None, "an algorithm is asked for what it supports"
     return kind

@@ -22,10 +22,10 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.reductions import Reduction
 
-from .calls import Collectives, copy, pieces
+from .calls import NcclCollectives, copy, pieces
 
 
-class DirectCollectives(Collectives):
+class DirectCollectives(NcclCollectives):
     """Canonical reductions of one group."""
 
     def reduce_scatter(

@@ -59,7 +59,7 @@ def fast_path_for(
 def _fast_path(
     transport: NcclBackend, group: Backend, spec: CallSpec, communicator: Communicator, form: _Form
 ) -> FastPath:
-    device, watch, record = transport.gpu, transport.watcher, spec.record
+    device, supervisor, record = transport.gpu, transport.watcher, spec.record
     begin, order, ordinal = transport.recorder.begin, group.order, device.ordinal
     lock = order.lock
     dtype, shape, limit = spec.dtype, spec.out_shape, transport.default_timeout
@@ -67,7 +67,7 @@ def _fast_path(
     size_in = spec.nbytes
     enqueue, inside = form
     get_device, empty, ndarray = runtime.getDevice, cupy.empty, cupy.ndarray
-    calls, take_event, add = communicator.lock, device.take_event, watch.add
+    calls, take_event, add = communicator.lock, device.take_event, supervisor.add
 
     def fits(out: Any) -> bool:
         return (

@@ -73,7 +73,7 @@ class Flight(NamedTuple):
     held: object
 
 
-class Watch:
+class Supervisor:
     """Looks after the collectives of one rank.
 
     Args:
@@ -81,7 +81,7 @@ class Watch:
         device: its GPU.
         communicators: of the rank.
         agreement: what the ranks have called.
-        chores: called with the watch at every look; returns whether another rank waits for it.
+        chores: called with the supervisor at every look; returns whether another rank waits for it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Watch:
         device: CudaDevice,
         communicators: Communicators,
         agreement: Agreement,
-        chores: Callable[[Watch], bool],
+        chores: Callable[[Supervisor], bool],
     ) -> None:
         self._backend = backend
         self._device = device

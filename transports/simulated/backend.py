@@ -25,7 +25,7 @@ from fsdpcore.core.work import Pending
 from fsdpcore.diagnostics.status import Status
 
 from .faults import FaultInjector, Faults, InjectedCrash
-from .memory import SimMemory, World
+from .memory import SimMemory, ThreadWorld
 
 if TYPE_CHECKING:
     from fsdpcore.comm.config import TransportConfig
@@ -56,7 +56,7 @@ class SimOptions:
             raise ConfigError(f"sim: shm must be 'auto' or 'off', got {self.shm!r}")
 
 
-class _Message(Pending):
+class _PostedMessage(Pending):
     """One side of a message: the sender's bytes, or the receiver's room for them."""
 
     __slots__ = ("backend", "data", "envelope", "key")
@@ -69,7 +69,7 @@ class _Message(Pending):
         self.key: Key = (src, envelope.channel, envelope.tag)
 
 
-class _Send(_Message):
+class _PostedSend(_PostedMessage):
     __slots__ = ("inbox",)
 
     def __init__(
@@ -84,7 +84,7 @@ class _Send(_Message):
         return withdrawn or self.settle(60)  # a peer is copying: its end is near
 
 
-class _Receive(_Message):
+class _PostedReceive(_PostedMessage):
     __slots__ = ()
 
     def cancel(self) -> bool:
@@ -99,7 +99,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.table: MatchTable[_Receive, _Send] = MatchTable()
+        self.table: MatchTable[_PostedReceive, _PostedSend] = MatchTable()
 
 
 class SimBackend(Transport):
@@ -126,7 +126,7 @@ class SimBackend(Transport):
         self._eager_bytes = options.eager_bytes
         plan = options.faults or Faults(options.seed, options.max_delay)
         self._injector = FaultInjector(plan, rank) if plan != Faults() else None
-        self.job: World = world[0].job if world else World()
+        self.job: ThreadWorld = world[0].job if world else ThreadWorld()
         if options.shm == "auto" and not plan.drop and not plan.crash:
             self.memory = SimMemory(self.job, self._before_post if self._injector else None)
 
@@ -146,7 +146,7 @@ class SimBackend(Transport):
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
         self._before_post()
         peer = self._world[dst]
-        send = _Send(self, data, self.rank, envelope, peer.inbox)
+        send = _PostedSend(self, data, self.rank, envelope, peer.inbox)
         if self._injector is not None and self._injector.drops(dst):
             send.finish()
             return send
@@ -163,7 +163,7 @@ class SimBackend(Transport):
 
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
         self._before_post()
-        receive = _Receive(self, out, src, envelope)
+        receive = _PostedReceive(self, out, src, envelope)
         with self.inbox.lock:
             send = self.inbox.table.post(receive)
             if send is None:
@@ -248,7 +248,7 @@ class SimBackend(Transport):
             sender.fail(error, tell=True)
 
 
-def _deliver(send: _Send, receive: _Receive) -> None:
+def _deliver(send: _PostedSend, receive: _PostedReceive) -> None:
     """Copy a matched message, on the thread of whichever side came second."""
     src, dst = send.key[0], receive.backend.rank
     error = mismatch(src, send.envelope, send.data.size, dst, receive.envelope, receive.data.size)

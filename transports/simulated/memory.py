@@ -14,7 +14,7 @@ from fsdpcore.collectives.shared.thread_region import Meeting, ThreadRegion
 from fsdpcore.core.buffers import Array, Bytes, lined_up
 
 
-class World:
+class ThreadWorld:
     """What the ranks of one job have in common.
 
     Attributes:
@@ -30,8 +30,8 @@ class World:
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
 
 
-class _Window:
-    def __init__(self, world: World, nbytes: int) -> None:
+class _ThreadSegment:
+    def __init__(self, world: ThreadWorld, nbytes: int) -> None:
         self.number = next(world.numbers)
         self._world = world
         self._memory = world.made[self.number] = lined_up((nbytes,), np.uint8, zeros=True)
@@ -53,7 +53,7 @@ class SimMemory:
     required = False
     available = True
 
-    def __init__(self, world: World, before: Callable[[], None] | None) -> None:
+    def __init__(self, world: ThreadWorld, before: Callable[[], None] | None) -> None:
         self._world, self._before = world, before
 
     def region(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
@@ -72,9 +72,9 @@ class SimMemory:
     def meet(self, introduction: bytes) -> None:
         """Threads know each other."""
 
-    def segment(self, nbytes: int) -> _Window:
+    def segment(self, nbytes: int) -> _ThreadSegment:
         """Make ``nbytes`` zeros."""
-        return _Window(self._world, nbytes)
+        return _ThreadSegment(self._world, nbytes)
 
     def open(self, number: int) -> Bytes:
         """Return what another thread has made."""

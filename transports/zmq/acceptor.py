@@ -35,7 +35,7 @@ def greeting(token: str, src: int, dst: int) -> bytes:
     return _GREETING.pack(_MAGIC, src, digest)
 
 
-class _Guest:
+class _Handshake:
     """A connection whose other end has not shown who it is."""
 
     def __init__(self, sock: socket.socket, rank: int | None) -> None:
@@ -44,7 +44,7 @@ class _Guest:
         self.shown = b""
 
 
-class Entrance:
+class Acceptor:
     """Makes the data connections of a rank; ``answer`` is called when ``fileno`` has input.
 
     Args:
@@ -62,7 +62,7 @@ class Entrance:
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._expected: set[int] = set()
-        self._guests: list[_Guest] = []
+        self._handshakes: list[_Handshake] = []
 
     def fileno(self) -> int:
         """The descriptor to poll for input."""
@@ -98,7 +98,7 @@ class Entrance:
             raise RendezvousError(
                 f"rank {self._rank} cannot connect to rank {rank} at {address!r}: {error}"
             ) from error
-        self._receive(_Guest(sock, rank))
+        self._receive(_Handshake(sock, rank))
         with contextlib.suppress(OSError):  # what is wrong shows when the answer is read
             sock.send(greeting(self._token, self._rank, rank))
 
@@ -113,54 +113,54 @@ class Entrance:
     def _accept(self) -> None:
         assert self._listener is not None
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            self._receive(_Guest(self._listener.accept()[0], None))
-        callers = [guest for guest in self._guests if guest.rank is None]
+            self._receive(_Handshake(self._listener.accept()[0], None))
+        callers = [handshake for handshake in self._handshakes if handshake.rank is None]
         if len(callers) > _MAX_UNKNOWN:
             self._forget(callers[0]).close()
 
-    def _receive(self, guest: _Guest) -> None:
-        guest.sock.setblocking(False)
-        self._guests.append(guest)
-        self._selector.register(guest.sock, selectors.EVENT_READ, guest)
+    def _receive(self, handshake: _Handshake) -> None:
+        handshake.sock.setblocking(False)
+        self._handshakes.append(handshake)
+        self._selector.register(handshake.sock, selectors.EVENT_READ, handshake)
 
-    def _look_at(self, guest: _Guest) -> None:
+    def _look_at(self, handshake: _Handshake) -> None:
         try:
-            got = guest.sock.recv(_GREETING.size - len(guest.shown))
+            got = handshake.sock.recv(_GREETING.size - len(handshake.shown))
         except BlockingIOError:
             return
         except OSError:
             got = b""
-        guest.shown += got
-        if got and len(guest.shown) < _GREETING.size:
+        handshake.shown += got
+        if got and len(handshake.shown) < _GREETING.size:
             return
-        sock, rank = self._forget(guest), self._who_is(guest)
+        sock, rank = self._forget(handshake), self._who_is(handshake)
         if rank is None:
             sock.close()
             return
-        if guest.rank is None:
+        if handshake.rank is None:
             self._expected.discard(rank)
             with contextlib.suppress(OSError):
                 sock.send(greeting(self._token, self._rank, rank))
         self._arrived(rank, sock)
 
-    def _who_is(self, guest: _Guest) -> int | None:
+    def _who_is(self, handshake: _Handshake) -> int | None:
         """The rank that a guest has proved to be, if it was expected."""
-        if len(guest.shown) < _GREETING.size:
+        if len(handshake.shown) < _GREETING.size:
             return None
-        rank = int(_GREETING.unpack(guest.shown)[1])
-        right = hmac.compare_digest(guest.shown, greeting(self._token, rank, self._rank))
-        expected = rank in self._expected if guest.rank is None else rank == guest.rank
+        rank = int(_GREETING.unpack(handshake.shown)[1])
+        right = hmac.compare_digest(handshake.shown, greeting(self._token, rank, self._rank))
+        expected = rank in self._expected if handshake.rank is None else rank == handshake.rank
         return rank if right and expected else None
 
-    def _forget(self, guest: _Guest) -> socket.socket:
-        self._selector.unregister(guest.sock)
-        self._guests.remove(guest)
-        return guest.sock
+    def _forget(self, handshake: _Handshake) -> socket.socket:
+        self._selector.unregister(handshake.sock)
+        self._handshakes.remove(handshake)
+        return handshake.sock
 
     def close(self) -> None:
         """Close the port, and what strangers have left open."""
-        for guest in self._guests.copy():
-            self._forget(guest).close()
+        for handshake in self._handshakes.copy():
+            self._forget(handshake).close()
         if self._listener is not None:
             self._listener.close()
         self._selector.close()

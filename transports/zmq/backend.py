@@ -36,13 +36,13 @@ from fsdpcore.core.errors import (
 from fsdpcore.core.policy import Policy
 from fsdpcore.core.work import Deadline, Pending
 from fsdpcore.diagnostics.status import Status
-from fsdpcore.launch.rendezvous import Card, meet
+from fsdpcore.launch.rendezvous import RankInfo, meet
 
 from ..memory.shared import memory_sharing
-from .acceptor import Entrance
-from .channel import Mail
+from .acceptor import Acceptor
+from .channel import PeerChannel
 from .connect import (
-    Door,
+    Authenticator,
     connect,
     host_of,
     listen,
@@ -52,9 +52,9 @@ from .connect import (
     proof,
 )
 from .control import Control
-from .messages import Engine, Incoming, Sizes
+from .messages import ConnectionState, IncomingMessage, MessageSizes
 from .peer import Peer
-from .poller import Watch
+from .poller import Poller
 from .wire import MAX_INLINE, MAX_SEGMENT
 
 if TYPE_CHECKING:
@@ -110,15 +110,17 @@ class ZmqBackend(Transport):
         self.memory = memory = memory_sharing(options.shm)
         self._options = options
         self._token = place.token
-        sizes = Sizes(options.eager_bytes, options.segment_bytes)
-        self.engine = Engine(place.rank, sizes, memory, functools.partial(self.fail, tell=True))
+        sizes = MessageSizes(options.eager_bytes, options.segment_bytes)
+        self.engine = ConnectionState(
+            place.rank, sizes, memory, functools.partial(self.fail, tell=True)
+        )
         self.control = Control(self, self.engine, place.token)
         self.lock, self.table = self.engine.lock, self.engine.table
         name = f"fsdpcore-zmq-rank{place.rank}"
-        self.watch = self.engine.watch = Watch(self.lock, self.control.tick, name)
+        self.poller = self.engine.poller = Poller(self.lock, self.control.tick, name)
         self._peers = self.control.peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._entrance = Entrance(place.rank, place.token, self._arrived)
+        self._acceptor = Acceptor(place.rank, place.token, self._arrived)
 
     # Joining.
 
@@ -148,37 +150,37 @@ class ZmqBackend(Transport):
         deadline = Deadline(timeout)
         listening = place.rank == 0
         host = self._options.interface or own_address(address, deadline, listening=listening)
-        door = Door(self._context)
-        endpoints = self._listen(door, host)
-        card: Card = {"endpoints": endpoints, "host": identity(self._options.host_id)}
+        authenticator = Authenticator(self._context)
+        endpoints = self._listen(authenticator, host)
+        rank_info: RankInfo = {"endpoints": endpoints, "host": identity(self._options.host_id)}
         if endpoints:
             here = host_of(next(iter(endpoints.values())))
-            card["data"] = self._entrance.listen(here, self._peers)
-        cards = meet(place, address, card, timeout)
-        identities = [str(card.get("host")) for card in cards]
+            rank_info["data"] = self._acceptor.listen(here, self._peers)
+        rank_infos = meet(place, address, rank_info, timeout)
+        identities = [str(rank_info.get("host")) for rank_info in rank_infos]
         self.hosts = number(identities)
         if self.rank == 0 and not self._options.host_id:
             warn_of_containers(identities)
         for rank in range(self.rank):
             sock = self._new_peer(rank, host).socket
-            connect(sock, cards[rank], self.rank, rank, self._token)
-        self.watch.add(self._entrance.fileno(), self._entrance.answer, rare=True)
-        self.watch.add(door.fileno(), door.answer, rare=True)
+            connect(sock, rank_infos[rank], self.rank, rank, self._token)
+        self.poller.add(self._acceptor.fileno(), self._acceptor.answer, rare=True)
+        self.poller.add(authenticator.fileno(), authenticator.answer, rare=True)
         for peer in self._peers.values():
             self.control.add(peer)
-        door.answer()
+        authenticator.answer()
         for rank in range(self.rank):
-            self._entrance.call(rank, cards[rank].get("data"), deadline)
+            self._acceptor.call(rank, rank_infos[rank].get("data"), deadline)
         self._greet_all(timeout, deadline)
-        self.watch.remove(self._entrance.fileno())
-        self._entrance.close()
-        self.watch.start()
+        self.poller.remove(self._acceptor.fileno())
+        self._acceptor.close()
+        self.poller.start()
 
-    def _listen(self, door: Door, host: str) -> dict[str, str]:
+    def _listen(self, authenticator: Authenticator, host: str) -> dict[str, str]:
         endpoints: dict[str, str] = {}
         for rank in range(self.rank + 1, self.world_size):
             sock = self._new_peer(rank, host).socket
-            door.expect(sock, rank, proof(self._token, rank, self.rank))
+            authenticator.expect(sock, rank, proof(self._token, rank, self.rank))
             endpoints[str(rank)] = listen(sock, host, self.rank)
         return endpoints
 
@@ -193,8 +195,8 @@ class ZmqBackend(Transport):
         memory = self.engine.memory
         near = memory.available and self.hosts[rank] == self.hosts[self.rank]
         serve = functools.partial(self.control.serve_mail, peer)
-        mail = Mail(self.engine, rank, sock, serve, memory if near else None)
-        peer.connect(mail)
+        peer_channel = PeerChannel(self.engine, rank, sock, serve, memory if near else None)
+        peer.connect(peer_channel)
 
     def _greet_all(self, timeout: float, deadline: Deadline) -> None:
         def all_there() -> bool:
@@ -202,10 +204,10 @@ class ZmqBackend(Transport):
 
         with self.lock:
             self.control.introduce()
-            self.watch.until(lambda: self._failure or all_there(), deadline.remaining() + 1.0)
+            self.poller.until(lambda: self._failure or all_there(), deadline.remaining() + 1.0)
             # A job may fail while a slow rank joins; it has joined nonetheless, and learns of the
             # failure by its first call, if only everybody is there.
-            if not self.watch.until(all_there, _FAILED_SECONDS if self._failure else 0.0):
+            if not self.poller.until(all_there, _FAILED_SECONDS if self._failure else 0.0):
                 self.check_usable()
                 silent = [str(peer.rank) for peer in self._peers.values() if not peer.joined]
                 raise RendezvousError(
@@ -219,11 +221,11 @@ class ZmqBackend(Transport):
         with self.lock:
             self.check_usable()
             peer = self._peers[dst]
-            if peer.left or self.control.leaving or peer.mail is None:
+            if peer.left or self.control.leaving or peer.peer_channel is None:
                 self._refuse(peer)
-            assert peer.mail is not None
+            assert peer.peer_channel is not None
             try:
-                return peer.mail.send(data, envelope)
+                return peer.peer_channel.send(data, envelope)
             except BaseException as error:
                 self.control.interrupted(error)
                 raise
@@ -232,14 +234,14 @@ class ZmqBackend(Transport):
         with self.lock:
             self.check_usable()
             peer = self._peers[src]
-            assert peer.mail is not None, "it has joined"
-            incoming = Incoming(peer.mail, out, envelope)
+            assert peer.peer_channel is not None, "it has joined"
+            incoming = IncomingMessage(peer.peer_channel, out, envelope)
             try:
                 if peer.left or peer.lost_at is not None:
                     self.control.serve(peer)  # its last words
                     self.control.serve_mail(peer)
                     self.check_usable()
-                posted = peer.mail.receive(incoming)
+                posted = peer.peer_channel.receive(incoming)
                 if posted and peer.left:
                     self.table.withdraw_receive(incoming)
                     self._refuse(peer)
@@ -279,13 +281,13 @@ class ZmqBackend(Transport):
         with self.lock:
             waits: list[Pending] = list(self.table.receives())
             for peer in self._peers.values():
-                if peer.mail is not None:
-                    waits += peer.mail.waits()
-                    peer.mail.drop_all()
+                if peer.peer_channel is not None:
+                    waits += peer.peer_channel.waits()
+                    peer.peer_channel.drop_all()
             self.table.clear()
             for pending in waits:
                 pending.finish(error)
-            self.watch.changed()
+            self.poller.changed()
 
     def close(self) -> None:
         if self.forked:
@@ -297,7 +299,7 @@ class ZmqBackend(Transport):
                 # Said first, so that nobody waits for a receive that will never be posted, while
                 # this rank waits until what it has sent is taken.
                 self.control.say_bye()
-                self.watch.until(
+                self.poller.until(
                     lambda: self._failure or all(peer.idle for peer in self._peers.values()),
                     self.default_timeout,
                 )
@@ -314,13 +316,13 @@ class ZmqBackend(Transport):
             for peer in self._peers.values():
                 peer.shut()
             # Not left to ZeroMQ's LINGER, which for a peer that is gone waits until it is over.
-            self.watch.until(
+            self.poller.until(
                 lambda: all(peer.has_read_all for peer in self._peers.values()),
                 _CLOSING_SECONDS if flush else _FAILED_SECONDS,
             )
             self.control.released = True
-        self.watch.stop()
-        self._entrance.close()
+        self.poller.stop()
+        self._acceptor.close()
         for peer in self._peers.values():
             peer.close()
         # Very rarely libzmq never comes back from this, though all sockets are closed: seen after

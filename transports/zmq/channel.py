@@ -18,34 +18,43 @@ from fsdpcore.core.errors import ProtocolError
 from fsdpcore.core.work import Pending
 
 from ..memory.shared import SharedMemory
-from .frame_socket import Line, Room
+from .frame_socket import FrameSocket, Room
 from .memory import Borrowing, Lending
-from .messages import EAGER, SENT, Arrival, Engine, Incoming, Outgoing
-from .poller import Waiting
-from .wire import Frame, Kind, pack_header, split_place
+from .messages import (
+    EAGER,
+    SENT,
+    ConnectionState,
+    IncomingMessage,
+    OutgoingMessage,
+    UnexpectedMessage,
+)
+from .poller import AwaitedMessage
+from .wire import Frame, FrameKind, pack_header, split_place
 
 # What is sent of a large message before it is known whether anybody receives it, and how much of
 # that may be on its way to one peer.
 _AHEAD_BYTES = 256 * 1024
 _MOST_AHEAD_BYTES = 1 << 20
 
-_NOTES = frozenset({Kind.GRANT, Kind.MEMORY, Kind.PIECE, Kind.TAKEN, Kind.REFUSE})
+_NOTES = frozenset(
+    {FrameKind.GRANT, FrameKind.MEMORY, FrameKind.PIECE, FrameKind.TAKEN, FrameKind.REFUSE}
+)
 
 
-class Mail:
+class PeerChannel:
     """The messages from and to one other rank; called with the engine's lock held.
 
     Args:
         engine: of this rank.
         rank: of the other.
         sock: the connection to it.
-        serve: serves ``line``, and calls ``copy``; called when there may be input, or room for
-            output.
+        serve: serves ``frame_socket``, and calls ``copy``; called when there may be input, or
+            room for output.
         memory: of this rank, if the other is on the same host and shares it.
 
     Attributes:
         rank: of the other.
-        line: the connection to it.
+        frame_socket: the connection to it.
         posted, arrived: how many messages were sent on it, and have come.
         asked, granted: how many of those that have come were asked for, and of those sent.
         last: how many will have come, and be granted, once the peer has said that it leaves.
@@ -53,7 +62,7 @@ class Mail:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ConnectionState,
         rank: int,
         sock: socket.socket,
         serve: Callable[[], None],
@@ -62,13 +71,13 @@ class Mail:
         self.engine = engine
         self.rank = rank
         self.serve = serve
-        self.line = Line(sock, engine.watch, self._begin)
-        engine.watch.add(sock.fileno(), serve)
+        self.frame_socket = FrameSocket(sock, engine.poller, self._begin)
+        engine.poller.add(sock.fileno(), serve)
         self.posted = self.arrived = 0
         self.asked = self.granted = 0
         self.last: tuple[int, int] | None = None
-        self._sending: dict[int, Outgoing] = {}
-        self._receiving: dict[int, Incoming] = {}
+        self._sending: dict[int, OutgoingMessage] = {}
+        self._receiving: dict[int, IncomingMessage] = {}
         self._dropped: dict[int, int] = {}
         self._ahead = 0
         self._lending = None if memory is None else Lending(self, memory)
@@ -83,7 +92,9 @@ class Mail:
         self.posted += 1
         size = data.size
         if size <= self.engine.sizes.eager:
-            self.line.put(pack_header(Kind.EAGER, channel, tag, 0, size, 0, signature), data)
+            self.frame_socket.put(
+                pack_header(FrameKind.EAGER, channel, tag, 0, size, 0, signature), data
+            )
             return SENT
         number = next(self.engine.numbers)
         if self._lending is not None:
@@ -93,19 +104,19 @@ class Mail:
                 return lent
         ahead = min(_AHEAD_BYTES, size, _MOST_AHEAD_BYTES - self._ahead)
         self._ahead += ahead
-        outgoing = self._sending[number] = Outgoing(self, number, data, ahead)
-        offer = pack_header(Kind.OFFER, channel, tag, number, size, ahead, signature)
-        self.line.post([offer, data[:ahead]], outgoing)
+        outgoing = self._sending[number] = OutgoingMessage(self, number, data, ahead)
+        offer = pack_header(FrameKind.OFFER, channel, tag, number, size, ahead, signature)
+        self.frame_socket.post([offer, data[:ahead]], outgoing)
         return outgoing
 
     def _grant(self, frame: Frame) -> None:
-        """The receiver wants a message, through memory or, after REFUSE, over the line."""
+        """The receiver wants a message, through memory or, after REFUSE, over the socket."""
         number = frame.message
         self.granted += 1
         outgoing = self._sending.get(number)
         if outgoing is None:
             return  # cancelled here; the receiver learns of it in other ways
-        refused = frame.kind is Kind.REFUSE
+        refused = frame.kind is FrameKind.REFUSE
         if outgoing.granted or (refused and not outgoing.lent):
             raise ProtocolError(f"rank {self.rank} grants message {number} a second time")
         outgoing.granted = True
@@ -117,7 +128,7 @@ class Mail:
             return
         self._ahead -= outgoing.ahead
         if outgoing.left:
-            self.line.add(outgoing)
+            self.frame_socket.add(outgoing)
         else:
             self.finish_sent(outgoing)
 
@@ -136,49 +147,49 @@ class Mail:
             outgoing.granted = True
             self.finish_sent(outgoing)
 
-    def finish_sent(self, outgoing: Outgoing) -> None:
+    def finish_sent(self, outgoing: OutgoingMessage) -> None:
         """Finish a message if the receiver wants it, and has or will get it without its array."""
         if outgoing.granted and not outgoing.left and not outgoing.on_its_way:
             del self._sending[outgoing.number]
             outgoing.finish()
 
-    def cancel_send(self, outgoing: Outgoing) -> bool:
+    def cancel_send(self, outgoing: OutgoingMessage) -> bool:
         """Send no more of a message; False if the receiver may wait for it."""
         with self.engine.lock:
             self._withdraw(outgoing)
         return outgoing.finished
 
-    def _withdraw(self, outgoing: Outgoing) -> None:
+    def _withdraw(self, outgoing: OutgoingMessage) -> None:
         if self._sending.pop(outgoing.number, None) is None:
             return
-        self.line.withdraw(outgoing)
+        self.frame_socket.withdraw(outgoing)
         if self._lending is not None and outgoing.lent:
             self._lending.withdraw(outgoing)
         elif not outgoing.granted:
             self._ahead -= outgoing.ahead
 
-    def give_up(self, outgoing: Outgoing, error: Exception) -> None:
+    def give_up(self, outgoing: OutgoingMessage, error: Exception) -> None:
         """Fail a message, of which the receiver has heard."""
         self._withdraw(outgoing)
         outgoing.finish(error)
 
     # Receiving.
 
-    def receive(self, incoming: Incoming) -> bool:
+    def receive(self, incoming: IncomingMessage) -> bool:
         """Post a receive; return whether its message has still to come."""
         arrival = self.engine.table.post(incoming)
         if arrival is None:
             return True
         if not self._fits(arrival.frame, incoming):
             return False
-        if arrival.whole and arrival.frame.kind is Kind.EAGER:
+        if arrival.whole and arrival.frame.kind is FrameKind.EAGER:
             incoming.out.data[:] = arrival.bytes
             incoming.finish()
             return False
         if arrival.place is not None:
             self._accept_lent(arrival, incoming)
             if self.copy():
-                self.engine.watch.again(self.serve)
+                self.engine.poller.again(self.serve)
             return False
         self._accept(arrival.frame, incoming, len(arrival.bytes))
         arrival.incoming = incoming
@@ -188,7 +199,7 @@ class Mail:
 
     def _begin(self, frame: Frame, inline: int) -> Room:
         """Say where the payload of a frame goes that comes in now."""
-        if frame.kind is Kind.DATA:
+        if frame.kind is FrameKind.DATA:
             return self._begin_data(frame)
         if frame.kind in _NOTES:
             self._heed(frame)
@@ -197,12 +208,12 @@ class Mail:
         if self.last is not None and self.arrived > self.last[0]:
             raise ProtocolError("a message after the rank has left")
         place = None
-        if frame.kind is not Kind.EAGER:
+        if frame.kind is not FrameKind.EAGER:
             self._check_offer(frame)
-            if frame.kind is Kind.LEND:
+            if frame.kind is FrameKind.LEND:
                 place, signature = split_place(frame)
                 frame = frame._replace(signature=signature)
-        arrival = Arrival(self, frame, place)
+        arrival = UnexpectedMessage(self, frame, place)
         incoming = self.engine.table.arrive(arrival)
         if incoming is None:
             arrival.bytes = bytearray(inline)
@@ -217,11 +228,11 @@ class Mail:
 
     def _heed(self, frame: Frame) -> None:
         """Do what a frame says that has no bytes of messages with it."""
-        if frame.kind is Kind.TAKEN:
+        if frame.kind is FrameKind.TAKEN:
             self._taken(frame.message, frame.offset)
-        elif frame.kind is Kind.PIECE:
+        elif frame.kind is FrameKind.PIECE:
             self._read_piece(frame)
-        elif frame.kind is Kind.MEMORY:
+        elif frame.kind is FrameKind.MEMORY:
             self._borrowing.meet(frame.signature)
         else:
             self._grant(frame)
@@ -248,7 +259,7 @@ class Mail:
         elif not self._closed:
             self._borrowing.tell(frame.message, frame.offset + frame.size)
 
-    def _expected(self, frame: Frame) -> Incoming | None:
+    def _expected(self, frame: Frame) -> IncomingMessage | None:
         """The receive for bytes of a message; None if it was given up."""
         number, end = frame.message, frame.offset + frame.size
         if 0 < frame.size <= self._dropped.get(number, 0):
@@ -260,7 +271,7 @@ class Mail:
             raise ProtocolError(f"rank {self.rank} sent data that it was not asked for")
         return incoming
 
-    def _fits(self, frame: Frame, incoming: Incoming) -> bool:
+    def _fits(self, frame: Frame, incoming: IncomingMessage) -> bool:
         """Whether a message is what a receive expects; break the backend if not."""
         wanted = incoming.envelope
         if frame.signature == wanted.signature and frame.size == incoming.out.size:
@@ -273,42 +284,42 @@ class Mail:
         self.engine.fail(error)
         return False
 
-    def _accept(self, frame: Frame, incoming: Incoming, inline: int) -> None:
+    def _accept(self, frame: Frame, incoming: IncomingMessage, inline: int) -> None:
         """Have a message come into a receive that it fits, and ask for the rest of a large one."""
         incoming.number = frame.message
         incoming.begun = inline
         self._receiving[frame.message] = incoming
-        if frame.kind is Kind.OFFER:
-            self.ask(Kind.GRANT, frame.message)
+        if frame.kind is FrameKind.OFFER:
+            self.ask(FrameKind.GRANT, frame.message)
 
-    def _accept_lent(self, arrival: Arrival, incoming: Incoming) -> None:
+    def _accept_lent(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
         """Do so with a message whose first bytes are in memory; ``copy`` is called after it."""
         assert arrival.place is not None
         incoming.number = arrival.frame.message
         self._receiving[incoming.number] = incoming
         self._borrowing.accept(incoming, arrival.frame, arrival.place)
 
-    def ask(self, kind: Kind, number: int) -> None:
+    def ask(self, kind: FrameKind, number: int) -> None:
         """Ask for a message, or the rest of it, with GRANT or REFUSE."""
         self.asked += 1
-        self.line.post([pack_header(kind, message=number)])
+        self.frame_socket.post([pack_header(kind, message=number)])
 
     def copy(self) -> bool:
         """Copy for a while what the peer lends; return whether there is more to copy."""
         return self._borrowing.copy()
 
-    def hand_over(self, arrival: Arrival, incoming: Incoming) -> None:
+    def hand_over(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
         """Copy what has come of a message before its receive."""
         if self._receiving.get(incoming.number) is incoming:  # it was not given up
             incoming.out.data[: len(arrival.bytes)] = arrival.bytes
             incoming.filled()
 
-    def finish_received(self, incoming: Incoming) -> None:
+    def finish_received(self, incoming: IncomingMessage) -> None:
         """Finish a receive that is complete."""
         del self._receiving[incoming.number]
         incoming.finish()
 
-    def cancel_receive(self, incoming: Incoming) -> bool:
+    def cancel_receive(self, incoming: IncomingMessage) -> bool:
         """Write no more into a receive's array; return whether no peer will notice."""
         with self.engine.lock:
             if self.engine.table.withdraw_receive(incoming):
@@ -317,9 +328,9 @@ class Mail:
                 self._drop(incoming)
         return incoming.finished
 
-    def _drop(self, incoming: Incoming) -> None:
+    def _drop(self, incoming: IncomingMessage) -> None:
         del self._receiving[incoming.number]
-        self.line.divert(incoming)
+        self.frame_socket.divert(incoming)
         if not self._borrowing.drop(incoming) and incoming.begun < incoming.out.size:
             self._dropped[incoming.number] = incoming.out.size - incoming.begun
 
@@ -328,8 +339,8 @@ class Mail:
     @property
     def idle(self) -> bool:
         """Whether all that was sent is wanted, and with the kernel or read, or never will be."""
-        read = self.line.ended or self._lending is None or self._lending.flushed
-        return read and not self._sending and self.line.flushed
+        read = self.frame_socket.ended or self._lending is None or self._lending.flushed
+        return read and not self._sending and self.frame_socket.flushed
 
     def heard_all(self) -> bool:
         """Whether all has come that a peer which leaves had to say about messages.
@@ -343,7 +354,7 @@ class Mail:
             raise ProtocolError("a message after the rank has left")
         return self.arrived == self.last[0] and self.granted >= self.last[1]
 
-    def waits(self) -> list[Waiting]:
+    def waits(self) -> list[AwaitedMessage]:
         """What is in flight, apart from receives that no message came for."""
         return [*self._sending.values(), *self._receiving.values()]
 

@@ -21,7 +21,7 @@ import zmq
 
 from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.core.work import Deadline
-from fsdpcore.launch.rendezvous import Card, describe_address, resolve, split_address
+from fsdpcore.launch.rendezvous import RankInfo, describe_address, resolve, split_address
 
 from .wire import MAX_INLINE
 
@@ -56,7 +56,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], host: str) -> zmq.Socke
     return sock
 
 
-class Door:
+class Authenticator:
     """Lets each rank that is expected in once, and nobody else.
 
     Asked by ZeroMQ about everybody who connects to a socket of the context that has a domain.
@@ -111,7 +111,7 @@ def host_of(endpoint: str) -> str:
     return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
-def connect(sock: zmq.Socket[bytes], card: Card, rank: int, peer: int, token: str) -> None:
+def connect(sock: zmq.Socket[bytes], rank_info: RankInfo, rank: int, peer: int, token: str) -> None:
     """Connect ``rank`` to the endpoint that the card of ``peer`` names for it.
 
     Raises:
@@ -119,7 +119,7 @@ def connect(sock: zmq.Socket[bytes], card: Card, rank: int, peer: int, token: st
     """
     sock.setsockopt_string(zmq.PLAIN_USERNAME, str(rank))
     sock.setsockopt_string(zmq.PLAIN_PASSWORD, proof(token, rank, peer))
-    endpoints: Any = card.get("endpoints")
+    endpoints: Any = rank_info.get("endpoints")
     endpoint = endpoints.get(str(rank)) if isinstance(endpoints, dict) else None
     try:
         if not isinstance(endpoint, str):

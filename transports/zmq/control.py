@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from fsdpcore.comm.status_query import StatusQuery
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import (
     CommunicationError,
@@ -27,9 +28,9 @@ from fsdpcore.core.errors import (
 from fsdpcore.diagnostics.status import Status
 
 from .connect import proof
-from .messages import Engine
+from .messages import ConnectionState
 from .peer import Peer
-from .wire import Frame, Kind, pack_json, unpack, unpack_json
+from .wire import Frame, FrameKind, pack_json, unpack, unpack_json
 
 _EVENTS = int(zmq.EVENTS)
 _POLLIN, _POLLOUT, _NOBLOCK = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK)
@@ -47,12 +48,6 @@ def _heard_by_nobody(rank: int, content: Mapping[str, Any]) -> None:
     raise ProtocolError("a NOTE frame, which this transport does not send")
 
 
-class _Query:
-    def __init__(self, ranks: set[int]) -> None:
-        self.open = ranks
-        self.answers: dict[int, Status] = {}
-
-
 class Control:
     """The connections of one rank, and what is said on them.
 
@@ -66,7 +61,7 @@ class Control:
     Called with the engine's lock held.
     """
 
-    def __init__(self, backend: Transport, engine: Engine, token: str) -> None:
+    def __init__(self, backend: Transport, engine: ConnectionState, token: str) -> None:
         self.peers: dict[int, Peer] = {}
         self.introduced = False
         self.leaving = False
@@ -75,14 +70,14 @@ class Control:
         self._backend = backend
         self._engine = engine
         self._token = token
-        self._queries: dict[int, _Query] = {}
+        self._queries: dict[int, StatusQuery] = {}
 
     def add(self, peer: Peer) -> None:
         """Look after a peer, whose sockets are there."""
-        watch = self._engine.watch
+        poller = self._engine.poller
         serve = functools.partial(self.serve, peer)
-        watch.add(int(peer.socket.getsockopt(zmq.FD)), serve, rare=True)
-        watch.add(int(peer.monitor.getsockopt(zmq.FD)), peer.read_monitor, rare=True)
+        poller.add(int(peer.socket.getsockopt(zmq.FD)), serve, rare=True)
+        poller.add(int(peer.monitor.getsockopt(zmq.FD)), peer.read_monitor, rare=True)
 
     def introduce(self) -> None:
         """Say to all peers who this rank is."""
@@ -90,7 +85,7 @@ class Control:
         for peer in self.peers.values():
             shown = proof(self._token, self._backend.rank, peer.rank)
             hello = {"rank": self._backend.rank, "proof": shown}
-            peer.queue(Frame(Kind.HELLO, payload=pack_json(hello)))
+            peer.queue(Frame(FrameKind.HELLO, payload=pack_json(hello)))
             self.serve(peer)
             peer.read_monitor()
 
@@ -113,20 +108,20 @@ class Control:
                     peer.flush()
                 else:
                     return
-            self._engine.watch.again(functools.partial(self.serve, peer))
+            self._engine.poller.again(functools.partial(self.serve, peer))
         except BaseException as error:
             self._went_wrong(peer, error)
 
     def serve_mail(self, peer: Peer) -> None:
         """Do what there is to do on a peer's data connection, if that is not too much."""
-        mail = peer.mail
-        if mail is None or self.released:
+        peer_channel = peer.peer_channel
+        if peer_channel is None or self.released:
             return
         try:
-            served = mail.line.serve()
-            if mail.copy() or not served:
-                self._engine.watch.again(functools.partial(self.serve_mail, peer))
-            if mail.last is not None or mail.line.ended:
+            served = peer_channel.frame_socket.serve()
+            if peer_channel.copy() or not served:
+                self._engine.poller.again(functools.partial(self.serve_mail, peer))
+            if peer_channel.last is not None or peer_channel.frame_socket.ended:
                 self._note_progress(peer)
         except BaseException as error:
             self._went_wrong(peer, error)
@@ -135,8 +130,8 @@ class Control:
         if not isinstance(error, ProtocolError):
             self.interrupted(error)
             raise error
-        if peer.mail is not None:
-            peer.mail.line.stop()
+        if peer.peer_channel is not None:
+            peer.peer_channel.frame_socket.stop()
         text = f"from the connection to rank {peer.rank}: {error}"
         self._backend.fail(ProtocolError(text), tell=True)
 
@@ -150,20 +145,20 @@ class Control:
 
     def _handle(self, peer: Peer, frame: Frame) -> None:
         kind = frame.kind
-        if kind is Kind.QUERY:
+        if kind is FrameKind.QUERY:
             answer = self._backend.recorder.status(frame.channel).as_json()
-            peer.queue(Frame(Kind.STATUS, message=frame.message, payload=pack_json(answer)))
-        elif kind is Kind.STATUS:
+            peer.queue(Frame(FrameKind.STATUS, message=frame.message, payload=pack_json(answer)))
+        elif kind is FrameKind.STATUS:
             self._note_status(peer, frame)
-        elif kind is Kind.FAIL:
-            peer.queue(Frame(Kind.SEEN))
+        elif kind is FrameKind.FAIL:
+            peer.queue(Frame(FrameKind.SEEN))
             self._note_failure(peer, frame)
-        elif kind is Kind.BYE:
+        elif kind is FrameKind.BYE:
             peer.expect(frame.size, frame.offset)
             self._note_progress(peer)
-        elif kind is Kind.SEEN:
+        elif kind is FrameKind.SEEN:
             peer.has_seen = True
-        elif kind is Kind.NOTE:
+        elif kind is FrameKind.NOTE:
             self.heard(peer.rank, unpack_json(frame))
         else:
             raise ProtocolError(f"a second {kind.name} frame")
@@ -171,7 +166,7 @@ class Control:
     def _greet(self, peer: Peer) -> None:
         part = peer.socket.recv(_NOBLOCK, copy=False)
         frame = unpack(part.bytes)
-        content = unpack_json(frame) if frame.kind is Kind.HELLO else {}
+        content = unpack_json(frame) if frame.kind is FrameKind.HELLO else {}
         shown = str(content.get("proof", "")).encode(errors="replace")
         expected = proof(self._token, peer.rank, self._backend.rank).encode()
         if content.get("rank") != peer.rank or not hmac.compare_digest(shown, expected):
@@ -193,28 +188,30 @@ class Control:
 
     def _note_progress(self, peer: Peer) -> None:
         """Look whether a peer's last message has come, and then whether the last byte has."""
-        mail = peer.mail
-        if mail is None:
+        peer_channel = peer.peer_channel
+        if peer_channel is None:
             return
-        if mail.heard_all() and not peer.left:
+        if peer_channel.heard_all() and not peer.left:
             self._note_leaving(peer)
-        if not mail.line.ended:
+        if not peer_channel.frame_socket.ended:
             return
         if peer.left:
             if not peer.answered:
                 peer.answered = True
-                peer.queue(Frame(Kind.SEEN))
-            if mail.waits():
+                peer.queue(Frame(FrameKind.SEEN))
+            if peer_channel.waits():
                 self.miss(peer)
         elif peer.cut_at is None:
             peer.cut_at = time.monotonic()
-            self._engine.watch.remind()
+            self._engine.poller.remind()
 
     def _note_leaving(self, peer: Peer) -> None:
         """A peer posts no more messages; break the backend if any is needed from it."""
         peer.left = True
-        wanted = any(wait.mail is peer.mail for wait in self._engine.table.receives())
-        if wanted or (peer.mail is not None and peer.mail.unwanted()):
+        wanted = any(
+            wait.peer_channel is peer.peer_channel for wait in self._engine.table.receives()
+        )
+        if wanted or (peer.peer_channel is not None and peer.peer_channel.unwanted()):
             self.miss(peer)
 
     def miss(self, peer: Peer) -> None:
@@ -240,7 +237,7 @@ class Control:
                     why = "before it said who it was"
                 text = f"rank {peer.rank} is lost: its connection broke: {why}"
                 self._backend.fail(PeerFailedError(text, peer.rank), tell=True)
-            elif peer.mail is not None and peer.mail.waits():
+            elif peer.peer_channel is not None and peer.peer_channel.waits():
                 self.miss(peer)
         return due
 
@@ -259,9 +256,11 @@ class Control:
         """Tell each peer that no more comes than what is on its way."""
         self.leaving = True
         for peer in self.peers.values():
-            mail = peer.mail
-            posted, asked = (mail.posted, mail.asked) if mail is not None else (0, 0)
-            self.to(peer, Frame(Kind.BYE, size=posted, offset=asked))
+            peer_channel = peer.peer_channel
+            posted, asked = (
+                (peer_channel.posted, peer_channel.asked) if peer_channel is not None else (0, 0)
+            )
+            self.to(peer, Frame(FrameKind.BYE, size=posted, offset=asked))
 
     def say_failed(self, error: CommunicationError) -> None:
         """Tell all peers by what this rank is broken."""
@@ -269,11 +268,11 @@ class Control:
         if isinstance(error, PeerFailedError) and error.rank is not None:
             content["rank"] = error.rank
         for peer in self.peers.values():
-            self.to(peer, Frame(Kind.FAIL, payload=pack_json(content)))
+            self.to(peer, Frame(FrameKind.FAIL, payload=pack_json(content)))
 
     def note(self, rank: int, content: Mapping[str, Any]) -> None:
         """Say something to a rank that the transport built on this one understands."""
-        self.to(self.peers[rank], Frame(Kind.NOTE, payload=pack_json(dict(content))))
+        self.to(self.peers[rank], Frame(FrameKind.NOTE, payload=pack_json(dict(content))))
 
     def to(self, peer: Peer, frame: Frame) -> None:
         """Send a frame to a peer that is still there."""
@@ -287,21 +286,20 @@ class Control:
     def query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
         """Ask ranks for their status; those that do not answer in time are left out."""
         number = next(self._engine.numbers)
-        query = self._queries[number] = _Query(set(ranks))
+        query = self._queries[number] = StatusQuery(ranks)
         for rank in query.open.copy():
             peer = self.peers[rank]
             if self.released or peer.left or peer.lost_at is not None:
                 query.open.discard(rank)
             else:
-                peer.queue(Frame(Kind.QUERY, channel, message=number))
+                peer.queue(Frame(FrameKind.QUERY, channel, message=number))
                 self.serve(peer)
-        self._engine.watch.until(lambda: not query.open, seconds)
+        self._engine.poller.until(lambda: not query.open, seconds)
         del self._queries[number]
         return query.answers
 
     def _note_status(self, peer: Peer, frame: Frame) -> None:
         content = unpack_json(frame)
         query = self._queries.get(frame.message)
-        if query is not None and peer.rank in query.open:
-            query.open.discard(peer.rank)
-            query.answers[peer.rank] = Status.from_json(content)
+        if query is not None:
+            query.note(peer.rank, content)

@@ -2,8 +2,8 @@
 
 ZeroMQ hands every message over to a thread of its own and back, and copies what has come. Here the
 thread that sends or waits makes the system call itself, from the sender's array and into the
-receiver's. Nothing blocks: what the kernel does not take stays in the line, until the watch says
-that there is room again.
+receiver's. Nothing blocks: what the kernel does not take stays here, until the poller says that
+there is room again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .poller import Watch
+from .poller import Poller
 from .wire import HEADER_BYTES, Frame, unpack_next
 
 # What is read at once where no array waits for it: frames, and the first bytes of payloads.
@@ -25,14 +25,14 @@ _DROP_BYTES = 1 << 18
 _TURNS = 8
 
 
-class Sink(Protocol):
+class FrameSink(Protocol):
     """Who gets the payload of a frame."""
 
     def filled(self) -> None:
         """All of it has come."""
 
 
-class Source(Protocol):
+class FrameSource(Protocol):
     """Who sends frames straight from memory that has to stay as it is meanwhile.
 
     Attributes:
@@ -48,15 +48,15 @@ class Source(Protocol):
         """The kernel has taken the frame."""
 
 
-Room = tuple["Sink | None", "memoryview | None"]
+Room = tuple["FrameSink | None", "memoryview | None"]
 
 
-class Line:
+class FrameSocket:
     """Frames both ways over one socket; called with the lock of the rank's connections held.
 
     Args:
-        sock: connected; the line owns it.
-        watch: whose handler of the socket calls ``serve``.
+        sock: connected; owned by this from now on.
+        poller: whose handler of the socket calls ``serve``.
         begin: called for each frame, with the size of its payload; returns who gets that, and room
             of just that size, or two Nones to have it dropped.
 
@@ -65,17 +65,17 @@ class Line:
     """
 
     def __init__(
-        self, sock: socket.socket, watch: Watch, begin: Callable[[Frame, int], Room]
+        self, sock: socket.socket, poller: Poller, begin: Callable[[Frame, int], Room]
     ) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.ended = False
         self._sock = sock
-        self._watch = watch
+        self._poller = poller
         self._begin = begin
         # The payload that comes in now, and bytes that have come and are not decoded.
-        self._sink: Sink | None = None
+        self._sink: FrameSink | None = None
         self._room: memoryview | None = None
         self._missing = 0
         self._bytes = bytearray(_READ_BYTES)
@@ -83,9 +83,9 @@ class Line:
         self._start = self._end = 0
         # The frame on its way, frames behind it, and what sends segments when there are none.
         self._parts: list[Any] = []
-        self._owner: Source | None = None
-        self._frames: deque[tuple[list[Any], Source | None]] = deque()
-        self._sources: deque[Source] = deque()
+        self._owner: FrameSource | None = None
+        self._frames: deque[tuple[list[Any], FrameSource | None]] = deque()
+        self._sources: deque[FrameSource] = deque()
         self._blocked = False
 
     # Writing.
@@ -113,7 +113,7 @@ class Line:
             self._parts = [(header + bytes(payload))[sent:]]
             self._block(True)
 
-    def post(self, parts: list[Any], owner: Source | None = None) -> None:
+    def post(self, parts: list[Any], owner: FrameSource | None = None) -> None:
         """Send a frame, whose parts belong to ``owner`` and stay as they are until it is told."""
         if self.ended:
             return
@@ -121,13 +121,13 @@ class Line:
         if not self._blocked:
             self.write()
 
-    def add(self, source: Source) -> None:
+    def add(self, source: FrameSource) -> None:
         """Send all segments of ``source``, as soon as nothing else is to be sent."""
         self._sources.append(source)
         if not self._blocked:
             self.write()
 
-    def withdraw(self, owner: Source) -> None:
+    def withdraw(self, owner: FrameSource) -> None:
         """Touch the memory of ``owner`` no more, and send no more of it than the peer expects."""
         if self._owner is owner:
             self._owner = None
@@ -181,11 +181,11 @@ class Line:
     def _block(self, blocked: bool) -> None:
         if blocked is not self._blocked:
             self._blocked = blocked
-            self._watch.want_room(self._sock.fileno(), blocked)
+            self._poller.want_room(self._sock.fileno(), blocked)
 
     # Reading.
 
-    def divert(self, sink: Sink) -> None:
+    def divert(self, sink: FrameSink) -> None:
         """Drop what is still to come of a payload that ``sink`` gets."""
         if self._sink is sink:
             self._sink = self._room = None
@@ -282,7 +282,7 @@ class Line:
         self._parts, self._owner = [], None
         if not self.ended:
             self.ended = True
-            self._watch.remove(self._sock.fileno())
+            self._poller.remove(self._sock.fileno())
 
     def stop(self) -> None:
         """Read and send no more, because what comes makes no sense."""

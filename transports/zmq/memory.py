@@ -22,13 +22,13 @@ from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import CommunicationError, ConfigError, ProtocolError, in_words
 
-from ..memory.peer import Neighbour
+from ..memory.peer import MemoryPeer
 from ..memory.shared import SharedMemory
-from .messages import Incoming, Outgoing
-from .wire import Frame, Kind, Place, pack_header, pack_place
+from .messages import IncomingMessage, OutgoingMessage
+from .wire import Frame, FrameKind, SegmentOffset, pack_header, pack_place
 
 if TYPE_CHECKING:
-    from .channel import Mail
+    from .channel import PeerChannel
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -57,12 +57,12 @@ class Lending:
     """The messages to one peer; called with the engine's lock held.
 
     Args:
-        mail: the messages from and to that peer.
+        peer_channel: the messages from and to that peer.
         memory: of this rank.
     """
 
-    def __init__(self, mail: Mail, memory: SharedMemory) -> None:
-        self._mail = mail
+    def __init__(self, peer_channel: PeerChannel, memory: SharedMemory) -> None:
+        self._peer_channel = peer_channel
         self._memory = memory
         self._introduced = False
         self._refused = False
@@ -71,7 +71,7 @@ class Lending:
         self._first: dict[int, Bytes] = {}
         self._ahead = 0
         self._pieces: deque[tuple[int, int, Bytes]] = deque()
-        self._granted: deque[Outgoing] = deque()
+        self._granted: deque[OutgoingMessage] = deque()
         self._withdrawn: set[int] = set()
 
     @property
@@ -79,7 +79,7 @@ class Lending:
         """Whether the peer has read all pieces."""
         return not self._pieces
 
-    def offer(self, data: Bytes, envelope: Envelope, number: int) -> Outgoing | None:
+    def offer(self, data: Bytes, envelope: Envelope, number: int) -> OutgoingMessage | None:
         """Start to send a message; None if it has to go over the data connection.
 
         Raises:
@@ -97,10 +97,10 @@ class Lending:
             self._ahead += ahead
         channel, tag, signature = envelope
         where = pack_place(place) + signature
-        self._mail.line.post(
-            [pack_header(Kind.LEND, channel, tag, number, data.size, ahead, where)]
+        self._peer_channel.frame_socket.post(
+            [pack_header(FrameKind.LEND, channel, tag, number, data.size, ahead, where)]
         )
-        return Outgoing(self._mail, number, data, ahead, lent=True)
+        return OutgoingMessage(self._peer_channel, number, data, ahead, lent=True)
 
     def _introduce(self) -> bool:
         if not self._introduced:
@@ -108,13 +108,15 @@ class Lending:
                 introduction = self._memory.introduce()
             except OSError as error:
                 if self._memory.required:
-                    raise required([self._mail.engine.rank], str(error)) from error
+                    raise required([self._peer_channel.engine.rank], str(error)) from error
                 return False
-            self._mail.line.post([pack_header(Kind.MEMORY, signature=introduction)])
+            self._peer_channel.frame_socket.post(
+                [pack_header(FrameKind.MEMORY, signature=introduction)]
+            )
             self._introduced = True
         return True
 
-    def _copied(self, data: Bytes) -> tuple[Bytes, Place] | None:
+    def _copied(self, data: Bytes) -> tuple[Bytes, SegmentOffset] | None:
         block = self._memory.empty(data.size)
         place = None if block is None else self._memory.own(block)
         if block is None or place is None:
@@ -122,14 +124,14 @@ class Lending:
         np.copyto(block, data)
         return block, place
 
-    def grant(self, outgoing: Outgoing) -> None:
+    def grant(self, outgoing: OutgoingMessage) -> None:
         """Send the rest of a message that the peer wants."""
         self._granted.append(outgoing)
         self._go_on()
 
     def _go_on(self) -> None:
         """Put pieces into memory, as many as may be there."""
-        mail = self._mail
+        peer_channel = self._peer_channel
         while self._granted and len(self._pieces) < _PIECES:
             outgoing = self._granted[0]
             number, start = outgoing.number, outgoing.data.size - outgoing.left
@@ -137,22 +139,22 @@ class Lending:
             found = self._copied(outgoing.data[start:end])
             if found is None:  # there is no more memory
                 self._granted.popleft()
-                mail.line.add(outgoing)
+                peer_channel.frame_socket.add(outgoing)
                 continue
             block, place = found
             self._pieces.append((number, end, block))
             outgoing.left -= end - start
             header = pack_header(
-                Kind.PIECE,
+                FrameKind.PIECE,
                 message=number,
                 size=end - start,
                 offset=start,
                 signature=pack_place(place),
             )
-            mail.line.post([header])
+            peer_channel.frame_socket.post([header])
             if not outgoing.left:
                 self._granted.popleft()
-                mail.finish_sent(outgoing)
+                peer_channel.finish_sent(outgoing)
 
     def taken(self, number: int, end: int) -> bool:
         """Note that the peer has read bytes; return whether they were of a withdrawn message."""
@@ -172,21 +174,21 @@ class Lending:
         if block is not None:
             self._ahead -= block.size
 
-    def refuse(self, outgoing: Outgoing) -> None:
+    def refuse(self, outgoing: OutgoingMessage) -> None:
         """Send a message over the data connection, and all others: the peer reads no memory."""
         self._forget_first(outgoing.number)
         self._refused = True
-        mail = self._mail
+        peer_channel = self._peer_channel
         if self._memory.required:
-            error = required([mail.rank], "")
-            mail.give_up(outgoing, error)
-            mail.engine.fail(CommunicationError(in_words(error)))
+            error = required([peer_channel.rank], "")
+            peer_channel.give_up(outgoing, error)
+            peer_channel.engine.fail(CommunicationError(in_words(error)))
             return
         outgoing.lent = False
         outgoing.ahead, outgoing.left = 0, outgoing.data.size
-        mail.line.add(outgoing)
+        peer_channel.frame_socket.add(outgoing)
 
-    def withdraw(self, outgoing: Outgoing) -> None:
+    def withdraw(self, outgoing: OutgoingMessage) -> None:
         """Let nobody use what was lent of a message, and lend no more of it.
 
         The peer may be reading it, and cannot be stopped without waiting for it. But it asks once
@@ -204,19 +206,19 @@ class Borrowing:
     """The messages from one peer; called with the engine's lock held.
 
     Args:
-        mail: the messages from and to that peer.
+        peer_channel: the messages from and to that peer.
         memory: of this rank; None if it does not share any with the peer.
     """
 
-    def __init__(self, mail: Mail, memory: SharedMemory | None) -> None:
-        self._mail = mail
+    def __init__(self, peer_channel: PeerChannel, memory: SharedMemory | None) -> None:
+        self._peer_channel = peer_channel
         self._memory = memory
-        self._neighbour: Neighbour | None = None
+        self._memory_peer: MemoryPeer | None = None
         # Why there is none; and whether the peer has said where it is.
         self._why = "it is off" if memory is None else ""
         self._introduced = False
         # Lent arrays, and the receives into which they are copied.
-        self._copies: deque[tuple[Incoming, Bytes]] = deque()
+        self._copies: deque[tuple[IncomingMessage, Bytes]] = deque()
 
     def meet(self, introduction: bytes) -> None:
         """Get to know the peer's memory.
@@ -225,41 +227,43 @@ class Borrowing:
             ProtocolError: it was known already, or this is no introduction.
         """
         if self._introduced:
-            raise ProtocolError(f"rank {self._mail.rank} introduces its memory a second time")
+            raise ProtocolError(
+                f"rank {self._peer_channel.rank} introduces its memory a second time"
+            )
         self._introduced = True
         if self._memory is None or self._why:
             return
         try:
-            self._neighbour = self._memory.neighbour(introduction)
+            self._memory_peer = self._memory.memory_peer(introduction)
         except (OSError, MemoryError) as error:
             self._why = str(error) or repr(error)
 
-    def accept(self, incoming: Incoming, frame: Frame, place: Place) -> None:
+    def accept(self, incoming: IncomingMessage, frame: Frame, place: SegmentOffset) -> None:
         """Have a message come into a receive that it fits; ``copy`` is to be called after it.
 
         Raises:
             ProtocolError: it is not in the peer's memory.
         """
-        mail, number, ahead = self._mail, frame.message, frame.offset
+        peer_channel, number, ahead = self._peer_channel, frame.message, frame.offset
         source, why = None, self._why
-        if self._neighbour is not None:
+        if self._memory_peer is not None:
             try:
-                source = self._neighbour.bytes(*place, ahead)
+                source = self._memory_peer.bytes(*place, ahead)
             except (OSError, MemoryError) as error:
                 why = str(error) or repr(error)
         elif not self._introduced:
-            raise ProtocolError(f"rank {mail.rank} lends memory that it has not introduced")
+            raise ProtocolError(f"rank {peer_channel.rank} lends memory that it has not introduced")
         if source is None:
             self._refuse(incoming, why)
         elif ahead == frame.size:
             self._copies.append((incoming, source))
         else:
-            mail.ask(Kind.GRANT, number)  # first, so that the peer copies meanwhile
+            peer_channel.ask(FrameKind.GRANT, number)  # first, so that the peer copies meanwhile
             self._read(incoming, source, ahead)
 
-    def _refuse(self, incoming: Incoming, why: str) -> None:
-        mail, memory = self._mail, self._memory
-        engine = mail.engine
+    def _refuse(self, incoming: IncomingMessage, why: str) -> None:
+        peer_channel, memory = self._peer_channel, self._memory
+        engine = peer_channel.engine
         if memory is not None and memory.required:
             error = required([engine.rank], why)
             incoming.finish(error)
@@ -268,29 +272,31 @@ class Borrowing:
         if memory is not None and not engine.warned:
             engine.warned = True
             text = "rank %d reaches no memory of rank %d, whose messages come over TCP: %s"
-            _LOG.warning(text, engine.rank, mail.rank, why)
-        mail.ask(Kind.REFUSE, incoming.number)
+            _LOG.warning(text, engine.rank, peer_channel.rank, why)
+        peer_channel.ask(FrameKind.REFUSE, incoming.number)
 
-    def read(self, incoming: Incoming, frame: Frame, place: Place) -> None:
+    def read(self, incoming: IncomingMessage, frame: Frame, place: SegmentOffset) -> None:
         """Copy a piece of a message.
 
         Raises:
             ProtocolError: it is not in the peer's memory.
         """
-        mail = self._mail
-        if self._neighbour is None:
-            raise ProtocolError(f"rank {mail.rank} sent a piece that it was not asked for")
+        peer_channel = self._peer_channel
+        if self._memory_peer is None:
+            raise ProtocolError(f"rank {peer_channel.rank} sent a piece that it was not asked for")
         try:
-            source = self._neighbour.bytes(*place, frame.size)
+            source = self._memory_peer.bytes(*place, frame.size)
         except ProcessLookupError:
             return  # as its connections will tell
         except (OSError, MemoryError) as error:
-            text = f"rank {mail.engine.rank} cannot map the memory of rank {mail.rank}"
-            mail.engine.fail(CommunicationError(f"{text}: {error}"))
+            text = (
+                f"rank {peer_channel.engine.rank} cannot map the memory of rank {peer_channel.rank}"
+            )
+            peer_channel.engine.fail(CommunicationError(f"{text}: {error}"))
             return
         self._read(incoming, source, frame.offset + frame.size)
 
-    def _read(self, incoming: Incoming, source: Bytes, end: int) -> None:
+    def _read(self, incoming: IncomingMessage, source: Bytes, end: int) -> None:
         np.copyto(incoming.out[incoming.begun : end], source)
         incoming.begun = end
         self.tell(incoming.number, end)
@@ -298,7 +304,9 @@ class Borrowing:
 
     def tell(self, number: int, end: int) -> None:
         """Say that nothing is read any more of a message's first bytes."""
-        self._mail.line.post([pack_header(Kind.TAKEN, message=number, offset=end)])
+        self._peer_channel.frame_socket.post(
+            [pack_header(FrameKind.TAKEN, message=number, offset=end)]
+        )
 
     def copy(self) -> bool:
         """Copy lent arrays for a while; return whether there is more to copy."""
@@ -314,20 +322,20 @@ class Borrowing:
                 self._end(incoming)
         return bool(self._copies)
 
-    def _end(self, incoming: Incoming) -> None:
-        assert self._neighbour is not None
-        if self._neighbour.revoked(incoming.number):
+    def _end(self, incoming: IncomingMessage) -> None:
+        assert self._memory_peer is not None
+        if self._memory_peer.revoked(incoming.number):
             return  # the receive waits on, as for any message that is given up half sent
-        self._mail.asked += 1
+        self._peer_channel.asked += 1
         self.tell(incoming.number, incoming.begun)
         incoming.filled()
 
-    def drop(self, incoming: Incoming) -> bool:
+    def drop(self, incoming: IncomingMessage) -> bool:
         """Copy no more into a receive; return whether a lent array was being copied."""
         for item in self._copies:
             if item[0] is incoming:
                 self._copies.remove(item)
-                self._mail.asked += 1
+                self._peer_channel.asked += 1
                 self.tell(incoming.number, incoming.out.size)
                 return True
         return False
@@ -335,5 +343,5 @@ class Borrowing:
     def close(self) -> None:
         """Read nothing any more."""
         self._copies.clear()
-        self._neighbour = None
+        self._memory_peer = None
         self._why = self._why or "the backend is broken or closed"

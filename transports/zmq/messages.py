@@ -14,24 +14,24 @@ from fsdpcore.core.errors import CommunicationError
 from fsdpcore.core.work import Pending
 
 from ..memory.shared import SharedMemory
-from .poller import Waiting, Watch
-from .wire import Frame, Kind, Place, pack_header
+from .poller import AwaitedMessage, Poller
+from .wire import Frame, FrameKind, SegmentOffset, pack_header
 
 if TYPE_CHECKING:
-    from .channel import Mail
+    from .channel import PeerChannel
 
 # Where an eager message is listed, which has no number.
 EAGER = 0
 
 
-class Sizes(NamedTuple):
+class MessageSizes(NamedTuple):
     """Up to how many bytes a message is sent at once, and how long the segments of others are."""
 
     eager: int
     segment: int
 
 
-class Engine:
+class ConnectionState:
     """What the connections of a rank share.
 
     Attributes:
@@ -41,7 +41,7 @@ class Engine:
         lock: held by whoever touches a connection, its socket or the table.
         table: receives without a message, and messages without a receive.
         numbers: for large messages and queries.
-        watch: who polls the sockets.
+        poller: who polls the sockets.
         fail: called with an error that concerns all ranks.
         warned: that memory is out of reach was logged.
     """
@@ -49,7 +49,7 @@ class Engine:
     def __init__(
         self,
         rank: int,
-        sizes: Sizes,
+        sizes: MessageSizes,
         memory: SharedMemory,
         fail: Callable[[CommunicationError], None],
     ) -> None:
@@ -59,12 +59,12 @@ class Engine:
         self.fail = fail
         self.warned = False
         self.lock = threading.RLock()
-        self.table: MatchTable[Incoming, Arrival] = MatchTable()
+        self.table: MatchTable[IncomingMessage, UnexpectedMessage] = MatchTable()
         self.numbers = itertools.count(1)
-        self.watch: Watch
+        self.poller: Poller
 
 
-class Outgoing(Waiting):
+class OutgoingMessage(AwaitedMessage):
     """A large message that this rank sends.
 
     Attributes:
@@ -75,13 +75,13 @@ class Outgoing(Waiting):
         on_its_way: a frame with its bytes is being sent.
     """
 
-    __slots__ = ("ahead", "data", "granted", "left", "lent", "mail", "number", "on_its_way")
+    __slots__ = ("ahead", "data", "granted", "left", "lent", "number", "on_its_way", "peer_channel")
 
     def __init__(
-        self, mail: Mail, number: int, data: Bytes, ahead: int, *, lent: bool = False
+        self, peer_channel: PeerChannel, number: int, data: Bytes, ahead: int, *, lent: bool = False
     ) -> None:
-        super().__init__(mail.engine.watch)
-        self.mail = mail
+        super().__init__(peer_channel.engine.poller)
+        self.peer_channel = peer_channel
         self.number = number
         self.data = data
         self.ahead = ahead
@@ -92,54 +92,54 @@ class Outgoing(Waiting):
 
     def next_segment(self) -> list[Any]:
         start = self.data.size - self.left
-        size = min(self.left, self.mail.engine.sizes.segment)
+        size = min(self.left, self.peer_channel.engine.sizes.segment)
         self.left -= size
         self.on_its_way = True
-        header = pack_header(Kind.DATA, message=self.number, size=size, offset=start)
+        header = pack_header(FrameKind.DATA, message=self.number, size=size, offset=start)
         return [header, self.data[start : start + size]]
 
     def sent(self) -> None:
         self.on_its_way = False
-        self.mail.finish_sent(self)
+        self.peer_channel.finish_sent(self)
 
     def cancel(self) -> bool:
-        return self.mail.cancel_send(self)
+        return self.peer_channel.cancel_send(self)
 
 
-class Incoming(Waiting):
+class IncomingMessage(AwaitedMessage):
     """A receive: waiting for its message, or for the rest of it.
 
     Attributes:
         begun: bytes that have come, or are announced by the frame that comes in now.
     """
 
-    __slots__ = ("begun", "envelope", "key", "mail", "number", "out")
+    __slots__ = ("begun", "envelope", "key", "number", "out", "peer_channel")
 
-    def __init__(self, mail: Mail, out: Bytes, envelope: Envelope) -> None:
-        super().__init__(mail.engine.watch)
-        self.mail = mail
+    def __init__(self, peer_channel: PeerChannel, out: Bytes, envelope: Envelope) -> None:
+        super().__init__(peer_channel.engine.poller)
+        self.peer_channel = peer_channel
         self.out = out
         self.envelope = envelope
-        self.key: Key = (mail.rank, envelope.channel, envelope.tag)
+        self.key: Key = (peer_channel.rank, envelope.channel, envelope.tag)
         self.number = EAGER
         self.begun = 0
 
     def filled(self) -> None:
         if self.begun == self.out.size:
-            self.mail.finish_received(self)
+            self.peer_channel.finish_received(self)
 
     def settle(self, seconds: float) -> bool:
         if not self.finished:  # perhaps it is there
-            with self.mail.engine.lock:
-                self.mail.serve()
-                self.mail.engine.watch.changed()
+            with self.peer_channel.engine.lock:
+                self.peer_channel.serve()
+                self.peer_channel.engine.poller.changed()
         return super().settle(seconds)
 
     def cancel(self) -> bool:
-        return self.mail.cancel_receive(self)
+        return self.peer_channel.cancel_receive(self)
 
 
-class Arrival:
+class UnexpectedMessage:
     """A message that came before its receive: a small one, or an offer with its first bytes.
 
     Attributes:
@@ -148,21 +148,23 @@ class Arrival:
         incoming: its receive, if that was posted meanwhile.
     """
 
-    __slots__ = ("bytes", "frame", "incoming", "key", "mail", "place", "whole")
+    __slots__ = ("bytes", "frame", "incoming", "key", "peer_channel", "place", "whole")
 
-    def __init__(self, mail: Mail, frame: Frame, place: Place | None = None) -> None:
-        self.mail = mail
+    def __init__(
+        self, peer_channel: PeerChannel, frame: Frame, place: SegmentOffset | None = None
+    ) -> None:
+        self.peer_channel = peer_channel
         self.frame = frame
         self.place = place
-        self.key: Key = (mail.rank, frame.channel, frame.tag)
+        self.key: Key = (peer_channel.rank, frame.channel, frame.tag)
         self.bytes = bytearray()
         self.whole = False
-        self.incoming: Incoming | None = None
+        self.incoming: IncomingMessage | None = None
 
     def filled(self) -> None:
         self.whole = True
         if self.incoming is not None:
-            self.mail.hand_over(self, self.incoming)
+            self.peer_channel.hand_over(self, self.incoming)
 
 
 SENT = Pending()

@@ -8,7 +8,7 @@ from collections import deque
 
 import zmq
 
-from .channel import Mail
+from .channel import PeerChannel
 from .wire import Frame
 
 _EVENT = struct.Struct("=Hi")  # what happened, and the descriptor that it happened to
@@ -22,7 +22,7 @@ class Peer:
         rank: its number in the job.
         listening: whether this rank listens for the other; else it connects.
         greeted: its HELLO has come and was right.
-        mail: the messages from and to it; None until the data connection is there.
+        peer_channel: the messages from and to it; None until the data connection is there.
         left: it has said that it leaves, or failed: no new message will come from it.
         has_seen: it has read this rank's FAIL or BYE.
         lost_at: when its connection was seen to break; None while it holds.
@@ -39,7 +39,7 @@ class Peer:
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(events)
         self.listening = listening
         self.greeted = False
-        self.mail: Mail | None = None
+        self.peer_channel: PeerChannel | None = None
         self.left = False
         self.has_seen = False
         self.lost_at: float | None = None
@@ -53,18 +53,18 @@ class Peer:
     @property
     def joined(self) -> bool:
         """Whether both connections are there, and it is who it should be."""
-        return self.greeted and self.mail is not None
+        return self.greeted and self.peer_channel is not None
 
-    def connect(self, mail: Mail) -> None:
+    def connect(self, peer_channel: PeerChannel) -> None:
         """Note that the data connection is there."""
-        self.mail = mail
-        mail.last = self._last
+        self.peer_channel = peer_channel
+        peer_channel.last = self._last
 
     def expect(self, messages: int, grants: int) -> None:
         """Note how many of them a peer that leaves says it has sent in all."""
         self._last = (messages, grants)
-        if self.mail is not None:
-            self.mail.last = self._last
+        if self.peer_channel is not None:
+            self.peer_channel.last = self._last
 
     # Control frames.
 
@@ -92,7 +92,7 @@ class Peer:
     @property
     def idle(self) -> bool:
         """Whether everything for this peer is on its way and wanted, or the peer is lost."""
-        idle = self.mail is None or self.mail.idle
+        idle = self.peer_channel is None or self.peer_channel.idle
         return self.lost_at is not None or (idle and not self._queue)
 
     @property
@@ -102,8 +102,8 @@ class Peer:
 
     def shut(self) -> None:
         """Send no more messages; the peer notices when it has read all."""
-        if self.mail is not None:
-            self.mail.line.shut()
+        if self.peer_channel is not None:
+            self.peer_channel.frame_socket.shut()
 
     # The connection.
 
@@ -127,7 +127,7 @@ class Peer:
 
     def close(self) -> None:
         """Close the data connection and the monitor; closing the context closes the socket."""
-        if self.mail is not None:
-            self.mail.line.close()
+        if self.peer_channel is not None:
+            self.peer_channel.frame_socket.close()
         self.socket.disable_monitor()
         self.monitor.close(0)

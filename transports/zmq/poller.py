@@ -9,7 +9,7 @@ wait again. It comes back when the program computes, so that transfers go on mea
 The descriptor of a ZeroMQ socket signals changes only, and any use of the socket may swallow such
 a signal. So whoever uses one, for sending too, goes on until nothing is left to do on it, or asks
 to have it done. These sockets are left to the own thread. Whatever another thread finishes for the
-polling one rings its bell.
+polling one wakes it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from fsdpcore.comm.polled import PolledMessage
 from fsdpcore.core.errors import CommunicationError
-from fsdpcore.core.work import Pending
 
 # How long the own thread stays away after somebody has waited; twice as long for every time that
 # it looked and somebody had waited again, up to the latter. Longer, and a transfer that runs beside
@@ -40,8 +40,8 @@ _LONG_SECONDS = 1e6  # more than poll() can count in milliseconds would overflow
 Lock = Any  # threading.RLock, which is a function in the type stubs of some versions
 
 
-class Bell:
-    """A descriptor that one thread polls and others ring."""
+class Waker:
+    """A descriptor that one thread polls, and by which others wake it."""
 
     def __init__(self) -> None:
         self._inside, self._outside = socket.socketpair()
@@ -52,13 +52,13 @@ class Bell:
         """The descriptor to poll for input."""
         return self._inside.fileno()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake whoever polls, or whoever will poll next."""
-        with contextlib.suppress(BlockingIOError):  # it rings already, many times over
+        with contextlib.suppress(BlockingIOError):  # it was woken already, many times over
             self._outside.send(b"!")
 
-    def silence(self) -> None:
-        """Forget the rings so far."""
+    def clear(self) -> None:
+        """Forget the calls of ``wake`` so far."""
         with contextlib.suppress(BlockingIOError):
             self._inside.recv(4096)
 
@@ -68,37 +68,18 @@ class Bell:
         self._outside.close()
 
 
-class Waiting(Pending):
-    """A message whose waiting thread looks after the sockets meanwhile."""
+class AwaitedMessage(PolledMessage):
+    """A message whose end the poller hears of, whichever thread comes to it."""
 
-    __slots__ = ("_watch",)
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
+    __slots__ = ()
+    _poller: Poller
 
     def finish(self, error: BaseException | None = None) -> None:
         super().finish(error)
-        self._watch.finished(self)
-
-    def settle(self, seconds: float) -> bool:
-        if not self.finished:
-            self._watch.wait(self, seconds)
-        return self.finished
-
-    def follow(self, seconds: float) -> None:
-        """Block until the message has finished, ``poke`` was called, or the time is over."""
-        if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)) and self.finished:
-            with contextlib.suppress(RuntimeError):  # finished between a poke and here
-                self._gate.release()
-
-    def poke(self) -> None:
-        """Wake one thread that follows."""
-        with contextlib.suppress(RuntimeError):  # awake already
-            self._gate.release()
+        self._poller.finished(self)
 
 
-class Watch:
+class Poller:
     """Polls descriptors and calls what is registered for those that are ready.
 
     Args:
@@ -114,16 +95,16 @@ class Watch:
         self._tick = tick
         self._changed = threading.Condition(lock)
         self._expected = 0
-        self._bell, self._own_bell = Bell(), Bell()
+        self._waker, self._own_waker = Waker(), Waker()
         # What a waiting thread polls; the own thread when it is aside; and when it is not.
-        self._leaders, self._aside, self._everything = _Poller(), _Poller(), _Poller()
-        self._leaders.add(self._bell.fileno(), self._bell.silence)
-        self.add(self._own_bell.fileno(), self._own_bell.silence, rare=True)
+        self._leaders, self._aside, self._everything = _PollSet(), _PollSet(), _PollSet()
+        self._leaders.add(self._waker.fileno(), self._waker.clear)
+        self.add(self._own_waker.fileno(), self._own_waker.clear, rare=True)
         self._unfinished: list[Callable[[], None]] = []
         # The right to poll the sockets instead of the own thread.
         self._baton = threading.Lock()
-        self._followers: list[Waiting] = []
-        self._awaited: Waiting | None = None
+        self._followers: list[PolledMessage] = []
+        self._awaited: PolledMessage | None = None
         self._leading = False
         self._leader = 0
         self._waits = 0
@@ -156,14 +137,14 @@ class Watch:
 
     def remind(self) -> None:
         """Have ``tick`` called soon."""
-        self._own_bell.ring()
+        self._own_waker.wake()
 
     def _poll_again(self) -> None:
         """Have the other threads that poll do it anew; the caller holds the lock."""
         if self._watching:
-            self._own_bell.ring()
+            self._own_waker.wake()
         if self._leading and self._leader != threading.get_ident():
-            self._bell.ring()
+            self._waker.wake()
 
     def start(self) -> None:
         """Start the own thread."""
@@ -175,16 +156,16 @@ class Watch:
         All messages must have finished, and no more may be waited for.
         """
         self._stopping = True
-        self._own_bell.ring()
+        self._own_waker.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._baton.acquire(timeout=1.0)
-        self._bell.close()
-        self._own_bell.close()
+        self._waker.close()
+        self._own_waker.close()
 
     # Waiting.
 
-    def wait(self, awaited: Waiting, seconds: float) -> None:
+    def wait(self, awaited: PolledMessage, seconds: float) -> None:
         """Block until ``awaited`` has finished or the time is over."""
         end = time.monotonic() + min(seconds, _LONG_SECONDS)
         while not awaited.finished:
@@ -202,11 +183,11 @@ class Watch:
             if time.monotonic() >= end:
                 return
 
-    def _lead(self, awaited: Waiting, end: float) -> None:
+    def _lead(self, awaited: PolledMessage, end: float) -> None:
         self._leader = threading.get_ident()
         self._leading = True
         if self._watching:
-            self._own_bell.ring()
+            self._own_waker.wake()
         while not awaited.finished:
             remaining = end - time.monotonic()
             # First say what is awaited, then look: finished() does it the other way around.
@@ -226,9 +207,9 @@ class Watch:
         for follower in self._followers[:1]:
             follower.poke()
         if self._asleep or self._unfinished:
-            self._own_bell.ring()
+            self._own_waker.wake()
 
-    def _follow(self, awaited: Waiting, end: float) -> None:
+    def _follow(self, awaited: PolledMessage, end: float) -> None:
         self._followers.append(awaited)
         try:
             # Who leads looks for followers after it has put down the baton.
@@ -243,12 +224,12 @@ class Watch:
         The caller holds the lock.
         """
         self._unfinished.append(handler)
-        (self._bell if self._leading else self._own_bell).ring()
+        (self._waker if self._leading else self._own_waker).wake()
 
-    def finished(self, message: Waiting) -> None:
+    def finished(self, message: PolledMessage) -> None:
         """Note that a message has finished; wakes the thread that waits for it."""
         if self._awaited is message:
-            self._bell.ring()
+            self._waker.wake()
 
     def until(self, predicate: Callable[[], object], seconds: float) -> bool:
         """Block until ``predicate`` holds or the time is over, return whether it holds.
@@ -304,7 +285,7 @@ class Watch:
 
     def _watch_all(self, due: float | None) -> list[Callable[[], None]]:
         self._watching = True
-        # A thread that begins to lead after this line sees the flag and rings.
+        # A thread that begins to lead after this line sees the flag and wakes.
         limit = 0.0 if self._unfinished else due
         ready = [] if self._leading else self._everything.poll(limit)
         self._watching = False
@@ -314,7 +295,7 @@ class Watch:
         limit: float | None = self._rest
         self._rest = min(2 * self._rest, _LONGEST_AWAY_SECONDS)
         if long:
-            # The same wait as a turn ago: sleep until its end, of which the bell will tell.
+            # The same wait as a turn ago: sleep until its end, of which the waker will tell.
             self._asleep = True
             if self._leading:
                 limit = due
@@ -334,7 +315,7 @@ class Watch:
             self.changed()
 
 
-class _Poller:
+class _PollSet:
     """A set of descriptors, each with what to call when it has input."""
 
     def __init__(self) -> None:

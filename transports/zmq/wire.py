@@ -51,7 +51,7 @@ MAX_INLINE = 1 << 20
 MAX_SEGMENT = 1 << 24
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame is for."""
 
     HELLO = 1
@@ -72,21 +72,29 @@ class Kind(enum.IntEnum):
     NOTE = 17
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 _CONTROL = frozenset(
-    {Kind.HELLO, Kind.FAIL, Kind.BYE, Kind.QUERY, Kind.STATUS, Kind.SEEN, Kind.NOTE}
+    {
+        FrameKind.HELLO,
+        FrameKind.FAIL,
+        FrameKind.BYE,
+        FrameKind.QUERY,
+        FrameKind.STATUS,
+        FrameKind.SEEN,
+        FrameKind.NOTE,
+    }
 )
-_WITH_JSON = frozenset({Kind.HELLO, Kind.FAIL, Kind.STATUS, Kind.NOTE})
-_WITH_PAYLOAD = _WITH_JSON | {Kind.EAGER, Kind.DATA}
+_WITH_JSON = frozenset({FrameKind.HELLO, FrameKind.FAIL, FrameKind.STATUS, FrameKind.NOTE})
+_WITH_PAYLOAD = _WITH_JSON | {FrameKind.EAGER, FrameKind.DATA}
 _PLACE = struct.Struct("<QQ")
 _MAX_PLACED = _PLACE.size + MAX_SIGNATURE
-Place = tuple[int, int]
+SegmentOffset = tuple[int, int]
 
 
 class Frame(NamedTuple):
     """One frame; ``message`` numbers a sender's large messages and queries."""
 
-    kind: Kind
+    kind: FrameKind
     channel: int = 0
     tag: int = 0
     message: int = 0
@@ -169,19 +177,19 @@ def _read_header(data: bytes | bytearray, start: int) -> tuple[Frame, int, int]:
     kind = _KINDS.get(code)
     if kind is None:
         raise ProtocolError(f"a frame has the unknown kind {code}")
-    inline = size if kind in _WITH_PAYLOAD else offset if kind is Kind.OFFER else 0
-    limit = MAX_SEGMENT if kind is Kind.DATA else MAX_INLINE
-    if signed > (_MAX_PLACED if kind is Kind.LEND else MAX_SIGNATURE) or inline > limit:
+    inline = size if kind in _WITH_PAYLOAD else offset if kind is FrameKind.OFFER else 0
+    limit = MAX_SEGMENT if kind is FrameKind.DATA else MAX_INLINE
+    if signed > (_MAX_PLACED if kind is FrameKind.LEND else MAX_SIGNATURE) or inline > limit:
         raise ProtocolError(f"a {kind.name} frame announces {signed} + {inline} bytes: too many")
     return Frame(kind, channel, tag, message, size, offset), signed, inline
 
 
-def pack_place(place: Place) -> bytes:
+def pack_place(place: SegmentOffset) -> bytes:
     """Encode where bytes are in memory: the number of a segment, and of the first byte in it."""
     return _PLACE.pack(*place)
 
 
-def split_place(frame: Frame) -> tuple[Place, bytes]:
+def split_place(frame: Frame) -> tuple[SegmentOffset, bytes]:
     """Decode where the bytes of a LEND or PIECE frame are; return the signature proper, too.
 
     Raises:

@@ -14,7 +14,7 @@ from fsdpcore.collectives.algorithms import hierarchical
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.shared import algorithm, host_context
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.algorithm import Algorithm, Terms
+from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.policy import Costs, Tuning
 
 NAME = "hierarchical"
@@ -40,7 +40,7 @@ def algorithms(hosts: Sequence[int], tuning: Tuning) -> dict[str, dict[str, Algo
     """Return ``hierarchical`` with its costs for a group whose ranks are on these hosts."""
     arrangement = hierarchical.arrange(tuple(hosts))
     scatter, gather = _scattering(arrangement), _gathering(arrangement)
-    both = Terms(*(a + b for a, b in zip(scatter, gather, strict=True)))
+    both = CostTerms(*(a + b for a, b in zip(scatter, gather, strict=True)))
     m = max(len(ranks) for ranks in arrangement.members.values())
     rounds = max(len(arrangement.slabs(host)) for host in arrangement.members)
     memory = {
@@ -53,7 +53,7 @@ def algorithms(hosts: Sequence[int], tuning: Tuning) -> dict[str, dict[str, Algo
     parts = {
         "reduce_scatter": (scatter, inside[0]),
         "all_gather": (gather, inside[1]),
-        "all_reduce": (both, Terms(*(a + b for a, b in zip(*inside, strict=True)))),
+        "all_reduce": (both, CostTerms(*(a + b for a, b in zip(*inside, strict=True)))),
         "broadcast": (_broadcasting(arrangement), memory["broadcast"]),
     }
     costs = (
@@ -63,7 +63,7 @@ def algorithms(hosts: Sequence[int], tuning: Tuning) -> dict[str, dict[str, Algo
     return {name: {NAME: _algorithm(*terms, costs)} for name, terms in parts.items()}
 
 
-def _algorithm(across: Terms, inside: Terms, costs: Costs) -> Algorithm:
+def _algorithm(across: CostTerms, inside: CostTerms, costs: Costs) -> Algorithm:
     def seconds(nbytes: int) -> float:
         each = inside.beta * costs.beta + inside.gamma * costs.gamma
         return inside.alpha * costs.alpha + nbytes * each
@@ -71,26 +71,26 @@ def _algorithm(across: Terms, inside: Terms, costs: Costs) -> Algorithm:
     return Algorithm(hierarchical, lambda p: across, besides=seconds)
 
 
-def _scattering(hosts: hierarchical.Arrangement) -> Terms:
+def _scattering(hosts: hierarchical.Arrangement) -> CostTerms:
     p, messages = len(hosts.place), 0
     for host, ranks in hosts.members.items():
         k = len(hosts.blocks[host])
         sent = max(k * (len(hosts.owners(rank, host)) - 1) for rank in ranks)
         received = sum(len(blocks) for other, blocks in hosts.blocks.items() if other != host)
         messages = max(messages, sent, received)
-    return Terms(messages, messages / p, (sum(map(len, hosts.blocks.values())) - 1) / p)
+    return CostTerms(messages, messages / p, (sum(map(len, hosts.blocks.values())) - 1) / p)
 
 
-def _gathering(hosts: hierarchical.Arrangement) -> Terms:
+def _gathering(hosts: hierarchical.Arrangement) -> CostTerms:
     p, messages = len(hosts.place), len(hosts.members) - 1
     for host, ranks in hosts.members.items():
         received = max(len(hosts.owners(rank, host)) - 1 for rank in ranks)
         messages = max(messages, received)
-    return Terms(messages, messages / p, 0)
+    return CostTerms(messages, messages / p, 0)
 
 
-def _broadcasting(hosts: hierarchical.Arrangement) -> Terms:
+def _broadcasting(hosts: hierarchical.Arrangement) -> CostTerms:
     # Of any root: the one on the smallest host sends the largest pieces.
     sizes = [len(ranks) for ranks in hosts.members.values()]
     most = max(len(sizes) - 1, -(-max(sizes) // min(sizes)))
-    return Terms(most, most / min(sizes), 0)
+    return CostTerms(most, most / min(sizes), 0)

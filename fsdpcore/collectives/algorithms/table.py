@@ -15,51 +15,53 @@ from fsdpcore.collectives.algorithms import (
     traffic,
     tree,
 )
-from fsdpcore.core.algorithm import Algorithm, Terms
+from fsdpcore.core.algorithm import Algorithm, CostTerms
 
 
 def _depth(p: int) -> int:
     return (p - 1).bit_length()
 
 
-def _pairwise(p: int) -> Terms:
-    return Terms(p - 1, (p - 1) / p, 0)
+def _pairwise(p: int) -> CostTerms:
+    return CostTerms(p - 1, (p - 1) / p, 0)
 
 
-def _reducing_pairwise(p: int) -> Terms:
-    return Terms(p - 1, (p - 1) / p, (p - 1) / p)
+def _reducing_pairwise(p: int) -> CostTerms:
+    return CostTerms(p - 1, (p - 1) / p, (p - 1) / p)
 
 
-def _both_pairwise(p: int) -> Terms:
-    return Terms(2 * (p - 1), 2 * (p - 1) / p, (p - 1) / p)
+def _both_pairwise(p: int) -> CostTerms:
+    return CostTerms(2 * (p - 1), 2 * (p - 1) / p, (p - 1) / p)
 
 
-def _doubling(p: int) -> Terms:
+def _doubling(p: int) -> CostTerms:
     busiest = int(traffic.sends(p).max())
-    return Terms(busiest, busiest, _depth(p))
+    return CostTerms(busiest, busiest, _depth(p))
 
 
-def _doubling_all_gather(p: int) -> Terms:
+def _doubling_all_gather(p: int) -> CostTerms:
     chunks = max(p - 1, int(traffic.chunks_spread(p).max()))
-    return Terms(int(traffic.sends(p).max()), chunks / p, 0)
+    return CostTerms(int(traffic.sends(p).max()), chunks / p, 0)
 
 
-def _halving(p: int) -> Terms:
+def _halving(p: int) -> CostTerms:
     kept = int(traffic.chunks_kept(p).max())
-    return Terms(int(traffic.sends(p).max()), max(p - 1, kept) / p, kept / p)
+    return CostTerms(int(traffic.sends(p).max()), max(p - 1, kept) / p, kept / p)
 
 
-def _rabenseifner(p: int) -> Terms:
+def _rabenseifner(p: int) -> CostTerms:
     kept = int(traffic.chunks_kept(p).max())
-    return Terms(int((traffic.sends(p) + traffic.receives(p)).max()), (p - 1 + kept) / p, kept / p)
+    return CostTerms(
+        int((traffic.sends(p) + traffic.receives(p)).max()), (p - 1 + kept) / p, kept / p
+    )
 
 
-def _bruck_all_to_all(p: int) -> Terms:
-    return Terms(_depth(p), sum(bin(distance).count("1") for distance in range(p)) / p, 0)
+def _bruck_all_to_all(p: int) -> CostTerms:
+    return CostTerms(_depth(p), sum(bin(distance).count("1") for distance in range(p)) / p, 0)
 
 
-def _star(p: int) -> Terms:
-    return Terms(2 * (p - 1), (p - 1) * (1 + 1 / p), 0)
+def _star(p: int) -> CostTerms:
+    return CostTerms(2 * (p - 1), (p - 1) * (1 + 1 / p), 0)
 
 
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
@@ -68,7 +70,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "direct": Algorithm(direct, _both_pairwise),
         "rabenseifner": Algorithm(rabenseifner, _rabenseifner),
         "hierarchical": Algorithm(hierarchical, _both_pairwise),
-        "star": Algorithm(star, lambda p: Terms(2 * (p - 1), 2 * (p - 1), p - 1)),
+        "star": Algorithm(star, lambda p: CostTerms(2 * (p - 1), 2 * (p - 1), p - 1)),
         "ring": Algorithm(ring, _both_pairwise, False),
     },
     "reduce_scatter": {
@@ -82,30 +84,32 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "all_gather": {
         "direct": Algorithm(direct, _pairwise),
         "doubling": Algorithm(doubling, _doubling_all_gather),
-        "bruck": Algorithm(bruck, lambda p: Terms(_depth(p), (p - 1) / p, 0)),
+        "bruck": Algorithm(bruck, lambda p: CostTerms(_depth(p), (p - 1) / p, 0)),
         "hierarchical": Algorithm(hierarchical, _pairwise),
         "star": Algorithm(star, _star),
         "ring": Algorithm(ring, _pairwise),
     },
     "broadcast": {
-        "tree": Algorithm(tree, lambda p: Terms(_depth(p), _depth(p), 0)),
+        "tree": Algorithm(tree, lambda p: CostTerms(_depth(p), _depth(p), 0)),
         "scatter_gather": Algorithm(
-            scatter_gather, lambda p: Terms(2 * _depth(p), 2 * (p - 1) / p, 0)
+            scatter_gather, lambda p: CostTerms(2 * _depth(p), 2 * (p - 1) / p, 0)
         ),
-        "hierarchical": Algorithm(hierarchical, lambda p: Terms(2 * (p - 1), 2 * (p - 1) / p, 0)),
-        "star": Algorithm(star, lambda p: Terms(p - 1, p - 1, 0)),
+        "hierarchical": Algorithm(
+            hierarchical, lambda p: CostTerms(2 * (p - 1), 2 * (p - 1) / p, 0)
+        ),
+        "star": Algorithm(star, lambda p: CostTerms(p - 1, p - 1, 0)),
     },
     "reduce": {
-        "tree": Algorithm(tree, lambda p: Terms(_depth(p), _depth(p), _depth(p))),
-        "star": Algorithm(star, lambda p: Terms(p - 1, p - 1, p - 1)),
+        "tree": Algorithm(tree, lambda p: CostTerms(_depth(p), _depth(p), _depth(p))),
+        "star": Algorithm(star, lambda p: CostTerms(p - 1, p - 1, p - 1)),
     },
     "gather": {
-        "star": Algorithm(star, lambda p: Terms(p - 1, (p - 1) / p, 0)),
-        "tree": Algorithm(tree, lambda p: Terms(_depth(p), 2 * (p - 1) / p, 0)),
+        "star": Algorithm(star, lambda p: CostTerms(p - 1, (p - 1) / p, 0)),
+        "tree": Algorithm(tree, lambda p: CostTerms(_depth(p), 2 * (p - 1) / p, 0)),
     },
     "scatter": {
-        "star": Algorithm(star, lambda p: Terms(p - 1, (p - 1) / p, 0)),
-        "tree": Algorithm(tree, lambda p: Terms(_depth(p), 2 * (p - 1) / p, 0)),
+        "star": Algorithm(star, lambda p: CostTerms(p - 1, (p - 1) / p, 0)),
+        "tree": Algorithm(tree, lambda p: CostTerms(_depth(p), 2 * (p - 1) / p, 0)),
     },
     "all_to_all": {
         "direct": Algorithm(direct, _pairwise),

@@ -38,7 +38,7 @@ from typing import Any
 from fsdpcore.collectives.selection.overrides import check_collective, parse
 from fsdpcore.comm.registry import nearest
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.core.policy import Costs, Measured, Ranges, Tuning
+from fsdpcore.core.policy import AlgorithmRanges, Costs, MeasuredAlgorithms, Tuning
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -137,7 +137,7 @@ def _costs(table: _Table) -> Costs:
     return Costs(*numbers)
 
 
-def _measured(table: _Table) -> Measured:
+def _measured(table: _Table) -> MeasuredAlgorithms:
     sizes = {"ranks": table.pop("ranks", None), "hosts": table.pop("hosts", 1)}
     for name, number in sizes.items():
         if type(number) is not int or number < 1:
@@ -145,10 +145,10 @@ def _measured(table: _Table) -> Measured:
     where = f"{table.where} for {sizes['ranks']} ranks"
     general = _table(table.pop("general", {}), f"{where} general")
     best, rest = _ranges(_Table(table, where)), _ranges(general)
-    return Measured(sizes["ranks"], sizes["hosts"], best, rest)
+    return MeasuredAlgorithms(sizes["ranks"], sizes["hosts"], best, rest)
 
 
-def _ranges(table: _Table) -> dict[str, Ranges]:
+def _ranges(table: _Table) -> dict[str, AlgorithmRanges]:
     found = {}
     for name, text in table.items():
         check_collective(name, table.where)

@@ -24,7 +24,7 @@ from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.selection.choose import candidates, predict
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.algorithm import Algorithm
-from fsdpcore.core.policy import Costs, Measured, Range, Ranges, Tuning
+from fsdpcore.core.policy import AlgorithmRange, AlgorithmRanges, Costs, MeasuredAlgorithms, Tuning
 from fsdpcore.core.reductions import Reduction
 
 KIB, MIB = 2**10, 2**20
@@ -137,7 +137,7 @@ def _findings(backend: Backend, costs: Costs, timings: list[Timing]) -> Findings
         if any(item.algorithm not in ALGORITHMS[collective] for item in best[collective]):
             general[collective] = fastest([_without_own(row) for row in rows], usual)
         gains[collective] = max(_gain(row, best[collective], usual(row)) for row in rows)
-    entry = Measured(p, len(set(backend.hosts)), best, general)
+    entry = MeasuredAlgorithms(p, len(set(backend.hosts)), best, general)
     tuning = Tuning(costs, own, (entry,))
     return Findings(backend.capabilities.transport, tuning, tuple(timings), gains)
 
@@ -147,14 +147,14 @@ def _without_own(row: Timing) -> Timing:
     return replace(row, seconds={n: s for n, s in row.seconds.items() if n in known})
 
 
-def _gain(row: Timing, ranges: Ranges, usual: str) -> tuple[float, int]:
+def _gain(row: Timing, ranges: AlgorithmRanges, usual: str) -> tuple[float, int]:
     return row.seconds[usual] / row.seconds[ranges.at(row.nbytes) or usual], row.nbytes
 
 
 # Ranges and costs from times.
 
 
-def fastest(rows: Sequence[Timing], usual: Callable[[Timing], str]) -> Ranges:
+def fastest(rows: Sequence[Timing], usual: Callable[[Timing], str]) -> AlgorithmRanges:
     """Return which algorithm is to be taken for which sizes.
 
     Times vary from one measurement to the next, so the choice is the one with the smallest sum of
@@ -189,14 +189,14 @@ def _lost(path: tuple[float, list[str]]) -> float:
     return path[0]
 
 
-def _ranges(names: Sequence[str], sizes: Sequence[int]) -> Ranges:
-    found = [Range(names[0])]
+def _ranges(names: Sequence[str], sizes: Sequence[int]) -> AlgorithmRanges:
+    found = [AlgorithmRange(names[0])]
     for name, (before, after) in zip(names[1:], itertools.pairwise(sizes), strict=True):
         if name != found[-1].algorithm:
             border = math.isqrt(before * after)
             found[-1] = found[-1]._replace(high=border)
-            found.append(Range(name, border + 1))
-    return Ranges(found)
+            found.append(AlgorithmRange(name, border + 1))
+    return AlgorithmRanges(found)
 
 
 def fit(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:

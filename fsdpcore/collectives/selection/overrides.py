@@ -22,7 +22,7 @@ from itertools import pairwise
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.comm.registry import nearest
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.core.policy import Range, Ranges
+from fsdpcore.core.policy import AlgorithmRange, AlgorithmRanges
 
 # What transports call algorithms of their own. Not every one has them; where a group has not,
 # the usual choice is made.
@@ -33,7 +33,9 @@ _SIZE = re.compile(r"(\d+)(KiB|MiB|GiB|)")
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def parse(collective: str, text: object, source: str, *, canonical: bool = False) -> Ranges:
+def parse(
+    collective: str, text: object, source: str, *, canonical: bool = False
+) -> AlgorithmRanges:
     """Read the ranges of one collective.
 
     Args:
@@ -59,7 +61,7 @@ def parse(collective: str, text: object, source: str, *, canonical: bool = False
     for left, right in pairwise(ranges):
         if left.high is None or left.high >= right.low:
             raise ConfigError(f"{what}: '{left}' and '{right}' overlap; both ends are included")
-    return Ranges(ranges)
+    return AlgorithmRanges(ranges)
 
 
 def check_collective(name: object, source: str, known: Collection[str] = tuple(ALGORITHMS)) -> None:
@@ -80,7 +82,7 @@ def may_be_canonical(collective: str, algorithm: str) -> bool:
     return known is None or known.canonical
 
 
-def _start(item: Range) -> int:
+def _start(item: AlgorithmRange) -> int:
     return item.low
 
 
@@ -93,14 +95,14 @@ def _check_name(algorithm: str, collective: str, what: str) -> None:
         )
 
 
-def _item(text: str, what: str) -> Range:
+def _item(text: str, what: str) -> AlgorithmRange:
     match = _ITEM.fullmatch(text)
     if match is None:
         raise ConfigError(f"{what}: {text!r} is not NAME or NAME:LOW-HIGH, as in 'ring:64KiB-max'")
     name, low, high = match.groups()
     if low is None:
-        return Range(name)
-    item = Range(name, _size(low, what), None if high == "max" else _size(high, what))
+        return AlgorithmRange(name)
+    item = AlgorithmRange(name, _size(low, what), None if high == "max" else _size(high, what))
     if item.high is not None and item.high < item.low:
         raise ConfigError(f"{what}: {text!r} ends before it begins")
     return item

@@ -37,7 +37,7 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.shared.fast_path import LARGEST, SHARED
 from fsdpcore.collectives.shared.region import OUT, ROOM, SOURCE, SharedRegion, region_of
 from fsdpcore.collectives.spec import Layout
-from fsdpcore.core.algorithm import Algorithm, Terms
+from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.policy import Costs
 from fsdpcore.core.reductions import Reduction
@@ -468,8 +468,8 @@ _COSTS = Costs(alpha=1e-6, beta=0.1e-9, gamma=0.1e-9)
 
 
 def _algorithm(steps: int, copies: Callable[[int], float], reduces: float = 0) -> Algorithm:
-    def cost(p: int) -> Terms:
-        return Terms(steps, copies(p), reduces)
+    def cost(p: int) -> CostTerms:
+        return CostTerms(steps, copies(p), reduces)
 
     return Algorithm(sys.modules[__name__], cost, costs=_COSTS, agrees=True, lends=AT_ONCE)
 

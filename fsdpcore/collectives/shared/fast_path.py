@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from fsdpcore.collectives.shared.region import SharedRegion
     from fsdpcore.collectives.spec import CallSpec, FastPath
     from fsdpcore.comm.backend import Backend
-    from fsdpcore.diagnostics.recorder import Entry
+    from fsdpcore.diagnostics.recorder import OperationEntry
 
-_Work = Callable[["Entry", int, Array, Array], None]
+_Work = Callable[["OperationEntry", int, Array, Array], None]
 _Read = Callable[[Array, Array], None]
 
 SHARED = "shared"  # the algorithm that the fast path knows
@@ -94,7 +94,7 @@ def _long(backend: Backend, link: CollectiveContext, call: CallSpec) -> _Work:
     assert definition is not None
     start, agrees, me = definition.start, choice.agrees, backend.rank
 
-    def work(entry: Entry, sequence: int, source: Array, out: Array) -> None:
+    def work(entry: OperationEntry, sequence: int, source: Array, out: Array) -> None:
         link.begin(call, sequence, limit, False)
         link.entry = entry
         try:
@@ -123,7 +123,7 @@ def _short(backend: Backend, link: CollectiveContext, area: SharedRegion, call: 
         read_of = area.parts(call.dtype, count, call.bounds[me], call.bounds[me + 1])
     reads = area.keep(_READERS[call.collective](link, call, rooms) for rooms in read_of)
 
-    def work(entry: Entry, sequence: int, source: Array, out: Array) -> None:
+    def work(entry: OperationEntry, sequence: int, source: Array, out: Array) -> None:
         try:
             area.step = step = area.step + 1
             parity = step & 1

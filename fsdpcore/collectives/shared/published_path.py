@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fsdpcore.collectives.shared.region import SharedRegion
     from fsdpcore.collectives.spec import CallSpec
     from fsdpcore.comm.backend import Backend
-    from fsdpcore.diagnostics.recorder import Entry
+    from fsdpcore.diagnostics.recorder import OperationEntry
 
 LARGEST = 4 << 20  # bytes of a call: a plan has a few parts of arrays for each 128 to 512 KiB
 _PLANS = 64
@@ -38,7 +38,7 @@ _NOTHING = (0, 1)  # as ``SharedRegion.lend`` writes it
 
 # What to do with the input and the output of this rank, both flat.
 Plan = Callable[[Array, Array], None]
-Work = Callable[["Entry", int, Array, Array], None]
+Work = Callable[["OperationEntry", int, Array, Array], None]
 
 
 class _Plans(dict[bytes, Plan]):
@@ -75,7 +75,7 @@ def lane(
     kept_out: Callable[[], Array | None] = _nobody
     kept_terms: Array | None = None
 
-    def work(entry: Entry, sequence: int, source: Array, out: Array) -> None:
+    def work(entry: OperationEntry, sequence: int, source: Array, out: Array) -> None:
         nonlocal kept_source, kept_out, kept_terms
         if kept_source() is source and kept_out() is out:
             terms = kept_terms
@@ -140,7 +140,7 @@ def _nobody() -> Array | None:
     return None
 
 
-def _continue(link: CollectiveContext, entry: Entry, source: Array, out: Array) -> None:
+def _continue(link: CollectiveContext, entry: OperationEntry, source: Array, out: Array) -> None:
     """Carry a call out the ordinary way, after its first step."""
     call = link.call
     assert call.definition is not None

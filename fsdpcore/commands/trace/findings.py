@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.diagnostics.status import WORLD_CHANNEL, Group, named
-from fsdpcore.diagnostics.trace_file import Dump, Operation, file_name
+from fsdpcore.diagnostics.trace_file import TracedOperation, TraceDump, file_name
 
 # An operation that was running for less than this when the file was written may just be slow.
 _SLOW_SECONDS = 1.0
@@ -29,7 +29,7 @@ class Finding:
         return self.text
 
 
-def findings(dumps: Sequence[Dump]) -> list[Finding]:
+def findings(dumps: Sequence[TraceDump]) -> list[Finding]:
     """Say which ranks have left no file, which rank stopped where, and whose orders differ."""
     stuck = _stuck(dumps)
     found = [*_absent(dumps), *_failures(dumps), *_collectives(dumps, stuck)]
@@ -37,7 +37,7 @@ def findings(dumps: Sequence[Dump]) -> list[Finding]:
     return found
 
 
-def _absent(dumps: Sequence[Dump]) -> Iterator[Finding]:
+def _absent(dumps: Sequence[TraceDump]) -> Iterator[Finding]:
     missing = sorted(set(range(dumps[0].world_size)) - {dump.rank for dump in dumps})
     if missing:
         names = ", ".join(file_name(rank) for rank in missing[:4]) + ", ..." * (len(missing) > 4)
@@ -54,7 +54,7 @@ def _absent(dumps: Sequence[Dump]) -> Iterator[Finding]:
             )
 
 
-def _failures(dumps: Sequence[Dump]) -> Iterator[Finding]:
+def _failures(dumps: Sequence[TraceDump]) -> Iterator[Finding]:
     """Every rank's first cause in one line; ranks that say the same together."""
     said: dict[str, list[int]] = {}
     for dump in dumps:
@@ -64,12 +64,12 @@ def _failures(dumps: Sequence[Dump]) -> Iterator[Finding]:
         yield Finding(f"{named(ranks)} failed: {text}")
 
 
-def _stuck(dumps: Sequence[Dump]) -> dict[int, list[Operation]]:
+def _stuck(dumps: Sequence[TraceDump]) -> dict[int, list[TracedOperation]]:
     """The operations that each rank did not get out of."""
     return {dump.rank: [op for op in dump.operations if _is_stuck(dump, op)] for dump in dumps}
 
 
-def _is_stuck(dump: Dump, op: Operation) -> bool:
+def _is_stuck(dump: TraceDump, op: TracedOperation) -> bool:
     if op.state == "done":
         return False
     if not op.collective:
@@ -81,9 +81,11 @@ def _is_stuck(dump: Dump, op: Operation) -> bool:
     return bool(dump.failure) or dump.written - op.start > _SLOW_SECONDS
 
 
-def _collectives(dumps: Sequence[Dump], stuck: dict[int, list[Operation]]) -> Iterator[Finding]:
+def _collectives(
+    dumps: Sequence[TraceDump], stuck: dict[int, list[TracedOperation]]
+) -> Iterator[Finding]:
     by_rank = {dump.rank: dump for dump in dumps}
-    waiting: dict[tuple[int, int], list[tuple[int, Operation]]] = {}
+    waiting: dict[tuple[int, int], list[tuple[int, TracedOperation]]] = {}
     for rank, operations in stuck.items():
         for op in operations:
             if op.collective:
@@ -102,7 +104,7 @@ def _collectives(dumps: Sequence[Dump], stuck: dict[int, list[Operation]]) -> It
             yield Finding(f"{who} stopped in {op}; {named(late)} left no file that says more")
 
 
-def _is_late(dump: Dump | None, key: tuple[int, int], op: Operation) -> bool:
+def _is_late(dump: TraceDump | None, key: tuple[int, int], op: TracedOperation) -> bool:
     """Whether a rank had not begun a collective that others have waited in."""
     if dump is None:
         return True
@@ -114,7 +116,10 @@ def _is_late(dump: Dump | None, key: tuple[int, int], op: Operation) -> bool:
 
 
 def _never_began(
-    dump: Dump, waiters: Sequence[tuple[int, Operation]], op: Operation, stuck: Sequence[Operation]
+    dump: TraceDump,
+    waiters: Sequence[tuple[int, TracedOperation]],
+    op: TracedOperation,
+    stuck: Sequence[TracedOperation],
 ) -> str:
     ranks = [rank for rank, _ in waiters]
     verb = "waits" if len(ranks) == 1 else "wait"
@@ -129,7 +134,7 @@ def _never_began(
     return text
 
 
-def _twin(dump: Dump, group: Group) -> Group | None:
+def _twin(dump: TraceDump, group: Group) -> Group | None:
     """A group of the same ranks that is another one."""
     members = set(group.ranks)
     for other in dump.groups.values():
@@ -138,7 +143,7 @@ def _twin(dump: Dump, group: Group) -> Group | None:
     return None
 
 
-def _last_words(dump: Dump, since: float, stuck: Sequence[Operation]) -> str:
+def _last_words(dump: TraceDump, since: float, stuck: Sequence[TracedOperation]) -> str:
     if stuck:
         first = stuck[0]
         return f"it stopped in {first} itself, begun at {_clock(first.start)}"
@@ -155,7 +160,7 @@ def _apart(moment: float, other: float) -> str:
     return f"{abs(seconds):.1f} s {'before' if seconds >= 0 else 'after'}"
 
 
-def _all_began(waiters: Sequence[tuple[int, Operation]], op: Operation) -> str:
+def _all_began(waiters: Sequence[tuple[int, TracedOperation]], op: TracedOperation) -> str:
     ranks = [rank for rank, _ in waiters]
     why = next((_one_line(op.error) for _, op in waiters if op.error), "")
     calls = sorted({str(called) for _, called in waiters})
@@ -165,7 +170,7 @@ def _all_began(waiters: Sequence[tuple[int, Operation]], op: Operation) -> str:
     return f"{named(ranks)} stopped {where}" + f": {why}" * bool(why)
 
 
-def _messages(stuck: dict[int, list[Operation]]) -> Iterator[Finding]:
+def _messages(stuck: dict[int, list[TracedOperation]]) -> Iterator[Finding]:
     for rank, operations in stuck.items():
         for op in operations:
             if not op.collective:
@@ -173,7 +178,9 @@ def _messages(stuck: dict[int, list[Operation]]) -> Iterator[Finding]:
                 yield Finding(f"rank {rank} stopped in {op}, begun at {_clock(op.start)}: {why}")
 
 
-def _cycles(dumps: Sequence[Dump], stuck: dict[int, list[Operation]]) -> Iterator[Finding]:
+def _cycles(
+    dumps: Sequence[TraceDump], stuck: dict[int, list[TracedOperation]]
+) -> Iterator[Finding]:
     """Ranks that wait for each other, each in an operation that the next has not begun."""
     waits = _waits(dumps, stuck)
     done: set[int] = set()
@@ -194,11 +201,11 @@ def _cycles(dumps: Sequence[Dump], stuck: dict[int, list[Operation]]) -> Iterato
 
 
 def _waits(
-    dumps: Sequence[Dump], stuck: dict[int, list[Operation]]
-) -> dict[int, tuple[int, Operation]]:
+    dumps: Sequence[TraceDump], stuck: dict[int, list[TracedOperation]]
+) -> dict[int, tuple[int, TracedOperation]]:
     """For each rank, one that it waits for, and the operation."""
     by_rank = {dump.rank: dump for dump in dumps}
-    waits: dict[int, tuple[int, Operation]] = {}
+    waits: dict[int, tuple[int, TracedOperation]] = {}
     for rank, operations in stuck.items():
         for op in operations:
             late = [op.peer]
@@ -211,7 +218,7 @@ def _waits(
     return waits
 
 
-def _orders(dumps: Sequence[Dump]) -> Iterator[Finding]:
+def _orders(dumps: Sequence[TraceDump]) -> Iterator[Finding]:
     """Ranks that did two collectives one after the other, but not in the same order.
 
     It went well, since they did not wait for all ranks, but with more data it may not.
@@ -230,7 +237,7 @@ def _orders(dumps: Sequence[Dump]) -> Iterator[Finding]:
                 )
 
 
-def _inverted(one: Dump, other: Dump) -> tuple[Operation, Operation] | None:
+def _inverted(one: TraceDump, other: TraceDump) -> tuple[TracedOperation, TracedOperation] | None:
     theirs = {op.key: op for op in other.operations if op.collective and op.state == "done"}
     shared = [op for op in one.operations if op.key in theirs and op.state == "done"]
     if not shared or not other.operations:
@@ -242,7 +249,7 @@ def _inverted(one: Dump, other: Dump) -> tuple[Operation, Operation] | None:
     return (shared[found[0][0]], shared[found[0][1]]) if len(found) else None
 
 
-def _times(operations: Sequence[Operation]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _times(operations: Sequence[TracedOperation]) -> tuple[NDArray[Any], NDArray[Any]]:
     start = np.array([op.start for op in operations])
     return start, np.array([op.end or np.inf for op in operations])
 

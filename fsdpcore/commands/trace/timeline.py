@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdpcore.diagnostics.status import WORLD_CHANNEL
-from fsdpcore.diagnostics.trace_file import Dump, Operation
+from fsdpcore.diagnostics.trace_file import TracedOperation, TraceDump
 
 # Rows for messages come after those of any number of groups.
 _MESSAGE_ROWS = 1_000_000
 
 
-def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
+def timeline(dumps: Sequence[TraceDump]) -> dict[str, Any]:
     """Merge the files of the ranks into one timeline, in microseconds from the first operation."""
     starts = [operation.start_ns for dump in dumps for operation in dump.operations]
     origin = min(starts, default=0)
@@ -36,14 +36,14 @@ def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
     }
 
 
-def _rows_of_groups(dumps: Iterable[Dump]) -> dict[int, int]:
+def _rows_of_groups(dumps: Iterable[TraceDump]) -> dict[int, int]:
     """Number the groups, equally on all ranks: the world first, then by their members."""
     groups = {channel: group for dump in dumps for channel, group in dump.groups.items()}
     order = sorted(groups.values(), key=lambda g: (g.channel != WORLD_CHANNEL, g.ranks, g))
     return {group.channel: row for row, group in enumerate(order)}
 
 
-def _names(dump: Dump, rows: dict[int, int]) -> list[dict[str, Any]]:
+def _names(dump: TraceDump, rows: dict[int, int]) -> list[dict[str, Any]]:
     def name(kind: str, row: int, **args: object) -> dict[str, Any]:
         return {"ph": "M", "pid": dump.rank, "tid": row, "name": kind, "args": args}
 
@@ -63,7 +63,9 @@ def _names(dump: Dump, rows: dict[int, int]) -> list[dict[str, Any]]:
     return events
 
 
-def _lanes(dump: Dump, operations: Sequence[Operation]) -> list[tuple[Operation, int]]:
+def _lanes(
+    dump: TraceDump, operations: Sequence[TracedOperation]
+) -> list[tuple[TracedOperation, int]]:
     """Spread operations over rows on which none overlaps another."""
     ends: list[int] = []
     placed = []
@@ -76,12 +78,12 @@ def _lanes(dump: Dump, operations: Sequence[Operation]) -> list[tuple[Operation,
     return placed
 
 
-def _end(dump: Dump, op: Operation) -> int:
+def _end(dump: TraceDump, op: TracedOperation) -> int:
     """When an operation ended or, if it has not, the time up to which that is known."""
     return op.end_ns if op.end_ns is not None else max(op.start_ns, int(dump.written * 1e9))
 
 
-def _event(dump: Dump, op: Operation, row: int, origin: int) -> dict[str, Any]:
+def _event(dump: TraceDump, op: TracedOperation, row: int, origin: int) -> dict[str, Any]:
     args: dict[str, Any] = {"group": str(op.group), "state": op.state, **op.details}
     if op.collective:
         args["sequence"] = op.sequence

@@ -114,8 +114,8 @@ class _Counting:
 def bytes_on_the_socket(backend: Any, shm: bool) -> None:
     """The payload of large messages goes through memory, or with ``shm=off`` the socket."""
     peer = 1 - backend.rank
-    line = backend._peers[peer].mail.line
-    line._sock = counting = _Counting(line._sock)
+    sending = backend._peers[peer].peer_channel.frame_socket
+    sending._sock = counting = _Counting(sending._sock)
     sizes = (300_000, 1 << 20, (5 << 20) + 3)
     for size in sizes:
         for make in (np.empty, backend.empty):
@@ -137,7 +137,7 @@ def bytes_on_the_socket(backend: Any, shm: bool) -> None:
     backend.send(small, peer)
     assert counting.sent - before >= small.size
     backend.recv(small, peer)
-    line._sock = counting._sock
+    sending._sock = counting._sock
 
 
 def leave_nothing(backend: Any, count: int) -> dict[str, list[int]]:
@@ -149,14 +149,14 @@ def leave_nothing(backend: Any, count: int) -> dict[str, list[int]]:
         _many(backend, count)
         after = soak._settled(backend, before["threads"])
     for peer in backend._peers.values():
-        lending = peer.mail._lending
+        lending = peer.peer_channel._lending
         end = time.monotonic() + 20
         while not lending.flushed and time.monotonic() < end:
             time.sleep(0.01)  # the last acknowledgement may be on its way
         assert lending.flushed
         assert (lending._first, lending._ahead, lending._withdrawn) == ({}, 0, set())
-        assert not peer.mail._sending
-        assert not peer.mail._receiving
+        assert not peer.peer_channel._sending
+        assert not peer.peer_channel._receiving
     assert backend.memory._pool.nbytes == pool
     return {name: [before[name], after[name]] for name in before}
 

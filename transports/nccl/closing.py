@@ -16,7 +16,7 @@ from typing import Any
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import ProtocolError
 
-from .supervisor import Watch
+from .supervisor import Supervisor
 
 # How long a rank whose work has ended everywhere waits for the others to close as well.
 _TOGETHER_SECONDS = 1.0
@@ -25,7 +25,7 @@ _SLICE = 0.05
 ENDING, ENDED = "ending", "ended"
 
 
-class Ending:
+class ClosingHandshake:
     """What one rank knows of who closes.
 
     Args:
@@ -64,12 +64,12 @@ class Ending:
                 raise ProtocolError(f"rank {rank} says that it leaves in words of no sense")
             self._changed.notify_all()
 
-    def answer(self, watch: Watch) -> bool:
+    def answer(self, supervisor: Supervisor) -> bool:
         """Answer those whose calls have ended here; return whether others still wait."""
         with self._changed:
             asked = dict(self._asked)
         for rank, calls in asked.items():
-            if all(watch.ended(channel, sequence) for channel, sequence in calls):
+            if all(supervisor.ended(channel, sequence) for channel, sequence in calls):
                 with self._changed:
                     del self._asked[rank]
                 self._tell(rank, {"what": ENDED})
@@ -78,17 +78,17 @@ class Ending:
 
     # Of this rank.
 
-    def meet(self, watch: Watch, seconds: float) -> bool:
+    def meet(self, supervisor: Supervisor, seconds: float) -> bool:
         """Wait until what this rank has called has ended on all ranks.
 
         Args:
-            watch: of this rank, whose own calls have ended.
+            supervisor: of this rank, whose own calls have ended.
             seconds: how long to wait for that.
 
         Returns:
             Whether it has, and all ranks close now.
         """
-        backend, calls = self._backend, watch.calls()
+        backend, calls = self._backend, supervisor.calls()
         others = [rank for rank in backend.ranks if rank != backend.rank]
         for rank in others:
             shared = [[channel, n] for channel, ranks, n in calls if rank in ranks]
