@@ -6,7 +6,7 @@ itself, in its arguments or on its disk: it brings an error or a value, and the 
 so that none waits for a rank that has given up.
 
 The calls of a collective are compared in its first message, see ``fingerprint``. Whoever compares,
-``core.differences`` finds where the ranks differ, and raises the error.
+``core.disagreement`` finds where the ranks differ, and raises the error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Safetensors files of others as a source of arrays: one, several, or those of an index."""
+"""Safetensors files of others as a source of arrays: one, several, or those of an index.
+
+They are read with the header of our own files, not with the library ``safetensors``: that has no
+float8 for NumPy, slices along axes but gives no run of elements, takes a name that is there twice,
+and maps the file, so that one that is cut off meanwhile ends the process; what it writes must be in
+memory as a whole. Tests compare what is read and written with it.
+"""
 
 from __future__ import annotations
 
