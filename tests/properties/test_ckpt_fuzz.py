@@ -16,7 +16,7 @@ from support.cases import only_if_asked_for
 from support.ckpt_metadata import assert_sound, example
 from support.ckpt_mutations import mutated, mutated_json
 
-from fsdpcore.checkpoint.format.header import Entry, build_header, parse_header, tensor_bytes
+from fsdpcore.checkpoint.format.header import TensorEntry, build_header, parse_header, tensor_bytes
 from fsdpcore.checkpoint.format.marker import Marker
 from fsdpcore.checkpoint.format.metadata import Metadata
 from fsdpcore.core.errors import CorruptCheckpointError
@@ -29,10 +29,10 @@ TIMES, CONSTANT = 100, 256 << 10
 
 HEADER = build_header(
     [
-        Entry("a", "F32", (3, 5), 60),
-        Entry("bé", "BF16", (2, 2), 8),
-        Entry("", "U8", (0, 4), 0),
-        Entry("fsdpcore.checksums", "U8", (3, 8), 24),
+        TensorEntry("a", "F32", (3, 5), 60),
+        TensorEntry("bé", "BF16", (2, 2), 8),
+        TensorEntry("", "U8", (0, 4), 0),
+        TensorEntry("fsdpcore.checksums", "U8", (3, 8), 24),
     ],
     {"format": "fsdpcore.checkpoint", "save_id": "5f0c", "rank": "3"},
 )
@@ -78,7 +78,7 @@ def _check_header(data, size):
         at += entry.nbytes
     assert at == size
     entries = [entry[:4] for entry in header.entries]
-    again = build_header([Entry(*entry) for entry in entries], header.metadata)
+    again = build_header([TensorEntry(*entry) for entry in entries], header.metadata)
     assert [entry[:4] for entry in parse_header(again, len(again) + at - header.data_start).entries]
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdpcore.checkpoint.format.dtypes import BITS, CODES
-from fsdpcore.checkpoint.format.header import Entry, build_header, parse_header, read_header
+from fsdpcore.checkpoint.format.header import TensorEntry, build_header, parse_header, read_header
 from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError
 
 # A busy machine is no failure.
@@ -35,7 +35,7 @@ def entries(draw):
         )
     )
     return [
-        Entry(name, code, shape, math.prod(shape) * CODES[code].itemsize)
+        TensorEntry(name, code, shape, math.prod(shape) * CODES[code].itemsize)
         for name, (code, shape) in told.items()
     ]
 
@@ -239,7 +239,7 @@ def test_nesting_is_refused_where_python_would_recurse_too_deep():
 )
 def test_what_a_header_cannot_say_is_refused(given_entries, extra, match):
     with pytest.raises(ArgumentError, match=match):
-        build_header([Entry(*entry) for entry in given_entries], extra)
+        build_header([TensorEntry(*entry) for entry in given_entries], extra)
 
 
 HALF = 2**62
@@ -265,7 +265,7 @@ HALF = 2**62
 def test_what_is_written_can_be_read_and_the_rest_neither(tensors, fits):
     entries, told, end = [], {}, 0
     for number, (code, shape, nbytes) in enumerate(tensors):
-        entries.append(Entry(str(number), code, shape, nbytes))
+        entries.append(TensorEntry(str(number), code, shape, nbytes))
         told[str(number)] = (code, list(shape), [end, end + nbytes])
         end += nbytes
     data = _file(told)

@@ -43,7 +43,7 @@ from fsdpcore.checkpoint import (
     verify,
 )
 from fsdpcore.checkpoint.memory.shards import parts_of
-from fsdpcore.checkpoint.plan.plan_save import HeldArray, held_of, plan
+from fsdpcore.checkpoint.plan.save_plan import HeldArray, held_piece, plan
 from fsdpcore.checkpoint.storage.opening import open_storage
 from fsdpcore.checkpoint.storage.steps import StepName, read_step
 from fsdpcore.commands.main import app
@@ -155,7 +155,9 @@ def test_of_copies_with_other_cuts_the_first_is_written(tmp_path):
 
 
 def held(name, shape, *regions, replica=0):
-    return [HeldArray(name, "float32", shape, tuple(held_of(r, shape) for r in regions), replica)]
+    return [
+        HeldArray(name, "float32", shape, tuple(held_piece(r, shape) for r in regions), replica)
+    ]
 
 
 def test_the_first_copy_has_to_be_complete():

@@ -27,8 +27,8 @@ from fsdpcore.checkpoint.format.marker import MARKER_NAME
 from fsdpcore.checkpoint.format.metadata import METADATA_NAME
 from fsdpcore.checkpoint.interchange.importing import import_safetensors
 from fsdpcore.checkpoint.plan.file_layout import lay_out, places_of
-from fsdpcore.checkpoint.plan.plan_save import Rows, Written
-from fsdpcore.checkpoint.save.joining import Joining
+from fsdpcore.checkpoint.plan.save_plan import Rows, WrittenPiece
+from fsdpcore.checkpoint.save.rank_save import RankSave
 from fsdpcore.checkpoint.save.step_folder import new_claimed_step
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
@@ -223,7 +223,7 @@ def test_nothing_stays_open_on_a_disk_that_cannot_sync(kind):
 
 
 def joining_of(storage, directory, metadata, rank, patience=60.0):
-    return Joining(storage, directory, metadata, rank, patience=patience)
+    return RankSave(storage, directory, metadata, rank, patience=patience)
 
 
 @pytest.fixture
@@ -417,7 +417,7 @@ def imported(module):
     "name",
     [
         "save.step_folder",
-        "save.joining",
+        "save.rank_save",
         "interchange.step_writer",
         "interchange.importing",
         "interchange.rewrite",
@@ -445,7 +445,9 @@ PIECES = st.lists(
 
 @given(PIECES)
 def test_a_file_is_described_as_it_was_laid_out(pieces):
-    written = [Written(n, kind, (50_000,), region, Rows(0, 0, 1)) for n, kind, region in pieces]
+    written = [
+        WrittenPiece(n, kind, (50_000,), region, Rows(0, 0, 1)) for n, kind, region in pieces
+    ]
     layout = lay_out(written, "id", 3)
     assert places_of(written, len(layout.header)) == layout.places
     assert [written[index] for index in layout.places.order] == list(layout.places.pieces)

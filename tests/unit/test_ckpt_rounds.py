@@ -34,8 +34,8 @@ def columns(rank: int, dtype: Any) -> BoxShard:
         "decode",
         "rounds",
         "read_parts",
-        "Giving.give",
-        "Taking.take",
+        "BlockPacker.give",
+        "BlockUnpacker.take",
         "FileSet.read",
     ],
 )

@@ -289,12 +289,12 @@ def test_shards_that_make_no_sense(make):
 
 
 def test_a_dtype_that_rank_0_does_not_know(tmp_path, monkeypatch):
-    from fsdpcore.checkpoint.plan import plan_save
+    from fsdpcore.checkpoint.plan import save_plan
 
     def unknown(name, error):
         raise error(f"the dtype {name!r} is not known")
 
-    monkeypatch.setattr(plan_save, "named_dtype", unknown)
+    monkeypatch.setattr(save_plan, "named_dtype", unknown)
     assert "'float64' is not known" in refused(tmp_path, [{"w": np.ones(2)}] * 2)
 
 

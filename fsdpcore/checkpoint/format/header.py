@@ -30,7 +30,7 @@ _MAX_DIMENSIONS = 65  # as many as NumPy has, and one of the two parts of comple
 _MAX_BYTES = 2**63 - 1
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor that is to be written: dtype by its code, shape, and size in bytes."""
 
     name: str
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     nbytes: int
 
 
-class Placed(NamedTuple):
+class PlacedTensor(NamedTuple):
     """A tensor in a file; ``offset`` is in bytes from the start of the file."""
 
     name: str
@@ -59,12 +59,14 @@ class Header:
         data_start: bytes in front of the data.
     """
 
-    entries: tuple[Placed, ...]
+    entries: tuple[PlacedTensor, ...]
     metadata: dict[str, str]
     data_start: int
 
 
-def build_header(entries: Sequence[Entry], extra: Mapping[str, str], align: int = 64) -> bytes:
+def build_header(
+    entries: Sequence[TensorEntry], extra: Mapping[str, str], align: int = 64
+) -> bytes:
     """Return the first bytes of a file, up to its data.
 
     Args:
@@ -76,21 +78,21 @@ def build_header(entries: Sequence[Entry], extra: Mapping[str, str], align: int 
         ArgumentError: names that are there twice, reserved or no text, sizes that do not fit shape
             and dtype, or a header larger than the format allows.
     """
-    told: dict[str, object] = {}
+    content: dict[str, object] = {}
     if extra:
         for key, text in extra.items():
             check_text(key, "a key of the header's metadata")
             check_text(text, f"{short(key)} in the header's metadata")
-        told[METADATA_KEY] = dict(extra)
+        content[METADATA_KEY] = dict(extra)
     offset = 0
     for name, code, shape, nbytes in entries:
         check_text(name, "the name of a tensor")
-        if name in told or name == METADATA_KEY:
+        if name in content or name == METADATA_KEY:
             raise ArgumentError(f"the name {short(name)} is reserved, or there twice")
         begin, offset = offset, offset + nbytes
         _check_tensor(name, code, shape, (begin, offset), ArgumentError)
-        told[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, offset]}
-    header = encode(told).encode()
+        content[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, offset]}
+    header = encode(content).encode()
     header += b" " * (-(_LENGTH.size + len(header)) % align)
     if len(header) > MAX_HEADER_BYTES:
         raise ArgumentError(
@@ -150,13 +152,15 @@ def parse_header(prefix: bytes, file_size: int) -> Header:
         raise CorruptCheckpointError(
             f"cut off: of the {data_start} bytes before the data there are {len(prefix)}"
         )
-    told = decode(bytes(prefix[_LENGTH.size : data_start]), "the header")
-    if type(told) is not dict:
+    content = decode(bytes(prefix[_LENGTH.size : data_start]), "the header")
+    if type(content) is not dict:
         raise CorruptCheckpointError("the header is no JSON object")
-    metadata = told.pop(METADATA_KEY, {})
+    metadata = content.pop(METADATA_KEY, {})
     if type(metadata) is not dict or any(type(text) is not str for text in metadata.values()):
         raise CorruptCheckpointError(f"{METADATA_KEY} of the header does not map text to text")
-    entries = sorted((_placed(name, entry, data_start) for name, entry in told.items()), key=_order)
+    entries = sorted(
+        (_placed(name, entry, data_start) for name, entry in content.items()), key=_order
+    )
     end = data_start
     for entry in entries:
         if entry.offset != end:
@@ -189,20 +193,20 @@ def read_header(read_at: Callable[[int, int], bytes], file_size: int) -> Header:
     return parse_header(bytes(start) + bytes(read_at(_LENGTH.size, rest)), file_size)
 
 
-def _order(entry: Placed) -> tuple[int, int]:
+def _order(entry: PlacedTensor) -> tuple[int, int]:
     return entry.offset, entry.nbytes
 
 
-def _placed(name: str, told: Any, data_start: int) -> Placed:
+def _placed(name: str, entry: Any, data_start: int) -> PlacedTensor:
     """Check what the header says of one tensor."""
     try:
-        code, shape, (begin, end) = told["dtype"], told["shape"], told["data_offsets"]
+        code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise CorruptCheckpointError(
             f"the header has no dtype, shape and two data_offsets for {short(name)}"
         ) from None
     _check_tensor(name, code, shape, (begin, end), CorruptCheckpointError)
-    return Placed(name, code, tuple(shape), end - begin, data_start + begin)
+    return PlacedTensor(name, code, tuple(shape), end - begin, data_start + begin)
 
 
 def _check_tensor(

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fsdpcore.checkpoint.format.marker import check_metrics, check_save_id
-from fsdpcore.checkpoint.format.metadata_builder import MAX_BLOCK_BYTES, MAX_BYTES, Building
+from fsdpcore.checkpoint.format.metadata_builder import MAX_BLOCK_BYTES, MAX_BYTES, MetadataBuilder
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile, StoredPiece, StoredTensor
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text, decode, encode, short
 from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError, FsdpcoreError
@@ -116,8 +116,8 @@ class Metadata:
         values = {key: getattr(self, key) for key in _VALUES}
         values["ranks"] = list(self.ranks)
         lines = [f'"{key}":{encode(value)}' for key, value in values.items()]
-        lines.append(f'"files":[{_lines(map(_told_file, self.files))}]')
-        lines.append(f'"tensors":{{{_lines(map(_told_tensor, self.tensors.values()))}}}')
+        lines.append(f'"files":[{_lines(map(_file_line, self.files))}]')
+        lines.append(f'"tensors":{{{_lines(map(_tensor_line, self.tensors.values()))}}}')
         head = f'"format":"{FORMAT}",\n"version":{VERSION}'
         return ("{" + ",\n".join([head, *lines]) + "}\n").encode()
 
@@ -128,15 +128,15 @@ class Metadata:
         Raises:
             CorruptCheckpointError: anything is wrong; the message says what and where.
         """
-        told = decode(data, METADATA_NAME)
-        _check_keys(told)
-        values = {key: told[key] for key in _VALUES}
-        values["ranks"] = tuple(_expect(list, told["ranks"], "ranks"))
-        files = [_parsed_file(row) for row in _expect(list, told["files"], "files")]
+        document = decode(data, METADATA_NAME)
+        _check_keys(document)
+        values = {key: document[key] for key in _VALUES}
+        values["ranks"] = tuple(_expect(list, document["ranks"], "ranks"))
+        files = [_parsed_file(row) for row in _expect(list, document["files"], "files")]
         made = cls(**values, files=tuple(files), tensors={})
         _check_values(made, CorruptCheckpointError)
-        building = Building(made.files, made.block_bytes, CorruptCheckpointError)
-        rows = _expect(dict, told["tensors"], "tensors")
+        building = MetadataBuilder(made.files, made.block_bytes, CorruptCheckpointError)
+        rows = _expect(dict, document["tensors"], "tensors")
         # Dropped one by one: as long as no more objects come than go, the collector of garbage
         # has no reason to look at all of them again and again.
         for name in list(rows):
@@ -194,7 +194,7 @@ def make_metadata(
         block_bytes=block_bytes,
     )
     _check_values(made, ArgumentError)
-    building = Building(made.files, block_bytes, ArgumentError)
+    building = MetadataBuilder(made.files, block_bytes, ArgumentError)
     parts: dict[str, list[tuple[Region, int, int]]] = {name: [] for name in arrays}
     for name, region, file, offset in pieces:
         if name not in parts:
@@ -237,18 +237,18 @@ def _lines(rows: Iterable[str]) -> str:
     return f"\n{text}\n" if text else ""
 
 
-def _told_file(file: StoredFile) -> str:
+def _file_line(file: StoredFile) -> str:
     checksums = f'"{file.header_checksum:016x}","{file.table_checksum:016x}"'
     return f"[{encode(file.name)},{file.size},{file.data_start},{file.table},{checksums}]"
 
 
-def _told_tensor(tensor: StoredTensor) -> str:
-    pieces = ",".join(map(_told_piece, tensor.pieces))
+def _tensor_line(tensor: StoredTensor) -> str:
+    pieces = ",".join(map(_piece_line, tensor.pieces))
     shape = ",".join(map(str, tensor.shape))
     return f'{encode(tensor.name)}:["{tensor.dtype.name}",[{shape}],[{pieces}]]'
 
 
-def _told_piece(piece: StoredPiece) -> str:
+def _piece_line(piece: StoredPiece) -> str:
     region = piece.region
     if isinstance(region, Range):
         return f"[{piece.file},{piece.offset},{region.start},{region.stop}]"
@@ -262,17 +262,17 @@ def _expect(kind: type[_Kind], value: object, what: str) -> _Kind:
     return value
 
 
-def _check_keys(told: object) -> None:
+def _check_keys(document: object) -> None:
     """Raise unless this is an object with the keys of a version that can be read."""
-    if type(told) is not dict or told.get("format") != FORMAT:
+    if type(document) is not dict or document.get("format") != FORMAT:
         raise CorruptCheckpointError(f"{METADATA_NAME} does not say that its format is {FORMAT}")
-    version = told.get("version")
+    version = document.get("version")
     if type(version) is not int or version != VERSION:
         raise CorruptCheckpointError(
             f"{METADATA_NAME} has version {short(version)}, but this version of fsdpcore reads "
             f"{VERSION}; a newer one may have written it"
         )
-    for fault, keys in (("lacks", _KEYS - told.keys()), ("also has", told.keys() - _KEYS)):
+    for fault, keys in (("lacks", _KEYS - document.keys()), ("also has", document.keys() - _KEYS)):
         if keys:
             raise CorruptCheckpointError(f"{METADATA_NAME} {fault} the key {short(min(keys))}")
 
@@ -289,8 +289,8 @@ def _parsed_file(row: object) -> StoredFile:
     return StoredFile(*row[:4], *(int(text, 16) for text in sums))
 
 
-def _parse_tensor(name: str, row: object, building: Building) -> None:
-    """Check the form of what is told of a tensor, and leave the rest to ``building``."""
+def _parse_tensor(name: str, row: object, building: MetadataBuilder) -> None:
+    """Check the form of what is said of a tensor, and leave the rest to ``building``."""
     if (
         type(row) is not list
         or len(row) != 3

@@ -32,7 +32,7 @@ _MIN_HEADER_BYTES = 10  # the length and {}
 _OTHER_FILES = ("COMMIT", "metadata.json")
 
 
-class Building:
+class MetadataBuilder:
     """The tensors of a checkpoint, added one after the other.
 
     Args:

@@ -17,7 +17,7 @@ from fsdpcore.checkpoint.load.local_reads import read_alone
 from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.memory.shards import Part
 from fsdpcore.checkpoint.plan.catalog import Catalog
-from fsdpcore.checkpoint.plan.plan_load import Wanted, plan_load
+from fsdpcore.checkpoint.plan.read_plan import WantedPart, plan_reads
 from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
@@ -30,11 +30,11 @@ WINDOW_BYTES = 8 << 20
 
 _ALIGN = 64
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with the bytes that are done and those in all, by the thread that called us."""
 
 
-class Described(NamedTuple):
+class ArraySpec(NamedTuple):
     """Dtype and shape of an array."""
 
     dtype: np.dtype[Any]
@@ -51,7 +51,7 @@ class Described(NamedTuple):
         return self.size * self.dtype.itemsize
 
 
-class Want(NamedTuple):
+class ArrayRange(NamedTuple):
     """Elements ``[start, stop)``, in C order, of the array ``name``."""
 
     name: str
@@ -59,7 +59,7 @@ class Want(NamedTuple):
     stop: int
 
 
-class Filled(NamedTuple):
+class FillTarget(NamedTuple):
     """Elements that are to be read, and the flat memory they go to."""
 
     name: str
@@ -76,17 +76,17 @@ class ArraySource(ABC):
     """
 
     what: str
-    arrays: Mapping[str, Described]
+    arrays: Mapping[str, ArraySpec]
 
     @abstractmethod
     def check(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless all elements of these arrays are there."""
 
     @abstractmethod
-    def fill(self, parts: Sequence[Filled]) -> None:
+    def fill(self, parts: Sequence[FillTarget]) -> None:
         """Read parts, none of them empty; blocks."""
 
-    def stream(self, wants: Iterable[Want]) -> Iterator[tuple[int, Array]]:
+    def stream(self, wants: Iterable[ArrayRange]) -> Iterator[tuple[int, Array]]:
         """Read ``wants``, of any size, one behind the other; blocks.
 
         Yields:
@@ -99,7 +99,7 @@ class ArraySource(ABC):
             CheckpointError: it could not be read.
         """
         memory = np.empty(WINDOW_BYTES, np.uint8)
-        batch: list[tuple[int, Filled]] = []
+        batch: list[tuple[int, FillTarget]] = []
         used = 0
         for index, (name, first, last) in enumerate(wants):
             dtype = self.arrays[name].dtype
@@ -110,12 +110,12 @@ class ArraySource(ABC):
                     yield from self._read(batch)
                     batch, used = [], 0
                 array = memory[used : used + nbytes].view(dtype)
-                batch.append((index, Filled(name, start, array)))
+                batch.append((index, FillTarget(name, start, array)))
                 used += -(-nbytes // _ALIGN) * _ALIGN
         if batch:
             yield from self._read(batch)
 
-    def _read(self, batch: list[tuple[int, Filled]]) -> Iterator[tuple[int, Array]]:
+    def _read(self, batch: list[tuple[int, FillTarget]]) -> Iterator[tuple[int, Array]]:
         self.fill([part for _, part in batch])
         for index, part in batch:
             yield index, part.array
@@ -138,7 +138,7 @@ class StepSource(ArraySource):
         self.metadata = metadata
         self.what = f"{storage.path}/{name}"
         self.arrays = {
-            each.name: Described(each.dtype, each.shape) for each in metadata.tensors.values()
+            each.name: ArraySpec(each.dtype, each.shape) for each in metadata.tensors.values()
         }
         self._files = files
         self._catalog = catalog
@@ -154,13 +154,13 @@ class StepSource(ArraySource):
                     f"{self.arrays[name].size} elements were not saved"
                 )
 
-    def fill(self, parts: Sequence[Filled]) -> None:
+    def fill(self, parts: Sequence[FillTarget]) -> None:
         number = self._catalog.number
         wanted = [
-            Wanted(number[name], Part(Range(start, start + array.size), array))
+            WantedPart(number[name], Part(Range(start, start + array.size), array))
             for name, start, array in parts
         ]
-        plan = plan_load(self._catalog, wanted)
+        plan = plan_reads(self._catalog, wanted)
         if plan.uncovered:
             raise CheckpointError(
                 f"{self.what}: not all elements were saved of "

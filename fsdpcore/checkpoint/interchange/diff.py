@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpcore.checkpoint.interchange.array_sources import (
+    ArrayRange,
     ArraySource,
-    Described,
-    Progress,
-    Want,
+    ArraySpec,
+    ProgressCallback,
     opened_step,
 )
 from fsdpcore.checkpoint.interchange.patterns import refuse_idle
 from fsdpcore.checkpoint.interchange.safetensors_source import ENDING, SafetensorsSource
-from fsdpcore.checkpoint.interchange.streaming import Counting
+from fsdpcore.checkpoint.interchange.streaming import ProgressCounter
 from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen
 from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.core.buffers import Array, byte_view
@@ -32,8 +32,8 @@ class Changed(NamedTuple):
     """An array of which dtype or shape differ; its values are not compared."""
 
     name: str
-    one: Described
-    other: Described
+    one: ArraySpec
+    other: ArraySpec
 
 
 class Values(NamedTuple):
@@ -87,7 +87,7 @@ def diff(
     other_step: int | None = None,
     names: str | Iterable[str] | None = None,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Difference:
     """Compare the arrays of two checkpoints, however each is sharded; blocks.
 
@@ -125,7 +125,7 @@ def diff(
         for source in (first, second):
             source.check(same)
         nbytes = sum(first.arrays[name].nbytes for name in same)
-        values = tuple(_compared(first, second, same, Counting(nbytes, progress)))
+        values = tuple(_compared(first, second, same, ProgressCounter(nbytes, progress)))
         return Difference(
             tuple(sorted({*ours} - {*theirs})),
             tuple(sorted({*theirs} - {*ours})),
@@ -148,10 +148,10 @@ def _opened(path: StoragePath, step: int | None, threads: int | None) -> Iterato
 
 
 def _compared(
-    first: ArraySource, second: ArraySource, names: list[str], counting: Counting
+    first: ArraySource, second: ArraySource, names: list[str], counting: ProgressCounter
 ) -> Iterator[Values]:
     """Give the arrays that differ; both have the same dtypes and shapes."""
-    wants = [Want(name, 0, first.arrays[name].size) for name in names]
+    wants = [ArrayRange(name, 0, first.arrays[name].size) for name in names]
     found: dict[int, Values] = {}
     for (index, one), (_, other) in zip(first.stream(wants), second.stream(wants), strict=True):
         count, largest = compare(one, other)

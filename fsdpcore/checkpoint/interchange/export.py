@@ -13,12 +13,12 @@ from pathlib import Path
 from numpy.typing import DTypeLike
 
 from fsdpcore.checkpoint.format.dtypes import CODES, stored_as
-from fsdpcore.checkpoint.format.header import METADATA_KEY, Entry, build_header
+from fsdpcore.checkpoint.format.header import METADATA_KEY, TensorEntry, build_header
 from fsdpcore.checkpoint.format.strict_json import short
-from fsdpcore.checkpoint.interchange.array_sources import Progress, StepSource, opened_step
+from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback, StepSource, opened_step
 from fsdpcore.checkpoint.interchange.safetensors_files import PartialFile, place_all, sync_directory
-from fsdpcore.checkpoint.interchange.selection import Renaming, Selection, Taken
-from fsdpcore.checkpoint.interchange.streaming import Counting, Gathering, streamed
+from fsdpcore.checkpoint.interchange.selection import Renaming, SelectedArray, Selection
+from fsdpcore.checkpoint.interchange.streaming import ProgressCounter, WriteBuffer, streamed
 from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
@@ -65,7 +65,7 @@ def export_safetensors(
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Exported:
     """Write the parameters of a step as safetensors; blocks.
 
@@ -119,7 +119,7 @@ def export_safetensors(
         return Exported(source.metadata.step, source.name, written, len(taken), nbytes)
 
 
-def _check_dtypes(taken: Mapping[str, Taken]) -> None:
+def _check_dtypes(taken: Mapping[str, SelectedArray]) -> None:
     for name, (_, array) in taken.items():
         if array.dtype not in CODES.values():
             raise ArgumentError(
@@ -130,7 +130,7 @@ def _check_dtypes(taken: Mapping[str, Taken]) -> None:
             raise ArgumentError(f"no array in a safetensors file is called {name}; rename it")
 
 
-def _shards(folder: Path, taken: Mapping[str, Taken], limit: int) -> dict[Path, list[str]]:
+def _shards(folder: Path, taken: Mapping[str, SelectedArray], limit: int) -> dict[Path, list[str]]:
     """Spread arrays over files, in their order."""
     shards: list[list[str]] = [[]]
     used = 0
@@ -150,7 +150,7 @@ def _shards(folder: Path, taken: Mapping[str, Taken], limit: int) -> dict[Path, 
 
 
 def _header(
-    file: Path, inside: list[str], taken: Mapping[str, Taken], about: Mapping[str, str]
+    file: Path, inside: list[str], taken: Mapping[str, SelectedArray], about: Mapping[str, str]
 ) -> bytes:
     """Return a file's header; puts its arrays in order, the largest items first."""
     inside.sort(key=lambda name: (-taken[name].array.dtype.itemsize, name))
@@ -158,7 +158,7 @@ def _header(
     for name in inside:
         array = taken[name].array
         code, _ = stored_as(array.dtype)
-        entries.append(Entry(name, code, array.shape, array.nbytes))
+        entries.append(TensorEntry(name, code, array.shape, array.nbytes))
     try:
         return build_header(entries, about)
     except ArgumentError as error:
@@ -187,15 +187,15 @@ def _stale(goal: Path, *, folder: bool, overwrite: bool) -> list[Path]:
 
 def _write(
     source: StepSource,
-    taken: Mapping[str, Taken],
+    taken: Mapping[str, SelectedArray],
     files: Mapping[Path, Sequence[str]],
     headers: Mapping[Path, bytes],
     stale: Sequence[Path],
-    progress: Progress | None,
+    progress: ProgressCallback | None,
     *,
     folder: bool,
 ) -> tuple[str, ...]:
-    counting = Counting(sum(each.array.nbytes for each in taken.values()), progress)
+    counting = ProgressCounter(sum(each.array.nbytes for each in taken.values()), progress)
     parent = next(iter(files)).parent
     if not parent.is_dir():
         parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def _write(
             writer = stack.enter_context(PartialFile(file))
             partial.append(writer)
             writer.write(headers[file])
-            gathering = Gathering(writer.write)
+            gathering = WriteBuffer(writer.write)
             arrays = [(taken[name], 0, taken[name].array.size) for name in inside]
             for data in streamed(source, arrays, counting):
                 gathering.write(data)
@@ -225,10 +225,10 @@ def _write(
     return tuple(str(each.path) for each in partial)
 
 
-def _index(files: Mapping[Path, Sequence[str]], taken: Mapping[str, Taken]) -> bytes:
+def _index(files: Mapping[Path, Sequence[str]], taken: Mapping[str, SelectedArray]) -> bytes:
     where = {name: file.name for file, inside in files.items() for name in inside}
-    told = {
+    content = {
         "metadata": {"total_size": sum(each.array.nbytes for each in taken.values())},
         "weight_map": {name: where[name] for name in sorted(where)},
     }
-    return (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

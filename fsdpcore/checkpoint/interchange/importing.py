@@ -9,11 +9,11 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from fsdpcore.checkpoint.format.strict_json import check_json
-from fsdpcore.checkpoint.interchange.array_sources import Progress
+from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback
 from fsdpcore.checkpoint.interchange.safetensors_source import SafetensorsSource
 from fsdpcore.checkpoint.interchange.selection import Renaming, Selection
 from fsdpcore.checkpoint.interchange.splitting import by_rank, by_size
-from fsdpcore.checkpoint.interchange.step_writer import About, StepWriting
+from fsdpcore.checkpoint.interchange.step_writer import StepInfo, StepWriter
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
 from fsdpcore.core.checks import as_int
@@ -34,7 +34,7 @@ def import_safetensors(
     dtype: DTypeLike | None = None,
     extra: Any = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Saved:
     """Make a checkpoint of arrays in safetensors files; blocks.
 
@@ -81,5 +81,5 @@ def import_safetensors(
     else:
         ranks = 1 if world_size is None else as_int(world_size, "world_size", minimum=1)
         files = by_rank(arrays, ranks)
-    writing = StepWriting(storage, step, found, taken, overwrite=overwrite)
-    return writing.run(files, About(extra=extra), progress)
+    writing = StepWriter(storage, step, found, taken, overwrite=overwrite)
+    return writing.run(files, StepInfo(extra=extra), progress)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.checkpoint.format.generators import states_of
-from fsdpcore.checkpoint.interchange.array_sources import Progress, opened_step
+from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback, opened_step
 from fsdpcore.checkpoint.interchange.selection import Selection
 from fsdpcore.checkpoint.interchange.splitting import by_rank
-from fsdpcore.checkpoint.interchange.step_writer import About, StepWriting
+from fsdpcore.checkpoint.interchange.step_writer import StepInfo, StepWriter
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
 from fsdpcore.core.checks import as_int
@@ -28,7 +28,7 @@ def rewrite(
     names: str | Iterable[str] | None = None,
     overwrite: bool = False,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Saved:
     """Write a step anew as an engine of ``world_size`` ranks would have saved it; blocks.
 
@@ -68,9 +68,9 @@ def rewrite(
         info = copy.deepcopy(metadata.info)
         if "world_size" in info:
             info["world_size"] = ranks
-        told = spread(metadata.ranks, ranks)
-        about = About(info, metadata.extra, metadata.metrics, told)
-        writing = StepWriting(storage, metadata.step, source, taken, overwrite=overwrite)
+        rank_states = spread(metadata.ranks, ranks)
+        about = StepInfo(info, metadata.extra, metadata.metrics, rank_states)
+        writing = StepWriter(storage, metadata.step, source, taken, overwrite=overwrite)
         return writing.run(files, about, progress)
 
 
@@ -82,12 +82,12 @@ def spread(ranks: Sequence[Any], world_size: int) -> list[Any]:
     """
     found = []
     for rank in range(world_size):
-        told = copy.deepcopy(ranks[rank % len(ranks)])
+        state = copy.deepcopy(ranks[rank % len(ranks)])
         jumps = rank // len(ranks)
-        if jumps and isinstance(told, dict) and isinstance(told.get("generators"), dict):
-            states = told["generators"]
-            told["generators"] = {name: _jumped(name, states[name], jumps) for name in states}
-        found.append(told)
+        if jumps and isinstance(state, dict) and isinstance(state.get("generators"), dict):
+            states = state["generators"]
+            state["generators"] = {name: _jumped(name, states[name], jumps) for name in states}
+        found.append(state)
     return found
 
 

@@ -20,7 +20,7 @@ from fsdpcore.checkpoint.format.dtypes import CODES
 from fsdpcore.checkpoint.format.header import Header, read_header
 from fsdpcore.checkpoint.format.metadata_builder import MAX_DIMENSIONS
 from fsdpcore.checkpoint.format.strict_json import decode, short
-from fsdpcore.checkpoint.interchange.array_sources import ArraySource, Described, Filled
+from fsdpcore.checkpoint.interchange.array_sources import ArraySource, ArraySpec, FillTarget
 from fsdpcore.core.buffers import byte_view
 from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError, in_words
 
@@ -30,7 +30,7 @@ ENDING = ".safetensors"
 _MAX_INDEX_BYTES = 1 << 28
 
 
-class _Place(NamedTuple):
+class _FileOffset(NamedTuple):
     """Where an array lies: file and first byte."""
 
     path: Path
@@ -51,9 +51,9 @@ class SafetensorsSource(ArraySource):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.what = os.fspath(path)
-        self._found: dict[str, Described] = {}
+        self._found: dict[str, ArraySpec] = {}
         self.arrays = self._found
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _FileOffset] = {}
         index, files = _files_of(Path(path))
         for file in files:
             self._add(file, _header_of(file))
@@ -76,8 +76,8 @@ class SafetensorsSource(ArraySource):
                     f"{file}: {short(name)} has {len(shape)} axes, more than the {MAX_DIMENSIONS} "
                     "of NumPy"
                 )
-            self._found[name] = Described(CODES[code], shape)
-            self._places[name] = _Place(file, offset)
+            self._found[name] = ArraySpec(CODES[code], shape)
+            self._places[name] = _FileOffset(file, offset)
 
     def _check_index(self, index: dict[str, str]) -> None:
         for name, file in index.items():
@@ -96,8 +96,8 @@ class SafetensorsSource(ArraySource):
     def check(self, names: Iterable[str]) -> None:
         pass  # all of an array is there, or its file is refused
 
-    def fill(self, parts: Sequence[Filled]) -> None:
-        by_file: dict[Path, list[Filled]] = {}
+    def fill(self, parts: Sequence[FillTarget]) -> None:
+        by_file: dict[Path, list[FillTarget]] = {}
         for part in parts:
             by_file.setdefault(self._places[part.name].path, []).append(part)
         for file, here in by_file.items():
@@ -135,8 +135,8 @@ def _read_index(path: Path) -> dict[str, str]:
             raise CorruptCheckpointError(f"{path} has {size} bytes, too many for an index")
         data = bytearray(size)
         _read_into(fd, 0, memoryview(data), path)
-    told = decode(bytes(data), str(path))
-    index = told.get("weight_map") if isinstance(told, dict) else None
+    content = decode(bytes(data), str(path))
+    index = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(index, dict) or not index:
         raise CorruptCheckpointError(f"{path} has no weight_map, so that it is no index")
     for name, file in index.items():

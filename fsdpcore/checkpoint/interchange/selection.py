@@ -9,7 +9,7 @@ from typing import NamedTuple
 from numpy.typing import DTypeLike
 
 from fsdpcore.checkpoint.format.strict_json import check_text, short
-from fsdpcore.checkpoint.interchange.array_sources import ArraySource, Described
+from fsdpcore.checkpoint.interchange.array_sources import ArraySource, ArraySpec
 from fsdpcore.checkpoint.interchange.patterns import refuse_idle
 from fsdpcore.checkpoint.memory.rounding import rounding_dtype
 from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen
@@ -20,7 +20,7 @@ from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX
 Renaming = Mapping[str, str] | Callable[[str], str]
 
 
-class Taken(NamedTuple):
+class SelectedArray(NamedTuple):
     """An array that is taken.
 
     Attributes:
@@ -29,7 +29,7 @@ class Taken(NamedTuple):
     """
 
     source: str
-    array: Described
+    array: ArraySpec
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Selection:
     add_prefix: str = ""
     dtype: DTypeLike | None = None
 
-    def of(self, source: ArraySource) -> dict[str, Taken]:
+    def of(self, source: ArraySource) -> dict[str, SelectedArray]:
         """Return what is taken of a source, by its new name, in the order of the source.
 
         Raises:
@@ -67,7 +67,7 @@ class Selection:
         patterns = checked_patterns(self.names)
         refuse_idle(patterns, known, source.what)
         old = chosen(known, patterns)
-        taken: dict[str, Taken] = {}
+        taken: dict[str, SelectedArray] = {}
         for name, new in zip(old, self._renamed(old, source.what), strict=True):
             if new in taken:
                 raise ArgumentError(
@@ -76,8 +76,8 @@ class Selection:
                 )
             array = source.arrays[name]
             if dtype is not None and rounds_into(array.dtype, dtype):
-                array = Described(dtype, array.shape)
-            taken[new] = Taken(name, array)
+                array = ArraySpec(dtype, array.shape)
+            taken[new] = SelectedArray(name, array)
         return taken
 
     def _renamed(self, names: list[str], what: str) -> list[str]:

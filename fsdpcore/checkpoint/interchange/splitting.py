@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdpcore.checkpoint.interchange.array_sources import Described
-from fsdpcore.checkpoint.plan.plan_save import Rows, Written
+from fsdpcore.checkpoint.interchange.array_sources import ArraySpec
+from fsdpcore.checkpoint.plan.save_plan import Rows, WrittenPiece
 from fsdpcore.checkpoint.plan.shard_specs import flat_cuts
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.geometry.regions import Range
@@ -14,30 +14,30 @@ from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX
 _NONE = Rows(0, 0, 0)
 
 
-def by_rank(arrays: Mapping[str, Described], ranks: int) -> list[list[Written]]:
+def by_rank(arrays: Mapping[str, ArraySpec], ranks: int) -> list[list[WrittenPiece]]:
     """Return what each rank of an engine has, some maybe nothing.
 
     A unit is what its arrays' names have in front of the last dot. The arrays of a unit lie one
     behind the other, and each rank has an equal run of their elements; so do those of the same
     dtype that an optimizer keeps for it.
     """
-    units: dict[tuple[str, str], dict[str, Described]] = {}
+    units: dict[tuple[str, str], dict[str, ArraySpec]] = {}
     for name, array in arrays.items():
         units.setdefault((_unit(name), array.dtype.name), {})[name] = array
-    files: list[list[Written]] = [[] for _ in range(ranks)]
+    files: list[list[WrittenPiece]] = [[] for _ in range(ranks)]
     for (_, dtype), unit in units.items():
         layout = FlatLayout.build({name: unit[name].shape for name in unit}, dtype, ranks)
         for rank, name, region in flat_cuts(layout):
-            files[rank].append(Written(name, dtype, unit[name].shape, region, _NONE))
+            files[rank].append(WrittenPiece(name, dtype, unit[name].shape, region, _NONE))
     return files
 
 
-def by_size(arrays: Mapping[str, Described], nbytes: int) -> list[list[Written]]:
+def by_size(arrays: Mapping[str, ArraySpec], nbytes: int) -> list[list[WrittenPiece]]:
     """Return files of at most ``nbytes`` of data each, arrays one behind the other.
 
     An element that is larger has a file for itself.
     """
-    files: list[list[Written]] = [[]]
+    files: list[list[WrittenPiece]] = [[]]
     room = nbytes
     for name, array in arrays.items():
         itemsize, start = array.dtype.itemsize, 0
@@ -49,7 +49,7 @@ def by_size(arrays: Mapping[str, Described], nbytes: int) -> list[list[Written]]
                 continue
             count = max(count, 1)
             region = Range(start, start + count)
-            files[-1].append(Written(name, array.dtype.name, array.shape, region, _NONE))
+            files[-1].append(WrittenPiece(name, array.dtype.name, array.shape, region, _NONE))
             start += count
             room -= count * itemsize
     return files

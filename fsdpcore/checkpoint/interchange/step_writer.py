@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdpcore.checkpoint.interchange.array_sources import ArraySource, Progress
-from fsdpcore.checkpoint.interchange.selection import Taken
-from fsdpcore.checkpoint.interchange.streaming import Counting, Gathering, streamed
+from fsdpcore.checkpoint.interchange.array_sources import ArraySource, ProgressCallback
+from fsdpcore.checkpoint.interchange.selection import SelectedArray
+from fsdpcore.checkpoint.interchange.streaming import ProgressCounter, WriteBuffer, streamed
 from fsdpcore.checkpoint.plan.file_layout import FileLayout, lay_out
-from fsdpcore.checkpoint.plan.plan_save import Written
+from fsdpcore.checkpoint.plan.save_plan import WrittenPiece
 from fsdpcore.checkpoint.save.step_folder import (
     RankFile,
     Saved,
@@ -30,7 +30,7 @@ from fsdpcore.core.geometry.regions import Range
 
 
 @dataclass(frozen=True)
-class About:
+class StepInfo:
     """What a checkpoint says besides its arrays; see ``Metadata``."""
 
     info: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class About:
     ranks: Sequence[Any] | None = None
 
 
-class StepWriting:
+class StepWriter:
     """Writes one step; it exists once all of it is there, or never.
 
     Args:
@@ -55,7 +55,7 @@ class StepWriting:
         storage: Storage,
         step: int,
         source: ArraySource,
-        taken: Mapping[str, Taken],
+        taken: Mapping[str, SelectedArray],
         *,
         overwrite: bool,
     ) -> None:
@@ -67,7 +67,10 @@ class StepWriting:
         self._save_id = secrets.token_hex(16)
 
     def run(
-        self, files: Sequence[Sequence[Written]], about: About, progress: Progress | None
+        self,
+        files: Sequence[Sequence[WrittenPiece]],
+        about: StepInfo,
+        progress: ProgressCallback | None,
     ) -> Saved:
         """Write what each file is to have; blocks.
 
@@ -106,15 +109,15 @@ class StepWriting:
     def _write(
         self,
         name: StepName,
-        files: Sequence[Sequence[Written]],
-        about: About,
-        progress: Progress | None,
+        files: Sequence[Sequence[WrittenPiece]],
+        about: StepInfo,
+        progress: ProgressCallback | None,
     ) -> Saved:
         layouts = [
             (rank, lay_out(each, self._save_id, rank)) for rank, each in enumerate(files) if each
         ]
         total = sum(layout.places.table - layout.places.data_start for _, layout in layouts)
-        counting = Counting(total, progress)
+        counting = ProgressCounter(total, progress)
         written = []
         for rank, layout in layouts:
             sums = self._write_file(f"{name.name}/{file_name(rank)}", layout, counting)
@@ -133,14 +136,14 @@ class StepWriting:
         commit(self._storage, name.name, metadata)
         return Saved(self._step, name.name, total)
 
-    def _write_file(self, name: str, layout: FileLayout, counting: Counting) -> FileSums:
+    def _write_file(self, name: str, layout: FileLayout, counting: ProgressCounter) -> FileSums:
         wanted = []
         for piece in layout.places.pieces:
             assert isinstance(piece.region, Range)
             wanted.append((self._taken[piece.name], piece.region.start, piece.region.stop))
         sums = bytearray()
         with self._storage.writer(name) as writer:
-            gathering = Gathering(writer.write)
+            gathering = WriteBuffer(writer.write)
             writer.write(layout.header)
             for data in streamed(self._source, wanted, counting):
                 add_sums(data, sums)

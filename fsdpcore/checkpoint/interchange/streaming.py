@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fsdpcore.checkpoint.interchange.array_sources import ArraySource, Progress, Want
-from fsdpcore.checkpoint.interchange.selection import Taken
+from fsdpcore.checkpoint.interchange.array_sources import ArrayRange, ArraySource, ProgressCallback
+from fsdpcore.checkpoint.interchange.selection import SelectedArray
 from fsdpcore.checkpoint.memory.rounding import rounded
 from fsdpcore.core.buffers import byte_view
 
@@ -13,7 +13,7 @@ _SMALL = 64 << 10
 _GATHERED = 1 << 20
 
 
-class Gathering:
+class WriteBuffer:
     """Passes bytes on, small ones together.
 
     Args:
@@ -41,7 +41,7 @@ class Gathering:
             self._waiting = bytearray()
 
 
-class Counting:
+class ProgressCounter:
     """Tells how far a transfer has come.
 
     Args:
@@ -49,7 +49,7 @@ class Counting:
         progress: who wants to know.
     """
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
+    def __init__(self, total: int, progress: ProgressCallback | None) -> None:
         self._done = 0
         self._total = total
         self._progress = progress
@@ -63,14 +63,14 @@ class Counting:
 
 
 def streamed(
-    source: ArraySource, taken: Sequence[tuple[Taken, int, int]], counting: Counting
+    source: ArraySource, taken: Sequence[tuple[SelectedArray, int, int]], counting: ProgressCounter
 ) -> Iterator[memoryview]:
     """Give the bytes of elements ``[start, stop)`` of each array, with the dtype that it takes.
 
     They are little-endian and overwritten when the next ones are asked for. Of each array all but
     the last bytes given are whole blocks of checksums.
     """
-    wants = [Want(each.source, start, stop) for each, start, stop in taken]
+    wants = [ArrayRange(each.source, start, stop) for each, start, stop in taken]
     for index, array in source.stream(wants):
         data = byte_view(rounded(array, taken[index][0].array.dtype)).data
         yield data

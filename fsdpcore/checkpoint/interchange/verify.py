@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fsdpcore.checkpoint.format.marker import MARKER_NAME, Marker
 from fsdpcore.checkpoint.format.metadata import METADATA_NAME, Metadata
 from fsdpcore.checkpoint.format.strict_json import short
-from fsdpcore.checkpoint.interchange.array_sources import Progress
-from fsdpcore.checkpoint.interchange.streaming import Counting
+from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback
+from fsdpcore.checkpoint.interchange.streaming import ProgressCounter
 from fsdpcore.checkpoint.interchange.verify_file import Problem, check_file
 from fsdpcore.checkpoint.load.finding import locate
 from fsdpcore.checkpoint.load.reading import usual_threads
@@ -57,7 +57,7 @@ def verify(
     *,
     step: int | None = None,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Verified:
     """Check every byte of a checkpoint; blocks.
 
@@ -85,10 +85,10 @@ def verify(
         with ExitStack() as stack:
             with suppress(PermissionError):
                 stack.enter_context(storage.hold(name.name))
-            return _Verifying(storage, name, count, progress).run()
+            return _Verifier(storage, name, count, progress).run()
     except FileNotFoundError as error:
-        told = "" if name is None else name.name
-        raise CheckpointNotFoundError(f"there is no {told} in {storage.path}") from error
+        which = "" if name is None else name.name
+        raise CheckpointNotFoundError(f"there is no {which} in {storage.path}") from error
     except OSError as error:
         raise CheckpointError(f"{storage.path}: {in_words(error)}") from error
 
@@ -109,9 +109,9 @@ def _newest(storage: Storage, step: int | None) -> StepName:
     raise CheckpointNotFoundError(f"there is {what} in {storage.path}")
 
 
-class _Verifying:
+class _Verifier:
     def __init__(
-        self, storage: Storage, name: StepName, threads: int, progress: Progress | None
+        self, storage: Storage, name: StepName, threads: int, progress: ProgressCallback | None
     ) -> None:
         self._storage = storage
         self._name = name
@@ -196,7 +196,7 @@ class _Verifying:
                 self._add(METADATA_NAME, what)
 
     def _check_files(self, metadata: Metadata) -> None:
-        counting = Counting(sum(file.size for file in metadata.files), self._progress)
+        counting = ProgressCounter(sum(file.size for file in metadata.files), self._progress)
         by_file: list[list[tuple[int, str, int]]] = [[] for _ in metadata.files]
         for tensor in metadata.tensors.values():
             for number, piece in enumerate(tensor.pieces):

@@ -11,7 +11,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from fsdpcore.checkpoint.format.dtypes import stored_as
-from fsdpcore.checkpoint.format.header import Placed, parse_header
+from fsdpcore.checkpoint.format.header import PlacedTensor, parse_header
 from fsdpcore.checkpoint.format.metadata import Metadata, StoredFile, StoredPiece, StoredTensor
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES
 from fsdpcore.checkpoint.format.strict_json import short
@@ -82,16 +82,16 @@ def check_file(
         done(stored.size)
         return [Problem(stored.name, f"cannot be read: {in_words(error)}")]
     with reader:
-        checking = _Checking(reader, metadata, stored, pieces)
-        told = checking.size() + checking.header()
+        checking = _FileChecker(reader, metadata, stored, pieces)
+        problems = checking.size() + checking.header()
         done(stored.data_start)
-        told += checking.table()
+        problems += checking.table()
         done(stored.size - stored.table)
-        told += checking.data(threads, done)
-    return [Problem(stored.name, what) for what in told]
+        problems += checking.data(threads, done)
+    return [Problem(stored.name, what) for what in problems]
 
 
-class _Checking:
+class _FileChecker:
     """One file that is open; every method returns what is wrong."""
 
     def __init__(
@@ -125,41 +125,41 @@ class _Checking:
             self._reader.read_into(0, memoryview(data))
         except (OSError, EOFError) as error:
             return [f"the header, bytes [0, {len(data)}), cannot be read: {in_words(error)}"]
-        told = []
+        problems = []
         if xxh3_64_intdigest(data) != stored.header_checksum:
-            told.append(f"the header, bytes [0, {len(data)}), is not what was saved")
+            problems.append(f"the header, bytes [0, {len(data)}), is not what was saved")
         try:
             found = parse_header(bytes(data), stored.size)
         except CorruptCheckpointError as error:
-            return [*told, f"the header: {error}"]
+            return [*problems, f"the header: {error}"]
         save_id = found.metadata.get("save_id")
         if save_id != self._metadata.save_id:
-            told.append(f"is of the save {short(save_id)}, not of {self._metadata.save_id}")
-        return told + self._compared(found.entries)
+            problems.append(f"is of the save {short(save_id)}, not of {self._metadata.save_id}")
+        return problems + self._compared(found.entries)
 
-    def _compared(self, entries: Sequence[Placed]) -> list[str]:
+    def _compared(self, entries: Sequence[PlacedTensor]) -> list[str]:
         """Compare the header's entries with the pieces that the metadata has."""
-        wanted: list[tuple[Placed, set[tuple[int, ...]]]] = []
+        wanted: list[tuple[PlacedTensor, set[tuple[int, ...]]]] = []
         for tensor, piece in zip(self._tensors, self._pieces, strict=True):
             code, more = stored_as(tensor.dtype)
             shapes = [(*shape, *more) for shape in _shapes(tensor, piece)]
-            place = Placed(tensor.name, code, shapes[0], piece.nbytes, piece.offset)
+            place = PlacedTensor(tensor.name, code, shapes[0], piece.nbytes, piece.offset)
             wanted.append((place, {*shapes}))
         stored = self._stored
         table = (stored.blocks, CHECKSUM_BYTES)
         nbytes = stored.size - stored.table
-        wanted.append((Placed(TABLE, "U8", table, nbytes, stored.table), {table}))
+        wanted.append((PlacedTensor(TABLE, "U8", table, nbytes, stored.table), {table}))
         if len(entries) != len(wanted):
             return [f"the header has {len(entries)} tensors, the metadata {len(wanted)}"]
-        told = []
+        problems = []
         for found, (there, shapes_there) in zip(entries, wanted, strict=True):
             named = found.name == there.name or found.name.startswith(f"{there.name}#")
             same = found._replace(name=there.name, shape=there.shape) == there
             if not (named and same and found.shape in shapes_there):
-                told.append(
+                problems.append(
                     f"the header has {_described(found)} where the metadata has {_described(there)}"
                 )
-        return told
+        return problems
 
     def table(self) -> list[str]:
         stored = self._stored
@@ -187,7 +187,7 @@ class _Checking:
             for run, found in zip(runs, pool.map(self._check_run, runs), strict=True):
                 bad += found
                 done(run.nbytes)
-        return [self._told(each) for each in _merged(bad)]
+        return [self._in_words(each) for each in _merged(bad)]
 
     def _runs(self) -> Iterator[_Run]:
         parts: list[tuple[int, int, int]] = []
@@ -224,7 +224,7 @@ class _Checking:
                 at += stop - start
         return bad
 
-    def _told(self, bad: _Bad) -> str:
+    def _in_words(self, bad: _Bad) -> str:
         offset = self._pieces[bad.piece].offset
         name = short(self._tensors[bad.piece].name)
         return f"bytes [{offset + bad.start}, {offset + bad.stop}), tensor {name}, {bad.why}"
@@ -238,7 +238,7 @@ def _shapes(tensor: StoredTensor, piece: StoredPiece) -> list[tuple[int, ...]]:
     return [tensor.shape, flat] if piece.region.size == math.prod(tensor.shape) else [flat]
 
 
-def _described(entry: Placed) -> str:
+def _described(entry: PlacedTensor) -> str:
     place = f"bytes [{entry.offset}, {entry.offset + entry.nbytes})"
     return f"{short(entry.name)} ({entry.code} of shape {short(entry.shape)}, {place})"
 

@@ -16,7 +16,7 @@ import numpy as np
 from fsdpcore.checkpoint.memory.fetching import aligned, fetch
 from fsdpcore.checkpoint.memory.shards import Part
 from fsdpcore.checkpoint.plan.catalog import Catalog
-from fsdpcore.checkpoint.plan.plan_load import LoadPlan, Wanted, plan_load
+from fsdpcore.checkpoint.plan.read_plan import ReadPlan, WantedPart, plan_reads
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import Device
@@ -27,7 +27,7 @@ STRETCH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Batch:
+class LoadBatch:
     """What is read at a time, and where it goes from there.
 
     Attributes:
@@ -39,7 +39,7 @@ class Batch:
     """
 
     number: int
-    plan: LoadPlan
+    plan: ReadPlan
     device: Device
     windows: list[tuple[Array, Array]] = field(default_factory=list)
     kept: list[tuple[Array, Array]] = field(default_factory=list)
@@ -55,8 +55,8 @@ class Batch:
 
 
 def planned(
-    catalog: Catalog, wanted: Sequence[Wanted], device: Device
-) -> tuple[list[Batch], list[int]]:
+    catalog: Catalog, wanted: Sequence[WantedPart], device: Device
+) -> tuple[list[LoadBatch], list[int]]:
     """Find what to read for ``wanted``, none of which is empty, and in which order.
 
     Arrays of the host are filled by the first batch, number 0, in place.
@@ -71,8 +71,8 @@ def planned(
         stored in full, ascending.
     """
     here = [position for position, each in enumerate(wanted) if on_host(each.part.array)]
-    plan = plan_load(catalog, [wanted[position] for position in here])
-    batches = [Batch(0, plan, device)]
+    plan = plan_reads(catalog, [wanted[position] for position in here])
+    batches = [LoadBatch(0, plan, device)]
     uncovered = {here[index] for index in plan.uncovered}
     slabs: dict[int, list[tuple[int, Part]]] = {}
     for position, (tensor, part) in enumerate(wanted):
@@ -90,11 +90,11 @@ def planned(
             window = flat.view(target.dtype).reshape(target.shape)
             used += aligned(target.nbytes)
             windows.append((window, target))
-            filled.append(Wanted(wanted[position].tensor, Part(region, window)))
-        plan = plan_load(catalog, filled)
+            filled.append(WantedPart(wanted[position].tensor, Part(region, window)))
+        plan = plan_reads(catalog, filled)
         kept = [windows[index] for index in plan.uncovered]
         uncovered.update(each[index][0] for index in plan.uncovered)
-        batches.append(Batch(1 + number, plan, device, windows, kept))
+        batches.append(LoadBatch(1 + number, plan, device, windows, kept))
     return batches, sorted(uncovered)
 
 

@@ -18,7 +18,7 @@ from fsdpcore.checkpoint.load.local_reads import read_alone
 from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.memory.shards import Shard, parts_of
 from fsdpcore.checkpoint.plan.catalog import Catalog
-from fsdpcore.checkpoint.plan.plan_load import Wanted, is_covered, plan_load
+from fsdpcore.checkpoint.plan.read_plan import WantedPart, is_covered, plan_reads
 from fsdpcore.checkpoint.plan.shard_specs import (
     ShardMetadata,
     TensorShardSpec,
@@ -124,7 +124,7 @@ def _load(
         found = _laid_out(saved, world_size, layout)
         catalog = Catalog(saved)
         state: dict[str, Shard] = {}
-        wanted: list[Wanted] = []
+        wanted: list[WantedPart] = []
         for name, (dtype, shape) in found.arrays.items():
             state[name] = _empty_shard(TensorShardSpec(name, dtype, shape))
         for spec in found.shards[rank]:
@@ -135,8 +135,8 @@ def _load(
                     f"{directory}: not all elements were saved of {spec.name!r:.80}"
                 )
             shard = state[spec.name] = _empty_shard(spec)
-            wanted += [Wanted(catalog.number[spec.name], part) for part in parts_of(shard)]
-        plan = plan_load(catalog, wanted)
+            wanted += [WantedPart(catalog.number[spec.name], part) for part in parts_of(shard)]
+        plan = plan_reads(catalog, wanted)
         with FileSet(storage, directory, catalog, count) as files:
             read_alone(files, catalog, plan)
     return state, found
@@ -149,12 +149,12 @@ def _committed(storage: Storage, directory: str) -> Iterator[Metadata]:
     with ExitStack() as held:
         try:
             held.enter_context(storage.hold(directory))
-            told = storage.read(f"{directory}/{MARKER_NAME}", MAX_MARKER_BYTES)
-            if is_torn(told):
+            marked = storage.read(f"{directory}/{MARKER_NAME}", MAX_MARKER_BYTES)
+            if is_torn(marked):
                 raise CheckpointNotFoundError(
                     f"no save into {where} was finished: its {MARKER_NAME} is cut off"
                 )
-            marker = Marker.from_bytes(told)
+            marker = Marker.from_bytes(marked)
             data = storage.read(f"{directory}/{METADATA_NAME}", marker.metadata_bytes)
         except FileNotFoundError as error:
             raise _not_found(storage, directory) from error

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fsdpcore.checkpoint.format.metadata import METADATA_NAME, Metadata
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
 from fsdpcore.checkpoint.storage.steps import (
-    Found,
+    FoundStep,
     Skipped,
     StepName,
     candidates,
@@ -119,7 +119,7 @@ def latest(path: StoragePath) -> Latest:
 
 def find(
     storage: Storage, which: Which = None, refused: Sequence[Skipped] = ()
-) -> tuple[Found, tuple[Skipped, ...]]:
+) -> tuple[FoundStep, tuple[Skipped, ...]]:
     """Return the newest checkpoint, and what was skipped, the newest first; blocks.
 
     Where any is wanted, one that cannot be read at the moment is not passed over: it may be newer.
@@ -138,7 +138,7 @@ def find(
         names = directories(storage)
         skipped = list(refused)
         for each in candidates(storage, which):
-            if isinstance(each, Found):
+            if isinstance(each, FoundStep):
                 if each.name.name not in known:
                     return each, tuple(sorted(skipped, key=_age))
             elif each.name not in known:
@@ -235,7 +235,7 @@ class Finder:
             f"{_TRIES} times: {trouble}"
         )
 
-    def _taken(self, found: Found) -> Candidate:
+    def _taken(self, found: FoundStep) -> Candidate:
         name, metadata = found
         with ExitStack() as stack:
             stack.enter_context(self._storage.hold(name.name))

@@ -16,7 +16,7 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Bytes
 
 
-class Shared(NamedTuple):
+class SharedCandidate(NamedTuple):
     """A candidate as all ranks know it."""
 
     name: str
@@ -26,7 +26,7 @@ class Shared(NamedTuple):
 
 def find_together(
     finder: Finder | None, backend: Backend, *, timeout: float, ending: str
-) -> Shared:
+) -> SharedCandidate:
     """Tell all ranks of the next candidate; a collective, which blocks.
 
     Args:
@@ -53,4 +53,4 @@ def find_together(
         metadata = metadata or Metadata.from_bytes(data.tobytes())
     agree(backend, f"load of {name}", attempt.error, timeout=timeout, ending=ending)
     assert metadata is not None
-    return Shared(name, metadata, tuple(Skipped(*each) for each in skipped))
+    return SharedCandidate(name, metadata, tuple(Skipped(*each) for each in skipped))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdpcore.checkpoint.format.generators import Generators
-from fsdpcore.checkpoint.load.loading import Loaded as Loaded
-from fsdpcore.checkpoint.load.loading import Loading, Request
+from fsdpcore.checkpoint.load.step_loader import Loaded as Loaded
+from fsdpcore.checkpoint.load.step_loader import LoadRequest, StepLoader
 from fsdpcore.checkpoint.memory.shards import State
-from fsdpcore.checkpoint.plan.describe import Engine
+from fsdpcore.checkpoint.plan.describe import StatefulEngine
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
@@ -16,7 +16,7 @@ from fsdpcore.core.checks import as_instance, as_positive
 
 def load(
     path: StoragePath,
-    target: Engine | State,
+    target: StatefulEngine | State,
     backend: Backend,
     *,
     step: int | None = None,
@@ -78,6 +78,6 @@ def load(
         CommunicationError: a rank is gone.
     """
     as_instance(backend, Backend, "backend", "a Backend", "load takes (path, target, backend)")
-    request = Request(step, strict, optimizer, cast, names, generators, threads)
+    request = LoadRequest(step, strict, optimizer, cast, names, generators, threads)
     limit = DISK_TIMEOUT if timeout is None else as_positive(timeout, "timeout")
-    return Loading(backend, request, limit).run(path, target)
+    return StepLoader(backend, request, limit).run(path, target)

@@ -10,7 +10,7 @@ from fsdpcore.checkpoint.load.reading import FileSet, Span
 from fsdpcore.checkpoint.memory.rounding import put
 from fsdpcore.checkpoint.plan.block_rows import blocks_of_parts, blocks_of_scatter, split_rows
 from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
-from fsdpcore.checkpoint.plan.plan_load import LoadPlan, Scatter
+from fsdpcore.checkpoint.plan.read_plan import ReadPlan, Scatter
 from fsdpcore.core.buffers import Bytes
 
 SCRATCH_BYTES = 2 << 20
@@ -19,7 +19,7 @@ SCRATCH_BYTES = 2 << 20
 _ALIGN = 64
 
 
-def read_alone(files: FileSet, catalog: Catalog, plan: LoadPlan) -> None:
+def read_alone(files: FileSet, catalog: Catalog, plan: ReadPlan) -> None:
     """Read what a plan needs, without the help of others; blocks. Raises as ``FileSet.read``."""
     split = split_rows(catalog, plan.rows)
     read_rows(files, plan.targets, split.whole)

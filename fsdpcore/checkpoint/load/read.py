@@ -13,7 +13,7 @@ from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.memory.rounding import rounding_dtype
 from fsdpcore.checkpoint.memory.shards import parts_of
 from fsdpcore.checkpoint.plan.catalog import Catalog
-from fsdpcore.checkpoint.plan.plan_load import Wanted, is_covered, plan_load
+from fsdpcore.checkpoint.plan.read_plan import WantedPart, is_covered, plan_reads
 from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen, listed
 from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.checkpoint.storage.storage import Storage
@@ -85,7 +85,7 @@ def _read(
             raise ArgumentError(f"{directory} has no array whose name fits {pattern!r}")
     names = chosen(every, patterns)
     found: dict[str, Array] = {}
-    wanted: list[Wanted] = []
+    wanted: list[WantedPart] = []
     # Before there is memory for them: a shape may say more than there is, a stored byte can not.
     lacking = [name for name in names if not is_covered(catalog.metadata.tensors[name])]
     if lacking:
@@ -95,8 +95,8 @@ def _read(
         tensor = catalog.tensors[number]
         rounds = dtype is not None and rounds_into(tensor.dtype, dtype)
         found[name] = np.empty(tensor.shape, dtype if rounds else tensor.dtype)
-        wanted += [Wanted(number, part) for part in parts_of(found[name])]
-    plan = plan_load(catalog, wanted)
+        wanted += [WantedPart(number, part) for part in parts_of(found[name])]
+    plan = plan_reads(catalog, wanted)
     with FileSet(storage, directory, catalog, threads) as files:
         read_alone(files, catalog, plan)
     return found

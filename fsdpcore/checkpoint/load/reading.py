@@ -52,7 +52,7 @@ class Span(NamedTuple):
     buffer: memoryview
 
 
-class _Open:
+class _OpenFile:
     """A file that was opened, with its checksums."""
 
     def __init__(self, reader: StorageReader, table: memoryview) -> None:
@@ -88,7 +88,7 @@ class FileSet:
         self._files: list[int] = catalog.file.tolist()
         self._offsets: list[int] = catalog.offset.tolist()
         self._sums: list[int] = catalog.sums.tolist()
-        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._open: OrderedDict[int, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self.bytes_read = 0
         self.bytes_beside = 0
@@ -201,7 +201,7 @@ class FileSet:
     # Files.
 
     @contextmanager
-    def _using(self, file: int) -> Iterator[_Open]:
+    def _using(self, file: int) -> Iterator[_OpenFile]:
         with self._lock:
             opened = self._open.get(file)
             if opened is None:
@@ -226,13 +226,13 @@ class FileSet:
                 each.reader.close()
                 del self._open[file]
 
-    def _opened(self, file: int) -> _Open:
+    def _opened(self, file: int) -> _OpenFile:
         """Open a file and check all of it but the pieces."""
         stored = self._catalog.metadata.files[file]
         with self._translated(file):
             reader = self._storage.reader(f"{self._directory}/{stored.name}")
             try:
-                return _Open(reader, self._checked(reader, stored))
+                return _OpenFile(reader, self._checked(reader, stored))
             except BaseException:
                 reader.close()
                 raise

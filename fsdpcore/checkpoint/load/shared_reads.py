@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpcore.checkpoint.load.batches import Batch
+from fsdpcore.checkpoint.load.batches import LoadBatch
+from fsdpcore.checkpoint.load.block_packing import BlockPacker, BlockUnpacker, LocalNeeds
 from fsdpcore.checkpoint.load.local_reads import read_alone, read_parts, read_rows
-from fsdpcore.checkpoint.load.packing import Giving, Mine, Taking
 from fsdpcore.checkpoint.load.reading import FileSet, Span
 from fsdpcore.checkpoint.plan.block_rows import split_rows
 from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
-from fsdpcore.checkpoint.plan.plan_load import LoadPlan
-from fsdpcore.checkpoint.plan.sharing import (
+from fsdpcore.checkpoint.plan.read_plan import ReadPlan
+from fsdpcore.checkpoint.plan.read_sharing import (
     ALIGN,
     ROUND_BYTES,
-    Extent,
+    BlockRun,
+    BlockWindow,
     Needs,
-    Sharing,
-    Window,
+    ReadAssignment,
     decode,
     encode,
     rounds,
@@ -33,12 +33,17 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Bytes
 
 _NOTHING: Ints = np.empty(0, np.int64)
-_NO_PLAN = LoadPlan(_NOTHING.reshape(0, 5), [], [], 0, [])
+_NO_PLAN = ReadPlan(_NOTHING.reshape(0, 5), [], [], 0, [])
 _NO_NEEDS: Ints = np.zeros(2, np.int64)  # as ``encode`` writes it down
 
 
 def read_all(
-    files: FileSet, catalog: Catalog, batches: Sequence[Batch], backend: Backend, *, timeout: float
+    files: FileSet,
+    catalog: Catalog,
+    batches: Sequence[LoadBatch],
+    backend: Backend,
+    *,
+    timeout: float,
 ) -> Exception | None:
     """Read what this rank needs, and what others do, who return the favour; a collective.
 
@@ -61,11 +66,13 @@ def read_all(
     pieces = len(catalog)
     if backend.world_size > 1:
         wasteful = attempt.value(lambda: _wasteful(catalog, batches), _NOTHING)
-        told: Ints = all_gather_v(wasteful, backend, label="load, shared pieces", timeout=timeout)
-        shared = np.unique(told)
+        wasteful_anywhere: Ints = all_gather_v(
+            wasteful, backend, label="load, shared pieces", timeout=timeout
+        )
+        shared = np.unique(wasteful_anywhere)
     found = {batch.number: batch for batch in batches}
     for number in sorted({*found, *(shared // max(pieces, 1)).tolist()}):
-        batch = found.get(number) or Batch(number, _NO_PLAN, backend.device)
+        batch = found.get(number) or LoadBatch(number, _NO_PLAN, backend.device)
         low, high = np.searchsorted(shared, [number * pieces, (number + 1) * pieces])
         _read_batch(
             files, catalog, batch, shared[low:high] - number * pieces, backend, timeout, attempt
@@ -73,7 +80,7 @@ def read_all(
     return attempt.error
 
 
-def _wasteful(catalog: Catalog, batches: Sequence[Batch]) -> Ints:
+def _wasteful(catalog: Catalog, batches: Sequence[LoadBatch]) -> Ints:
     """Return the pieces to be shared, numbered as if every batch had a catalog of its own."""
     size = len(catalog)
     found = [wasteful_pieces(catalog, batch.plan) + batch.number * size for batch in batches]
@@ -83,7 +90,7 @@ def _wasteful(catalog: Catalog, batches: Sequence[Batch]) -> Ints:
 def _read_batch(
     files: FileSet,
     catalog: Catalog,
-    batch: Batch,
+    batch: LoadBatch,
     shared: Ints,
     backend: Backend,
     timeout: float,
@@ -91,7 +98,7 @@ def _read_batch(
 ) -> None:
     """Read one batch; a collective if there are any pieces to share."""
     plan = batch.plan
-    mine = Mine(plan.rows[:0], [])
+    own_needs = LocalNeeds(plan.rows[:0], [])
 
     def alone() -> None:
         batch.begin()
@@ -101,16 +108,16 @@ def _read_batch(
         theirs = np.isin(plan.rows[:, 0], shared)
         taken = set(shared.tolist())
         scatters = [each for each in plan.scatters if each.piece not in taken]
-        read_alone(files, catalog, LoadPlan(plan.rows[~theirs], plan.targets, scatters, 0, []))
+        read_alone(files, catalog, ReadPlan(plan.rows[~theirs], plan.targets, scatters, 0, []))
         scatters = [each for each in plan.scatters if each.piece in taken]
-        nonlocal mine
-        mine = Mine(plan.rows[theirs], scatters)
+        nonlocal own_needs
+        own_needs = LocalNeeds(plan.rows[theirs], scatters)
 
     attempt.do(alone)
     if len(shared):
         reads = _SharedReads(files, catalog, plan.targets, backend, timeout, attempt)
         for window in windows(catalog, shared):
-            reads.run(window, mine)
+            reads.run(window, own_needs)
     attempt.do(batch.end)
 
 
@@ -123,7 +130,7 @@ class _Round(NamedTuple):
         sends, receives: bytes to and from each rank.
     """
 
-    extents: Sequence[Extent]
+    extents: Sequence[BlockRun]
     room: int
     sends: list[int]
     receives: list[int]
@@ -155,16 +162,18 @@ class _SharedReads:
         self._backend = backend
         self._timeout = timeout
         self._attempt = attempt
-        self._sharing = Sharing(catalog, backend.world_size)
+        self._sharing = ReadAssignment(catalog, backend.world_size)
         # What is read, sent and received in a round.
         self._buffers = [np.empty(0, np.uint8)] * 3
 
-    def run(self, window: Window, mine: Mine) -> None:
+    def run(self, window: BlockWindow, own_needs: LocalNeeds) -> None:
         """Read one window; a collective."""
         attempt = self._attempt
-        mine = attempt.value(lambda: mine.within(self._catalog, window), Mine(mine.rows[:0], []))
-        told: Ints = all_gather_v(
-            attempt.value(lambda: _encoded(mine), _NO_NEEDS),
+        own_needs = attempt.value(
+            lambda: own_needs.within(self._catalog, window), LocalNeeds(own_needs.rows[:0], [])
+        )
+        encoded: Ints = all_gather_v(
+            attempt.value(lambda: _encoded(own_needs), _NO_NEEDS),
             self._backend,
             label="load, shared parts",
             timeout=self._timeout,
@@ -172,7 +181,7 @@ class _SharedReads:
         # Where a rank does not even know what the others expect of it, or has no room for it,
         # there can be no rounds: all leave them out.
         nothing: tuple[list[Needs], list[_Round] | None] = ([], None)
-        needs, planned = attempt.value(lambda: self._planned(told, window), nothing)
+        needs, planned = attempt.value(lambda: self._planned(encoded, window), nothing)
         able: Bytes = all_gather_v(
             np.array([planned is not None], np.uint8),
             self._backend,
@@ -182,13 +191,15 @@ class _SharedReads:
         if planned is None or not able.all():
             return
         extents = [each for batch in planned for each in batch.extents]
-        attempt.do(lambda: self._read_own(window, mine, self._blocks(extents)))
+        attempt.do(lambda: self._read_own(window, own_needs, self._blocks(extents)))
         for batch in planned:
-            self._round(batch, needs, mine)
+            self._round(batch, needs, own_needs)
 
-    def _planned(self, told: Ints, window: Window) -> tuple[list[Needs], list[_Round] | None]:
+    def _planned(
+        self, encoded: Ints, window: BlockWindow
+    ) -> tuple[list[Needs], list[_Round] | None]:
         """Return what each rank needs, and the rounds of this rank, for which there is room."""
-        needs = decode(told)
+        needs = decode(encoded)
         extents = self._sharing.extents(needs, window)
         planned = [self._counted(batch) for batch in rounds(extents, self._backend.world_size)]
         most = [(each.room, sum(each.sends), sum(each.receives)) for each in planned]
@@ -198,7 +209,7 @@ class _SharedReads:
                 self._buffers[number] = np.empty(max(nbytes, ROUND_BYTES), np.uint8)
         return needs, planned
 
-    def _counted(self, extents: Sequence[Extent]) -> _Round:
+    def _counted(self, extents: Sequence[BlockRun]) -> _Round:
         me, ranks = self._backend.rank, self._backend.world_size
         room, sends, receives = 0, [0] * ranks, [0] * ranks
         for each in extents:
@@ -210,7 +221,7 @@ class _SharedReads:
                 receives[each.reader] += each.nbytes[each.ranks.index(me)]
         return _Round(extents, room, sends, receives)
 
-    def _blocks(self, extents: Sequence[Extent]) -> Ints:
+    def _blocks(self, extents: Sequence[BlockRun]) -> Ints:
         """Return the numbers of all blocks that are shared, ascending."""
         size, first = self._catalog.block, self._catalog.first_block
         runs = [
@@ -219,27 +230,27 @@ class _SharedReads:
         ]
         return np.concatenate([np.empty(0, np.int64), *runs])
 
-    def _read_own(self, window: Window, mine: Mine, shared: Ints) -> None:
+    def _read_own(self, window: BlockWindow, own_needs: LocalNeeds, shared: Ints) -> None:
         """Read what this rank needs of all other blocks."""
-        split = split_rows(self._catalog, mine.rows)
+        split = split_rows(self._catalog, own_needs.rows)
         read_rows(self._files, self._targets, _without(self._catalog, split.whole, shared))
         read_parts(
             self._files,
             self._catalog,
             self._targets,
             split.parts,
-            mine.scatters,
+            own_needs.scatters,
             skip=shared,
             within=(window.start, window.stop),
         )
 
     # Rounds.
 
-    def _round(self, batch: _Round, needs: Sequence[Needs], mine: Mine) -> None:
+    def _round(self, batch: _Round, needs: Sequence[Needs], own_needs: LocalNeeds) -> None:
         """Read this rank's share of some extents, pass it on, and take what others pass on."""
         outgoing = self._buffers[1][: sum(batch.sends)]
         incoming = self._buffers[2][: sum(batch.receives)]
-        self._attempt.do(lambda: self._give(batch, needs, mine, outgoing))
+        self._attempt.do(lambda: self._give(batch, needs, own_needs, outgoing))
         all_to_all_v(
             outgoing,
             self._backend,
@@ -248,37 +259,39 @@ class _SharedReads:
             out=incoming,
             timeout=self._timeout,
         )
-        self._attempt.do(lambda: self._take(batch, mine, incoming))
+        self._attempt.do(lambda: self._take(batch, own_needs, incoming))
 
-    def _give(self, batch: _Round, needs: Sequence[Needs], mine: Mine, outgoing: Bytes) -> None:
+    def _give(
+        self, batch: _Round, needs: Sequence[Needs], own_needs: LocalNeeds, outgoing: Bytes
+    ) -> None:
         """Read, take what this rank needs of it, and pack what the others do."""
         me = self._backend.rank
         spans = self._spans([each for each in batch.extents if each.reader == me])
         self._files.read(span for _, span in spans)
-        taking = Taking(self._catalog, self._targets, mine)
+        unpacker = BlockUnpacker(self._catalog, self._targets, own_needs)
         for _, span in spans:
             data = np.frombuffer(span.buffer, np.uint8)
-            taking.take(span.piece, span.start, span.stop, data, None)
+            unpacker.take(span.piece, span.start, span.stop, data, None)
         at = 0
         for rank, nbytes in enumerate(batch.sends):
             if not nbytes:
                 continue
-            giving = Giving(self._catalog, needs[rank])
+            packer = BlockPacker(self._catalog, needs[rank])
             for each, span in spans:
                 if rank in each.ranks:
-                    at = giving.give(span, outgoing, at)
+                    at = packer.give(span, outgoing, at)
 
-    def _take(self, batch: _Round, mine: Mine, incoming: Bytes) -> None:
+    def _take(self, batch: _Round, own_needs: LocalNeeds, incoming: Bytes) -> None:
         """Take what the others have passed on."""
         me = self._backend.rank
-        taking = Taking(self._catalog, self._targets, mine)
+        unpacker = BlockUnpacker(self._catalog, self._targets, own_needs)
         at = 0
         for rank in range(self._backend.world_size):
             for each in batch.extents:
                 if each.reader == rank != me and me in each.ranks:
-                    at = taking.take(each.piece, each.start, each.stop, incoming, at)
+                    at = unpacker.take(each.piece, each.start, each.stop, incoming, at)
 
-    def _spans(self, extents: Sequence[Extent]) -> list[tuple[Extent, Span]]:
+    def _spans(self, extents: Sequence[BlockRun]) -> list[tuple[BlockRun, Span]]:
         """Give each extent that this rank reads a place to be read to."""
         room, found, at = self._buffers[0].data, [], 0
         for each in extents:
@@ -288,8 +301,10 @@ class _SharedReads:
         return found
 
 
-def _encoded(mine: Mine) -> Ints:
-    return encode(Needs(mine.rows[:, :3], [(each.piece, each.cut) for each in mine.scatters]))
+def _encoded(own_needs: LocalNeeds) -> Ints:
+    return encode(
+        Needs(own_needs.rows[:, :3], [(each.piece, each.cut) for each in own_needs.scatters])
+    )
 
 
 def _aligned(nbytes: int) -> int:

@@ -19,7 +19,7 @@ from fsdpcore.core.errors import ArgumentError
 _MAX_WORK = 10_000
 
 
-class _Extent(NamedTuple):
+class _AddressRange(NamedTuple):
     """Where a part lies, from ``low`` to ``high``, in bytes; ``array`` is not to be read."""
 
     low: int
@@ -28,7 +28,7 @@ class _Extent(NamedTuple):
     array: Array
 
 
-class _Place:
+class _AddressView:
     """Where an array of a device lies, as NumPy asks for it."""
 
     def __init__(self, array: Array, device: Device) -> None:
@@ -59,16 +59,18 @@ def check_disjoint(state: Mapping[str, Shard], device: Device = HOST) -> None:
                     f"elements of {name!r} share memory (its strides are {part.array.strides}), so "
                     "that it cannot be filled; give a copy"
                 )
-            array = part.array if on_host(part.array) else np.asarray(_Place(part.array, device))
-            extents.append(_Extent(*byte_bounds(array), name, array))
+            array = (
+                part.array if on_host(part.array) else np.asarray(_AddressView(part.array, device))
+            )
+            extents.append(_AddressRange(*byte_bounds(array), name, array))
     for cluster in _clusters(extents):
         for within in _clusters(_by_columns(cluster)):
             _check_pairs(within)
 
 
-def _check_pairs(extents: Sequence[_Extent]) -> None:
+def _check_pairs(extents: Sequence[_AddressRange]) -> None:
     """Compare what lies, by its bounds, in the same place; in ascending order of ``low``."""
-    active: list[_Extent] = []
+    active: list[_AddressRange] = []
     for extent in extents:
         active = [each for each in active if each.high > extent.low]
         for other in active:
@@ -83,9 +85,9 @@ def _check_pairs(extents: Sequence[_Extent]) -> None:
         active.append(extent)
 
 
-def _clusters(extents: Sequence[_Extent]) -> Iterator[list[_Extent]]:
+def _clusters(extents: Sequence[_AddressRange]) -> Iterator[list[_AddressRange]]:
     """Give those, two or more, whose bounds hang together, in ascending order."""
-    cluster: list[_Extent] = []
+    cluster: list[_AddressRange] = []
     end = 0
     for extent in sorted(extents, key=lambda each: each.low):
         if cluster and extent.low >= end:
@@ -98,7 +100,7 @@ def _clusters(extents: Sequence[_Extent]) -> Iterator[list[_Extent]]:
         yield cluster
 
 
-def _by_columns(extents: Sequence[_Extent]) -> list[_Extent]:
+def _by_columns(extents: Sequence[_AddressRange]) -> list[_AddressRange]:
     """Return bounds within a row, where all are columns of one matrix; else as they are.
 
     What does not share bytes of a row shares none.
@@ -118,7 +120,7 @@ def _by_columns(extents: Sequence[_Extent]) -> list[_Extent]:
         begin = (low - origin) % pitch
         if begin + inner > pitch:
             return list(extents)
-        found.append(_Extent(begin, begin + inner, name, array))
+        found.append(_AddressRange(begin, begin + inner, name, array))
     return found
 
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
-from fsdpcore.checkpoint.plan.plan_load import Scatter
+from fsdpcore.checkpoint.plan.read_plan import Scatter
 from fsdpcore.checkpoint.plan.strided import Strided
 
 
-class Split(NamedTuple):
-    """Rows of a ``LoadPlan``, cut where blocks begin.
+class SplitRows(NamedTuple):
+    """Rows of a ``ReadPlan``, cut where blocks begin.
 
     Attributes:
         whole: rows of whole blocks.
@@ -23,7 +23,7 @@ class Split(NamedTuple):
     parts: Ints
 
 
-def split_rows(catalog: Catalog, rows: Ints) -> Split:
+def split_rows(catalog: Catalog, rows: Ints) -> SplitRows:
     """Separate whole blocks from parts of blocks; both in ascending order."""
     block = catalog.block
     piece, low, high, target, dst = rows.T
@@ -37,7 +37,7 @@ def split_rows(catalog: Catalog, rows: Ints) -> Split:
     heads = np.stack([piece, low, head_stop, target, dst], axis=1)[low < head_stop]
     tails = np.stack([piece, tail_start, high, target, dst + tail_start - low], axis=1)
     parts = np.concatenate([heads, tails[tail_start < high]])
-    return Split(whole, parts[np.lexsort((parts[:, 1], parts[:, 0]))])
+    return SplitRows(whole, parts[np.lexsort((parts[:, 1], parts[:, 0]))])
 
 
 def blocks_of_parts(catalog: Catalog, parts: Ints) -> Ints:

@@ -18,7 +18,7 @@ from fsdpcore.checkpoint.memory.shards import (
     replica_of,
     shape_of,
 )
-from fsdpcore.checkpoint.plan.plan_save import HeldArray, Rows, held_of
+from fsdpcore.checkpoint.plan.save_plan import HeldArray, Rows, held_piece
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device
@@ -26,7 +26,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.state.state import EngineState
 
 
-class Engine(Protocol):
+class StatefulEngine(Protocol):
     """What ``save`` and ``load`` need of an engine; ``fc.FSDP`` has it."""
 
     partially_updated: bool
@@ -49,7 +49,7 @@ class Engine(Protocol):
         """Take over the number of steps, and what else is in ``EngineState.info``."""
 
 
-def is_engine(state: object) -> TypeGuard[Engine]:
+def is_engine(state: object) -> TypeGuard[StatefulEngine]:
     """Whether it is an engine, not a mapping."""
     return hasattr(state, "state_dict") and not isinstance(state, (Mapping, type))
 
@@ -78,7 +78,7 @@ def check_ranks(state: object, backend: Backend) -> None:
 
 
 @dataclass(frozen=True)
-class Holding:
+class HeldState:
     """What this rank holds.
 
     Attributes:
@@ -92,7 +92,7 @@ class Holding:
     info: Mapping[str, Any]
 
 
-def holding_of(state: object, device: Device = HOST) -> Holding:
+def holding_of(state: object, device: Device = HOST) -> HeldState:
     """Return what this rank has of a state.
 
     Args:
@@ -109,11 +109,11 @@ def holding_of(state: object, device: Device = HOST) -> Holding:
     for name, shard in checked_state(state, device).items():
         held = []
         for part in parts_of(shard):
-            held.append(held_of(part.region, shape_of(shard)))
+            held.append(held_piece(part.region, shape_of(shard)))
             sources.append(part.array)
         dtype, shape = _dtype(name, dtype_of(shard)), shape_of(shard)
         arrays.append(HeldArray(name, dtype, shape, tuple(held), replica_of(shard)))
-    return Holding(tuple(arrays), tuple(sources), info)
+    return HeldState(tuple(arrays), tuple(sources), info)
 
 
 def _dtype(name: str, dtype: np.dtype[Any]) -> str:

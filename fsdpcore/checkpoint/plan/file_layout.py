@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.checkpoint.format.dtypes import named_dtype, stored_as
-from fsdpcore.checkpoint.format.header import Entry, build_header
+from fsdpcore.checkpoint.format.header import TensorEntry, build_header
 from fsdpcore.checkpoint.format.metadata import BLOCK_BYTES
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES
-from fsdpcore.checkpoint.plan.plan_save import Written
+from fsdpcore.checkpoint.plan.save_plan import WrittenPiece
 from fsdpcore.core.geometry.regions import Box, Range
 
 TABLE = "fsdpcore.checksums"
@@ -37,7 +37,7 @@ class FilePlaces:
         size: of the file, in bytes.
     """
 
-    pieces: tuple[Written, ...]
+    pieces: tuple[WrittenPiece, ...]
     order: tuple[int, ...]
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -59,7 +59,7 @@ class FileLayout:
     places: FilePlaces
 
 
-def lay_out(pieces: Sequence[Written], save_id: str, rank: int) -> FileLayout:
+def lay_out(pieces: Sequence[WrittenPiece], save_id: str, rank: int) -> FileLayout:
     """Lay out what ``rank`` writes; the largest items first, so that all are aligned."""
     order, sizes = _ordered(pieces)
     ordered = [pieces[index] for index in order]
@@ -68,15 +68,15 @@ def lay_out(pieces: Sequence[Written], save_id: str, rank: int) -> FileLayout:
     entries = []
     for key, piece, size in zip(_keys(ordered), ordered, sizes, strict=True):
         code, more = codes[piece.dtype]
-        entries.append(Entry(key, code, (*_shape(piece), *more), size))
+        entries.append(TensorEntry(key, code, (*_shape(piece), *more), size))
     blocks = _blocks(sizes)
-    entries.append(Entry(TABLE, "U8", (blocks, CHECKSUM_BYTES), blocks * CHECKSUM_BYTES))
+    entries.append(TensorEntry(TABLE, "U8", (blocks, CHECKSUM_BYTES), blocks * CHECKSUM_BYTES))
     about = {"format": "fsdpcore.checkpoint", "save_id": save_id, "rank": str(rank)}
     header = build_header(entries, about)
     return FileLayout(header, _places(ordered, order, sizes, len(header)))
 
 
-def places_of(pieces: Sequence[Written], data_start: int) -> FilePlaces:
+def places_of(pieces: Sequence[WrittenPiece], data_start: int) -> FilePlaces:
     """Return where everything lies in a file that another rank has laid out.
 
     Args:
@@ -87,11 +87,11 @@ def places_of(pieces: Sequence[Written], data_start: int) -> FilePlaces:
     return _places([pieces[index] for index in order], order, sizes, data_start)
 
 
-def _kinds(pieces: Sequence[Written]) -> dict[str, np.dtype[Any]]:
+def _kinds(pieces: Sequence[WrittenPiece]) -> dict[str, np.dtype[Any]]:
     return {name: named_dtype(name) for name in {piece.dtype for piece in pieces}}
 
 
-def _ordered(pieces: Sequence[Written]) -> tuple[list[int], list[int]]:
+def _ordered(pieces: Sequence[WrittenPiece]) -> tuple[list[int], list[int]]:
     """Return the order in which pieces are written, and the bytes of each in that order."""
     itemsizes = {name: kind.itemsize for name, kind in _kinds(pieces).items()}
 
@@ -105,7 +105,7 @@ def _ordered(pieces: Sequence[Written]) -> tuple[list[int], list[int]]:
 
 
 def _places(
-    ordered: Sequence[Written], order: Sequence[int], sizes: Sequence[int], data_start: int
+    ordered: Sequence[WrittenPiece], order: Sequence[int], sizes: Sequence[int], data_start: int
 ) -> FilePlaces:
     *offsets, table = accumulate(sizes, initial=data_start)
     return FilePlaces(
@@ -123,14 +123,14 @@ def _blocks(sizes: Sequence[int]) -> int:
     return sum(-(-size // BLOCK_BYTES) for size in sizes)
 
 
-def _shape(piece: Written) -> tuple[int, ...]:
+def _shape(piece: WrittenPiece) -> tuple[int, ...]:
     if isinstance(piece.region, Box):
         return piece.region.shape
     whole = piece.region.size == math.prod(piece.shape)
     return piece.shape if whole else (piece.region.size,)
 
 
-def _keys(pieces: Sequence[Written]) -> list[str]:
+def _keys(pieces: Sequence[WrittenPiece]) -> list[str]:
     """Return names for the file: that of the array, numbered where it stands for several pieces."""
     counts: dict[str, int] = {}
     for piece in pieces:

@@ -17,7 +17,7 @@ from fsdpcore.checkpoint.format.marker import check_save_id
 from fsdpcore.checkpoint.format.metadata import MAX_STEP
 from fsdpcore.checkpoint.format.metadata_builder import check_shape
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text
-from fsdpcore.checkpoint.plan.plan_save import HeldArray, SavePlan, encode, held_of, plan
+from fsdpcore.checkpoint.plan.save_plan import HeldArray, SavePlan, encode, held_piece, plan
 from fsdpcore.core.checks import as_dtype, as_int, as_rank, as_shape
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
@@ -189,8 +189,8 @@ class ShardMetadata:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all of it, 64 hexadecimal digits: equal exactly where all is."""
-        told = json.dumps([self.step, self.world_size, self.save_id, self.extra])
-        found = hashlib.sha256(told.encode())
+        text = json.dumps([self.step, self.world_size, self.save_id, self.extra])
+        found = hashlib.sha256(text.encode())
         for each in self._held:
             found.update(b"\n" + encode(each).encode())
         return found.hexdigest()
@@ -224,7 +224,7 @@ def _checked_shards(shards: object, world_size: int) -> tuple[tuple[TensorShardS
 
 
 def _held_array(spec: TensorShardSpec) -> HeldArray:
-    held = tuple(held_of(region, spec.shape) for region in spec.parts)
+    held = tuple(held_piece(region, spec.shape) for region in spec.parts)
     return HeldArray(spec.name, spec.dtype.name, spec.shape, held, spec.replica)
 
 

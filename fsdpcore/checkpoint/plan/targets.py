@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fsdpcore.checkpoint.memory.shards import Shard, dtype_of, parts_of, shape_of
 from fsdpcore.checkpoint.plan.catalog import Catalog
-from fsdpcore.checkpoint.plan.plan_load import Wanted
+from fsdpcore.checkpoint.plan.read_plan import WantedPart
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.checks import rounds_into
 from fsdpcore.core.errors import ArgumentError
@@ -22,7 +22,7 @@ _SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True)
-class Matched:
+class TargetMatch:
     """How the arrays of a rank and the stored tensors fit.
 
     Attributes:
@@ -32,7 +32,7 @@ class Matched:
         used: for each stored tensor, whether this rank reads it, or has a name for it.
     """
 
-    wanted: list[Wanted]
+    wanted: list[WantedPart]
     names: list[str]
     missing: list[str]
     used: NDArray[np.uint8]
@@ -40,7 +40,7 @@ class Matched:
 
 def match(
     catalog: Catalog, state: Mapping[str, Shard], ties: Mapping[str, str], *, cast: bool
-) -> Matched:
+) -> TargetMatch:
     """Find the tensor for each array.
 
     Args:
@@ -52,7 +52,7 @@ def match(
     Raises:
         ArgumentError: an array has another shape, another dtype, or is read-only.
     """
-    wanted: list[Wanted] = []
+    wanted: list[WantedPart] = []
     names: list[str] = []
     missing: list[str] = []
     problems: list[str] = []
@@ -70,7 +70,7 @@ def match(
         for part in parts_of(shard):
             if on_host(part.array) and not part.array.flags.writeable:
                 problem = problem or "is read-only; loading writes in place"
-            wanted.append(Wanted(number, part))
+            wanted.append(WantedPart(number, part))
             names.append(name)
         if problem:
             problems.append(f"{name!r} {problem}")
@@ -78,7 +78,7 @@ def match(
         more = len(problems) - _SHOWN
         shown = "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
         raise ArgumentError(shown)
-    return Matched(wanted, names, missing, used)
+    return TargetMatch(wanted, names, missing, used)
 
 
 def _misfit(catalog: Catalog, number: int, shard: Shard, cast: bool) -> str:
@@ -110,8 +110,8 @@ class _Aliases:
 
     def __init__(self, catalog: Catalog, ties: Mapping[str, str]) -> None:
         self._number = catalog.number
-        told = catalog.metadata.info.get("ties")
-        self._stored = told if isinstance(told, dict) else {}
+        stored = catalog.metadata.info.get("ties")
+        self._stored = stored if isinstance(stored, dict) else {}
         self._tied: dict[str, list[str]] = {}
         for name, owner in ties.items():
             self._tied.setdefault(owner, []).append(name)

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 from fsdpcore.checkpoint.format.generators import Generators
 from fsdpcore.checkpoint.memory.shards import State
 from fsdpcore.checkpoint.memory.staging import Staging
-from fsdpcore.checkpoint.plan.describe import Engine
-from fsdpcore.checkpoint.save.commit import Prepared
+from fsdpcore.checkpoint.plan.describe import StatefulEngine
+from fsdpcore.checkpoint.save.commit import PreparedSave
 from fsdpcore.checkpoint.save.saver import Saver
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
@@ -35,7 +35,7 @@ class CheckpointFuture(Work):
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self.told = False
+        self.reported = False
 
     def done(self) -> bool:
         """Return whether it has ended, well or badly; never blocks."""
@@ -58,7 +58,7 @@ class CheckpointFuture(Work):
         try:
             saved: Saved = self._work.wait(timeout)
         finally:
-            self.told = self.told or self.done()
+            self.reported = self.reported or self.done()
         return saved
 
 
@@ -108,7 +108,7 @@ class AsyncCheckpointer:
 
     def save(
         self,
-        state: Engine | State,
+        state: StatefulEngine | State,
         *,
         step: int | None = None,
         extra: Any = None,
@@ -152,7 +152,7 @@ class AsyncCheckpointer:
         self._future = CheckpointFuture(work)
         return self._future
 
-    def _write(self, prepared: Prepared) -> Saved:
+    def _write(self, prepared: PreparedSave) -> Saved:
         try:
             return self._saver.write(prepared, self._group)
         except Exception as error:
@@ -162,10 +162,10 @@ class AsyncCheckpointer:
     def _settle(self) -> None:
         """Wait for the save under way, whatever comes of it: its future and the log have that."""
         if self._future is not None:
-            told = self._future.told
+            reported = self._future.reported
             with contextlib.suppress(Exception):
                 self._future.wait()
-            self._future.told = told
+            self._future.reported = reported
 
     def wait(self, timeout: float | None = None) -> Saved | None:
         """Wait for the last save and return what it saved; None if there was none.
@@ -185,7 +185,7 @@ class AsyncCheckpointer:
         self._closed = True
         atexit.unregister(self._at_exit)
         try:
-            if self._future is not None and not self._future.told:
+            if self._future is not None and not self._future.reported:
                 self._future.wait()
         finally:
             self._backend.root.end_executor(self._executor)
@@ -206,5 +206,5 @@ class AsyncCheckpointer:
     ) -> None:
         if error is not None and self._future is not None:
             self._settle()
-            self._future.told = True  # what ended the block is what matters
+            self._future.reported = True  # what ended the block is what matters
         self.close()

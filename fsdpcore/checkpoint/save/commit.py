@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdpcore.checkpoint.memory.fetching import fetched
 from fsdpcore.checkpoint.plan.file_layout import FilePlaces, lay_out, places_of
-from fsdpcore.checkpoint.plan.plan_save import SavePlan, Written
+from fsdpcore.checkpoint.plan.save_plan import SavePlan, WrittenPiece
 from fsdpcore.checkpoint.save.step_folder import (
     RankFile,
     Saved,
@@ -34,7 +34,7 @@ from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSave:
     """A save on which the ranks have agreed, and of which nothing is written.
 
     Attributes:
@@ -48,7 +48,7 @@ class Prepared:
     """
 
     step: int
-    pieces: tuple[Written, ...]
+    pieces: tuple[WrittenPiece, ...]
     sources: tuple[Array, ...]
     plan: SavePlan | None
     info: dict[str, Any]
@@ -73,7 +73,7 @@ class Commit:
         self,
         storage: Storage,
         backend: Backend,
-        prepared: Prepared,
+        prepared: PreparedSave,
         retention: Retention | None,
         timeout: float,
     ) -> None:

@@ -17,7 +17,7 @@ import os
 
 from fsdpcore.checkpoint.memory.shards import State, checked_state
 from fsdpcore.checkpoint.plan.shard_specs import ShardMetadata, check_rank_of
-from fsdpcore.checkpoint.save.joining import Joining
+from fsdpcore.checkpoint.save.rank_save import RankSave
 from fsdpcore.checkpoint.save.shard_sources import sources_of
 from fsdpcore.checkpoint.storage.opening import open_folder
 from fsdpcore.checkpoint.storage.steps import StepName
@@ -89,7 +89,7 @@ def _save(
             f"{StepName(metadata.step).name} would be for that"
         )
     sources = sources_of(checked_state(state), metadata, rank)
-    joining = Joining(storage, directory, metadata, rank)
+    joining = RankSave(storage, directory, metadata, rank)
     try:
         joining.write(sources)
         return joining.commit()

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpcore.checkpoint.format.generators import Generators
 from fsdpcore.checkpoint.memory.shards import State
-from fsdpcore.checkpoint.plan.describe import Engine
+from fsdpcore.checkpoint.plan.describe import StatefulEngine
 from fsdpcore.checkpoint.save.saver import Saver, refuse
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
@@ -18,7 +18,7 @@ from fsdpcore.core.checks import as_instance
 
 def save(
     path: StoragePath,
-    state: Engine | State,
+    state: StatefulEngine | State,
     backend: Backend,
     *,
     step: int | None = None,

@@ -13,18 +13,18 @@ import numpy as np
 
 from fsdpcore.checkpoint.format.generators import Generators, states_of
 from fsdpcore.checkpoint.format.strict_json import check_json
-from fsdpcore.checkpoint.plan.describe import Holding, check_ranks, holding_of, rows_of
-from fsdpcore.checkpoint.plan.plan_save import (
+from fsdpcore.checkpoint.plan.describe import HeldState, check_ranks, holding_of, rows_of
+from fsdpcore.checkpoint.plan.save_plan import (
     HeldArray,
     SavePlan,
-    Written,
+    WrittenPiece,
     decode,
     decode_written,
     encode,
     encode_written,
     plan,
 )
-from fsdpcore.checkpoint.save.commit import Commit, Prepared
+from fsdpcore.checkpoint.save.commit import Commit, PreparedSave
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath, open_storage
 from fsdpcore.checkpoint.storage.retention import Retention
@@ -64,7 +64,7 @@ class Saver:
         self._retention = retention
         self._timeout = as_positive(timeout, "timeout")
         self._arrays: tuple[HeldArray, ...] | None = None  # for which there is a plan
-        self._pieces: tuple[Written, ...] = ()
+        self._pieces: tuple[WrittenPiece, ...] = ()
         self._plan: SavePlan | None = None
 
     def prepare(
@@ -75,7 +75,7 @@ class Saver:
         extra: Any = None,
         generators: Generators | None = None,
         metrics: Mapping[str, float] | None = None,
-    ) -> Prepared:
+    ) -> PreparedSave:
         """Agree on a save; a collective. The arguments are those of ``save``."""
         described = ""
         with Attempt() as attempt:
@@ -92,7 +92,7 @@ class Saver:
             self._agree(encode(holding.arrays))
             self._arrays = holding.arrays
         sources = [rows_of(holding.sources[each.rows.piece], each.rows) for each in self._pieces]
-        return Prepared(
+        return PreparedSave(
             checked.step,
             self._pieces,
             tuple(sources),
@@ -114,7 +114,7 @@ class Saver:
         refuse(backend, attempt.error)
         self._pieces = decode_written(scatter_texts(pieces, backend, timeout=backend.timeout))
 
-    def write(self, prepared: Prepared, backend: Backend) -> Saved:
+    def write(self, prepared: PreparedSave, backend: Backend) -> Saved:
         """Write what was prepared, and commit it; a collective of ``backend``'s ranks, blocks."""
         return Commit(self._storage, backend, prepared, self._retention, self._timeout).run()
 
@@ -124,7 +124,7 @@ def refuse(backend: Backend, error: Exception | None, value: str = "") -> list[s
     return agree(backend, "save", error, value, timeout=backend.timeout, ending=_UNWRITTEN)
 
 
-class _Checked(NamedTuple):
+class _SaveRequest(NamedTuple):
     """What a rank has been given to save, and that makes sense.
 
     Attributes:
@@ -133,7 +133,7 @@ class _Checked(NamedTuple):
         rank_state: what of the metadata is this rank's own.
     """
 
-    holding: Holding
+    holding: HeldState
     step: int
     metrics: dict[str, float]
     rank_state: dict[str, Any]
@@ -146,7 +146,7 @@ def _checked(
     extra: Any,
     generators: Generators | None,
     metrics: Mapping[str, float] | None,
-) -> _Checked:
+) -> _SaveRequest:
     """Check the arguments of ``save`` as far as a rank can by itself."""
     check_ranks(state, backend)
     holding = holding_of(state, backend.device)
@@ -156,10 +156,10 @@ def _checked(
     if generators:
         rank_state = {"generators": states_of(generators)}
         check_json(rank_state, "the states of generators")
-    return _Checked(holding, number, numbers, rank_state)
+    return _SaveRequest(holding, number, numbers, rank_state)
 
 
-def _step_of(step: int | None, holding: Holding) -> int:
+def _step_of(step: int | None, holding: HeldState) -> int:
     if step is None:
         step = holding.info.get("step")
         if step is None:

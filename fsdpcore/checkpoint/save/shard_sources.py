@@ -67,7 +67,7 @@ def _matched(spec: TensorShardSpec, shard: Shard, rank: int) -> list[Array]:
         arrays = np.split(shard, ends) if wanted else []
     if len(arrays) != len(wanted) or (not arrays and parts_of(shard)):
         raise ArgumentError(
-            f"{what} is {_told(shard)} in the state, but by the metadata it is {wanted} of "
+            f"{what} is {_described(shard)} in the state, but by the metadata it is {wanted} of "
             f"shape {spec.shape}"
         )
     return [array.reshape(_shape(region)) for array, region in zip(arrays, wanted, strict=True)]
@@ -95,7 +95,7 @@ def _shape(region: Region) -> tuple[int, ...]:
     return region.shape if isinstance(region, Box) else (region.size,)
 
 
-def _told(shard: Shard) -> str:
+def _described(shard: Shard) -> str:
     if isinstance(shard, (ShardedArray, BoxShard)):
         regions = tuple(part.region for part in parts_of(shard))
         return f"{regions} of shape {shard.shape}"

@@ -61,11 +61,11 @@ class FsspecStorage(Storage):
         with self._errors(name):
             about = self._system.info(self._at(name))
         if about.get("islink"):
-            raise OSError(errno.ELOOP, "is a symbolic link", self._told(name))
+            raise OSError(errno.ELOOP, "is a symbolic link", self._full_name(name))
         if about["type"] == "directory":
-            raise IsADirectoryError(errno.EISDIR, "is a directory", self._told(name))
+            raise IsADirectoryError(errno.EISDIR, "is a directory", self._full_name(name))
         if about["type"] != "file" or about["size"] is None:
-            raise OSError(errno.EINVAL, "is not a regular file", self._told(name))
+            raise OSError(errno.EINVAL, "is not a regular file", self._full_name(name))
         return int(about["size"])
 
     def make_directory(self, name: str) -> None:
@@ -73,7 +73,7 @@ class FsspecStorage(Storage):
         with self._errors(name):
             self._system.invalidate_cache()
             if self._system.exists(path):
-                raise FileExistsError(errno.EEXIST, "is there already", self._told(name))
+                raise FileExistsError(errno.EEXIST, "is there already", self._full_name(name))
             # Without directories of its own, a store does nothing here, or makes an empty object.
             self._system.makedirs(path, exist_ok=True)
 
@@ -82,7 +82,7 @@ class FsspecStorage(Storage):
         path = self._at(name)
         with self._errors(name):
             if self._system.exists(path):
-                raise FileExistsError(errno.EEXIST, "is there already", self._told(name))
+                raise FileExistsError(errno.EEXIST, "is there already", self._full_name(name))
             return _ObjectWriter(self, name, self._system.open(path, "wb"))
 
     def reader(self, name: str) -> StorageReader:
@@ -104,7 +104,7 @@ class FsspecStorage(Storage):
                         self._system.rm_file(each)
             self._system.invalidate_cache()
             if "directory" in found.values():
-                raise OSError(errno.ENOTEMPTY, "has directories in it", self._told(name))
+                raise OSError(errno.ENOTEMPTY, "has directories in it", self._full_name(name))
             # Where directories are more than the beginnings of names, an empty one is left.
             if self._system.exists(path):
                 try:
@@ -142,7 +142,7 @@ class FsspecStorage(Storage):
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _told(self, name: str) -> str:
+    def _full_name(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}" if name else self.path
 
     @contextmanager
@@ -154,7 +154,7 @@ class FsspecStorage(Storage):
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            raise OSError(errno.EIO, reason, self._told(name)) from error
+            raise OSError(errno.EIO, reason, self._full_name(name)) from error
 
 
 class _ObjectWriter(StorageWriter):
@@ -224,8 +224,8 @@ class _ObjectReader(StorageReader):
                 data = self._storage._system.cat_file(path, start=offset, end=offset + wanted)
         if len(data) != wanted:
             raise EOFError(
-                f"{self._storage._told(self._name)} ends before byte {offset + wanted}; {wanted} "
-                f"bytes from {offset} on were expected"
+                f"{self._storage._full_name(self._name)} ends before byte {offset + wanted}; "
+                f"{wanted} bytes from {offset} on were expected"
             )
         return memoryview(data)
 

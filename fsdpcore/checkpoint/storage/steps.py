@@ -83,7 +83,7 @@ class Skipped(NamedTuple):
         return self.kind != "unfinished"
 
 
-class Found(NamedTuple):
+class FoundStep(NamedTuple):
     """A committed checkpoint."""
 
     name: StepName
@@ -174,7 +174,9 @@ def read_step(storage: Storage, name: StepName) -> Metadata:
     return metadata
 
 
-def candidates(storage: Storage, which: StepName | int | None = None) -> Iterator[Found | Skipped]:
+def candidates(
+    storage: Storage, which: StepName | int | None = None
+) -> Iterator[FoundStep | Skipped]:
     """Look at the directories, the newest first, as far as the caller goes; blocks.
 
     Args:
@@ -182,7 +184,7 @@ def candidates(storage: Storage, which: StepName | int | None = None) -> Iterato
         which: look at the saves of this step only, or at this save only.
 
     Yields:
-        ``Found`` for a committed checkpoint, of which all but the contents of the files was
+        ``FoundStep`` for a committed checkpoint, of which all but the contents of the files was
         checked; ``Skipped`` for what is none, or cannot be read.
     """
     for name in directories(storage):
@@ -194,7 +196,7 @@ def candidates(storage: Storage, which: StepName | int | None = None) -> Iterato
             yield Skipped(name.name, f"{name.name} was not finished: {reason}", "unfinished")
             continue
         try:
-            yield Found(name, read_step(storage, name))
+            yield FoundStep(name, read_step(storage, name))
         except CheckpointNotFoundError as error:
             yield Skipped(name.name, str(error), "unfinished")
         except CorruptCheckpointError as error:  # or it was removed meanwhile

@@ -11,7 +11,7 @@ import typer
 
 from fsdpcore.checkpoint.format.dtypes import named_dtype
 from fsdpcore.checkpoint.format.strict_json import short
-from fsdpcore.checkpoint.interchange.array_sources import Described
+from fsdpcore.checkpoint.interchange.array_sources import ArraySpec
 from fsdpcore.checkpoint.interchange.diff import Changed, Difference, Values
 from fsdpcore.checkpoint.interchange.diff import diff as compare
 from fsdpcore.checkpoint.interchange.export import export_safetensors
@@ -126,7 +126,7 @@ def reshard(
             threads=threads,
             progress=progress,
         )
-    _tell(saved, target, as_json=json)
+    _report(saved, target, as_json=json)
 
 
 @app.command("consolidate")
@@ -146,7 +146,7 @@ def consolidate(
     reshard(path, target, 1, step, names, overwrite, threads, json)
 
 
-def _tell(saved: Saved, target: str, *, as_json: bool) -> None:
+def _report(saved: Saved, target: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"path": target, **asdict(saved)})
         return
@@ -246,7 +246,7 @@ def import_(
             overwrite=overwrite,
             progress=progress,
         )
-    _tell(saved, path, as_json=json)
+    _report(saved, path, as_json=json)
 
 
 @app.command("diff")
@@ -297,16 +297,16 @@ def _lines(found: Difference) -> list[str]:
     return [*lines, f"{equal} arrays are equal; {size(found.nbytes)} compared"]
 
 
-def _words(array: Described) -> str:
+def _words(array: ArraySpec) -> str:
     return f"{array.dtype.name} of shape {array.shape}"
 
 
 def _as_dict(found: Difference) -> dict[str, Any]:
     def changed(each: Changed) -> dict[str, Any]:
-        told: dict[str, Any] = {"name": each.name}
+        content: dict[str, Any] = {"name": each.name}
         for which, array in (("one", each.one), ("other", each.other)):
-            told[which] = {"dtype": array.dtype.name, "shape": list(array.shape)}
-        return told
+            content[which] = {"dtype": array.dtype.name, "shape": list(array.shape)}
+        return content
 
     def values(each: Values) -> dict[str, Any]:
         # JSON has no name for inf and NaN.
@@ -356,12 +356,14 @@ def _renaming(pairs: list[str] | None, file: Path | None) -> dict[str, str] | No
     found: dict[str, str] = {}
     if file is not None:
         try:
-            told = json_format.loads(file.read_text("utf-8"))
+            content = json_format.loads(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ArgumentError(f"--rename-file {file} cannot be read: {error}") from None
-        if not isinstance(told, dict) or not all(isinstance(each, str) for each in told.values()):
+        if not isinstance(content, dict) or not all(
+            isinstance(each, str) for each in content.values()
+        ):
             raise ArgumentError(f"--rename-file {file} is no JSON object of names")
-        found |= told
+        found |= content
     for pair in pairs or ():
         old, sign, new = pair.partition("=")
         if not sign:

@@ -16,7 +16,7 @@ from fsdpcore.checkpoint.interchange.array_sources import opened_step
 from fsdpcore.checkpoint.interchange.patterns import refuse_idle
 from fsdpcore.checkpoint.load.finding import locate
 from fsdpcore.checkpoint.plan.targets import chosen
-from fsdpcore.checkpoint.storage.steps import Found, StepName, candidates
+from fsdpcore.checkpoint.storage.steps import FoundStep, StepName, candidates
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.commands.ckpt.progress import ending, print_json, size
 from fsdpcore.core.errors import CheckpointNotFoundError
@@ -53,12 +53,12 @@ def inspect(
 def _show_steps(storage: Storage, *, as_json: bool) -> bool:
     rows: list[dict[str, Any]] = []
     for each in candidates(storage):
-        parsed = each.name if isinstance(each, Found) else StepName.parse(each.name)
+        parsed = each.name if isinstance(each, FoundStep) else StepName.parse(each.name)
         assert parsed is not None
         row: dict[str, Any] = {"name": parsed.name, "step": parsed.step}
         row["generation"] = parsed.generation
-        row["valid"] = isinstance(each, Found)
-        row |= _summary(each.metadata) if isinstance(each, Found) else {"reason": each.reason}
+        row["valid"] = isinstance(each, FoundStep)
+        row |= _summary(each.metadata) if isinstance(each, FoundStep) else {"reason": each.reason}
         rows.append(row)
     if not rows:
         raise CheckpointNotFoundError(f"there is no checkpoint in {storage.path}")
@@ -83,16 +83,16 @@ def _summary(metadata: Metadata) -> dict[str, Any]:
 def _steps_table(rows: list[dict[str, Any]]) -> None:
     table = Table("step", "generation", "when", "ranks", "tensors", "size", "state", box=None)
     for row in rows:
-        told = ["", "", "", "", "not valid: " + row.get("reason", "")]
+        content = ["", "", "", "", "not valid: " + row.get("reason", "")]
         if row["valid"]:
-            told = [
+            content = [
                 row["created"],
                 str(row["ranks"]),
                 str(row["tensors"]),
                 size(row["nbytes"]),
                 "complete",
             ]
-        table.add_row(str(row["step"]), str(row["generation"]), *map(Text, told))
+        table.add_row(str(row["step"]), str(row["generation"]), *map(Text, content))
     _print(table)
 
 
@@ -103,10 +103,10 @@ def _show_step(
     shown = [metadata.tensors[each] for each in chosen(list(metadata.tensors), names)]
     if as_json:
         about = {"name": name.name, "step": name.step, "generation": name.generation}
-        told: dict[str, Any] = {**about, **_summary(metadata), "save_id": metadata.save_id}
-        told |= {"info": metadata.info, "extra": metadata.extra}
-        told["arrays"] = [_array(tensor) for tensor in shown]
-        print_json(told)
+        content: dict[str, Any] = {**about, **_summary(metadata), "save_id": metadata.save_id}
+        content |= {"info": metadata.info, "extra": metadata.extra}
+        content["arrays"] = [_array(tensor) for tensor in shown]
+        print_json(content)
         return
     summary = _summary(metadata)
     typer.echo(

@@ -19,7 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from fsdpcore.checkpoint.interchange.array_sources import Progress as Told
+from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback
 from fsdpcore.commands.usage import USAGE_ERROR
 from fsdpcore.core.errors import CorruptCheckpointError, FsdpcoreError, in_words
 
@@ -42,7 +42,7 @@ def ending() -> Iterator[None]:
 
 
 @contextmanager
-def bar(what: str) -> Iterator[Told]:
+def bar(what: str) -> Iterator[ProgressCallback]:
     """Show on stderr how far something is, with its speed and the time left; not in a pipe."""
     console = Console(stderr=True)
     columns = (
@@ -58,9 +58,9 @@ def bar(what: str) -> Iterator[Told]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def print_json(told: Any) -> None:
+def print_json(content: Any) -> None:
     """Print JSON for a script."""
-    typer.echo(json.dumps(told, indent=2, allow_nan=True))
+    typer.echo(json.dumps(content, indent=2, allow_nan=True))
 
 
 def size(nbytes: float) -> str:

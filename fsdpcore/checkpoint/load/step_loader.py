@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpcore.checkpoint.format.generators import Generators, restore, states_of
-from fsdpcore.checkpoint.load.batches import Batch, planned
+from fsdpcore.checkpoint.load.batches import LoadBatch, planned
 from fsdpcore.checkpoint.load.finding import Finder, Which, chosen_step
-from fsdpcore.checkpoint.load.finding_together import Shared, find_together
+from fsdpcore.checkpoint.load.finding_together import SharedCandidate, find_together
 from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.load.shared_reads import read_all
 from fsdpcore.checkpoint.memory.overlaps import check_disjoint
 from fsdpcore.checkpoint.memory.shards import Shard, State, checked_state
 from fsdpcore.checkpoint.plan.catalog import Catalog
-from fsdpcore.checkpoint.plan.describe import Engine, check_ranks, is_engine
+from fsdpcore.checkpoint.plan.describe import StatefulEngine, check_ranks, is_engine
 from fsdpcore.checkpoint.plan.targets import (
-    Matched,
+    TargetMatch,
     checked_patterns,
     chosen,
     is_tied,
@@ -78,7 +78,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """The arguments of ``load``."""
 
     step: int | None
@@ -103,8 +103,8 @@ class _Fit:
     """
 
     catalog: Catalog
-    batches: list[Batch]
-    matched: Matched
+    batches: list[LoadBatch]
+    matched: TargetMatch
     uncovered: tuple[str, ...]
     generators: Mapping[str, np.random.Generator]
 
@@ -117,7 +117,7 @@ class _Gaps(NamedTuple):
     uncovered: tuple[str, ...]
 
 
-class Loading:
+class StepLoader:
     """One call of ``load``.
 
     Args:
@@ -126,7 +126,7 @@ class Loading:
         timeout: seconds to wait for the slowest rank.
     """
 
-    def __init__(self, backend: Backend, request: Request, timeout: float) -> None:
+    def __init__(self, backend: Backend, request: LoadRequest, timeout: float) -> None:
         self._backend = backend
         self._request = request
         self._timeout = timeout
@@ -134,7 +134,7 @@ class Loading:
         self._patterns: list[str] | None = None
         self._state: dict[str, Shard] = {}
         self._ties: Mapping[str, str] = {}
-        self._engine: Engine | None = None
+        self._engine: StatefulEngine | None = None
         self._was_partial = False
         self._left: set[str] | None = None
         self._read_last = ""
@@ -144,7 +144,7 @@ class Loading:
     def _ending(self) -> str:
         return _TORN if self._read_last else _UNTOUCHED
 
-    def run(self, path: StoragePath, target: Engine | State) -> Loaded:
+    def run(self, path: StoragePath, target: StatefulEngine | State) -> Loaded:
         """Load; a collective, which blocks. The errors are those of ``load``."""
         with ExitStack() as stack:
             storage = self._begin(path, target, stack)
@@ -160,7 +160,9 @@ class Loading:
 
     # Before anything is read.
 
-    def _begin(self, path: StoragePath, target: Engine | State, stack: ExitStack) -> Storage:
+    def _begin(
+        self, path: StoragePath, target: StatefulEngine | State, stack: ExitStack
+    ) -> Storage:
         """Check the arguments, on all ranks, and open the engine for writing."""
         storage = self._checked(path, target)
         fitting = ""
@@ -177,7 +179,7 @@ class Loading:
             )
         return storage
 
-    def _checked(self, path: StoragePath, target: Engine | State) -> Storage:
+    def _checked(self, path: StoragePath, target: StatefulEngine | State) -> Storage:
         """Check the arguments, before the engine is opened, in which ranks wait for each other."""
         request, options = self._request, ""
         storage: Storage | None = None
@@ -200,7 +202,7 @@ class Loading:
         assert storage is not None
         return storage
 
-    def _open(self, target: Engine | State, stack: ExitStack) -> None:
+    def _open(self, target: StatefulEngine | State, stack: ExitStack) -> None:
         state: object = target
         if is_engine(target):
             state = stack.enter_context(target.writing_state(optimizer=self._request.optimizer))
@@ -225,7 +227,7 @@ class Loading:
         backend, error = self._backend, attempt.error
         return agree(backend, what, error, value, timeout=self._timeout, ending=self._ending)
 
-    def _options(self, target: Engine | State) -> str:
+    def _options(self, target: StatefulEngine | State) -> str:
         request = self._request
         flags = [bool(each) for each in (request.strict, request.optimizer, request.cast)]
         which = self._which
@@ -234,7 +236,9 @@ class Loading:
 
     # One checkpoint after the other.
 
-    def _newest(self, storage: Storage, finder: Finder | None) -> tuple[Shared, _Fit, Loaded]:
+    def _newest(
+        self, storage: Storage, finder: Finder | None
+    ) -> tuple[SharedCandidate, _Fit, Loaded]:
         while True:
             found = find_together(finder, self._backend, timeout=self._timeout, ending=self._ending)
             fit, gaps = self._fitted(found)
@@ -245,7 +249,7 @@ class Loading:
             if finder is not None:
                 finder.skip(found.name, problem)
 
-    def _fitted(self, found: Shared) -> tuple[_Fit, _Gaps]:
+    def _fitted(self, found: SharedCandidate) -> tuple[_Fit, _Gaps]:
         """Find out what to read, and agree on what does not fit."""
         what = f"load of {found.name}"
         lacking = ""
@@ -266,14 +270,14 @@ class Loading:
             self._check_info(what, found)
         return fit, gaps
 
-    def _fit(self, found: Shared) -> _Fit:
+    def _fit(self, found: SharedCandidate) -> _Fit:
         catalog = Catalog(found.metadata)
         matched = match(catalog, self._state, self._ties, cast=self._request.cast)
         batches, lacking = planned(catalog, matched.wanted, self._backend.device)
         uncovered = tuple(dict.fromkeys(matched.names[position] for position in lacking))
         return _Fit(catalog, batches, matched, uncovered, self._restored(found))
 
-    def _restored(self, found: Shared) -> Mapping[str, np.random.Generator]:
+    def _restored(self, found: SharedCandidate) -> Mapping[str, np.random.Generator]:
         """Return generators as they were saved; those of the caller stay as they are."""
         given = self._request.generators
         if given is None:
@@ -288,7 +292,7 @@ class Loading:
             )
         return {name: each for name, each in made.items() if name not in lacking}
 
-    def _moves_on(self, found: Shared) -> bool:
+    def _moves_on(self, found: SharedCandidate) -> bool:
         """Whether an engine takes over the number of steps."""
         whole = self._engine is not None and self._request.optimizer and self._patterns is None
         return whole and (self._request.strict or bool(found.metadata.info))
@@ -304,7 +308,7 @@ class Loading:
             names = [name for name in names if not name.startswith(OPTIMIZER_PREFIX)]
         return tuple(chosen(names, self._patterns))
 
-    def _check_fit(self, what: str, gaps: _Gaps, found: Shared) -> None:
+    def _check_fit(self, what: str, gaps: _Gaps, found: SharedCandidate) -> None:
         """Raise unless nothing is missing, unexpected, uncovered; the same on all ranks."""
         missing, unexpected, uncovered = gaps
         hint = "strict=False loads what fits"
@@ -336,7 +340,7 @@ class Loading:
                 f"of {listed(mixed)}, of which the other has been read. {_TORN}"
             )
 
-    def _check_info(self, what: str, found: Shared) -> None:
+    def _check_info(self, what: str, found: SharedCandidate) -> None:
         """Raise unless an engine can go on from there; the same on all ranks."""
         if not found.metadata.info:
             raise ArgumentError(
@@ -350,7 +354,7 @@ class Loading:
 
     # Reading.
 
-    def _read(self, files: FileSet, fit: _Fit, gaps: _Gaps, found: Shared) -> str | None:
+    def _read(self, files: FileSet, fit: _Fit, gaps: _Gaps, found: SharedCandidate) -> str | None:
         """Read; return why this is no valid checkpoint where another one may be loaded."""
         if self._engine is not None:
             self._engine.partially_updated = True
@@ -367,7 +371,7 @@ class Loading:
             raise type(agreed)(f"{agreed}. {_TORN}") from agreed
         return None
 
-    def _loaded(self, found: Shared, fit: _Fit, gaps: _Gaps, files: FileSet) -> Loaded:
+    def _loaded(self, found: SharedCandidate, fit: _Fit, gaps: _Gaps, files: FileSet) -> Loaded:
         metadata = found.metadata
         return Loaded(
             metadata.step,

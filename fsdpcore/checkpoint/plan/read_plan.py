@@ -24,7 +24,7 @@ from fsdpcore.core.geometry.regions import (
 )
 
 
-class Wanted(NamedTuple):
+class WantedPart(NamedTuple):
     """A part of a stored tensor, by its number, and the array that it goes to."""
 
     tensor: int
@@ -47,7 +47,7 @@ class Scatter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoadPlan:
+class ReadPlan:
     """What one rank needs.
 
     Attributes:
@@ -74,7 +74,7 @@ def is_covered(tensor: StoredTensor, region: Region | None = None) -> bool:
     return region is not None and not missing_elements(region, stored, tensor.shape)
 
 
-def plan_load(catalog: Catalog, wanted: Sequence[Wanted]) -> LoadPlan:
+def plan_reads(catalog: Catalog, wanted: Sequence[WantedPart]) -> ReadPlan:
     """Find what to read for ``wanted``, none of which is empty.
 
     Arrays that are C-contiguous and have the dtype of the file are read in place.
@@ -112,11 +112,11 @@ def plan_load(catalog: Catalog, wanted: Sequence[Wanted]) -> LoadPlan:
     scatters.sort(key=lambda each: each.piece)
     full = [catalog.tensors[n].dtype.itemsize * part.array.size for n, part in wanted]
     lacking = [position for position, nbytes in enumerate(full) if covered[position] != nbytes]
-    return LoadPlan(every, targets, scatters, int(covered.sum()), lacking)
+    return ReadPlan(every, targets, scatters, int(covered.sum()), lacking)
 
 
 def _match(catalog: Catalog, direct: Ints) -> Ints:
-    """Intersect intervals of the line with the pieces; return rows of a ``LoadPlan``."""
+    """Intersect intervals of the line with the pieces; return rows of a ``ReadPlan``."""
     position, start, stop = direct.T
     first = np.searchsorted(catalog.stops, start, "right")
     last = np.searchsorted(catalog.starts, stop, "left")

@@ -11,8 +11,8 @@ import numpy as np
 from fsdpcore.checkpoint.load.reading import Span
 from fsdpcore.checkpoint.memory.rounding import put
 from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
-from fsdpcore.checkpoint.plan.plan_load import Scatter
-from fsdpcore.checkpoint.plan.sharing import Needs, Window, clip_rows
+from fsdpcore.checkpoint.plan.read_plan import Scatter
+from fsdpcore.checkpoint.plan.read_sharing import BlockWindow, Needs, clip_rows
 from fsdpcore.core.buffers import Array, Bytes
 
 _BITS: dict[int, np.dtype[Any]] = {
@@ -23,21 +23,21 @@ _BITS: dict[int, np.dtype[Any]] = {
 }
 
 
-class Mine(NamedTuple):
-    """What this rank needs: rows and scatters of a ``LoadPlan``."""
+class LocalNeeds(NamedTuple):
+    """What this rank needs: rows and scatters of a ``ReadPlan``."""
 
     rows: Ints
     scatters: Sequence[Scatter]
 
-    def within(self, catalog: Catalog, window: Window) -> Mine:
+    def within(self, catalog: Catalog, window: BlockWindow) -> LocalNeeds:
         """Return what of it is in a window; scatters as a whole."""
         pieces = [each.piece for each in self.scatters]
         first = bisect_left(pieces, int(window.pieces[0]))
         last = bisect_right(pieces, int(window.pieces[-1]))
-        return Mine(clip_rows(catalog, self.rows, window), self.scatters[first:last])
+        return LocalNeeds(clip_rows(catalog, self.rows, window), self.scatters[first:last])
 
 
-class Giving:
+class BlockPacker:
     """Packs what another rank needs of blocks, in an order that both know."""
 
     def __init__(self, catalog: Catalog, needs: Needs) -> None:
@@ -63,26 +63,26 @@ class Giving:
         return at
 
 
-class Taking:
+class BlockUnpacker:
     """Puts what this rank needs of blocks where it belongs, from them or from what was packed."""
 
     def __init__(
         self,
         catalog: Catalog,
         targets: Sequence[memoryview],
-        mine: Mine,
+        own_needs: LocalNeeds,
     ) -> None:
         self._catalog = catalog
         self._targets = targets
-        self._rows, self._scatters = mine
-        self._pieces = [each.piece for each in mine.scatters]
+        self._rows, self._scatters = own_needs
+        self._pieces = [each.piece for each in own_needs.scatters]
 
     def take(self, piece: int, start: int, stop: int, data: Bytes, at: int | None) -> int:
         """Take what is needed of bytes ``[start, stop)`` of a piece.
 
         Args:
             piece, start, stop: see there.
-            data: the bytes themselves if ``at`` is None, else what ``Giving`` packed.
+            data: the bytes themselves if ``at`` is None, else what ``BlockPacker`` packed.
             at: where that begins in ``data``.
 
         Returns:

@@ -43,7 +43,7 @@ _PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks at it, which gro
 _OWN = re.compile(r"rank_[0-9]+\.(part|safetensors)")
 
 
-class Joining:
+class RankSave:
     """What one rank does.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpcore.checkpoint.plan.block_rows import counts_by_block
 from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
-from fsdpcore.checkpoint.plan.plan_load import LoadPlan
+from fsdpcore.checkpoint.plan.read_plan import ReadPlan
 from fsdpcore.checkpoint.plan.strided import Strided
 
 WASTE = 1.02
@@ -26,7 +26,7 @@ ALIGN = 64
 """Of what lies in a buffer, in bytes."""
 
 
-class Window(NamedTuple):
+class BlockWindow(NamedTuple):
     """Some pieces that are shared, and the blocks ``[start, stop)`` of them that are looked at."""
 
     pieces: Ints
@@ -46,7 +46,7 @@ class Needs(NamedTuple):
     cuts: list[tuple[int, Strided]]
 
 
-class Extent(NamedTuple):
+class BlockRun(NamedTuple):
     """Neighbouring blocks of a piece that the same ranks need.
 
     Attributes:
@@ -65,7 +65,7 @@ class Extent(NamedTuple):
     reader: int
 
 
-def wasteful_pieces(catalog: Catalog, plan: LoadPlan) -> Ints:
+def wasteful_pieces(catalog: Catalog, plan: ReadPlan) -> Ints:
     """Return the pieces of which a rank would read much more than it needs; ascending."""
     size = catalog.block
     read = np.zeros(len(catalog), np.int64)
@@ -83,7 +83,7 @@ def wasteful_pieces(catalog: Catalog, plan: LoadPlan) -> Ints:
     return np.flatnonzero(read > WASTE * needed)
 
 
-def windows(catalog: Catalog, pieces: Ints) -> Iterator[Window]:
+def windows(catalog: Catalog, pieces: Ints) -> Iterator[BlockWindow]:
     """Cut shared pieces into windows, each with so few blocks that a table of them is small."""
     first, last = catalog.first_block[pieces], catalog.first_block[pieces + 1]
     begin = 0
@@ -99,7 +99,7 @@ def windows(catalog: Catalog, pieces: Ints) -> Iterator[Window]:
             stop = int(last[end - 1])
             if end - begin == 1:
                 stop = min(stop, start + _WINDOW_BLOCKS)
-            yield Window(pieces[begin:end], start, stop)
+            yield BlockWindow(pieces[begin:end], start, stop)
             if end - begin > 1:
                 break
         begin = end
@@ -134,8 +134,8 @@ def decode(numbers: Ints) -> list[Needs]:
     return found
 
 
-def clip_rows(catalog: Catalog, rows: Ints, window: Window) -> Ints:
-    """Return the rows of a ``LoadPlan`` that are in a window, as far as they are."""
+def clip_rows(catalog: Catalog, rows: Ints, window: BlockWindow) -> Ints:
+    """Return the rows of a ``ReadPlan`` that are in a window, as far as they are."""
     rows = rows[np.isin(rows[:, 0], window.pieces)]
     piece, low, high, target, dst = rows.T
     first = catalog.first_block[piece]
@@ -146,7 +146,7 @@ def clip_rows(catalog: Catalog, rows: Ints, window: Window) -> Ints:
     return kept
 
 
-def _table(catalog: Catalog, needs: Sequence[Needs], window: Window) -> Ints:
+def _table(catalog: Catalog, needs: Sequence[Needs], window: BlockWindow) -> Ints:
     """Return rows of block, rank, bytes that the rank needs of the block; ascending."""
     size = catalog.block
     found: list[Ints] = []
@@ -178,7 +178,7 @@ def _table(catalog: Catalog, needs: Sequence[Needs], window: Window) -> Ints:
     return merged
 
 
-class Sharing:
+class ReadAssignment:
     """Who reads what, of one window after the other.
 
     Args:
@@ -192,7 +192,7 @@ class Sharing:
         self._load = [0] * ranks
         self._last = 0
 
-    def extents(self, needs: Sequence[Needs], window: Window) -> list[Extent]:
+    def extents(self, needs: Sequence[Needs], window: BlockWindow) -> list[BlockRun]:
         """Return what is read by one rank for others too, in the order of the files."""
         catalog = self._catalog
         table = _table(catalog, needs, window)
@@ -204,7 +204,7 @@ class Sharing:
         ends = np.minimum(begins + catalog.block, catalog.nbytes[pieces])
         least = np.minimum.reduceat(table[:, 2], starts)
         shared = np.flatnonzero((counts > 1) & (least < ends - begins)).tolist()
-        found: list[Extent] = []
+        found: list[BlockRun] = []
         group: list[int] = []
         lists = (blocks.tolist(), pieces.tolist(), counts.tolist(), starts.tolist())
         block_of, piece_of, count_of, start_of = lists
@@ -235,7 +235,7 @@ class Sharing:
         lists: tuple[list[int], list[int], list[int], list[int]],
         begins: Ints,
         ends: Ints,
-    ) -> Extent:
+    ) -> BlockRun:
         first, last = group[0], group[-1]
         _, piece_of, count_of, start_of = lists
         count, at = count_of[first], start_of[first]
@@ -244,7 +244,7 @@ class Sharing:
         start, stop = int(begins[first]), int(ends[last])
         reader = self._reader(ranks, stop - start)
         nbytes = tuple(some[:, :, 2].sum(axis=0).tolist())
-        return Extent(piece_of[first], start, stop, ranks, nbytes, reader)
+        return BlockRun(piece_of[first], start, stop, ranks, nbytes, reader)
 
     def _reader(self, ranks: tuple[int, ...], nbytes: int) -> int:
         """Choose who has read least; but neighbours are better read by one, at once."""
@@ -257,9 +257,9 @@ class Sharing:
         return reader
 
 
-def rounds(extents: Sequence[Extent], ranks: int) -> Iterator[list[Extent]]:
+def rounds(extents: Sequence[BlockRun], ranks: int) -> Iterator[list[BlockRun]]:
     """Give as many extents at a time as the buffers of every rank have room for."""
-    batch: list[Extent] = []
+    batch: list[BlockRun] = []
     read, sent, received = [0] * ranks, [0] * ranks, [0] * ranks
     for extent in extents:
         reader = extent.reader

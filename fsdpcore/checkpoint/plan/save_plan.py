@@ -26,7 +26,7 @@ SPLIT_BYTES = 1 << 20
 """Copies of a piece from this size on are written by all ranks that hold one, each some rows."""
 
 
-class Held(NamedTuple):
+class HeldPiece(NamedTuple):
     """A piece that a rank holds in memory.
 
     Attributes:
@@ -54,7 +54,7 @@ class HeldArray(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Held, ...]
+    pieces: tuple[HeldPiece, ...]
     replica: int = 0
 
 
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
     stop: int
 
 
-class Written(NamedTuple):
+class WrittenPiece(NamedTuple):
     """A piece that goes to a rank's file."""
 
     name: str
@@ -86,17 +86,17 @@ class SavePlan:
     """
 
     arrays: Mapping[str, tuple[str, tuple[int, ...]]]
-    written: tuple[tuple[Written, ...], ...]
+    written: tuple[tuple[WrittenPiece, ...], ...]
 
 
-def held_of(region: Region, shape: tuple[int, ...]) -> Held:
+def held_piece(region: Region, shape: tuple[int, ...]) -> HeldPiece:
     """Return how a rank holds a region, which is not empty, of an array of ``shape``."""
     if isinstance(region, Range):
-        return Held(region, region.size, 1)
+        return HeldPiece(region, region.size, 1)
     size = region.size
     rows = region.shape[0] if shape else 1
     # All of an array is the same piece however it lies in memory.
-    return Held(whole(shape) if size == math.prod(shape) else region, rows, size // rows)
+    return HeldPiece(whole(shape) if size == math.prod(shape) else region, rows, size // rows)
 
 
 def encode(held: Iterable[HeldArray]) -> str:
@@ -106,7 +106,7 @@ def encode(held: Iterable[HeldArray]) -> str:
             name,
             dtype,
             shape,
-            [[_told(piece.region), piece.rows, piece.row] for piece in pieces],
+            [[_bounds(piece.region), piece.rows, piece.row] for piece in pieces],
             replica,
         ]
         for name, dtype, shape, pieces, replica in held
@@ -121,37 +121,37 @@ def decode(text: str) -> list[HeldArray]:
             name,
             dtype,
             tuple(shape),
-            tuple(Held(_region(told), rows, row) for told, rows, row in pieces),
+            tuple(HeldPiece(_region(bounds), rows, row) for bounds, rows, row in pieces),
             replica,
         )
         for name, dtype, shape, pieces, replica in json.loads(text)
     ]
 
 
-def encode_written(pieces: Iterable[Written]) -> str:
+def encode_written(pieces: Iterable[WrittenPiece]) -> str:
     """Write down what a rank is to write."""
     rows = [
-        [name, dtype, shape, _told(region), rows] for name, dtype, shape, region, rows in pieces
+        [name, dtype, shape, _bounds(region), rows] for name, dtype, shape, region, rows in pieces
     ]
     return json.dumps(rows, separators=(",", ":"))
 
 
-def decode_written(text: str) -> tuple[Written, ...]:
+def decode_written(text: str) -> tuple[WrittenPiece, ...]:
     """Read what ``encode_written`` wrote."""
     return tuple(
-        Written(name, dtype, tuple(shape), _region(told), Rows(*rows))
-        for name, dtype, shape, told, rows in json.loads(text)
+        WrittenPiece(name, dtype, tuple(shape), _region(bounds), Rows(*rows))
+        for name, dtype, shape, bounds, rows in json.loads(text)
     )
 
 
-def _told(region: Region) -> list[Any]:
+def _bounds(region: Region) -> list[Any]:
     if isinstance(region, Range):
         return [region.start, region.stop]
     return [list(region.start), list(region.stop)]
 
 
-def _region(told: Sequence[Any]) -> Region:
-    start, stop = told
+def _region(bounds: Sequence[Any]) -> Region:
+    start, stop = bounds
     return Range(start, stop) if isinstance(start, int) else Box(tuple(start), tuple(stop))
 
 
@@ -161,7 +161,7 @@ class _Copies:
     def __init__(self, region: Region, itemsize: int) -> None:
         self.region = region
         self.nbytes = region.size * itemsize
-        self.holders: list[tuple[int, int, Held]] = []  # rank, number of the piece, piece
+        self.holders: list[tuple[int, int, HeldPiece]] = []  # rank, number of the piece, piece
         self.replicas: set[int] = set()  # of which copies of the array it is a part
 
     def cuts(self) -> list[int] | None:
@@ -190,9 +190,9 @@ def plan(held: Sequence[Sequence[HeldArray]]) -> SavePlan:
     """
     arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
     regions: dict[str, dict[Region, _Copies]] = {}
-    for rank, mine in enumerate(held):
+    for rank, of_rank in enumerate(held):
         number = 0
-        for name, dtype, shape, pieces, replica in mine:
+        for name, dtype, shape, pieces, replica in of_rank:
             # Not of a file: another rank may know more dtypes.
             itemsize = named_dtype(dtype, ArgumentError).itemsize
             known = arrays.setdefault(name, (dtype, shape))
@@ -260,9 +260,9 @@ def _shared_out(
     arrays: Mapping[str, tuple[str, tuple[int, ...]]],
     regions: Mapping[str, Mapping[Region, _Copies]],
     ranks: int,
-) -> tuple[tuple[Written, ...], ...]:
+) -> tuple[tuple[WrittenPiece, ...], ...]:
     """Give each piece to a rank that holds it: large ones in shares, others to who has least."""
-    written: list[list[Written]] = [[] for _ in range(ranks)]
+    written: list[list[WrittenPiece]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     together: list[tuple[int, str, _Copies]] = []
     for name, found in regions.items():
@@ -277,7 +277,7 @@ def _shared_out(
             ):
                 rows = Rows(number, start // held.row, stop // held.row)
                 written[rank].append(
-                    Written(name, *arrays[name], _part(copies.region, start, stop), rows)
+                    WrittenPiece(name, *arrays[name], _part(copies.region, start, stop), rows)
                 )
                 load[rank] += (stop - start) * itemsize
     # Those without a choice first, then the largest, so that the small ones even it out.
@@ -286,7 +286,7 @@ def _shared_out(
         chosen, number, held = min(copies.holders, key=lambda each: (load[each[0]], each[0]))
         load[chosen] += nbytes
         rows = Rows(number, 0, held.rows)
-        written[chosen].append(Written(name, *arrays[name], copies.region, rows))
+        written[chosen].append(WrittenPiece(name, *arrays[name], copies.region, rows))
     return tuple(tuple(each) for each in written)
 
 
