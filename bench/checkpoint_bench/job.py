@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from checkpoint_bench import model
 from checkpoint_bench.cases import COPY, LOAD, SAVE, STALL
 from checkpoint_bench.model import Array
-from fsdpcore.bench.harness.member import Job, timed_calls
+from fsdpcore.bench.harness.member import CaseRunner, timed_calls
 from fsdpcore.bench.harness.memory import peak_rss, reset_peak
 
 Wait = Callable[[], object]
@@ -25,7 +25,7 @@ class OwnPart(NamedTuple):
     array: Array
 
 
-class StateJob(Job):
+class StateJob(CaseRunner):
     """Makes its state when it is made; every rank makes its own at the same time.
 
     ``folder`` is one that all ranks see, of this contestant alone; ``step`` numbers what is in it.

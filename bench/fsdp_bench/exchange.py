@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +35,7 @@ class Still(fc.optim.Optimizer):
         """None."""
         return ()
 
-    def update(
-        self,
-        param: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        *,
-        step: int,
-        lr: float | None = None,
-        grad_scale: float = 1.0,
-        out: Array | None = None,
-    ) -> None:
+    def update(self, *arguments: Any, **keywords: Any) -> None:
         """Do nothing."""
 
     def update_block(self, *arrays: Any, step: int, lr: float) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fsdpcore.bench.harness.member import Job
+from fsdpcore.bench.harness.member import CaseRunner
 from fsdpcore.bench.harness.memory import Memory, PssSampler, reset_peak
 
 _STEPS_FOR_MEMORY = 2
 
 
-class StepJob(Job):
+class StepJob(CaseRunner):
     """Makes its model when it is made."""
 
     def memory(self) -> list[float]:

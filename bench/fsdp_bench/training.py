@@ -63,19 +63,9 @@ class _WatchedLayer:
 class _WatchedAdamW(fc.optim.AdamW):
     watch: Stopwatch = field(default_factory=Stopwatch, repr=False)
 
-    def update(
-        self,
-        param: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        *,
-        step: int,
-        lr: float | None = None,
-        grad_scale: float = 1.0,
-        out: Array | None = None,
-    ) -> None:
+    def update(self, *arguments: Any, **keywords: Any) -> None:
         with self.watch:
-            super().update(param, grad, state, step=step, lr=lr, grad_scale=grad_scale, out=out)
+            super().update(*arguments, **keywords)
 
 
 class OurTraining(StepJob):

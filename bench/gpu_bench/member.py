@@ -15,12 +15,12 @@ from fsdp_bench.training import Alone, OurTraining
 import fsdpcore as fc
 from fsdpcore.bench.contestants import versions_of_ours
 from fsdpcore.bench.harness.measurements import OURS
-from fsdpcore.bench.harness.member import Job, Member, Options, become_rank
+from fsdpcore.bench.harness.member import CaseRunner, Member, Options, become_rank
 from fsdpcore.bench.harness.memory import Memory
 from gpu_bench.cases import OFFLOAD, PLAIN, PRECISIONS, GpuTraining
 
 
-class OnGpu(Job):
+class OnGpu(CaseRunner):
     """A job whose steps have ended when the GPU has done them.
 
     Args:
@@ -62,7 +62,7 @@ def _ours(backend: fc.Backend, options: Options) -> Member:
         # CuPy's pool keeps what it ever had: what it has now is the peak since it was emptied.
         return int(xp.get_default_memory_pool().total_bytes())
 
-    def make(contestant: str, order: Mapping[str, Any]) -> Job:
+    def make(contestant: str, order: Mapping[str, Any]) -> CaseRunner:
         backend.device.synchronize()
         xp.get_default_memory_pool().free_all_blocks()
         case = GpuTraining(**order)
@@ -85,7 +85,7 @@ def _peer(options: Options) -> Member:
     peer = importlib.import_module("gpu_bench.peer")
     group = peer.GpuGroup.of(options)
 
-    def make(order: Mapping[str, Any]) -> Job:
+    def make(order: Mapping[str, Any]) -> CaseRunner:
         peer.reset_peak()
         case = GpuTraining(**order)
         group.choose(case.precision)

@@ -6,14 +6,14 @@ import numpy as np
 from gpt_model import keep_freed_memory
 
 import fsdpcore as fc
-from fsdpcore.bench.harness.member import Job
+from fsdpcore.bench.harness.member import CaseRunner
 from fsdpcore.parallel import ParallelBlock
 from tensor_bench.cases import Array, Case
 
 _NAMES = {"qkv": "attention", "proj": "attention", "up": "mlp", "down": "mlp"}
 
 
-class OurBlock(Job):
+class OurBlock(CaseRunner):
     """Parameters are plain arrays, this rank's parts; gradients are written over old ones."""
 
     def __init__(self, case: Case, backend: fc.Backend) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from gpt_model import keep_freed_memory
 from torch_group import Group, torch
 
-from fsdpcore.bench.harness.member import Job
+from fsdpcore.bench.harness.member import CaseRunner
 from tensor_bench.cases import Array, Case
 
 nn: Any = torch.nn
@@ -40,7 +40,7 @@ class Block(nn.Module):  # type: ignore[misc]
         return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
-class PeerBlock(Job):
+class PeerBlock(CaseRunner):
     """Column- and row-wise plans, as PyTorch's tutorial on tensor parallelism has them."""
 
     def __init__(self, case: Case, group: Group) -> None:

@@ -101,15 +101,15 @@ class Untaped(Pass):
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _ShapeDtype:
     """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: Any
 
 
-def _kind(array: Any) -> _Kind:
-    return _Kind(array.shape, array.dtype)
+def _kind(array: Any) -> _ShapeDtype:
+    return _ShapeDtype(array.shape, array.dtype)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _Pull:
     structure: Any
     sources: tuple[int | None, ...]
     outputs: Any
-    kinds: tuple[_Kind, ...]
+    kinds: tuple[_ShapeDtype, ...]
 
     def __call__(self, *kept_inputs_dy: Any) -> Any:
         *kept, inputs, dy = kept_inputs_dy
@@ -185,7 +185,7 @@ def _matching(dy: Any, kinds: Any) -> Any:
     jax = import_jax()
     jnp = jax.numpy
 
-    def one(kind: _Kind, leaf: Any) -> Any:
+    def one(kind: _ShapeDtype, leaf: Any) -> Any:
         if not jnp.issubdtype(kind.dtype, jnp.inexact):
             return np.zeros(kind.shape, jax.dtypes.float0)
         if leaf is None:

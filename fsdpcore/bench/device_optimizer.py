@@ -30,7 +30,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
-class _Update:
+class _TimedUpdate:
     """Something to be timed.
 
     Attributes:
@@ -84,7 +84,7 @@ def measure(
     ]
 
 
-def _contestants(xp: Any, elements: int) -> list[_Update]:
+def _contestants(xp: Any, elements: int) -> list[_TimedUpdate]:
     flat: dict[str, Array] = {
         name: xp.zeros(elements + LANES, np.float32)
         for name in ("param", "grad", "exp_avg", "exp_avg_sq")
@@ -119,10 +119,10 @@ def _contestants(xp: Any, elements: int) -> list[_Update]:
 
     wanted: dict[str, Any] = {"lanes": LANES, "block": 128, "target": True}
     found = [
-        _Update(COPY, 2 * 4 * elements, copy, {}),
-        _Update("adamw float32", 28 * elements, update, wanted),
-        _Update("adamw float32, bfloat16 in and out", 28 * elements, rounded, wanted),
-        _Update("adamw float32, parameters begin elsewhere", 28 * elements, elsewhere, {}),
+        _TimedUpdate(COPY, 2 * 4 * elements, copy, {}),
+        _TimedUpdate("adamw float32", 28 * elements, update, wanted),
+        _TimedUpdate("adamw float32, bfloat16 in and out", 28 * elements, rounded, wanted),
+        _TimedUpdate("adamw float32, parameters begin elsewhere", 28 * elements, elsewhere, {}),
     ]
     step, scalars = optimizer.gpu_update(step=10, lr=1e-3)
     kernel, numbers = formula(step, rounded=False), (1.0, *scalars)
@@ -131,7 +131,7 @@ def _contestants(xp: Any, elements: int) -> list[_Update]:
         return lambda: run_pass(kernel, arrays, numbers, _FLOAT32, lanes=lanes, block_size=block)
 
     return found + [
-        _Update(
+        _TimedUpdate(
             f"adamw float32, {lanes} to a thread, blocks of {block}",
             28 * elements,
             launched(lanes, block),

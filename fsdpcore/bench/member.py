@@ -12,13 +12,13 @@ from fsdpcore.bench.buffers import Buffers
 from fsdpcore.bench.cases import Case
 from fsdpcore.bench.contestants import Contestant, Ours
 from fsdpcore.bench.harness.measurements import OURS
-from fsdpcore.bench.harness.member import Job, Member, Options, become_rank, serve
+from fsdpcore.bench.harness.member import CaseRunner, Member, Options, become_rank, serve
 from fsdpcore.bench.peer_gloo import Gloo
 from fsdpcore.bench.peer_mpi import Mpi
 from fsdpcore.comm.backend import Backend
 
 
-class CollectiveJob(Job):
+class CollectiveJob(CaseRunner):
     """A collective of one contestant."""
 
     def __init__(self, contestant: Contestant, case: Mapping[str, Any]) -> None:

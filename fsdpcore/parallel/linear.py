@@ -29,7 +29,7 @@ from fsdpcore.parallel.splits import as_gradient, own_size
 from fsdpcore.parallel.weights import Init, checked, cut, gradient, weight
 
 
-class _Linear:
+class _ParallelLinear:
     """What the two have in common."""
 
     def __init__(
@@ -63,7 +63,7 @@ class _Linear:
         return x
 
 
-class ColumnParallelLinear(_Linear):
+class ColumnParallelLinear(_ParallelLinear):
     """``y = x w + b`` with the outputs cut over the ranks of ``group``.
 
     Parameters: ``w`` (inputs, outputs), cut along axis 1, normal by default, and ``b``
@@ -157,7 +157,7 @@ class ColumnParallelLinear(_Linear):
         return exchange.all_reduce(dx, self.group, label="parallel linear, gradient")
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(_ParallelLinear):
     """``y = x w + b`` with the inputs cut over the ranks of ``group``.
 
     Parameters: ``w`` (inputs, outputs), cut along axis 0, normal by default, and ``b``
@@ -179,11 +179,7 @@ class RowParallelLinear(_Linear):
         sequence_parallel: the output is this rank's part along the sequence, axis -2 (one
             reduce_scatter instead of the all_reduce), and its gradient is joined in the backward
             pass (one all_gather).
-        init: the standard deviation of the initial ``w``, drawn from the generator; by default
-            1 / sqrt(inputs), with which outputs have the variance of inputs (LeCun et al., 1998).
-            Or one of ``fsdpcore.initializers``: then ``w`` is a ``Spec``, which no rank ever holds
-            whole, and the generator is not used.
-        dtype: of the parameters.
+        init, dtype: as in ``ColumnParallelLinear``.
 
     Raises:
         ArgumentError: a size below one, or no group.

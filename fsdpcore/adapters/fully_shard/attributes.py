@@ -1,6 +1,7 @@
 """Which arrays an object has in its attributes, and where: what ``fully_shard`` takes out of it.
 
-Pure but for ``Place.put`` and ``Place.clear``: the object is looked at, its class is left alone.
+Pure but for ``AttributePath.put`` and ``AttributePath.clear``: the object is looked at, its class
+is left alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HEAP_TYPE = 1 << 9  # of a class that a ``class`` statement has made, or as goo
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class AttributePath:
     """An attribute of an object, or what lies below it in dicts, lists and namespaces.
 
     Attributes:
@@ -52,9 +53,9 @@ class Place:
         """Equal for equal places."""
         return id(self.owner), self.attribute, self.keys
 
-    def below(self, key: Any) -> Place:
+    def below(self, key: Any) -> AttributePath:
         """Return the place of an item of what is here."""
-        return Place(self.owner, self.attribute, (*self.keys, key))
+        return AttributePath(self.owner, self.attribute, (*self.keys, key))
 
     def get(self) -> Any:
         """Return what is there, past all descriptors; MISSING if nothing is."""
@@ -89,11 +90,11 @@ class Place:
 
     def _items(self) -> Any:
         """Return the innermost container."""
-        return _opened(Place(self.owner, self.attribute, self.keys[:-1]).get())
+        return _opened(AttributePath(self.owner, self.attribute, self.keys[:-1]).get())
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class FoundArray:
     """An array, or a ``Spec`` of one, in an object's attributes.
 
     Attributes:
@@ -103,11 +104,11 @@ class Found:
     """
 
     name: str
-    place: Place
+    place: AttributePath
     value: Array | BoxShard | Spec
 
 
-def arrays_of(root: object, ignored: Callable[[str], bool]) -> list[Found]:
+def arrays_of(root: object, ignored: Callable[[str], bool]) -> list[FoundArray]:
     """Return the float32 and float64 arrays, boxes of such, and Specs in an object's attributes.
 
     In order: attributes as they were first set (those of ``__slots__`` by class), and in each that
@@ -131,7 +132,7 @@ class _Search:
         self._ignored = ignored
         self._seen: set[int] = set()
 
-    def of_object(self, owner: object, prefix: str) -> Iterator[Found]:
+    def of_object(self, owner: object, prefix: str) -> Iterator[FoundArray]:
         self._seen.add(id(owner))
         mark = vars(type(owner)).get(MARK)
         if mark is not None:
@@ -140,14 +141,16 @@ class _Search:
                 "first. Ranks that are threads make layers of their own each"
             )
         for attribute, value in attributes(owner, slots_of(type(owner))):
-            yield from self._of_value(value, f"{prefix}{attribute}", Place(owner, attribute))
+            yield from self._of_value(
+                value, f"{prefix}{attribute}", AttributePath(owner, attribute)
+            )
 
-    def _of_value(self, value: Any, name: str, place: Place) -> Iterator[Found]:
+    def _of_value(self, value: Any, name: str, place: AttributePath) -> Iterator[FoundArray]:
         if self._ignored(name):
             return
         if isinstance(value, Spec) or is_parameter(array_of(value)):
             _check_array(name, array_of(value))
-            yield Found(name, place, value)
+            yield FoundArray(name, place, value)
         elif id(value) in self._seen:
             return
         elif isinstance(value, tuple):
@@ -164,7 +167,7 @@ class _Search:
         elif _has_attributes(value):
             yield from self.of_object(value, f"{name}.")
 
-    def _of_tuple_item(self, item: Any, name: str, place: Place) -> Iterator[Found]:
+    def _of_tuple_item(self, item: Any, name: str, place: AttributePath) -> Iterator[FoundArray]:
         for found in self._of_value(item, name, place):
             if found.place.owner is place.owner:
                 raise ArgumentError(

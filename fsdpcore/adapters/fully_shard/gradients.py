@@ -7,7 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.fully_shard.attributes import MISSING, Found, Place, is_parameter
+from fsdpcore.adapters.fully_shard.attributes import (
+    MISSING,
+    AttributePath,
+    FoundArray,
+    is_parameter,
+)
 from fsdpcore.adapters.fully_shard.guards import Placeholder
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
@@ -34,19 +39,19 @@ class Convention:
                 "of a layer and a parameter's name"
             )
 
-    def place(self, parameter: Place) -> Place:
+    def place(self, parameter: AttributePath) -> AttributePath:
         """Return where the gradient of the parameter at a place is."""
         path = [parameter.attribute, *parameter.keys]
         if self._is_pattern:
             # The innermost name: items of a list have those of the list's.
             last = max(number for number, key in enumerate(path) if isinstance(key, str))
             path[last] = self._grads.replace("{}", path[last])
-            return Place(parameter.owner, path[0], tuple(path[1:]))
+            return AttributePath(parameter.owner, path[0], tuple(path[1:]))
         by_name = parameter.keys and isinstance(parameter.keys[0], str)
         keys = parameter.keys if by_name else tuple(path)
-        return Place(parameter.owner, self._grads, keys)
+        return AttributePath(parameter.owner, self._grads, keys)
 
-    def without_gradients(self, found: Sequence[Found]) -> list[Found]:
+    def without_gradients(self, found: Sequence[FoundArray]) -> list[FoundArray]:
         """Leave out what is a gradient of something else."""
         if not self._is_pattern:
             return [each for each in found if each.place.attribute != self._grads]
@@ -68,7 +73,7 @@ class GradientPlace:
         written: it had an array in the beginning.
     """
 
-    def __init__(self, place: Place, label: str) -> None:
+    def __init__(self, place: AttributePath, label: str) -> None:
         self.place = place
         self.label = label
         self._initial = place.get()

@@ -22,7 +22,7 @@ class ShardedAttributeError(StateError, AttributeError):
     """An attribute is sharded over the ranks; the message says when it is there."""
 
 
-class Guard:
+class GuardedAttribute:
     """A descriptor before an attribute that is not always there.
 
     Args:
@@ -110,7 +110,7 @@ for _name in _REFUSED:  # which Python looks for in the class only
 
 
 def guarded_class(
-    owner: object, name: str, guards: Mapping[str, Guard], methods: Mapping[str, Run]
+    owner: object, name: str, guards: Mapping[str, GuardedAttribute], methods: Mapping[str, Run]
 ) -> type:
     """Return a class for one object, derived from its own.
 
@@ -185,7 +185,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _getattr(own: Callable[[object, str], Any], guards: Mapping[str, Guard]) -> Any:
+def _getattr(own: Callable[[object, str], Any], guards: Mapping[str, GuardedAttribute]) -> Any:
     """Let the class's own ``__getattr__`` see no attribute that is guarded."""
 
     def find(self: object, name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.adapters.fully_shard.gradients import GradientOf
-from fsdpcore.adapters.fully_shard.guards import Guard, change_class, guarded_class
+from fsdpcore.adapters.fully_shard.guards import GuardedAttribute, change_class, guarded_class
 from fsdpcore.adapters.fully_shard.passes import LayerPasses
 from fsdpcore.adapters.fully_shard.units import LayerUnit, Patterns, layer_units
 from fsdpcore.comm.backend import Backend
@@ -242,7 +242,7 @@ def _classes(
 ) -> list[tuple[Any, type, type]]:
     """Return for each object that has parameters, or is a layer, its class and the derived one."""
     owners: dict[int, tuple[Any, str]] = {}
-    guards: dict[int, dict[str, Guard]] = {}
+    guards: dict[int, dict[str, GuardedAttribute]] = {}
     runs: dict[int, dict[str, Any]] = {}
     for each in units:
         owners.setdefault(id(each.layer), (each.layer, each.name))
@@ -256,13 +256,13 @@ def _classes(
             place = parameter.place
             owners.setdefault(id(place.owner), (place.owner, parameter.label.rpartition(".")[0]))
             own = guards.setdefault(id(place.owner), {})
-            own[place.attribute] = Guard(
+            own[place.attribute] = GuardedAttribute(
                 type(place.owner), place.attribute, parameter.missing, parameter.fixed
             )
         for gradient in each.gradients.values():
             place = gradient.place
             own = guards.setdefault(id(place.owner), {})
-            guard = Guard(type(place.owner), place.attribute, gradient.says, None)
+            guard = GuardedAttribute(type(place.owner), place.attribute, gradient.says, None)
             own.setdefault(place.attribute, guard)
     return [
         (

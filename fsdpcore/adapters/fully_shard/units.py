@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.fully_shard.attributes import Found, Place, array_of, arrays_of, slots_of
+from fsdpcore.adapters.fully_shard.attributes import (
+    AttributePath,
+    FoundArray,
+    array_of,
+    arrays_of,
+    slots_of,
+)
 from fsdpcore.adapters.fully_shard.gradients import Convention, GradientOf, GradientPlace
 from fsdpcore.adapters.fully_shard.guards import Placeholder
 from fsdpcore.core.buffers import Array
@@ -34,7 +40,7 @@ class Parameter:
         shown: the gathered array that is there now.
     """
 
-    place: Place
+    place: AttributePath
     label: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -198,7 +204,7 @@ def _foreign_kind(layer: Any, depth: int = 4) -> str | None:
 
 def _found(
     name: str, layer: Any, convention: Convention | GradientOf, ignored: Patterns
-) -> list[Found]:
+) -> list[FoundArray]:
     try:
         found = arrays_of(layer, lambda below: ignored.fit(name, below))
     except ArgumentError as error:
@@ -217,7 +223,7 @@ def _found(
 def _layer_unit(
     name: str,
     layer: Any,
-    found: Sequence[Found],
+    found: Sequence[FoundArray],
     by_place: dict[tuple[Any, ...], Parameter],
     convention: Convention | GradientOf,
     frozen: Patterns,

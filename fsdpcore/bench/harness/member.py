@@ -37,10 +37,10 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ArgumentError, in_words
 
 Options = Mapping[str, Any]
-Make = Callable[[Mapping[str, Any]], "Job"]
+Make = Callable[[Mapping[str, Any]], "CaseRunner"]
 
 
-class Job(ABC):
+class CaseRunner(ABC):
     """One contestant's way to do a case on one rank.
 
     All ranks make theirs at the same time. What a bench asks for besides are further methods.
@@ -91,7 +91,7 @@ class Member:
         self.versions = dict(versions)
         self._make = make
         self._leave = leave
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, CaseRunner] = {}
         self._before = Memory.now()
 
     def obey(self, order: Mapping[str, Any]) -> list[float]:
@@ -128,7 +128,7 @@ class Member:
         self._leave()
 
 
-def timed(job: Job, warmup: int, iterations: int) -> float:
+def timed(job: CaseRunner, warmup: int, iterations: int) -> float:
     """Seconds of ``iterations`` steps back to back, after ``warmup`` more and a barrier."""
     return timed_calls(job.barrier, job.call(), job.finish, warmup, iterations)
 

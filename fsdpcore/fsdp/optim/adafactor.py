@@ -20,7 +20,7 @@ from fsdpcore.fsdp.optim.moments import (
     Elementwise,
     Factored,
     Float64,
-    Scratch,
+    MomentScratch,
     SecondMoments,
 )
 from fsdpcore.fsdp.optim.pieces import Reduce, ShardPiece
@@ -118,7 +118,7 @@ class Adafactor(WholeParameterOptimizer):
         grad_scale = as_finite(grad_scale, "grad_scale")
         for piece in pieces:
             self._check(piece)
-        scratch = Scratch.of(pieces)
+        scratch = MomentScratch.of(pieces)
         moments = [
             (Factored if _is_factored(piece.shape) else Elementwise)(piece, grad_scale, scratch)
             for piece in pieces
@@ -134,7 +134,7 @@ class Adafactor(WholeParameterOptimizer):
         moments: Sequence[SecondMoments],
         beta2: float,
         reduce: Reduce,
-        scratch: Scratch,
+        scratch: MomentScratch,
     ) -> list[float]:
         """Update the second moments; return by what the rate of each parameter is multiplied."""
         counts = [parts.sums for parts in moments]
@@ -236,7 +236,7 @@ def _reduced(sums: Any, reduce: Reduce) -> Float64:
     return totals
 
 
-def _sum_of_squares(piece: ShardPiece, scratch: Scratch) -> Any:
+def _sum_of_squares(piece: ShardPiece, scratch: MomentScratch) -> Any:
     """Return a number, or an array of it where the piece is on a GPU."""
     total = 0.0
     for local in scratch.blocks(piece.size):

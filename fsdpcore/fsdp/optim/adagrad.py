@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fsdpcore.fsdp.optim.base import Optimizer, decayed
+from fsdpcore.core.buffers import Array
+from fsdpcore.fsdp.optim.base import Optimizer, Scratch, State, decayed
 from fsdpcore.fsdp.optim.formulas import ADAGRAD, Update
 from fsdpcore.fsdp.optim.schedules import Schedule
 
@@ -50,14 +48,7 @@ class Adagrad(Optimizer):
         return self.initial_accumulator_value
 
     def update_block(
-        self,
-        param: NDArray[Any],
-        grad: NDArray[Any],
-        state: Mapping[str, NDArray[Any]],
-        scratch: tuple[NDArray[Any], NDArray[Any]],
-        *,
-        step: int,
-        lr: float,
+        self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
         """Update one block; see ``Optimizer.update_block``."""
         total, work = state["sum"], scratch[1]

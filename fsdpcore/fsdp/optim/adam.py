@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fsdpcore.core.array_module import on_host
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.fsdp.optim import kernels
-from fsdpcore.fsdp.optim.base import Optimizer, decayed, ema
+from fsdpcore.fsdp.optim.base import Optimizer, Scratch, State, decayed, ema
 from fsdpcore.fsdp.optim.formulas import ADAM, Update
 from fsdpcore.fsdp.optim.schedules import Schedule
 
@@ -57,14 +56,7 @@ class _TwoMoments(Optimizer):
         return dataclasses.replace(self, fused=kernels.available())
 
     def update_block(
-        self,
-        param: NDArray[Any],
-        grad: NDArray[Any],
-        state: Mapping[str, NDArray[Any]],
-        scratch: tuple[NDArray[Any], NDArray[Any]],
-        *,
-        step: int,
-        lr: float,
+        self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
         """Update one block; see ``Optimizer.update_block``."""
         mean, square, work = state["exp_avg"], state["exp_avg_sq"], scratch[1]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from fsdpcore.core.array_module import array_module, on_host
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_finite, as_int
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.fsdp.gpu.kernel import run_pass
@@ -31,6 +32,13 @@ BLOCK_ELEMENTS = 128 * 1024
 
 GPU_BLOCK_ELEMENTS = 16 * 2**20
 """The same on a GPU, for ``update_block``: many, as each operation is a launch of its own."""
+
+
+State = Mapping[str, Array]
+"""State arrays by name."""
+
+Scratch = tuple[Array, Array]
+"""Two arrays as large as a block, for what ``update_block`` computes on its way."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +84,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update_block(
-        self,
-        param: NDArray[Any],
-        grad: NDArray[Any],
-        state: Mapping[str, NDArray[Any]],
-        scratch: tuple[NDArray[Any], NDArray[Any]],
-        *,
-        step: int,
-        lr: float,
+        self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
         """Update one block of ``param`` and ``state`` in place.
 
@@ -125,7 +126,7 @@ class Optimizer(ABC):
         """Return the value that the state array of this name begins with."""
         return 0.0
 
-    def init_state(self, size: int, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
+    def init_state(self, size: int, dtype: DTypeLike) -> dict[str, Array]:
         """Return new state arrays of ``size`` elements, on the host; the caller owns them.
 
         Raises ArgumentError if ``size`` is negative or ``dtype`` is not float32 or float64.
@@ -137,7 +138,7 @@ class Optimizer(ABC):
 
     def init_pieces(
         self, specs: Sequence[PieceSpec], dtype: DTypeLike
-    ) -> dict[str, dict[str, NDArray[Any]]]:
+    ) -> dict[str, dict[str, Array]]:
         """Return new state arrays, flat, by parameter and name, on the host; the caller owns them.
 
         ``specs`` are the pieces of parameters that this rank updates. Does not communicate. Raises
@@ -145,7 +146,7 @@ class Optimizer(ABC):
         """
         resolved = np.dtype(dtype)
         check_dtype(resolved, "optimizer state")
-        states: dict[str, dict[str, NDArray[Any]]] = {}
+        states: dict[str, dict[str, Array]] = {}
         for spec in specs:
             states[spec.name] = {
                 name: self._new_state(
@@ -157,14 +158,14 @@ class Optimizer(ABC):
 
     def update(
         self,
-        param: NDArray[Any],
-        grad: NDArray[Any],
-        state: Mapping[str, NDArray[Any]],
+        param: Array,
+        grad: Array,
+        state: State,
         *,
         step: int,
         lr: float | None = None,
         grad_scale: float = 1.0,
-        out: NDArray[Any] | None = None,
+        out: Array | None = None,
     ) -> None:
         """Take one step: write ``param`` and the ``state`` arrays in place, only read ``grad``.
 
@@ -248,7 +249,7 @@ class Optimizer(ABC):
                 out=piece.out,
             )
 
-    def _new_state(self, name: str, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _new_state(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
         value = self.initial_state(name)
         # Zeroed memory is given out by the system page by page, when it is first written.
         return np.full(size, value, dtype) if value else np.zeros(size, dtype)
@@ -316,7 +317,7 @@ def _has_gpu_update(kind: type[Optimizer]) -> bool:
     return False
 
 
-def ema(average: NDArray[Any], beta: float, values: NDArray[Any], work: NDArray[Any]) -> None:
+def ema(average: Array, beta: float, values: Array, work: Array) -> None:
     """Compute ``average = beta * average + (1 - beta) * values`` in place.
 
     ``work`` is as large and gets overwritten; it may be ``values``.
@@ -327,11 +328,11 @@ def ema(average: NDArray[Any], beta: float, values: NDArray[Any], work: NDArray[
 
 
 def decayed(
-    grad: NDArray[Any],
-    param: NDArray[Any],
+    grad: Array,
+    param: Array,
     weight_decay: float,
-    scratch: tuple[NDArray[Any], NDArray[Any]],
-) -> NDArray[Any]:
+    scratch: Scratch,
+) -> Array:
     """Return ``grad + weight_decay * param``, in ``scratch[0]`` unless there is no decay."""
     if weight_decay == 0.0:
         return grad

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fsdpcore.fsdp.optim.base import Optimizer, ema
+from fsdpcore.core.buffers import Array
+from fsdpcore.fsdp.optim.base import Optimizer, Scratch, State, ema
 from fsdpcore.fsdp.optim.formulas import LION, Update
 from fsdpcore.fsdp.optim.schedules import Schedule
 
@@ -43,14 +41,7 @@ class Lion(Optimizer):
         return ("exp_avg",)
 
     def update_block(
-        self,
-        param: NDArray[Any],
-        grad: NDArray[Any],
-        state: Mapping[str, NDArray[Any]],
-        scratch: tuple[NDArray[Any], NDArray[Any]],
-        *,
-        step: int,
-        lr: float,
+        self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
         """Update one block; see ``Optimizer.update_block``."""
         mean, work = state["exp_avg"], scratch[1]

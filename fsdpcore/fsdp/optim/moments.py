@@ -27,14 +27,14 @@ GPU_BLOCK = 4 * 2**20
 Float64 = NDArray[np.float64]
 
 
-class Scratch(NamedTuple):
+class MomentScratch(NamedTuple):
     """Two arrays for a block of any of the pieces, which are where the pieces are."""
 
     first: Float64
     second: Float64
 
     @classmethod
-    def of(cls, pieces: Sequence[ShardPiece]) -> Scratch:
+    def of(cls, pieces: Sequence[ShardPiece]) -> MomentScratch:
         """Allocate them."""
         module: Any = array_module(pieces[0].param) if pieces else np
         most = BLOCK if module is np else GPU_BLOCK
@@ -51,7 +51,7 @@ class Scratch(NamedTuple):
 class SecondMoments(ABC):
     """Those of one parameter; ``measure``, then ``settle``, then ``directions`` any often."""
 
-    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: Scratch):
+    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: MomentScratch):
         self._piece = piece
         self._grad_scale = grad_scale
         self._scratch = scratch
@@ -117,7 +117,7 @@ class Elementwise(SecondMoments):
 class Factored(SecondMoments):
     """Of a matrix, or a batch of them: means of rows and of columns."""
 
-    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: Scratch):
+    def __init__(self, piece: ShardPiece, grad_scale: float, scratch: MomentScratch):
         super().__init__(piece, grad_scale, scratch)
         self._whole = Matrices.of(piece.shape)
         self._own = self._whole if piece.box is None else Matrices.of(piece.box.shape)

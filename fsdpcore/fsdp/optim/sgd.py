@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.fsdp.optim import formulas
-from fsdpcore.fsdp.optim.base import Optimizer, decayed
+from fsdpcore.fsdp.optim.base import Optimizer, Scratch, State, decayed
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,7 @@ class SGD(Optimizer):
         return ("momentum_buffer",) if self.momentum != 0.0 else ()
 
     def update_block(
-        self,
-        param: NDArray[Any],
-        grad: NDArray[Any],
-        state: Mapping[str, NDArray[Any]],
-        scratch: tuple[NDArray[Any], NDArray[Any]],
-        *,
-        step: int,
-        lr: float,
+        self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
         """Update one block; see ``Optimizer.update_block``."""
         work = scratch[1]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from fsdpcore.core.errors import UnsupportedError
 from fsdpcore.fsdp.optim.base import Optimizer
@@ -46,30 +46,11 @@ class WholeParameterOptimizer(Optimizer):
         """Not possible."""
         self._refuse("init_pieces")
 
-    def update(
-        self,
-        param: NDArray[Any],
-        grad: NDArray[Any],
-        state: Mapping[str, NDArray[Any]],
-        *,
-        step: int,
-        lr: float | None = None,
-        grad_scale: float = 1.0,
-        out: NDArray[Any] | None = None,
-    ) -> NoReturn:
+    def update(self, *arguments: Any, **keywords: Any) -> NoReturn:
         """Not possible."""
         self._refuse("update_pieces")
 
-    def update_block(
-        self,
-        param: NDArray[Any],
-        grad: NDArray[Any],
-        state: Mapping[str, NDArray[Any]],
-        scratch: tuple[NDArray[Any], NDArray[Any]],
-        *,
-        step: int,
-        lr: float,
-    ) -> NoReturn:
+    def update_block(self, *arguments: Any, **keywords: Any) -> NoReturn:
         """Not possible."""
         self._refuse("update_pieces")
 
