@@ -20,8 +20,8 @@ from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
 
-Offload = Literal["none", "parameters", "all"]
-OFFLOADS: tuple[Offload, ...] = ("none", "parameters", "all")
+Offloaded = Literal["none", "parameters", "all"]
+OFFLOADS: tuple[Offloaded, ...] = ("none", "parameters", "all")
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class MemoryEstimate:
     Attributes:
         strategy, world_size, offload: what it is for.
         parameters: shards, and what is gathered as far as it stays until the update.
-        gradients: shards of the reduced gradients. Where gradients are added up before they are
-            reduced, all of them, of which the shards are a part.
+        gradients: what is kept of the reduced gradients. Where gradients are added up before they
+            are reduced, all of them, of which that is a part.
         optimizer: its state.
         live_units: parameters that are gathered for a while, when most memory is in use.
         communication: other buffers of gradients: written, on their way, or waiting for that.
@@ -42,7 +42,7 @@ class MemoryEstimate:
 
     strategy: Strategy
     world_size: int
-    offload: Offload
+    offload: Offloaded
     parameters: int
     gradients: int
     optimizer: int
@@ -108,7 +108,7 @@ def memory_estimate(
     microbatches: int = 1,
     sync: Sync = "each",
     windowed: bool = False,
-    offload: Offload = "none",
+    offload: Offloaded = "none",
     rank: int = 0,
 ) -> MemoryEstimate:
     """Work out what a rank holds when it holds most.
@@ -182,7 +182,7 @@ def memory_estimate(
     )
 
 
-def moved(held: Persistent, offload: Offload) -> Persistent:
+def moved(held: Persistent, offload: Offloaded) -> Persistent:
     """Return what is offloaded of what a rank holds."""
     if offload == "all":
         return held

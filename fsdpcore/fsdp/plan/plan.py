@@ -25,7 +25,7 @@ class Plan:
 
     - parameters: ``shard * p``, or ``padded * p`` where gathered parameters stay until the update;
       and ``shard * m`` if the master shard is not what is gathered;
-    - gradients: ``shard * r``;
+    - gradients: ``shard * r``, or ``padded * r`` where each rank keeps those of the whole buffer;
     - optimizer: m bytes for each state of each element of the shard that is not padding.
 
     Not counted are what the model computes with, and what a transport keeps for its messages.

@@ -9,7 +9,7 @@ from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.offload import ArrayKind
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
-from fsdpcore.fsdp.sharding.placement import Placement, Reduction
+from fsdpcore.fsdp.sharding.placement import GradientReduction, Placement
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 
 
@@ -22,7 +22,7 @@ class _InMemory:
         """Nothing to do."""
 
 
-class _Gathering(NamedTuple):
+class _ParameterGathering(NamedTuple):
     """A collective that gathers one flat buffer; sizes in bytes."""
 
     ranks: int
@@ -47,7 +47,9 @@ class SizedGradients:
         sends: bytes that this rank sends in a reduction.
     """
 
-    def __init__(self, sizes: UnitBytes, reductions: Sequence[Reduction], log: StepLog) -> None:
+    def __init__(
+        self, sizes: UnitBytes, reductions: Sequence[GradientReduction], log: StepLog
+    ) -> None:
         self._name = sizes.name
         self._nbytes = sizes.gradients
         self._item = sizes.dtypes.grad.itemsize
@@ -56,7 +58,9 @@ class SizedGradients:
         self.sends = sum(each.sent for each in reductions) * self._item
         self._kept = False
         self._tied: dict[str, int] = {}  # bytes that uses in other units have added, by name
-        self._reducing: list[Reduction] | None = None  # what comes after the first collective
+        self._reducing: list[GradientReduction] | None = (
+            None  # what comes after the first collective
+        )
         self._first = -1  # its number; below 0 for none
 
     @property
@@ -105,7 +109,7 @@ class SizedGradients:
             self._log.wait(self._issue(each, background=False))
         self._log.take(gradients=-self._nbytes)
 
-    def _issue(self, each: Reduction, *, background: bool) -> int:
+    def _issue(self, each: GradientReduction, *, background: bool) -> int:
         return self._log.issue(
             each.kind,
             self._name,
@@ -173,7 +177,7 @@ class SizedUnit:
     # Parameters.
 
     @property
-    def _gatherings(self) -> Sequence[_Gathering]:
+    def _gatherings(self) -> Sequence[_ParameterGathering]:
         """The collectives that gather it now."""
         if self._fresh:
             return ()
@@ -263,10 +267,10 @@ class SizedUnit:
         ]
 
 
-def _gatherings(layouts: Iterable[FlatLayout], ranks: int) -> tuple[_Gathering, ...]:
+def _gatherings(layouts: Iterable[FlatLayout], ranks: int) -> tuple[_ParameterGathering, ...]:
     """The collectives by which so many ranks gather flat buffers."""
     return tuple(
-        _Gathering(
+        _ParameterGathering(
             ranks,
             layout.padded_size * layout.dtype.itemsize,
             layout.padding * layout.dtype.itemsize,

@@ -149,7 +149,7 @@ class Persistent:
 
     Attributes:
         parameters: master shards, and what is gathered as far as it stays; padding included.
-        gradients: shards of the reduced gradients; padding included.
+        gradients: what is kept of the reduced gradients; padding included.
         optimizer: state of the optimizer; it has no padding.
     """
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from fsdpcore.fsdp.plan.times import Compute, Event, Issue, WaitFor
 
-Phase = Literal["forward", "backward", "update"]
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+StepPhase = Literal["forward", "backward", "update"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class PlannedCollective:
         seconds: that it takes; None where the costs of the transport are not known.
     """
 
-    phase: Phase
-    kind: Kind
+    phase: StepPhase
+    kind: CollectiveKind
     unit: str
     microbatch: int
     group_size: int
@@ -77,7 +77,7 @@ class StepLog:
     """
 
     def __init__(self) -> None:
-        self.phase: Phase = "forward"
+        self.phase: StepPhase = "forward"
         self.microbatch = 0
         self.collectives: list[PlannedCollective] = []
         self.events: list[Event] = []
@@ -87,7 +87,7 @@ class StepLog:
 
     def issue(
         self,
-        kind: Kind,
+        kind: CollectiveKind,
         unit: str,
         ranks: int,
         nbytes: int,

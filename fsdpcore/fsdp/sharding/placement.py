@@ -23,7 +23,7 @@ class Keep(enum.Enum):
     UPDATE = "until the update"
 
 
-class Reduction(NamedTuple):
+class GradientReduction(NamedTuple):
     """One collective that sums gradients of a unit, as one rank sees it; sizes in elements.
 
     Attributes:
@@ -118,18 +118,18 @@ class Placement:
         """Elements of the reduced gradients of a flat buffer that each rank holds."""
         return layout.padded_size if self.whole_gradients else layout.shard_size
 
-    def reductions(self, layout: FlatLayout, rank: int) -> tuple[Reduction, ...]:
+    def reductions(self, layout: FlatLayout, rank: int) -> tuple[GradientReduction, ...]:
         """Return the collectives that sum a unit's gradients, in order; none for one rank alone."""
         kind, full, padding = self.reduction, layout.padded_size, layout.padding
         if kind == "all_reduce":
             sent = _all_reduce_sends(full, self.world_size, rank)
-            found = [Reduction(kind, self.world_size, full, padding, sent)]
+            found = [GradientReduction(kind, self.world_size, full, padding, sent)]
         else:
             size, (replica, shard) = layout.shard_size, divmod(rank, self.shards)
-            found = [Reduction(kind, self.shards, full, padding, size * (self.shards - 1))]
+            found = [GradientReduction(kind, self.shards, full, padding, size * (self.shards - 1))]
             padding = size - layout.valid_size(shard)
             sent = _all_reduce_sends(size, self.replicas, replica)
-            found.append(Reduction("all_reduce", self.replicas, size, padding, sent))
+            found.append(GradientReduction("all_reduce", self.replicas, size, padding, sent))
         return tuple(each for each in found if each.ranks > 1)
 
 
