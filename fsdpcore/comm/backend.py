@@ -158,7 +158,7 @@ class Backend(ABC):
         time should use ``isend``.
 
         Args:
-            array: of any shape; bool, integers, floating point up to 64 bits, complex64.
+            array: of any shape; bool, integers, floating point up to 64 bits, complex.
             dst: a rank of this group, not this one.
             tag: tells messages of the same two ranks apart, 0 to 2**31 - 1; those of one tag
                 arrive in order.

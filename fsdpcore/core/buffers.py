@@ -36,6 +36,7 @@ DTYPES: tuple[np.dtype[Any], ...] = (
     np.dtype(np.float32),
     np.dtype(np.float64),
     np.dtype(np.complex64),
+    np.dtype(np.complex128),
 )
 CACHE_LINE = 64
 """Bytes."""

@@ -19,15 +19,16 @@ INTEGERS = [np.dtype(f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 FLOATS = [*HALVES, np.dtype(np.float32), np.dtype(np.float64)]
 COMPLEX = np.dtype(np.complex64)
-DTYPES = [BOOL, *INTEGERS, *FLOATS, COMPLEX]
+COMPLEXES = [COMPLEX, np.dtype(np.complex128)]
+DTYPES = [BOOL, *INTEGERS, *FLOATS, *COMPLEXES]
 OPS = ["sum", "mean", "min", "max", "prod"]
 
 
 def allowed(op: str, dtype: np.dtype[Any]) -> bool:
     """Whether a reduction has a meaning for a dtype."""
     if op == "mean":
-        return dtype in (*FLOATS, COMPLEX)
-    return dtype != COMPLEX or op in ("sum", "prod")
+        return dtype in (*FLOATS, *COMPLEXES)
+    return dtype not in COMPLEXES or op in ("sum", "prod")
 
 
 COMBINATIONS = [(dtype, op) for dtype in DTYPES for op in OPS if allowed(op, dtype)]
@@ -59,7 +60,7 @@ def _combine(op: str, dtype: np.dtype[Any]) -> Callable[[Array, Array], Array]:
         return _smaller
     if op == "max":
         return _larger
-    if dtype == COMPLEX and op == "prod":
+    if dtype in COMPLEXES and op == "prod":
         return _complex_product
     if dtype == BOOL:
         return (lambda a, b: a | b) if op == "sum" else (lambda a, b: a & b)
@@ -91,9 +92,10 @@ def _is_nan(a: Array) -> Any:
 
 def _divided(total: Array, count: int) -> Array:
     result = np.empty_like(total)
-    if total.dtype == COMPLEX:
-        result.real = total.real / np.float32(count)
-        result.imag = total.imag / np.float32(count)
+    if total.dtype in COMPLEXES:
+        part = total.real.dtype.type(count)
+        result.real = total.real / part
+        result.imag = total.imag / part
     else:
         result[...] = total / total.dtype.type(count)
     return result

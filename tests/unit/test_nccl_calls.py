@@ -66,6 +66,8 @@ NATIVE = {
     (np.dtype(np.float64), "sum"): (FLOAT64, SUM, 1),
     (np.dtype(np.complex64), "sum"): (FLOAT32, SUM, 2),
     (np.dtype(np.complex64), "mean"): (FLOAT32, AVG, 2),
+    (np.dtype(np.complex128), "sum"): (FLOAT64, SUM, 2),
+    (np.dtype(np.complex128), "mean"): (FLOAT64, AVG, 2),
 }
 
 

@@ -66,7 +66,7 @@ def test_halves_are_rounded_once() -> None:
 def test_no_warning_whatever_the_values_and_settings() -> None:
     values = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 0.0], np.float32)
     with np.errstate(all="ignore"):
-        cast = {dtype: values.astype(dtype) for dtype in (*oracle.FLOATS, oracle.COMPLEX)}
+        cast = {dtype: values.astype(dtype) for dtype in (*oracle.FLOATS, *oracle.COMPLEXES)}
     for dtype, some in cast.items():
         for op in oracle.OPS:
             if oracle.allowed(op, dtype):

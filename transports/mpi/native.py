@@ -57,6 +57,7 @@ _KINDS: dict[np.dtype[Any], MPI.Datatype] = {
     np.dtype(np.float32): MPI.FLOAT,
     np.dtype(np.float64): MPI.DOUBLE,
     np.dtype(np.complex64): MPI.FLOAT,  # both parts by themselves: sums and means only
+    np.dtype(np.complex128): MPI.DOUBLE,
 }
 _SUM, _MEAN, _PROD = ReduceOp.SUM.value, ReduceOp.MEAN.value, ReduceOp.PROD.value
 _OPS: dict[str, MPI.Op] = {

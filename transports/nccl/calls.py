@@ -46,6 +46,10 @@ _FLOATS: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): nccl.NCCL_FLOAT32,
     np.dtype(np.float64): nccl.NCCL_FLOAT64,
 }
+_COMPLEX: dict[np.dtype[Any], int] = {
+    np.dtype(np.complex64): nccl.NCCL_FLOAT32,
+    np.dtype(np.complex128): nccl.NCCL_FLOAT64,
+}
 _OF_INTEGERS = {
     _SUM: nccl.NCCL_SUM,
     _PROD: nccl.NCCL_PROD,
@@ -82,8 +86,8 @@ def kind_of(dtype: np.dtype[Any], op: str) -> NcclReduction | None:
         table, number, width = _OF_FLOATS, _FLOATS[dtype], 1
         if op == _PROD and dtype.itemsize > 2:
             return NcclReduction(number, nccl.NCCL_PROD)
-    elif dtype == np.complex64:  # both parts by themselves
-        table, number, width = _OF_FLOATS, nccl.NCCL_FLOAT32, 2
+    elif dtype in _COMPLEX:  # both parts by themselves
+        table, number, width = _OF_FLOATS, _COMPLEX[dtype], 2
     else:
         return None
     return NcclReduction(number, table[op], width) if op in table else None

@@ -116,7 +116,7 @@ def combinations_refused(backend: fc.Backend) -> None:
                 for function in (fc.all_reduce, fc.reduce_scatter, fc.reduce):
                     expect_refusal(function, array, backend, op=op)
     ones = np.ones(3)
-    for bad in (np.longdouble, np.complex128, ">f4", "datetime64[s]", "U3", object):
+    for bad in (np.longdouble, np.clongdouble, ">f4", "datetime64[s]", "U3", object):
         expect_refusal(fc.all_reduce, ones.astype(bad), backend)
         expect_refusal(fc.all_gather, ones.astype(bad), backend)
     expect_refusal(fc.all_reduce, ones, backend, op="median")
@@ -174,7 +174,7 @@ def check_same_everywhere(backend: fc.Backend, array: Array) -> None:
 def all_reduce_in_two_steps(backend: fc.Backend) -> None:
     """reduce_scatter and all_gather together are all_reduce, to the bit."""
     p = backend.world_size
-    for dtype in (*oracle.FLOATS, oracle.COMPLEX):
+    for dtype in (*oracle.FLOATS, *oracle.COMPLEXES):
         mine = array_of(backend.rank, (3 * p, 5), dtype)
         for op in ("sum", "mean"):
             whole = fc.all_reduce(mine, backend, op=op)
