@@ -18,7 +18,7 @@ import numpy as np
 from fsdpcore.comm.registry import nearest
 from fsdpcore.core.buffers import DTYPES
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.reductions import ReduceOp, Reduction
+from fsdpcore.core.reductions import Reduction
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -35,6 +35,7 @@ OPERATIONS = (
     "all_to_all",
 )
 # The oracle's small numbers are no values of the others.
+OP_NAMES = ("sum", "mean", "min", "max", "prod")  # of which the oracle knows the results
 DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES if dtype.kind not in "bc")
 PLACES = ("out", "in")
 
@@ -200,9 +201,9 @@ def check_kind(dtype: str, op: str, root: int, world_size: int) -> None:
             f"no dtype {dtype!r}{nearest(dtype, DTYPE_NAMES)}; "
             f"the bench has {', '.join(DTYPE_NAMES)}"
         )
-    if op not in {known.value for known in ReduceOp}:
-        names = [known.value for known in ReduceOp]
-        raise ArgumentError(f"no reduction {op!r}{nearest(op, names)}; there are {names}")
+    if op not in OP_NAMES:
+        near = nearest(op, OP_NAMES)
+        raise ArgumentError(f"no reduction {op!r}{near}; there are {list(OP_NAMES)}")
     Reduction.of(op, next(known for known in DTYPES if known.name == dtype))
     if not 0 <= root < world_size:
         raise ArgumentError(f"root {root} is not a rank of {world_size}")

@@ -7,8 +7,7 @@ import pytest
 from support.oracle import reduced
 
 from fsdpcore.bench import oracle
-from fsdpcore.bench.cases import DTYPE_NAMES, OPERATIONS, REDUCTIONS, Case
-from fsdpcore.core.reductions import ReduceOp
+from fsdpcore.bench.cases import DTYPE_NAMES, OP_NAMES, OPERATIONS, REDUCTIONS, Case
 
 P, COUNT, ROOT = 3, 7, 1
 
@@ -57,7 +56,7 @@ def test_right_results_are_right(operation, dtype):
     assert wrong(one, results(one)) == 0
 
 
-@pytest.mark.parametrize("op", [op.value for op in ReduceOp])
+@pytest.mark.parametrize("op", OP_NAMES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_every_reduction_of_floats(dtype, op):
     for world_size in (1, 2, 5):

@@ -285,7 +285,7 @@ def _carry_out(
         one = pack.load(context.rank, context.size)
         definition, dtype, op, _ = pack.key
         nbytes = definition.size(one.data.nbytes, context.size)
-        choice = choose(definition.name, "auto", nbytes, backend, dtype, op)
+        choice = choose(definition.name, "auto", nbytes, backend, dtype, op.value if op else "")
         loaded.append((one, choice.staged or choice))  # what is packed is not lent
     for one, choice in loaded:
         one.move(context, choice)

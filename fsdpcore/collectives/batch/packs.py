@@ -17,6 +17,7 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation
 from fsdpcore.core.buffers import Array, bounds_of
+from fsdpcore.core.reductions import ReduceOp
 
 
 class BatchedCall(NamedTuple):
@@ -40,7 +41,7 @@ class PackKey(NamedTuple):
 
     definition: Operation
     dtype: np.dtype[Any]
-    op: str
+    op: ReduceOp | None
     root: int
 
     @classmethod
@@ -49,8 +50,8 @@ class PackKey(NamedTuple):
         assert spec.definition is not None
         assert spec.dtype is not None
         if spec.reduction is None:
-            return cls(spec.definition, np.dtype(np.uint8), "", spec.root)
-        return cls(spec.definition, spec.dtype, spec.reduction.name, spec.root)
+            return cls(spec.definition, np.dtype(np.uint8), None, spec.root)
+        return cls(spec.definition, spec.dtype, spec.reduction.op, spec.root)
 
 
 @dataclass
