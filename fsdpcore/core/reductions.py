@@ -27,12 +27,17 @@ from fsdpcore.core.errors import ArgumentError
 BLOCK = 32 * 1024
 
 
+Combine = Callable[..., Any]
+
+
 class ReduceOp(enum.Enum):
     """How the values of the ranks are combined. Functions also take the names as strings.
 
     On bool, ``sum`` and ``max`` are the logical or, ``prod`` and ``min`` the logical and (as in
     NumPy). Integers wrap around. ``mean`` needs a floating-point or complex dtype, ``min`` and
-    ``max`` an ordered one.
+    ``max`` an ordered one. ``band``, ``bor`` and ``bxor`` combine the bits of bool and integers;
+    ``land``, ``lor`` and ``lxor`` are for bool alone: compare with zero first. ``create`` makes
+    one of your own.
     """
 
     SUM = "sum"
@@ -40,9 +45,48 @@ class ReduceOp(enum.Enum):
     MIN = "min"
     MAX = "max"
     PROD = "prod"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+    LAND = "land"
+    LOR = "lor"
+    LXOR = "lxor"
 
+    @property
+    def own_function(self) -> Combine | None:
+        """The function of a reduction that ``create`` has made."""
+        return vars(self).get("_own_function")
 
-Combine = Callable[..., Any]
+    @classmethod
+    def create(cls, name: str, function: Callable[[Array, Array], Array]) -> ReduceOp:
+        """Make a reduction of your own.
+
+        Args:
+            name: tells the ranks whether they call the same: it is all that they compare.
+            function: combines two arrays of equal shape, the one of lower ranks first, into a new
+                one, element by element. It must be associative; it need not be commutative. For
+                float16 and bfloat16 it gets float32, for arrays of a GPU those of CuPy. It must
+                not change its arguments.
+
+        Raises:
+            ArgumentError: the name is taken or no identifier, or the function cannot be called.
+
+        Example::
+
+            last = fc.ReduceOp.create("last", lambda left, right: np.where(right > 0, right, left))
+            fc.all_reduce(array, backend, op=last)
+        """
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ArgumentError(f"a reduction's name is an identifier, got {name!r}")
+        if name in cls._value2member_map_:
+            raise ArgumentError(f"there is a reduction {name!r} already; take another name")
+        if not callable(function):
+            raise ArgumentError(f"reduction {name!r}: {function!r} is no function of two arrays")
+        made = object.__new__(cls)  # as ``enum.Flag`` makes members that have no name in the class
+        made._name_ = made._value_ = name
+        vars(made)["_own_function"] = function
+        return made
+
 
 _UFUNCS: dict[ReduceOp, Combine] = {
     ReduceOp.SUM: np.add,
@@ -50,6 +94,18 @@ _UFUNCS: dict[ReduceOp, Combine] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PROD: np.multiply,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+    ReduceOp.LAND: np.logical_and,
+    ReduceOp.LOR: np.logical_or,
+    ReduceOp.LXOR: np.logical_xor,
+}
+
+# The kinds of dtypes that the ops with a limited meaning are for, in words too.
+_LIMITED = {
+    **dict.fromkeys(("band", "bor", "bxor"), ("biu", "the bits of bool and integers")),
+    **dict.fromkeys(("land", "lor", "lxor"), ("b", "bool alone: compare with zero first")),
 }
 
 
@@ -106,10 +162,17 @@ class Reduction:
             raise ArgumentError(
                 f"{op.value} is undefined for {dtype}: complex numbers have no order"
             )
+        kinds, what = _LIMITED.get(op.value, ("", ""))
+        if kinds and dtype.kind not in kinds:
+            raise ArgumentError(f"{op.value} of {dtype} is undefined: it is for {what}")
         half = dtype in (np.dtype(np.float16), BFLOAT16)
         accumulator = np.dtype(np.float32) if half else dtype
         product_of_complex = op is ReduceOp.PROD and accumulator.kind == "c"
-        function = _multiply_complex if product_of_complex else _UFUNCS[op]
+        own = op.own_function
+        if own is not None:
+            function = _own(op.value, own, accumulator)
+        else:
+            function = _multiply_complex if product_of_complex else _UFUNCS[op]
         return cls(op, dtype, accumulator, function)
 
     @property
@@ -201,6 +264,28 @@ class Reduction:
                 self.combine(values[low], values[low + stride], target)
                 values[low] = target
             stride *= 2
+
+
+def _own(name: str, function: Combine, dtype: np.dtype[Any]) -> Combine:
+    """Return a user's function as a ufunc is called, tried out on two elements.
+
+    Raises:
+        ArgumentError: it does not work on arrays of the dtype.
+    """
+    try:
+        found = np.asarray(_quiet.run(function, np.ones(2, dtype), np.ones(2, dtype)))
+    except Exception as error:
+        raise ArgumentError(f"reduction {name!r} of {dtype} arrays failed: {error}") from error
+    if found.shape != (2,) or not np.can_cast(found.dtype, dtype, "same_kind"):
+        raise ArgumentError(
+            f"reduction {name!r} makes {found.dtype} of shape {found.shape} of two {dtype} "
+            "arrays of shape (2,); it has to keep shape and dtype"
+        )
+
+    def combine(left: Array, right: Array, out: Array) -> None:
+        np.copyto(out, function(left, right), "same_kind")
+
+    return combine
 
 
 def _multiply_complex(left: Array, right: Array, out: Array) -> None:

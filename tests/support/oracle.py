@@ -21,11 +21,17 @@ FLOATS = [*HALVES, np.dtype(np.float32), np.dtype(np.float64)]
 COMPLEX = np.dtype(np.complex64)
 COMPLEXES = [COMPLEX, np.dtype(np.complex128)]
 DTYPES = [BOOL, *INTEGERS, *FLOATS, *COMPLEXES]
-OPS = ["sum", "mean", "min", "max", "prod"]
+BITWISE = ["band", "bor", "bxor"]
+LOGICAL = ["land", "lor", "lxor"]
+OPS = ["sum", "mean", "min", "max", "prod", *BITWISE, *LOGICAL]
 
 
 def allowed(op: str, dtype: np.dtype[Any]) -> bool:
     """Whether a reduction has a meaning for a dtype."""
+    if op in BITWISE:
+        return dtype in (BOOL, *INTEGERS)
+    if op in LOGICAL:
+        return dtype == BOOL
     if op == "mean":
         return dtype in (*FLOATS, *COMPLEXES)
     return dtype not in COMPLEXES or op in ("sum", "prod")
@@ -60,6 +66,8 @@ def _combine(op: str, dtype: np.dtype[Any]) -> Callable[[Array, Array], Array]:
         return _smaller
     if op == "max":
         return _larger
+    if op in (*BITWISE, *LOGICAL):  # the latter of bool alone, where they are the same
+        return {"and": _bits_and, "or": _bits_or, "xor": _bits_xor}[op[1:]]
     if dtype in COMPLEXES and op == "prod":
         return _complex_product
     if dtype == BOOL:
@@ -69,6 +77,18 @@ def _combine(op: str, dtype: np.dtype[Any]) -> Callable[[Array, Array], Array]:
         # Modulo 2**64, then modulo 2**bits: the same as modulo 2**bits in every step.
         return lambda a, b: add_or_multiply(a.astype(np.uint64), b.astype(np.uint64)).astype(dtype)
     return add_or_multiply
+
+
+def _bits_and(a: Array, b: Array) -> Array:
+    return a & b
+
+
+def _bits_or(a: Array, b: Array) -> Array:
+    return a | b
+
+
+def _bits_xor(a: Array, b: Array) -> Array:
+    return a ^ b
 
 
 def _smaller(a: Array, b: Array) -> Array:

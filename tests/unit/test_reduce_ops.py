@@ -4,9 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsdpcore.transports.simulated.backend import SimBackend
 from support import oracle
 from support.arrays import Array, arrays_of, check_same
+from support.spmd import run_on
 
+import fsdpcore as fc
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import BLOCK, ReduceOp, Reduction
 
@@ -98,9 +101,11 @@ def test_product_of_complex_numbers_is_the_same_in_every_position() -> None:
             check_same(piece, whole[start : start + size], f"{size} from {start}")
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "min", "max", "prod"])
+@pytest.mark.parametrize("name", oracle.OPS)
 def test_names(name: str) -> None:
-    dtype = np.dtype(np.float64)
+    dtype = np.dtype(np.bool_ if name in oracle.LOGICAL else np.int64)
+    if name == "mean":
+        dtype = np.dtype(np.float64)
     assert Reduction.of(name, dtype) == Reduction.of(ReduceOp(name), dtype)
     assert Reduction.of(name, dtype).name == name
 
@@ -117,3 +122,74 @@ def test_ops_without_a_meaning() -> None:
             if not oracle.allowed(op, dtype):
                 with pytest.raises(ArgumentError, match=str(dtype)):
                     Reduction.of(op, dtype)
+
+
+# Reductions of the user's own.
+
+
+def _longer(left: Any, right: Any) -> Any:
+    """Associative, but not commutative: the last one that is not zero."""
+    return np.where(right != 0, right, left)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32, np.float16, np.complex128], ids=str)
+def test_an_own_reduction_combines_in_the_order_of_ranks(dtype: Any) -> None:
+    op = ReduceOp.create("latest", _longer)
+    parts = [np.array([n, n % 2, 0], dtype) for n in range(5)]
+    out = np.empty(3, dtype)
+    Reduction.of(op, np.dtype(dtype)).reduce(parts, out)
+    assert out.tolist() == [4, 1, 0]
+    assert Reduction.of(op, np.dtype(dtype)).name == "latest"
+    assert "latest" not in [known.value for known in ReduceOp]
+
+
+@pytest.mark.parametrize("name", ["sum", "", "a b", 3, None])
+def test_names_that_an_own_reduction_cannot_have(name: Any) -> None:
+    with pytest.raises(ArgumentError, match="reduction"):
+        ReduceOp.create(name, _longer)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda left, right: left.sum(), "has to keep shape and dtype"),
+        (lambda left, right: (left + right) * 1j, "has to keep shape and dtype"),
+        (lambda left: left, "failed"),
+    ],
+)
+def test_own_functions_that_do_not_fit(function: Any, words: str) -> None:
+    op = ReduceOp.create("mine", function)
+    with pytest.raises(ArgumentError, match=words):
+        Reduction.of(op, np.dtype(np.float32))
+    with pytest.raises(ArgumentError, match="no function"):
+        ReduceOp.create("mine", 3)  # type: ignore[arg-type]
+
+
+def _reduce_by_own(backend: fc.Backend) -> None:
+    """Every algorithm keeps the order of ranks, and the ranks compare the name."""
+    op = ReduceOp.create("latest", _longer)
+    mine = np.zeros((40, 3), np.int64)
+    mine[backend.rank :: 2] = backend.rank + 1
+    parts = fc.all_gather(mine[None], backend)
+    expected = np.zeros_like(mine)
+    for part in parts:
+        expected = _longer(expected, part)
+    for name in ("auto", "doubling", "direct", "rabenseifner", "hierarchical", "star"):
+        np.testing.assert_array_equal(fc.all_reduce(mine, backend, op=op, algorithm=name), expected)
+    found = fc.reduce(mine, backend, op=op, root=backend.world_size - 1, algorithm="tree")
+    if found is not None:
+        np.testing.assert_array_equal(found, expected)
+    with fc.coalesce(backend) as batch:
+        both = [batch.all_reduce(mine, op=op), batch.all_reduce(mine[:2], op="max")]
+    np.testing.assert_array_equal(both[0].result(), expected)
+    np.testing.assert_array_equal(both[1].result(), parts[:, :2].max(axis=0))
+    with pytest.raises(ArgumentError, match="ring"):
+        fc.all_reduce(mine, backend, op=op, algorithm="ring")
+    other = ReduceOp.create(f"own{backend.rank}", _longer)
+    with pytest.raises(fc.MismatchError, match="own1"):
+        fc.all_reduce(mine, backend, op=other)
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_all_algorithms_keep_the_order_of_ranks(world_size: int) -> None:
+    run_on(SimBackend, _reduce_by_own, world_size=world_size)

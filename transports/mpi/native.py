@@ -75,7 +75,7 @@ def reduces(dtype: np.dtype[Any] | None, op: str) -> bool:
     """Whether MPI reduces ``dtype`` by ``op`` to the values that this library promises."""
     if dtype is None:
         return True  # not known yet; what is not supported is then left to our own algorithms
-    if dtype not in _KINDS:
+    if dtype not in _KINDS or op not in _OPS:
         return False
     if dtype.kind == "b":
         return op != _MEAN

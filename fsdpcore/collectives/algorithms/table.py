@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from fsdpcore.collectives.algorithms import (
     bruck,
     direct,
@@ -16,6 +20,12 @@ from fsdpcore.collectives.algorithms import (
     tree,
 )
 from fsdpcore.core.algorithm import Algorithm, CostTerms
+from fsdpcore.core.reductions import ReduceOp
+
+
+def _commutes(dtype: np.dtype[Any] | None, op: str) -> bool:
+    """Whether the order of the ranks does not matter: a user's own function may depend on it."""
+    return not op or op in {known.value for known in ReduceOp}
 
 
 def _depth(p: int) -> int:
@@ -71,7 +81,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "rabenseifner": Algorithm(rabenseifner, _rabenseifner),
         "hierarchical": Algorithm(hierarchical, _both_pairwise),
         "star": Algorithm(star, lambda p: CostTerms(2 * (p - 1), 2 * (p - 1), p - 1)),
-        "ring": Algorithm(ring, _both_pairwise, False),
+        "ring": Algorithm(ring, _both_pairwise, False, _commutes),
     },
     "reduce_scatter": {
         "direct": Algorithm(direct, _reducing_pairwise),
@@ -79,7 +89,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "doubling": Algorithm(doubling, _doubling),
         "hierarchical": Algorithm(hierarchical, _reducing_pairwise),
         "star": Algorithm(star, lambda p: _star(p)._replace(gamma=p - 1)),
-        "ring": Algorithm(ring, _reducing_pairwise, False),
+        "ring": Algorithm(ring, _reducing_pairwise, False, _commutes),
     },
     "all_gather": {
         "direct": Algorithm(direct, _pairwise),
