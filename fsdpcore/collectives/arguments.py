@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.on_device import mover
 from fsdpcore.collectives.selection.choose import choose
-from fsdpcore.collectives.shared.fast_path import SHARED
+from fsdpcore.collectives.shared.algorithm import NAME as SHARED
 from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation, Shape
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend

@@ -47,7 +47,6 @@ class CollectiveContext:
         call: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
         staged: of the choice of an algorithm for this call.
-        entered: this rank has lent its arrays and taken the first step already.
         rows: the size of axis 0 of every rank's array, once they have agreed.
         end: of ``time.monotonic``, by when the collective must have ended.
         background: this thread runs asynchronous operations, while others may compute.
@@ -63,7 +62,6 @@ class CollectiveContext:
         self.area: Region | None = None
         self.inside: CollectiveContext | None = None
         self.staged: Choice | None = None
-        self.entered = False
         self.sequence = 0
         self.rows: list[int] = []
         self.background = False

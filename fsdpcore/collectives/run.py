@@ -9,7 +9,7 @@ from fsdpcore.collectives.algorithms import hierarchy_costs
 from fsdpcore.collectives.context import Body, CollectiveContext
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.shared import algorithm as shared
-from fsdpcore.collectives.shared import region
+from fsdpcore.collectives.shared.establish import establish
 from fsdpcore.collectives.shared.fast_path import fast_path_for
 from fsdpcore.collectives.spec import UNCHOSEN, CallSpec, Choice
 from fsdpcore.collectives.state import state_of
@@ -113,7 +113,7 @@ def _first(backend: Backend, context: CollectiveContext) -> None:
     if not backend.moves.on_host:
         state.context = context
         return
-    context.area = region.establish(context, backend)
+    context.area = establish(context, backend)
     if context.area is not None:
         backend.root.regions.add(context.area)
         found = shared.ALGORITHMS

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsdpcore.collectives.fingerprint import Fingerprint
+from fsdpcore.collectives.movements import Movement
 from fsdpcore.core.buffers import Array, bounds_of, row_size, split_sizes
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import Reduction
@@ -74,6 +75,7 @@ class Operation:
             and ``out`` are flat and contiguous, and the same array or apart but for
             ``own_parts``. The input is None on ranks that have none, ``out`` on those that get no
             result.
+        movement: what moves where in memory that the ranks share.
         splits: axis 0 of the input is split over the ranks.
         joins: the result joins along axis 0 what the ranks send.
         reduces: values of the ranks are combined by an op.
@@ -83,6 +85,7 @@ class Operation:
 
     name: str
     start: Callable[..., None]
+    movement: Movement
     splits: bool = False
     joins: bool = False
     reduces: bool = False

@@ -6,6 +6,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.perform import perform
 from fsdpcore.collectives.operations.rows import join_rows
@@ -20,7 +21,7 @@ def _start(
     choice.function(context, source, out, layout.bounds)
 
 
-ALL_GATHER = Operation("all_gather", _start, joins=True)
+ALL_GATHER = Operation("all_gather", _start, movements.all_gather, joins=True)
 
 
 def all_gather(

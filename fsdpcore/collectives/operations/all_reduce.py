@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.perform import perform
 from fsdpcore.collectives.spec import Choice, Layout, Operation
@@ -26,7 +27,7 @@ def _start(
     choice.function(context, out, layout.reduction)
 
 
-ALL_REDUCE = Operation("all_reduce", _start, reduces=True)
+ALL_REDUCE = Operation("all_reduce", _start, movements.all_reduce, reduces=True)
 
 
 def all_reduce(

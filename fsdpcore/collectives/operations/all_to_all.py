@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives import movements
 from fsdpcore.collectives.algorithms import direct
 from fsdpcore.collectives.arguments import operand, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
@@ -31,7 +32,7 @@ def _start(
     choice.function(context, source, layout.bounds, out, layout.arriving)
 
 
-ALL_TO_ALL = Operation("all_to_all", _start, splits=True, joins=True)
+ALL_TO_ALL = Operation("all_to_all", _start, movements.all_to_all, splits=True, joins=True)
 
 
 def all_to_all(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.perform import perform
 from fsdpcore.collectives.spec import Choice, Layout, Operation
@@ -22,7 +23,7 @@ def _start(
     choice.function(context, out, layout.root)
 
 
-BROADCAST = Operation("broadcast", _start, rooted=True)
+BROADCAST = Operation("broadcast", _start, movements.broadcast, rooted=True)
 
 
 def broadcast(

@@ -6,6 +6,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.perform import perform
 from fsdpcore.collectives.operations.rows import join_rows
@@ -20,7 +21,7 @@ def _start(
     choice.function(context, source, out, layout.bounds, layout.root)
 
 
-GATHER = Operation("gather", _start, joins=True, rooted=True, to_root=True)
+GATHER = Operation("gather", _start, movements.gather, joins=True, rooted=True, to_root=True)
 
 
 def gather(

@@ -6,6 +6,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.perform import perform
 from fsdpcore.collectives.spec import Choice, Layout, Operation
@@ -20,7 +21,7 @@ def _start(
     choice.function(context, source, out, layout.root, layout.reduction)
 
 
-REDUCE = Operation("reduce", _start, reduces=True, rooted=True, to_root=True)
+REDUCE = Operation("reduce", _start, movements.reduce, reduces=True, rooted=True, to_root=True)
 
 
 def reduce(

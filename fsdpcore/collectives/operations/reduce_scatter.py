@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives import movements
 from fsdpcore.collectives.arguments import operand
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.perform import perform
@@ -24,7 +25,9 @@ def _start(
     choice.function(context, source, out, layout.bounds, layout.reduction)
 
 
-REDUCE_SCATTER = Operation("reduce_scatter", _start, splits=True, reduces=True)
+REDUCE_SCATTER = Operation(
+    "reduce_scatter", _start, movements.reduce_scatter, splits=True, reduces=True
+)
 
 
 def reduce_scatter(

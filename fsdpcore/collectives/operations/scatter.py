@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives import movements
 from fsdpcore.collectives.algorithms import tree
 from fsdpcore.collectives.arguments import check_backend, operand, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
@@ -30,7 +31,7 @@ def _start(
     choice.function(context, source, out, layout.bounds, layout.root)
 
 
-SCATTER = Operation("scatter", _start, splits=True, rooted=True)
+SCATTER = Operation("scatter", _start, movements.scatter, splits=True, rooted=True)
 
 
 def scatter(

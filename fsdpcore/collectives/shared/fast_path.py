@@ -1,62 +1,84 @@
-"""The fast path: blocking calls of groups that share memory.
+"""The fast path: blocking calls of groups that share memory, with all that can be done before.
 
-Moving a few bytes between two cores takes half a microsecond, less than it takes Python to look
-up where they go. So once a kind of call has been settled, all that does not change from call to
-call is bound here in one closure. It does what ``call.run`` does, and for small arrays what
-``SharedRegion.sync`` and ``shared`` do, step for step, and leaves everything else to them:
-who changes one of these changes it.
+Moving a few bytes between two cores takes half a microsecond, less than it takes Python to look up
+where they go. So once a kind of call has been settled, all that does not change from call to call
+is bound here in one closure. It does what ``run`` does around a call. What it moves is the program
+of ``interpreter``, bound to arrays once: of small inputs for each kind of call, of larger ones for
+each set of arrays that the ranks have published. The ranks need not all come this way.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fsdpcore.collectives.movements import INPUT, OUTPUT
 from fsdpcore.collectives.output import separated
-from fsdpcore.collectives.shared import published_path
+from fsdpcore.collectives.shared.algorithm import NAME
+from fsdpcore.collectives.shared.interpreter import (
+    SMALL,
+    Call,
+    Plan,
+    Round,
+    bind,
+    in_buffers,
+    peer_view,
+    published,
+    rounds,
+)
+from fsdpcore.collectives.shared.program import Copy, Span, Work, schedule
 from fsdpcore.collectives.shared.reducing import prepare
-from fsdpcore.collectives.shared.region import DIGEST, region_of
+from fsdpcore.collectives.shared.region import NOT_PUBLISHED, Kept, SharedRegion, region_of
 from fsdpcore.collectives.state import state_of
 from fsdpcore.core.buffers import Array
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.context import CollectiveContext
-    from fsdpcore.collectives.shared.region import SharedRegion
-    from fsdpcore.collectives.spec import CallSpec, FastPath
+    from fsdpcore.collectives.spec import CallSpec, FastPath, Operation
     from fsdpcore.comm.backend import Backend
     from fsdpcore.diagnostics.recorder import OperationEntry
 
-_Work = Callable[["OperationEntry", int, Array, Array], None]
-_Read = Callable[[Array, Array], None]
+# The record of the call, and its flat input and output.
+_Work = Callable[["OperationEntry", Array, Array], None]
 
-SHARED = "shared"  # the algorithm that the fast path knows
-LARGEST = 8 * 1024  # bytes
+_LARGEST = 4 << 20  # bytes that are published; there are steps for each 128 to 512 KiB
+_LARGEST_STAGED = 1 << 20  # bytes that are staged; there are rounds for each 256 KiB and less
+_PLANS = 64
+
+
+class _Plans(dict[bytes, Plan]):
+    """Plans by what all ranks have published; they hold parts of the memory."""
 
 
 def fast_path_for(backend: Backend, call: CallSpec) -> FastPath | None:
     """Return the fast path of a call of a group that shares memory, if it has one."""
-    link, choice = state_of(backend).context, call.choice
-    area = None if link is None else region_of(link)
-    if link is None or area is None or not area.express:
+    context, definition = state_of(backend).context, call.definition
+    region = None if context is None else region_of(context)
+    # Where only the root gets a result, None is one.
+    if context is None or region is None or definition is None or definition.to_root:
         return None
-    if choice.agrees and call.collective in _READERS and call.nbytes <= LARGEST:
-        return _lane(backend, call, _short(backend, link, area, call))
-    if call.definition is None or call.definition.to_root:  # None stands for the ordinary way
-        return None
-    work = _long(backend, link, call)
-    if choice.name == SHARED and area.addressed and published_path.takes(call):
-        work = published_path.lane(backend, link, area, call, work)
-    return _lane(backend, call, work)
+    made = _FastCall(backend, context, region, call, definition)
+    if call.choice.name != NAME:
+        return _around(backend, call, made.ordinary)
+    if call.nbytes <= SMALL:
+        return _around(backend, call, made.small())
+    if region.addressed and call.nbytes <= _LARGEST:
+        return _around(backend, call, made.large())
+    return _around(backend, call, made.ordinary)
 
 
-def _lane(backend: Backend, call: CallSpec, work: _Work) -> FastPath:
+def _around(backend: Backend, call: CallSpec, work: _Work) -> FastPath:
     """Return ``work`` with what stands before and after it in every call."""
     root, record, begin = backend.root, call.record, backend.root.recorder.begin
-    order, lock = backend.order, backend.order.lock
+    order = backend.order
+    acquire, release = order.lock.acquire, order.lock.release
     dtype, shape = call.dtype, call.out_shape
     empty, ndarray = np.empty, np.ndarray
 
@@ -67,9 +89,9 @@ def _lane(backend: Backend, call: CallSpec, work: _Work) -> FastPath:
             type(out) is ndarray and out.shape == shape and out.dtype is dtype and out.flags.carray
         ):
             return None
-        if lock.locked():
+        if not acquire(False):
             return None
-        with lock:
+        try:
             executor = order.executor
             busy = executor is not None and not executor.idle
             if busy or order.closed or root.failure is not None:
@@ -78,120 +100,233 @@ def _lane(backend: Backend, call: CallSpec, work: _Work) -> FastPath:
             try:
                 order.issued = sequence = before + 1
                 entry = begin(order, sequence, record)
-                work(entry, sequence, source, out)
+                work(entry, source, out)
                 entry.end = monotonic_ns()
             except BaseException as error:
                 order.abandon(before, call.operation, error)
                 raise
+        finally:
+            release()
         return out
 
     return go
 
 
-def _long(backend: Backend, link: CollectiveContext, call: CallSpec) -> _Work:
-    """Any algorithm, for arrays of any size."""
-    definition, layout, choice, limit = call.definition, call.layout, call.choice, backend.timeout
-    assert definition is not None
-    start, agrees, me = definition.start, choice.agrees, backend.rank
+class _FastCall:
+    """What is known of one kind of call."""
 
-    def work(entry: OperationEntry, sequence: int, source: Array, out: Array) -> None:
-        link.begin(call, sequence, limit, False)
-        link.entry = entry
+    def __init__(
+        self,
+        backend: Backend,
+        context: CollectiveContext,
+        region: SharedRegion,
+        call: CallSpec,
+        definition: Operation,
+    ) -> None:
+        assert call.dtype is not None
+        self._order, self._limit = backend.order, backend.timeout
+        self._context, self._region, self._call = context, region, call
+        self._definition, self._dtype = definition, call.dtype
+        self._schedule = schedule(
+            definition.movement,
+            context.size,
+            context.rank,
+            call.root,
+            call.dtype.itemsize,
+            math.prod(call.shape),
+            tuple(call.layout.bounds),
+            tuple(call.layout.arriving),
+        )
+
+    def _begin(self) -> None:
+        """Begin the call, if that was not done: only who has to wait needs its deadline."""
+        context, sequence = self._context, self._order.issued
+        if context.sequence != sequence:
+            context.begin(self._call, sequence, self._limit, False)
+
+    def ordinary(self, entry: OperationEntry, source: Array, out: Array) -> None:
+        """Any algorithm, for arrays of any size."""
+        context, call = self._context, self._call
+        self._begin()
+        context.entry = entry
         try:
-            if not agrees:
-                link.rows = link.agree()
-            flat = source if source.ndim == 1 else source.reshape(-1)
-            into = flat if source is out else out if out.ndim == 1 else out.reshape(-1)
-            start(link, choice, layout, separated(flat, into, definition, layout, me), into)
+            if not call.choice.agrees:
+                context.rows = context.agree()
+            flat = source.reshape(-1)
+            flat_out = flat if source is out else out.reshape(-1)
+            flat = separated(flat, flat_out, self._definition, call.layout, context.rank)
+            self._definition.start(context, call.choice, call.layout, flat, flat_out)
         except BaseException as error:
-            link.broke(entry, error)
+            context.broke(entry, error)
             raise
         finally:
-            link.release()
+            context.release()
 
-    return work
+    def _bind(
+        self, moves: tuple[list[Copy], list[Work]], find: Callable[[Span], Array], nbytes: int
+    ) -> Plan:
+        def reduce(arrays: Sequence[Array]) -> Callable[[Array], None]:
+            assert self._call.reduction is not None
+            return prepare(self._context, self._call.reduction, arrays)
 
+        return bind(moves, find, reduce, max(1, nbytes // self._dtype.itemsize))
 
-def _short(backend: Backend, link: CollectiveContext, area: SharedRegion, call: CallSpec) -> _Work:
-    """The algorithm ``shared`` for small arrays: one step."""
-    assert call.dtype is not None
-    me, limit, digest = backend.rank, backend.timeout, call.digest
-    flags, own, others, wake = area.flags, area.own, area.others, area.wake
-    count, fills = math.prod(call.shape), call.root in (-1, backend.rank)
-    rooms_of = read_of = area.arrays(call.dtype, count)
-    if call.collective == "reduce_scatter":  # every rank reads its own part only
-        read_of = area.parts(call.dtype, count, call.bounds[me], call.bounds[me + 1])
-    reads = area.keep(_READERS[call.collective](link, call, rooms) for rooms in read_of)
+    def small(self) -> _Work:
+        """The way of inputs that are staged as a whole: one step."""
+        region, call, context, begin = self._region, self._call, self._context, self._begin
+        me, digest, enter, todo = context.rank, call.digest, region.enter, self._schedule
+        copies, work_ = todo.whole
+        stages = bool(todo.own) or INPUT in todo.publishers.get(me, ())
+        staging = region.staging(self._dtype, math.prod(call.shape))
+        plans = [
+            self._bind((todo.own + copies, work_), partial(in_buffers, buffers), SMALL)
+            for buffers in staging
+        ]
+        kept = region.keep(plans)
 
-    def work(entry: OperationEntry, sequence: int, source: Array, out: Array) -> None:
+        def work(entry: OperationEntry, source: Array, out: Array) -> None:
+            try:
+                parity = (region.step + 1) & 1
+                if stages:
+                    staging[parity][me][...] = source if source.ndim == 1 else source.reshape(-1)
+                enter(digest, context, begin)
+                flat_out = out if out.ndim == 1 else out.reshape(-1)
+                copies, steps = kept[parity]
+                for place, array in copies:
+                    flat_out[place] = array
+                for step in steps:
+                    step(flat_out)
+            except BaseException as error:
+                begin()
+                context.broke(entry, error)
+                raise
+
+        return work
+
+    def large(self) -> _Work:
+        """The way of arrays that all ranks see in place, or that no rank sees.
+
+        A loop brings the same arrays again and again. So once all ranks have published some, a rank
+        keeps what it did with them, under what the ranks have written into their flags.
+        """
+        region, call, context, begin = self._region, self._call, self._context, self._begin
+        digest, enter = call.digest, region.enter
+        own_places, all_places = region.own_places, region.all_places
+        own, copy_own = self._schedule.own, self._copy_own
+        nothing = np.array([*NOT_PUBLISHED, *NOT_PUBLISHED], np.uint64)
+        nobody = nothing.tobytes() * context.size
+        plans = _Plans()
+        region.empty_at_close(plans)
+        instead = None if call.choice.staged or call.nbytes > _LARGEST_STAGED else nothing
+        # What came last time.
+        kept_source: Callable[[], Array | None] = _nothing
+        kept_out: Callable[[], Array | None] = _nothing
+        kept_places: Array | None = None
+
+        def work(entry: OperationEntry, source: Array, out: Array) -> None:
+            nonlocal kept_source, kept_out, kept_places
+            if kept_source() is source and kept_out() is out:
+                places = kept_places
+            else:
+                places = kept_places = self._places(source, out, instead)
+                kept_source, kept_out = weakref.ref(source), weakref.ref(out)
+            if places is None:
+                self.ordinary(entry, source, out)
+                return
+            try:
+                parity = (region.step + 1) & 1
+                own_places[parity][:] = places
+                flat = source if source.ndim == 1 else source.reshape(-1)
+                flat_out = out if out.ndim == 1 else out.reshape(-1)
+                if places is nothing:
+                    self._staged[parity][0].fill(flat)
+                enter(digest, context, begin)
+                key = all_places[parity]()
+                plan = plans.get(key)
+                if plan is None:
+                    if key == nobody and instead is not None:
+                        self._run(self._staged[parity], flat, flat_out)
+                        return
+                    begin()
+                    if not all(published(region, self._schedule)):
+                        self._continue(entry, flat, flat_out)
+                        return
+                    if len(plans) >= _PLANS:
+                        # The newest: arrays that take turns would lose every older one.
+                        plans.popitem()
+                    find = partial(peer_view, context, region, self._dtype)
+                    plan = self._bind(self._schedule.published, find, region.block)
+                    plans[key] = plan
+                if own:
+                    copy_own(flat, flat_out)
+                for place, array in plan.copies:
+                    flat_out[place] = array
+                for step in plan.steps:
+                    step(flat_out)
+                enter(digest, context, begin)
+            except BaseException as error:
+                begin()
+                context.broke(entry, error)
+                raise
+
+        return work
+
+    @functools.cached_property
+    def _staged(self) -> Kept:
+        """All that goes through the staging buffers, for a first step of either parity."""
+        region, todo, me = self._region, self._schedule, self._context.rank
+        return region.keep(
+            region.keep(rounds(todo, region, me, self._dtype, parity, todo.largest))
+            for parity in (0, 1)
+        )
+
+    def _run(self, staged: Sequence[Round], source: Array, out: Array) -> None:
+        """Stage all but the first pieces, which are staged already, and move all."""
+        context, call = self._context, self._call
+        for number, each in enumerate(staged):
+            if number:
+                each.fill(source)
+                self._region.enter(call.digest, context, self._begin)
+            else:
+                self._copy_own(source, out)
+            each.run(source, out, call.reduction)
+
+    def _copy_own(self, source: Array, out: Array) -> None:
+        own = self._schedule.own
+        if own and not np.may_share_memory(source, out):  # if so, it is in its place already
+            for place, span in own:
+                out[place] = source[span.place]
+
+    def _places(self, source: Array, out: Array, instead: Array | None) -> Array | None:
+        """Where the arrays lie that this rank publishes.
+
+        ``instead`` if the others do not see them; None if they overlap.
+        """
+        flat = source.reshape(-1)
+        flat_out = flat if source is out else out.reshape(-1)
+        found = separated(flat, flat_out, self._definition, self._call.layout, self._context.rank)
+        if found is not flat and found is not flat_out:
+            return None
+        words: list[int] = []
+        needed = self._schedule.publishers.get(self._context.rank, ())
+        for which, array in ((INPUT, source), (OUTPUT, out)):
+            place = self._region.place(array) if which in needed else NOT_PUBLISHED
+            if place is None:
+                return instead
+            words += place
+        return np.array(words, np.uint64)
+
+    def _continue(self, entry: OperationEntry, source: Array, out: Array) -> None:
+        """Carry a call out the ordinary way, after its first step."""
+        context = self._context
+        context.entry = entry
+        movement, layout = self._definition.movement, self._call.layout
         try:
-            area.step = step = area.step + 1
-            parity = step & 1
-            mine = own[parity]
-            if fills:
-                rooms_of[parity][me][...] = source if source.ndim == 1 else source.reshape(-1)
-            flags[mine + DIGEST] = digest
-            flags[mine] = step
-            if wake is not None:
-                wake()
-            fits, begun = True, False
-            for at in others[parity]:
-                if flags[at] != step:
-                    if not begun:  # once: the deadline is for all of them
-                        link.begin(call, sequence, limit, False)
-                        begun = True
-                    area.wait(at, step, link)
-                if flags[at + DIGEST] != digest:
-                    fits = False
-            if not fits:
-                link.begin(call, sequence, limit, False)
-                link.disagree()
-            reads[parity](source, out)
-        except BaseException as error:
-            link.begin(call, sequence, limit, False)
-            link.broke(entry, error)
-            raise
-
-    return work
+            Call(context, movement, layout, source, out).after_publishing(copied=False)
+        finally:
+            context.release()
 
 
-def _reduces(link: CollectiveContext, call: CallSpec, rooms: list[Array]) -> _Read:
-    assert call.reduction is not None
-    reduce = prepare(link, call.reduction, rooms)
-
-    def read(source: Array, out: Array) -> None:
-        reduce(out if out.ndim == 1 else out.reshape(-1))
-
-    return read
-
-
-def _all_gather(link: CollectiveContext, call: CallSpec, rooms: list[Array]) -> _Read:
-    places = [slice(low, low + call.bounds[1]) for low in call.bounds[:-1]]
-    parts = list(zip(places, rooms, strict=True))
-
-    def read(source: Array, out: Array) -> None:
-        flat = out if out.ndim == 1 else out.reshape(-1)
-        for place, room in parts:
-            flat[place] = room
-
-    return read
-
-
-def _broadcast(link: CollectiveContext, call: CallSpec, rooms: list[Array]) -> _Read:
-    room, sends = rooms[call.root], call.root == link.rank
-
-    def read(source: Array, out: Array) -> None:
-        if not sends:
-            (out if out.ndim == 1 else out.reshape(-1))[...] = room
-        elif out is not source:
-            out[...] = source
-
-    return read
-
-
-_READERS: dict[str, Callable[[CollectiveContext, CallSpec, list[Array]], _Read]] = {
-    "all_gather": _all_gather,
-    "all_reduce": _reduces,
-    "broadcast": _broadcast,
-    "reduce_scatter": _reduces,
-}
+def _nothing() -> Array | None:
+    """Stand in for a weak reference to an array."""
+    return None

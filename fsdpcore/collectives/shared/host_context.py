@@ -1,7 +1,7 @@
 """``HostContext``: the ranks of a group on one host, within a collective of the whole group.
 
-Where a group spans several hosts, the ranks of each have a link of their own, on a channel of
-their own and, where they can, with an area of their own. It takes part in the group's collectives
+Where a group spans several hosts, the ranks of each have a context of their own, on a channel of
+their own and, where they can, with a region of their own. It takes part in the group's collectives
 only: it has their sequence numbers and deadlines, and its errors are theirs. Whether the ranks of
 a host share memory makes no difference to the other hosts.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdpcore.collectives.algorithms import direct, doubling
 from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.shared import region
+from fsdpcore.collectives.shared.establish import establish as establish_region
 from fsdpcore.comm.backend import Backend, SubBackend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.channels import channel_of
@@ -54,7 +54,7 @@ class HostContext(CollectiveContext):
     """
 
     def __init__(self, whole: CollectiveContext, backend: Backend, memory: Carrier) -> None:
-        """Make the link.
+        """Make the context.
 
         Args:
             whole, backend: the group.
@@ -80,19 +80,19 @@ class HostContext(CollectiveContext):
         """Let the ranks of this host find out whether they share memory."""
         self.follow()
         try:
-            area = self.area = region.establish(self, self._group)
+            region = self.area = establish_region(self, self._group)
         finally:
             self.release()
-        if area is not None:
+        if region is not None:
             self.carrier = self._memory
-            self._group.root.regions.add(area)
+            self._group.root.regions.add(region)
 
     def timed_out(self) -> CommTimeoutError:
         return self._whole.timed_out()
 
 
-def establish(link: CollectiveContext, backend: Backend, memory: Carrier) -> bool:
-    """Give the link of a group on several hosts, in its first collective, the one of this host.
+def establish(context: CollectiveContext, backend: Backend, memory: Carrier) -> bool:
+    """Give the context of a group on several hosts, in its first collective, the one of this host.
 
     Returns:
         Whether on every host the ranks share memory; the same on all ranks.
@@ -103,22 +103,22 @@ def establish(link: CollectiveContext, backend: Backend, memory: Carrier) -> boo
     hosts = backend.hosts
     if len(set(hosts)) == 1:
         return False
-    link.inside = inside = HostContext(link, backend, memory)
-    if backend.root.memory is None or len(set(hosts)) == link.size:
+    context.inside = inside = HostContext(context, backend, memory)
+    if backend.root.memory is None or len(set(hosts)) == context.size:
         return False
     inside.establish()
     shares = np.array([inside.area is not None or inside.size == 1])
-    votes = np.zeros(link.size, np.bool_)
-    doubling.all_gather(link, shares, votes, range(link.size + 1))
+    votes = np.zeros(context.size, np.bool_)
+    doubling.all_gather(context, shares, votes, range(context.size + 1))
     return bool(votes.all())
 
 
 @contextlib.contextmanager
-def within_host(link: CollectiveContext) -> Iterator[tuple[CollectiveContext, Carrier]]:
-    """The link of the ranks on this host, and what to use on it, during a collective."""
-    inside = link.inside
+def within_host(context: CollectiveContext) -> Iterator[tuple[CollectiveContext, Carrier]]:
+    """The context of the ranks on this host, and what to use on it, during a collective."""
+    inside = context.inside
     if inside is None:  # all ranks are on one host
-        yield link, MESSAGES
+        yield context, MESSAGES
         return
     assert isinstance(inside, HostContext)
     inside.follow()

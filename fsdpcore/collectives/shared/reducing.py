@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 Reduce = Callable[[Array], None]
 
 
-def prepare(link: CollectiveContext, reduction: Reduction, parts: Sequence[Array]) -> Reduce:
+def prepare(context: CollectiveContext, reduction: Reduction, parts: Sequence[Array]) -> Reduce:
     """Return what does ``reduction.reduce(parts, out)`` with the ``out`` that it is given.
 
     Args:
-        link: its scratch memory is used.
+        context: its scratch memory is used.
         reduction: which one.
         parts: one flat array per rank, at least two.
     """
@@ -27,7 +27,7 @@ def prepare(link: CollectiveContext, reduction: Reduction, parts: Sequence[Array
     if reduction.accumulator is not dtype or (len(parts) > 2 and size > BLOCK):
         return partial(reduction.reduce, parts)
     rows, values = len(parts) // 2, list(parts)
-    scratch = link.scratch(rows * size, dtype).reshape(rows, size)
+    scratch = context.scratch(rows * size, dtype).reshape(rows, size)
     steps: list[Callable[[], Any]] = []
     stride = 1
     while 2 * stride < len(parts):  # all of the tree but its root
@@ -37,6 +37,8 @@ def prepare(link: CollectiveContext, reduction: Reduction, parts: Sequence[Array
             values[low] = target
         stride *= 2
     left, right, combine, store = values[0], values[stride], reduction.combine, reduction.store
+    if reduction.op is not ReduceOp.MEAN and not steps:
+        return partial(combine, left, right)
     divides, count = reduction.op is ReduceOp.MEAN, len(parts)
 
     def reduce(out: Array) -> None:

@@ -38,8 +38,8 @@ def shared_window(backend: Backend, shape: int | Sequence[int], dtype: DTypeLike
     if len(set(backend.hosts)) > 1:
         return _on_every_host(backend, sizes, kind)
 
-    def body(link: CollectiveContext) -> Array | None:
-        found = _map(link, sharing, math.prod(sizes) * kind.itemsize)
+    def body(context: CollectiveContext) -> Array | None:
+        found = _map(context, sharing, math.prod(sizes) * kind.itemsize)
         return None if found is None else found.view(kind).reshape(sizes)
 
     found: Array | None = run(backend, call, body, timeout=None, async_op=False)
@@ -69,29 +69,29 @@ def _shared_window(backend: Backend, dtype: np.dtype[Any], shape: tuple[int, ...
     return spec_for(backend, "shared_window", None, dtype, shape)
 
 
-def _map(link: CollectiveContext, sharing: MemorySharing, nbytes: int) -> Bytes | None:
+def _map(context: CollectiveContext, sharing: MemorySharing, nbytes: int) -> Bytes | None:
     """Let the first rank make memory and all map it; the same outcome on all ranks."""
-    area = region_of(link)
-    if area is None:
+    region = region_of(context)
+    if region is None:
         return None
     window, memory, why = None, None, ""
     try:
-        window = sharing.segment(max(nbytes, 1)) if link.rank == 0 else None
+        window = sharing.segment(max(nbytes, 1)) if context.rank == 0 else None
     except (OSError, MemoryError) as error:
         why = str(error)
     try:
-        number = area.exchange(link, window.number if window else 0)[0]
+        number = region.exchange(context, window.number if window else 0)[0]
         try:
             if number:
                 memory = window.bytes(0, nbytes) if window else sharing.open(number)[:nbytes]
         except OSError as error:
             why = str(error)
-        complete = all(area.exchange(link, memory is not None))
+        complete = all(region.exchange(context, memory is not None))
     finally:
         if window is not None:
             window.close()
     if why:
-        rank = link.global_rank(link.rank)
+        rank = context.global_rank(context.rank)
         _LOG.info("rank %d has no memory for a window of %d bytes: %s", rank, nbytes, why)
     return memory if complete else None
 

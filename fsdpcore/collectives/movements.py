@@ -1,0 +1,96 @@
+"""What each collective moves, as data: from which parts of the ranks' arrays to which.
+
+Every rank has an input and an output, flat arrays. A collective may cut one of them, or both, into
+a chunk for each rank. ``shared.interpreter`` carries movements out, whatever they move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+INPUT, OUTPUT = 0, 1
+
+
+class Part(NamedTuple):
+    """A part of a rank's array.
+
+    Attributes:
+        array: ``INPUT`` or ``OUTPUT``.
+        rank: whose.
+        chunk: the rank that the chunk is for or from; None for the whole array.
+    """
+
+    array: int
+    rank: int
+    chunk: int | None = None
+
+
+class Move(NamedTuple):
+    """One step of a movement; they do not depend on each other's results.
+
+    Attributes:
+        targets: get what comes of the sources.
+        sources: several are reduced, in this order; a single one is copied.
+        divided: targets and sources are whole arrays, and the ranks divide the work: rank c does
+            chunk c of it. Moves that are divided are done in the order of the list, so that one
+            may overwrite what only those before it read.
+    """
+
+    targets: tuple[Part, ...]
+    sources: tuple[Part, ...]
+    divided: bool = False
+
+
+# The ranks, and the root (-1 for none), to the moves.
+Movement = Callable[[range, int], list[Move]]
+
+
+def inputs(ranks: Iterable[int], chunk: int | None = None) -> tuple[Part, ...]:
+    """The same part of several ranks' inputs."""
+    return tuple(Part(INPUT, rank, chunk) for rank in ranks)
+
+
+def outputs(ranks: Iterable[int], chunk: int | None = None) -> tuple[Part, ...]:
+    """The same part of several ranks' outputs."""
+    return tuple(Part(OUTPUT, rank, chunk) for rank in ranks)
+
+
+def all_reduce(ranks: range, root: int) -> list[Move]:
+    """All inputs, reduced, to all outputs."""
+    return [Move(outputs(ranks), inputs(ranks), divided=True)]
+
+
+def reduce(ranks: range, root: int) -> list[Move]:
+    """All inputs, reduced, to the root."""
+    return [Move(outputs([root]), inputs(ranks), divided=True)]
+
+
+def reduce_scatter(ranks: range, root: int) -> list[Move]:
+    """Chunk r of all inputs, reduced, to each rank r."""
+    return [Move(outputs([rank]), inputs(ranks, rank)) for rank in ranks]
+
+
+def all_gather(ranks: range, root: int) -> list[Move]:
+    """The input of each rank r to chunk r of all outputs."""
+    return [Move(outputs(ranks, rank), inputs([rank])) for rank in ranks]
+
+
+def gather(ranks: range, root: int) -> list[Move]:
+    """The input of each rank r to chunk r of the root's output."""
+    return [Move(outputs([root], rank), inputs([rank])) for rank in ranks]
+
+
+def broadcast(ranks: range, root: int) -> list[Move]:
+    """The root's input to all outputs."""
+    return [Move(outputs(ranks), inputs([root]))]
+
+
+def scatter(ranks: range, root: int) -> list[Move]:
+    """Chunk r of the root's input to each rank r."""
+    return [Move(outputs([rank]), inputs([root], rank)) for rank in ranks]
+
+
+def all_to_all(ranks: range, root: int) -> list[Move]:
+    """Chunk r of the input of each rank s to chunk s of the output of each rank r."""
+    return [Move(outputs([r], s), inputs([s], r)) for r in ranks for s in ranks]
