@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp import optim
     from fsdpcore.fsdp.engine import FSDP
     from fsdpcore.fsdp.offload.offload import Offload
+    from fsdpcore.fsdp.options import Prefetch
     from fsdpcore.fsdp.plan.estimate import MemoryEstimate, memory_estimate
     from fsdpcore.fsdp.plan.make_plan import make_plan
     from fsdpcore.fsdp.plan.plan import Plan
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.plan.sizes import UnitSize
     from fsdpcore.fsdp.sharding.strategy import Strategy
     from fsdpcore.fsdp.state.state import ArrayPiece, EngineState, ShardedArray
-    from fsdpcore.fsdp.step.schedule import Prefetch
     from fsdpcore.fsdp.step.step import Step
     from fsdpcore.fsdp.units import initializers
     from fsdpcore.fsdp.units.precision import LossScale, Precision
@@ -179,7 +179,7 @@ _LATER = {
     "Offload": "fsdp.offload.offload",
     "Plan": "fsdp.plan.plan",
     "Precision": "fsdp.units.precision",
-    "Prefetch": "fsdp.step.schedule",
+    "Prefetch": "fsdp.options",
     "Report": "fsdp.plan.report",
     "ShardedArray": "fsdp.state.state",
     "ShardedLayers": "adapters.fully_shard",

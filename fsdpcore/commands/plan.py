@@ -14,9 +14,9 @@ import typer
 from numpy.typing import DTypeLike
 
 from fsdpcore.commands.usage import one_line
+from fsdpcore.core import text
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.core.policy import Costs
-from fsdpcore.fsdp.plan import table
 from fsdpcore.fsdp.plan.choice import (
     Change,
     Training,
@@ -166,27 +166,27 @@ def _compared(plans: list[Plan], limit: int | None) -> str:
     rows = [
         (
             in_words(plan.strategy),
-            table.size(plan.persistent.total),
-            table.size(plan.peak_bytes),
-            table.size(plan.bytes_sent),
-            table.duration(plan.seconds),
+            text.size(plan.persistent.total),
+            text.size(plan.peak_bytes),
+            text.size(plan.bytes_sent),
+            text.duration(plan.seconds),
             "" if limit is None else "yes" if plan.peak_bytes <= limit else "no",
         )
         for plan in plans
     ]
     header = ("strategy", "between steps", "peak", "sent", "communication", "fits")
-    return table.columns(header, rows)
+    return text.columns(header, rows)
 
 
 def _verdict(limit: int, best: Plan | None, closest: Plan, helps: list[Change]) -> str:
-    memory = table.size(limit)
+    memory = text.size(limit)
     if best is not None:
         return f"cheapest that fits {memory}: {in_words(best.strategy)}"
-    missing = table.size(closest.peak_bytes - limit)
+    missing = text.size(closest.peak_bytes - limit)
     lines = [f"nothing fits {memory}; {in_words(closest.strategy)} comes closest, {missing} more"]
     for change in helps:
         fits = "which fits" if change.peak_bytes <= limit else "not enough alone"
-        lines.append(f"  with {change.words}: {table.size(change.peak_bytes)}, {fits}")
+        lines.append(f"  with {change.words}: {text.size(change.peak_bytes)}, {fits}")
     return "\n".join(lines)
 
 

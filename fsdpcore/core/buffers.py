@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +18,8 @@ from fsdpcore.core.errors import ArgumentError, ProtocolError
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
+Allocate = Callable[[int, "np.dtype[Any]"], Array]
+"""Makes a flat array of so many elements, with any content."""
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 

@@ -14,7 +14,7 @@ from fsdpcore.fsdp.model import EngineStatus, ShardedModel
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
 from fsdpcore.fsdp.offload.stores import open_stores
 from fsdpcore.fsdp.optim import Optimizer
-from fsdpcore.fsdp.options import EngineOptions
+from fsdpcore.fsdp.options import EngineOptions, Prefetch
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.plan.make_plan import Sync
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
@@ -29,16 +29,17 @@ from fsdpcore.fsdp.state.save import full_state, sharded_state
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress
 from fsdpcore.fsdp.state.writing import set_progress, update_shards, writing_state
 from fsdpcore.fsdp.step.executor import StepExecutor
-from fsdpcore.fsdp.step.schedule import Prefetch
 from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.step.step import Step
 from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
+from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.check_units import check_optimizers, check_units
+from fsdpcore.fsdp.units.needs import needs_of
+from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.precision import Precision, Scaler
-from fsdpcore.fsdp.units.sharded_unit import Binding, ParamState, ShardedUnit
+from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
-from fsdpcore.fsdp.units.updates import Optimizers
 from fsdpcore.fsdp.units.window import open_window
 
 
@@ -155,7 +156,8 @@ class FSDP:
         """Make the memory of all units: in a window, in files, or of their own."""
         model, groups, options = self._model, self._model.groups, self._model.options
         window = options.window and options.offload is None
-        stores = open_stores(options.offload, model.units, groups, model.optimizers)
+        needs = [needs_of(unit, groups, model.optimizers) for unit in model.units]
+        stores = open_stores(options.offload, needs, groups)
         self._file = stores.file
         parts = [part for unit in model.units for part in unit.flat_parameters]
         opened = open_window([part.layout for part in parts], groups.shards) if window else None

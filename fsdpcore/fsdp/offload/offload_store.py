@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.core.buffers import Array
+from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.fsdp.offload.mapped_file import FileSpan, MappedFile, joined, pages
 from fsdpcore.fsdp.offload.offload import ArrayKind, Offload, OffloadStats
-from fsdpcore.fsdp.units.buffer_pool import Allocate
 
 Needs = Mapping[ArrayKind, Sequence[int]]
 """Sizes in bytes of a unit's arrays, by kind, in the order in which they are allocated."""

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.text import size
 from fsdpcore.fsdp.offload.mapped_file import PAGE, MappedFile, check_system, in_memory, pages
-from fsdpcore.fsdp.offload.offload import ArrayKind, Offload
+from fsdpcore.fsdp.offload.offload import Offload
 from fsdpcore.fsdp.offload.offload_store import (
     FileOffloadStore,
     HostOffloadStore,
@@ -26,10 +27,7 @@ from fsdpcore.fsdp.offload.offload_store import (
     OffloadFile,
     OffloadStore,
 )
-from fsdpcore.fsdp.plan.table import size
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
-from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
-from fsdpcore.fsdp.units.updates import Optimizers, state_sizes
 
 _IN_MEMORY = -1  # not the number of any error of the system
 
@@ -48,11 +46,15 @@ class OffloadStores:
 
 def open_stores(
     policy: Offload | None,
-    units: Sequence[ShardedUnit],
+    needs: Sequence[Needs],
     groups: ProcessGroups,
-    optimizers: Optimizers | None,
 ) -> OffloadStores:
-    """Make stores for units that are laid out; a collective if there is a policy.
+    """Make a store for each of several units; a collective if there is a policy.
+
+    Args:
+        policy: of the engine.
+        needs: what each unit needs; see ``needs_of``.
+        groups: of ranks.
 
     Raises:
         ConfigError: a rank cannot have its file, or there are none on a GPU; on all ranks, and no
@@ -61,46 +63,25 @@ def open_stores(
     """
     empty, device = groups.shards.empty, groups.device
     if policy is None:
-        return OffloadStores([OffloadStore(empty) for _ in units])
+        return OffloadStores([OffloadStore(empty) for _ in needs])
     if not device.on_host:
         if policy.directory is not None:
             raise ConfigError(
                 f"this engine computes on a GPU ({device}), where Offload keeps arrays in the "
                 "memory of the host, and has no files: leave out the directory, Offload()"
             )
-        return OffloadStores([HostOffloadStore(policy, empty, device.pinned) for _ in units])
-    needs = [_offloaded(policy, needs_of(unit, groups, optimizers)) for unit in units]
+        return OffloadStores([HostOffloadStore(policy, empty, device.pinned) for _ in needs])
+    offloaded = [_offloaded(policy, each) for each in needs]
     starts, total = [], 0
-    for need in needs:
+    for each in offloaded:
         starts.append(total)
-        total += sum(pages(nbytes) for sizes in need.values() for nbytes in sizes)
+        total += sum(pages(nbytes) for sizes in each.values() for nbytes in sizes)
     file = OffloadFile(policy, _open(policy, groups.everyone, max(total, PAGE)))
     made = [
-        FileOffloadStore(file, policy, empty, start, need)
-        for start, need in zip(starts, needs, strict=True)
+        FileOffloadStore(file, policy, empty, start, each)
+        for start, each in zip(starts, offloaded, strict=True)
     ]
     return OffloadStores(made, file)
-
-
-def needs_of(unit: ShardedUnit, groups: ProcessGroups, optimizers: Optimizers | None) -> Needs:
-    """Return the sizes of what one rank holds of a unit all the time; before ``bind``."""
-    needs: dict[ArrayKind, list[int]] = {kind: [] for kind in ArrayKind}
-    dtypes, place = unit.dtypes, groups.placement
-    for part in unit.flat_parameters:
-        trained, layout = part is unit.trained_parameter, part.layout
-        held = place.parameters_held(layout)
-        needs[ArrayKind.TRAINED if trained else ArrayKind.FROZEN].append(
-            held * layout.dtype.itemsize
-        )
-    layout, master = unit.layout, dtypes.master.itemsize
-    if dtypes.mixed:
-        needs[ArrayKind.MASTER].append(layout.shard_size * master)
-    needs[ArrayKind.GRADIENT].append(place.gradients_held(layout) * dtypes.grad.itemsize)
-    if optimizers is not None and unit.trainable:
-        rank, found = groups.shards.rank, optimizers.of_unit(unit.name)
-        sizes = state_sizes(layout, rank, found, unit.boxes)
-        needs[ArrayKind.STATE].extend(elements * master for elements in sizes)
-    return needs
 
 
 def _offloaded(policy: Offload, needs: Needs) -> Needs:

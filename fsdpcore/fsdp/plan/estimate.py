@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdpcore.core import text
 from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.fsdp.plan import table
 from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize, even_units, lay_out
 from fsdpcore.fsdp.plan.units import sizes_of
@@ -85,10 +85,10 @@ class MemoryEstimate:
             ("saving against no_shard", self.saving, 0),
         ]
         moved = self.offload != "none"
-        return table.columns(
+        return text.columns(
             (f"{self.strategy.name}, {self.world_size} ranks", "bytes", "offloaded"),
             [
-                (name, table.size(here), table.size(there) if moved else "")
+                (name, text.size(here), text.size(there) if moved else "")
                 for name, here, there in rows
             ],
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from fsdpcore.fsdp.plan import table
+from fsdpcore.core import text
 from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize
 from fsdpcore.fsdp.plan.step_log import Live, PlannedCollective
 from fsdpcore.fsdp.plan.times import Times
@@ -107,7 +107,7 @@ class Plan:
         return None if self.times is None else self.times.exposed
 
     def table(self) -> str:
-        """Return all operations as a table."""
+        """Return all operations as a text."""
         return _operations(self)
 
     def __str__(self) -> str:
@@ -173,12 +173,12 @@ def placed(plan: Plan) -> str:
         shape += f", parameters cut over {plan.tensor}"
     return (
         f"{plan.strategy.name}, rank {plan.rank} of {plan.world_size} ({shape}): "
-        f"{len(plan.units)} units, {table.count(elements)} parameters"
+        f"{len(plan.units)} units, {text.count(elements)} parameters"
     )
 
 
 def _memory(plan: Plan) -> str:
-    """Return the memory of one rank as a table."""
+    """Return the memory of one rank as a text."""
     rows = [
         ("parameters", plan.persistent.parameters),
         ("gradients", plan.persistent.gradients),
@@ -189,7 +189,7 @@ def _memory(plan: Plan) -> str:
     ]
     if plan.pinned:
         rows.append(("of which on the host", plan.pinned))
-    return table.columns(("memory", "bytes"), [(name, table.size(nbytes)) for name, nbytes in rows])
+    return text.columns(("memory", "bytes"), [(name, text.size(nbytes)) for name, nbytes in rows])
 
 
 def _communication(plan: Plan) -> str:
@@ -201,26 +201,26 @@ def _communication(plan: Plan) -> str:
         found[key] = number + 1, sent + operation.bytes_sent, taken + (operation.seconds or 0.0)
     timed = plan.seconds is not None
     rows = [
-        (*key, str(number), table.size(sent), table.duration(taken) if timed else "")
+        (*key, str(number), text.size(sent), text.duration(taken) if timed else "")
         for key, (number, sent, taken) in found.items()
     ]
-    total = str(len(plan.operations)), table.size(plan.bytes_sent), table.duration(plan.seconds)
+    total = str(len(plan.operations)), text.size(plan.bytes_sent), text.duration(plan.seconds)
     header = ("communication", "operation", "ranks", "number", "sent", "time")
-    return table.columns(header, [*rows, ("total", "", "", *total)], left=2)
+    return text.columns(header, [*rows, ("total", "", "", *total)], left=2)
 
 
 def _summary(plan: Plan) -> str:
     """Return a plan in short."""
     parts = [placed(plan), _memory(plan), _communication(plan)]
     words = (
-        [f"{table.size(plan.padding_bytes)} of what is sent is padding"]
+        [f"{text.size(plan.padding_bytes)} of what is sent is padding"]
         if plan.padding_bytes
         else []
     )
     if plan.step_seconds is not None:
         words.append(
-            f"a step takes {table.duration(plan.step_seconds)}, of which "
-            f"{table.duration(plan.exposed_seconds)} is waiting for communication"
+            f"a step takes {text.duration(plan.step_seconds)}, of which "
+            f"{text.duration(plan.exposed_seconds)} is waiting for communication"
         )
     return "\n\n".join([*parts, *words])
 
@@ -236,13 +236,13 @@ def _operations(plan: Plan) -> str:
             operation.kind,
             "background" if operation.background else "",
             str(operation.group_size),
-            table.size(operation.nbytes),
-            table.size(operation.padding) if operation.padding else "",
-            table.size(operation.bytes_sent),
-            table.size(operation.live_bytes),
-            table.duration(operation.seconds),
+            text.size(operation.nbytes),
+            text.size(operation.padding) if operation.padding else "",
+            text.size(operation.bytes_sent),
+            text.size(operation.live_bytes),
+            text.duration(operation.seconds),
         )
         for operation in plan.operations
     ]
     header = ("pass", "phase", "unit", "operation", "", "ranks", "bytes", "padding", "sent", "live")
-    return table.columns((*header, "time"), rows, left=5)
+    return text.columns((*header, "time"), rows, left=5)

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fsdpcore.core import text
 from fsdpcore.core.checks import as_finite, as_instance
-from fsdpcore.fsdp.plan import table
 from fsdpcore.fsdp.plan.plan import Plan, placed
 
 
@@ -96,7 +96,7 @@ class Report:
             for row in self.rows
         ]
         header = ("", "predicted", "measured", "ratio")
-        return f"{placed(self.plan)}\n\n{table.columns(header, rows)}"
+        return f"{placed(self.plan)}\n\n{text.columns(header, rows)}"
 
 
 def _row(name: str, predicted: float | None, measured: float | None) -> ReportRow:
@@ -113,5 +113,5 @@ def _words(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if "bytes" in name:
-        return table.size(value)
-    return table.duration(value) if name.endswith("seconds") else str(value)
+        return text.size(value)
+    return text.duration(value) if name.endswith("seconds") else str(value)

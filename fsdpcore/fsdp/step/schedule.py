@@ -8,63 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from fsdpcore.core.checks import as_int
-from fsdpcore.core.errors import ArgumentError
-
 Phase = Literal["forward", "backward"]
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """What goes on in the background while a unit is in use; the same on all ranks.
-
-    Args:
-        units: so many of those that come next are gathered ahead of their use; 0 for none.
-        max_bytes: no more than so many bytes are gathered ahead, but for a unit that is larger
-            alone; None for no limit.
-        reductions: 1 lets the gradients of a unit be reduced while the backward pass goes on with
-            the next; with 0 it waits for them. By default 1 where ranks are on several hosts, or on
-            GPUs: ranks of one host do the copying themselves, and it takes no less time in the
-            background.
-
-    Raises:
-        ArgumentError: a number that makes no sense.
-    """
-
-    units: int = 1
-    max_bytes: int | None = None
-    reductions: int | None = None
-
-    def __post_init__(self) -> None:
-        as_int(self.units, "prefetch (in units)", minimum=0)
-        if self.max_bytes is not None:
-            as_int(self.max_bytes, "max_bytes of Prefetch", minimum=1)
-        if self.reductions not in (None, 0, 1):
-            raise ArgumentError(
-                f"reductions of Prefetch must be 0, 1 or None, got {self.reductions!r}"
-            )
-
-    @classmethod
-    def of(cls, given: Prefetch | int) -> Prefetch:
-        """Return a policy for a number of units; with 0, nothing goes on in the background."""
-        if isinstance(given, Prefetch):
-            return given
-        units = as_int(given, "prefetch (in units)", minimum=0)
-        return cls(units, reductions=None if units else 0)
-
-    def overlaps(self, hosts: Sequence[int], *, on_host: bool) -> bool:
-        """Whether gradients are reduced in the background.
-
-        Args:
-            hosts: of the ranks.
-            on_host: they compute there, not on GPUs.
-        """
-        if self.reductions is None:
-            return len(hosts if not on_host else set(hosts)) > 1
-        return self.reductions == 1 and len(hosts) > 1
 
 
 class UnitOrder:

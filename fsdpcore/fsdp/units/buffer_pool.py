@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
-
-# Makes a flat array of so many elements, with any content.
-Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 # A buffer that came back serves requests that are smaller by no more than this. Otherwise a step
 # would hold more than its plan says; what is freed goes back to the memory of ``Backend.empty``.

@@ -8,10 +8,10 @@ from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.sharding.tensor_group import described
 from fsdpcore.fsdp.units.declaration import UnitDeclaration
+from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.fsdp.units.special import Tied, elements_of
 from fsdpcore.fsdp.units.unit import Unit
-from fsdpcore.fsdp.units.updates import Optimizers
 
 
 def check_units(units: Sequence[Unit], device: Device, *, has_tensor: bool) -> None:

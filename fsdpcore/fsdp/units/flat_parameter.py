@@ -12,8 +12,7 @@ from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.offload import ArrayKind
 from fsdpcore.fsdp.offload.offload_store import OffloadStore
-from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
-from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.filling import fill
 from fsdpcore.fsdp.units.precision import Dtypes
@@ -58,27 +57,20 @@ class FlatParameter:
         self.rank = 0
 
     def bind(
-        self,
-        groups: ProcessGroups,
-        algorithm: str,
-        pool: BufferPool,
-        store: OffloadStore,
-        flat: Array | None,
-        seed: int,
-        *,
-        trained: bool,
+        self, binding: Binding, store: OffloadStore, flat: Array | None, *, trained: bool
     ) -> None:
-        """Make the memory, and write this rank's shard of the initial values."""
-        self.rank, self._device = groups.shards.rank, groups.device
+        """Make the memory, and write this rank's shard of the initial values.
+
+        Args:
+            binding: of the engine.
+            store: of the unit's arrays.
+            flat: the place in the window, if there is one.
+            trained: whether these parameters are.
+        """
+        self.rank, self._device = binding.groups.shards.rank, binding.groups.device
         kind = ArrayKind.TRAINED if trained else ArrayKind.FROZEN
         self.storage = make_storage(
-            self.places,
-            groups,
-            algorithm,
-            pool,
-            store.allocate(kind),
-            flat,
-            away=kind in store.away,
+            self.places, binding, store.allocate(kind), flat, away=kind in store.away
         )
         if trained:
             store.mark(ArrayKind.OWN, self.storage.own)
@@ -88,6 +80,12 @@ class FlatParameter:
             allocate = store.allocate(ArrayKind.MASTER)
             self.master = allocate(self.layout.shard_size, self._master_dtype)
             self.master[self.valid_size :] = 0
+        self._fill(binding.seed)
+        self._params = {}
+        self.publish()
+
+    def _fill(self, seed: int) -> None:
+        """Write the initial values."""
         for piece in self.layout.pieces(self.rank):
             value = self._params[piece.name]
             target = self.master[piece.shard_start : piece.shard_stop]
@@ -97,8 +95,6 @@ class FlatParameter:
             else:
                 flat = value.reshape(-1)
                 self._device.assign(target, flat[piece.param_start : piece.param_stop])
-        self._params = {}
-        self.publish()
 
     @property
     def valid_size(self) -> int:

@@ -30,8 +30,7 @@ from fsdpcore.core.work import Work
 from fsdpcore.fsdp.gpu import inplace
 from fsdpcore.fsdp.offload.offload import GRADIENTS, ArrayKind
 from fsdpcore.fsdp.offload.offload_store import OffloadStore
-from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
-from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.precision import Dtypes
 from fsdpcore.fsdp.units.views import Gradients, Places
 
@@ -70,9 +69,7 @@ class UnitGradients:
 
     Args:
         places: where the parameters that have gradients lie.
-        groups: to reduce over.
-        algorithm: of the collectives.
-        pool: of the full gradients.
+        binding: of the engine.
         dtypes: of the unit.
         store: where the reduced gradients are, once they are needed.
 
@@ -83,12 +80,11 @@ class UnitGradients:
     def __init__(
         self,
         places: Places,
-        groups: ProcessGroups,
-        algorithm: str,
-        pool: BufferPool,
+        binding: Binding,
         dtypes: Dtypes,
         store: OffloadStore,
     ) -> None:
+        groups = binding.groups
         self._places = places
         self._layout = places.layout
         self._groups = groups
@@ -100,8 +96,8 @@ class UnitGradients:
         # Of the full gradients, what is kept; and of that, the shard.
         self._range = slice(0, places.layout.padded_size) if whole else shard
         self._shard = shard if whole else slice(None)
-        self._algorithm = algorithm
-        self._pool = pool
+        self._algorithm = binding.algorithm
+        self._pool = binding.pool
         self._dtypes = dtypes
         self._store = store
         self._reduced: Array | None = None  # what this rank keeps, while there is any

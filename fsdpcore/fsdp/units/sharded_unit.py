@@ -17,7 +17,6 @@ import enum
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,13 +34,12 @@ from fsdpcore.fsdp.offload.offload import (
     ArrayKind,
 )
 from fsdpcore.fsdp.offload.offload_store import OffloadStore
-from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
-from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.flat_parameter import FlatParameter, lay_out
 from fsdpcore.fsdp.units.gradients import GradState, UnitGradients, check_divisor
 from fsdpcore.fsdp.units.precision import Precision
-from fsdpcore.fsdp.units.updates import Optimizers, ShardUpdate
+from fsdpcore.fsdp.units.updates import ShardUpdate
 from fsdpcore.fsdp.units.views import Gradients, Joined, locked
 
 
@@ -51,17 +49,6 @@ class ParamState(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
-
-
-@dataclass(frozen=True)
-class Binding:
-    """What the engine gives to each of its units."""
-
-    groups: ProcessGroups
-    pool: BufferPool
-    optimizers: Optimizers | None
-    algorithm: str
-    seed: int
 
 
 class ShardedUnit:
@@ -120,19 +107,16 @@ class ShardedUnit:
             flats: the flat buffers in the window of the host, or None where there is none.
             store: where the arrays are that this rank holds all the time.
         """
-        groups, algorithm, pool = binding.groups, binding.algorithm, binding.pool
         trained = self.trained_parameter
-        self.store, self.device, self._binding = store, groups.device, binding
+        self.store, self.device, self._binding = store, binding.groups.device, binding
         for part, flat in zip(self.flat_parameters, flats, strict=True):
-            part.bind(groups, algorithm, pool, store, flat, binding.seed, trained=part is trained)
-        self.gradients = UnitGradients(trained.places, groups, algorithm, pool, self.dtypes, store)
+            part.bind(binding, store, flat, trained=part is trained)
+        self.gradients = UnitGradients(trained.places, binding, self.dtypes, store)
         if binding.optimizers is not None and self.trainable:
             self.updater = ShardUpdate(
-                self.name,
                 trained,
-                binding.optimizers,
-                groups,
-                algorithm,
+                binding,
+                binding.optimizers.of_unit(self.name),
                 store.allocate(ArrayKind.STATE),
                 self.boxes,
             )

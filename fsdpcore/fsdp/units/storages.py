@@ -9,42 +9,33 @@ from typing import Any
 from fsdpcore.collectives import all_gather, barrier
 from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import Array
+from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.core.work import Work
-from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
-from fsdpcore.fsdp.units.buffer_pool import Allocate, BufferPool
+from fsdpcore.fsdp.units.binding import Binding
+from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.storage import ParameterStorage, place_of, sent
 from fsdpcore.fsdp.units.views import Params, Places
 
 
 def make_storage(
-    places: Places,
-    groups: ProcessGroups,
-    algorithm: str,
-    pool: BufferPool,
-    allocate: Allocate,
-    flat: Array | None,
-    *,
-    away: bool,
+    places: Places, binding: Binding, allocate: Allocate, flat: Array | None, *, away: bool
 ) -> ParameterStorage:
     """Make the storage of a flat buffer.
 
     Args:
         places: where each parameter lies in it.
-        groups: of the ranks that share it.
-        algorithm: of the collectives.
-        pool: of gathered parameters.
+        binding: of the engine.
         allocate: makes what this rank holds.
         flat: its place in the window, if there is one.
         away: what ``allocate`` makes is the host's memory, while a GPU computes.
     """
     if flat is not None:
-        return SharedWindowStorage(groups.shards, places, flat)
-    if not groups.placement.whole_parameters:
-        return ShardedStorage(groups, places, algorithm, pool, allocate, away=away)
+        return SharedWindowStorage(binding.groups.shards, places, flat)
+    if not binding.groups.placement.whole_parameters:
+        return ShardedStorage(places, binding, allocate, away=away)
     if away:
-        return PinnedReplicaStorage(groups.shards, places, algorithm, pool, allocate)
-    return ReplicatedStorage(groups.shards, places, algorithm, allocate)
+        return PinnedReplicaStorage(places, binding, allocate)
+    return ReplicatedStorage(places, binding, allocate)
 
 
 class _PooledStorage(ParameterStorage):
@@ -91,20 +82,11 @@ class _PooledStorage(ParameterStorage):
 class ShardedStorage(_PooledStorage):
     """A shard on each rank, gathered into a buffer of the pool."""
 
-    def __init__(
-        self,
-        groups: ProcessGroups,
-        places: Places,
-        algorithm: str,
-        pool: BufferPool,
-        allocate: Allocate,
-        *,
-        away: bool,
-    ) -> None:
+    def __init__(self, places: Places, binding: Binding, allocate: Allocate, *, away: bool) -> None:
         own = allocate(places.layout.shard_size, places.layout.dtype)
-        super().__init__(places, own, groups.shards.rank, pool)
-        self._groups = groups
-        self._algorithm = algorithm
+        super().__init__(places, own, binding.groups.shards.rank, binding.pool)
+        self._groups = binding.groups
+        self._algorithm = binding.algorithm
         self._away = away
         # A larger part than the own shard, kept from the forward to the backward pass.
         self._part: Array | None = None
@@ -151,13 +133,14 @@ class ShardedStorage(_PooledStorage):
 class ReplicatedStorage(ParameterStorage):
     """All parameters on every rank; the own shard is a slice of them."""
 
-    def __init__(self, shards: Backend, places: Places, algorithm: str, allocate: Allocate) -> None:
+    def __init__(self, places: Places, binding: Binding, allocate: Allocate) -> None:
+        shards = binding.groups.shards
         flat = allocate(places.layout.padded_size, places.layout.dtype)
         super().__init__(places, place_of(flat, places.layout, shards.rank), shards.rank)
         self.nbytes = flat.nbytes
         self.padding = places.layout.padding * flat.itemsize
         self._shards = shards
-        self._algorithm = algorithm
+        self._algorithm = binding.algorithm
         self._flat = flat
         self._params = Params(flat, places)
         self._stale = shards.world_size > 1
@@ -207,20 +190,17 @@ class ReplicatedStorage(ParameterStorage):
 class PinnedReplicaStorage(_PooledStorage):
     """All parameters on every rank, in the host's memory; copied to the GPU that uses them."""
 
-    def __init__(
-        self,
-        shards: Backend,
-        places: Places,
-        algorithm: str,
-        pool: BufferPool,
-        allocate: Allocate,
-    ) -> None:
-        home = allocate(places.layout.padded_size, places.layout.dtype)
-        super().__init__(places, place_of(home, places.layout, shards.rank), shards.rank, pool)
+    def __init__(self, places: Places, binding: Binding, allocate: Allocate) -> None:
+        home, shards = (
+            allocate(places.layout.padded_size, places.layout.dtype),
+            binding.groups.shards,
+        )
+        own = place_of(home, places.layout, shards.rank)
+        super().__init__(places, own, shards.rank, binding.pool)
         self.nbytes = home.nbytes
         self.padding = places.layout.padding * home.itemsize
         self._shards = shards
-        self._algorithm = algorithm
+        self._algorithm = binding.algorithm
         self._home = home
         self._stale = shards.world_size > 1
 

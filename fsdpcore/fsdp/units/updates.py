@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,44 +11,14 @@ from numpy.typing import NDArray
 
 from fsdpcore.collectives import all_reduce, broadcast
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import Array
+from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.optim import Optimizer, ParamGroups
+from fsdpcore.fsdp.optim import Optimizer
 from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
 from fsdpcore.fsdp.optim.pieces import PieceSpec, ShardPiece
-from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
-from fsdpcore.fsdp.units.buffer_pool import Allocate
-from fsdpcore.fsdp.units.declaration import UnitDeclaration
+from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.flat_parameter import FlatParameter
-
-
-class Optimizers:
-    """Which optimizer updates which parameter of an engine; ``repr`` is what ranks compare."""
-
-    def __init__(
-        self, given: Optimizer | Mapping[str, Optimizer], units: Iterable[UnitDeclaration]
-    ) -> None:
-        self._groups = ParamGroups.of(given)
-        names = {
-            (unit.name, name): f"{unit.name}.{name}" for unit in units for name in unit.trained
-        }
-        found = self._groups.resolve(list(names.values()))
-        self._by_unit: dict[str, dict[str, Optimizer]] = {}
-        for (unit, name), full in names.items():
-            self._by_unit.setdefault(unit, {})[name] = found[full]
-
-    def of_unit(self, unit: str) -> dict[str, Optimizer]:
-        """Return the optimizers of a unit's parameters by name."""
-        return self._by_unit.get(unit, {})
-
-    @property
-    def groups(self) -> ParamGroups:
-        """The patterns, and their optimizers."""
-        return self._groups
-
-    def __repr__(self) -> str:
-        return repr(self._groups)
 
 
 class ShardUpdate:
@@ -63,21 +33,20 @@ class ShardUpdate:
 
     def __init__(
         self,
-        unit: str,
         part: FlatParameter,
-        optimizers: Optimizers,
-        groups: ProcessGroups,
-        algorithm: str,
+        binding: Binding,
+        policies: Mapping[str, Optimizer],
         allocate: Allocate,
         boxes: Mapping[str, ArrayBox],
     ) -> None:
-        self._label = f"optimizer of unit {unit}"
-        self._algorithm = algorithm
+        groups = binding.groups
+        self._label = f"optimizer of unit {part.places.unit}"
+        self._algorithm = binding.algorithm
         self._part = part
         self._shards = groups.shards
         self._tensor = groups.tensor
         self._device = groups.device
-        self.policies = found = optimizers.of_unit(unit)
+        self.policies = found = policies
         self.ranges = elementwise_ranges(part.layout.pieces(part.rank), found)
         self.specs = whole_parameter_specs(part.layout, part.rank, found, boxes)
         dtype, size = part.master.dtype, part.valid_size

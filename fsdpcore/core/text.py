@@ -1,4 +1,4 @@
-"""Numbers in words, and columns of them, for plans, estimates and reports."""
+"""Numbers in words, and columns of them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,28 @@
+"""What all units of an engine have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
+from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.optimizers import Optimizers
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What an engine gives to each of its units.
+
+    Attributes:
+        groups: of ranks.
+        pool: of gathered parameters and full gradients.
+        optimizers: which optimizer updates which parameter; None without one.
+        algorithm: of the collectives.
+        seed: of the initialisers.
+    """
+
+    groups: ProcessGroups
+    pool: BufferPool
+    optimizers: Optimizers | None
+    algorithm: str
+    seed: int

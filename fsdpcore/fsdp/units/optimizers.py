@@ -1,0 +1,36 @@
+"""Which optimizer updates which parameter of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fsdpcore.fsdp.optim import Optimizer, ParamGroups
+from fsdpcore.fsdp.units.declaration import UnitDeclaration
+
+
+class Optimizers:
+    """The optimizer of each parameter; ``repr`` is what ranks compare."""
+
+    def __init__(
+        self, given: Optimizer | Mapping[str, Optimizer], units: Iterable[UnitDeclaration]
+    ) -> None:
+        self._groups = ParamGroups.of(given)
+        names = {
+            (unit.name, name): f"{unit.name}.{name}" for unit in units for name in unit.trained
+        }
+        found = self._groups.resolve(list(names.values()))
+        self._by_unit: dict[str, dict[str, Optimizer]] = {}
+        for (unit, name), full in names.items():
+            self._by_unit.setdefault(unit, {})[name] = found[full]
+
+    def of_unit(self, unit: str) -> dict[str, Optimizer]:
+        """Return the optimizers of a unit's parameters by name."""
+        return self._by_unit.get(unit, {})
+
+    @property
+    def groups(self) -> ParamGroups:
+        """The patterns, and their optimizers."""
+        return self._groups
+
+    def __repr__(self) -> str:
+        return repr(self._groups)
