@@ -63,7 +63,8 @@ def _compare(backend: Backend, digests: list[str]) -> None:
 
     def message(found: Disagreement) -> str:
         cause = found.groups[0][0].rpartition("|")[0]
-        return f"{cause} between {found.ranks}; give all ranks the same"
+        others = ", ".join(map(str, found.others))
+        return f"{cause} between rank {found.first} and ranks {others}; give all ranks the same"
 
     compare(backend, "initial values", digests, message)
 
