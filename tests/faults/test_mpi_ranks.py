@@ -181,7 +181,7 @@ def fail(*args):
 
 def main(backend):
     if backend.rank == 1:
-        NativeCollectives.broadcast = fail
+        MpiCollectives.broadcast = fail
     try:
         fc.broadcast(np.ones(100), backend, root=1, algorithm="native")
     except MemoryError:  # and it goes on by itself

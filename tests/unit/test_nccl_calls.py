@@ -401,9 +401,9 @@ def test_the_supervisor_sleeps_while_there_is_nothing_to_do(machine: Machine) ->
         fc.all_reduce(x, backend)
         backend.device.synchronize()
         end = time.monotonic() + 20
-        while not backend.watcher._asleep and time.monotonic() < end:
+        while not backend.supervisor._asleep and time.monotonic() < end:
             time.sleep(0.01)
-        return bool(backend.watcher._asleep)
+        return bool(backend.supervisor._asleep)
 
     assert on_ranks(body) == [True] * P
 

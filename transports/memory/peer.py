@@ -1,4 +1,4 @@
-"""``MemoryPeer``: what a process reads of the memory of another one, see ``shared_memory``.
+"""``MemoryPeer``: what a process reads of the memory of another one, see ``shared.py``.
 
 The first segment of a process says which of its loans are revoked: how many, and their numbers. If
 there are more than fit, all are.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import ProtocolError
 
-if TYPE_CHECKING:
-    from .shared import MappedSegment, SharedMemory
+from .segment import MappedSegment, process_of
 
 HOME_BYTES = mmap.PAGESIZE - 16  # of the first segment, a page with the mark at its end
 _WORDS = HOME_BYTES // 8
@@ -34,6 +33,16 @@ def revoke(home: mmap.mmap, loan: int) -> None:
     _fence()
 
 
+class SegmentTable(Protocol):
+    """The segments of other processes that this one has mapped; ``SharedMemory`` is one."""
+
+    def attached(self, number: int) -> MappedSegment:
+        """Map, once, the segment of that number; raises OSError if it is out of reach."""
+
+    def visit(self, number: int, drawn: int) -> MappedSegment:
+        """Map the first segment of a process; raises OSError if it is out of reach."""
+
+
 class MemoryPeer:
     """Memory of another process, which was met.
 
@@ -43,7 +52,7 @@ class MemoryPeer:
         drawn: what it has drawn at random.
     """
 
-    def __init__(self, memory: SharedMemory, home: MappedSegment, drawn: int) -> None:
+    def __init__(self, memory: SegmentTable, home: MappedSegment, drawn: int) -> None:
         self._memory, self._home, self._drawn = memory, home, drawn
         self._words = memoryview(home.memory)[:HOME_BYTES].cast("Q")
         self._seen: dict[int, Bytes] = {}
@@ -65,7 +74,7 @@ class MemoryPeer:
 
     def _attach(self, number: int) -> Bytes:
         home = self._home.number
-        if self._memory.process_of(number) != self._memory.process_of(home):
+        if process_of(number) != process_of(home):
             raise ProtocolError("memory of another process is named")
         try:
             segment = self._memory.attached(number)
@@ -93,7 +102,7 @@ class MemoryPeer:
 
 
 def _fence() -> None:
-    """Let no store or load of this thread pass a call; see ``collectives/area.py`` for why."""
+    """Let no store or load of this thread pass a call; see ``collectives/shared`` for why."""
     lock = threading.Lock()
     for _ in range(2):
         lock.acquire()

@@ -3,10 +3,6 @@
 The memory is an anonymous file of the kernel (``memfd``), a *segment*, which another process of
 the same user opens through ``/proc``. It is gone with the last process that has it mapped, however
 that ends; and it does not come out of ``/dev/shm``, which is tiny in many containers.
-
-A segment is named by a number of 64 bits: its process, its descriptor there, and how many
-segments that process had made before. The last 16 bytes of every segment repeat that number and
-what the process has drawn at random: process numbers repeat in other containers.
 """
 
 from __future__ import annotations
@@ -24,55 +20,20 @@ import threading
 import weakref
 from typing import Any
 
-import numpy as np
-
 from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.errors import ProtocolError
 
 from .peer import HOME_BYTES, MemoryPeer, revoke
 from .pool import Pool
+from .segment import MARK, MappedSegment, address_of, descriptor_of, number_of, process_of
 
 _LOG = logging.getLogger("fsdpcore")
 
-_MARK = struct.Struct("<QQ")  # at the end of every segment: its number, and the drawn one
 _INTRODUCTION = struct.Struct("<QQ")
-_DESCRIPTOR_BITS, _SERIAL_BITS = 20, 22
 _SMALLEST, _LARGEST = 4 << 20, 1 << 30  # bytes of a segment of the pool, unless one array is larger
 _PAGE = mmap.PAGESIZE
 _PHYSICAL = os.sysconf("SC_PHYS_PAGES") * _PAGE
-
-
-class MappedSegment:
-    """Mapped memory.
-
-    Attributes:
-        number: what other processes open it by.
-        nbytes: its size without the mark at the end.
-        address: where it is mapped.
-        memory: what arrays are made on.
-        descriptor: of the file; -1 in processes that did not make it.
-    """
-
-    def __init__(self, descriptor: int, number: int, nbytes: int, *, owned: bool) -> None:
-        self.number, self.nbytes = number, nbytes
-        self.memory = mmap.mmap(descriptor, nbytes + _MARK.size)
-        self.address = _address(np.frombuffer(self.memory, np.uint8))
-        self.descriptor = descriptor if owned else -1
-
-    def bytes(self, offset: int, nbytes: int) -> Bytes:
-        """An array on a part of the memory, which lives as long as the array."""
-        return np.ndarray((nbytes,), np.uint8, self.memory, offset)
-
-    def marked(self, number: int, drawn: int) -> bool:
-        """Whether the segment was made under that number, by the process that has drawn that."""
-        return bool(_MARK.unpack_from(self.memory, self.nbytes) == (number, drawn))
-
-    def close(self) -> None:
-        """Let no further process open the segment; the memory goes with the last array on it."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
 
 
 class SharedMemory:
@@ -167,11 +128,6 @@ class SharedMemory:
 
     # Segments.
 
-    @staticmethod
-    def process_of(number: int) -> int:
-        """The process that has made the segment of that number."""
-        return number >> (_DESCRIPTOR_BITS + _SERIAL_BITS)
-
     def attached(self, number: int) -> MappedSegment:
         """Map, once, a segment that ``locate`` has named.
 
@@ -219,7 +175,7 @@ class SharedMemory:
         addresses, ordered = self._places
         if not addresses:
             return None
-        address = _address(array)
+        address = address_of(array)
         at = bisect.bisect_right(addresses, address) - 1
         if at < 0:
             return None
@@ -283,12 +239,9 @@ class SharedMemory:
             raise OSError("this system has no memfd_create")
         descriptor = os.memfd_create("fsdpcore")
         try:
-            if descriptor >> _DESCRIPTOR_BITS:
-                raise OSError("too many open files")
-            serial = next(self._serials) % (1 << _SERIAL_BITS)
-            number = (os.getpid() << _DESCRIPTOR_BITS | descriptor) << _SERIAL_BITS | serial
-            os.ftruncate(descriptor, nbytes + _MARK.size)
-            os.pwrite(descriptor, _MARK.pack(number, self._drawn), nbytes)
+            number = number_of(os.getpid(), descriptor, next(self._serials))
+            os.ftruncate(descriptor, nbytes + MARK.size)
+            os.pwrite(descriptor, MARK.pack(number, self._drawn), nbytes)
             return MappedSegment(descriptor, number, nbytes, owned=True)
         except (OSError, OverflowError) as error:
             os.close(descriptor)
@@ -297,13 +250,12 @@ class SharedMemory:
             raise OSError(f"{nbytes} bytes are more than there can be") from error
 
     def _open(self, number: int) -> MappedSegment:
-        process = self.process_of(number)
-        descriptor = number >> _SERIAL_BITS & ((1 << _DESCRIPTOR_BITS) - 1)
-        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
+        path = f"/proc/{process_of(number)}/fd/{descriptor_of(number)}"
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
         try:
-            nbytes = os.fstat(opened).st_size - _MARK.size
-            mark = os.pread(opened, _MARK.size, max(nbytes, 0))
-            if len(mark) != _MARK.size or _MARK.unpack(mark)[0] != number:
+            nbytes = os.fstat(opened).st_size - MARK.size
+            mark = os.pread(opened, MARK.size, max(nbytes, 0))
+            if len(mark) != MARK.size or MARK.unpack(mark)[0] != number:
                 raise OSError("the ranks run in different containers")
             return MappedSegment(opened, number, nbytes, owned=False)
         finally:
@@ -319,11 +271,6 @@ class SharedMemory:
         )
         self._segments[segment.number] = segment
         return segment
-
-
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _refuse(nbytes: int) -> Any:

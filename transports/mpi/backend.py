@@ -48,6 +48,7 @@ from .library import MPI, PROCESS, poll_until, versions
 from .native import native_algorithms
 from .place import check_place
 from .progress import ProgressThread
+from .transport import MpiTransport
 from .wire import (
     MAX_INLINE,
     MAX_TEXT,
@@ -89,7 +90,7 @@ class MpiOptions:
         as_choice(self.shm, ("auto", "on", "off"), "shm", error=ConfigError)
 
 
-class MpiBackend(Transport):
+class MpiBackend(MpiTransport):
     """One rank; made by ``join``."""
 
     needs_launcher = True

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fsdpcore.collectives.context import CollectiveContext
 
 from .library import PROCESS
 
-if TYPE_CHECKING:
-    from .native import MpiCollectives
-
 # A call that blocks inside MPI may still end by itself for so long after the job has failed.
 _FAILED_SECONDS = 2.0
 # One that looks at its deadline itself gets to raise its error.
 _LATE_SECONDS = 1.0
+
+
+class GuardedGroup(Protocol):
+    """A group that calls MPI; ``ranks`` are its members in the whole job."""
+
+    ranks: tuple[int, ...]
 
 
 class BlockedCallGuard:
@@ -34,7 +37,7 @@ class BlockedCallGuard:
         self._rank = rank
         self._failure = failure
         self._failed_at: float | None = None
-        self.calls: dict[MpiCollectives, CollectiveContext] = {}
+        self.calls: dict[GuardedGroup, CollectiveContext] = {}
 
     def check(self) -> None:
         """Abort the job if a call is overdue."""

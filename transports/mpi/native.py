@@ -20,7 +20,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +33,7 @@ from fsdpcore.core.errors import CommTimeoutError
 from fsdpcore.core.reductions import ReduceOp, Reduction
 
 from .library import MPI, PROCESS
-
-if TYPE_CHECKING:
-    from .backend import MpiBackend
+from .transport import MpiTransport
 
 # MPI counts with 31 bits. Reductions and broadcasts go in pieces of half a GiB; the others, whose
 # positions are counted too, are left to our own algorithms from there on.
@@ -95,7 +93,7 @@ class MpiCollectives:
     calls may be under way at the same time.
     """
 
-    def __init__(self, transport: MpiBackend, group: Backend) -> None:
+    def __init__(self, transport: MpiTransport, group: Backend) -> None:
         self._transport = transport
         self.ranks = group.ranks
         self._bound: tuple[Reduction | None, tuple[MPI.Datatype, MPI.Op] | None] = (None, None)
@@ -393,7 +391,7 @@ _REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 
 
 def native_algorithms(
-    transport: MpiBackend, group: Backend
+    transport: MpiTransport, group: Backend
 ) -> Mapping[str, Mapping[str, Algorithm]]:
     """Return MPI's collectives for a group, in the form of ``Transport.algorithms``."""
     native = MpiCollectives(transport, group)

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fsdpcore.collectives.device_transport import DeviceTransport
 from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.broadcast import broadcast
 from fsdpcore.collectives.state import state_of
@@ -77,6 +76,7 @@ from .direct import DirectCollectives
 from .fast_path import NATIVE, fast_path_for
 from .groups import GroupCommunicators
 from .supervisor import Flight, Supervisor, key_of
+from .transport import NcclTransport
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.spec import CallSpec
@@ -103,20 +103,11 @@ class NcclOptions(ZmqOptions):
             raise ConfigError(f"device must not be negative, got {self.device}")
 
 
-class NcclBackend(ZmqBackend, DeviceTransport):
-    """One rank and its GPU; made by ``join``.
-
-    Attributes:
-        gpu: the same as ``device``.
-        communicators, groups, watcher: what looks after NCCL, and after what was enqueued.
-    """
+class NcclBackend(ZmqBackend, NcclTransport):
+    """One rank and its GPU; made by ``join``."""
 
     options: ClassVar[type[NcclOptions]] = NcclOptions
     transport_capabilities = Capabilities("nccl", alpha=60e-6, beta=0.5e-9, gamma=0.1e-9)
-    gpu: CudaDevice
-    communicators: Communicators
-    groups: GroupCommunicators
-    watcher: Supervisor
     _has_gpu = False
 
     # Joining.
@@ -159,7 +150,9 @@ class NcclBackend(ZmqBackend, DeviceTransport):
         self.groups = GroupCommunicators(self.communicators)
         self._agreement = Agreement(self.rank, self._note)
         self._ending = ending = ClosingHandshake(self, self._note)
-        self.watcher = Supervisor(self, device, self.communicators, self._agreement, ending.answer)
+        self.supervisor = Supervisor(
+            self, device, self.communicators, self._agreement, ending.answer
+        )
         self._at_exit = functools.partial(_abort_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
         with self.lock:
@@ -197,7 +190,7 @@ class NcclBackend(ZmqBackend, DeviceTransport):
             self._ending.heard(rank, content)
         else:
             self._agreement.heard(rank, content)
-        self.watcher.wake()
+        self.supervisor.wake()
 
     # Collectives.
 
@@ -227,10 +220,10 @@ class NcclBackend(ZmqBackend, DeviceTransport):
         held: object,
     ) -> None:
         end = time.monotonic() + limit
-        self.watcher.leave(state_of(group).context)
+        self.supervisor.leave(state_of(group).context)
         if isinstance(ticket, CudaTicket):
             flight = Flight(ticket.event, False, group, call, sequence, limit, end, held)
-            self.watcher.add(self.gpu.stream.ptr, flight)
+            self.supervisor.add(self.gpu.stream.ptr, flight)
             return
         stream, event = cupy.cuda.get_current_stream(), self.gpu.take_event()
         try:
@@ -238,14 +231,14 @@ class NcclBackend(ZmqBackend, DeviceTransport):
         except ERRORS as error:
             raise translated(error, f"{call.operation} #{sequence}") from error
         flight = Flight(event, True, group, call, sequence, limit, end, None)
-        self.watcher.add(key_of(stream.ptr), flight)
+        self.supervisor.add(key_of(stream.ptr), flight)
         communicator = self.groups.find(group.channel)
         if call.fast_path is None and communicator is not None:
             call.fast_path = fast_path_for(self, group, call, communicator)
 
     def keep(self, ticket: Ticket, held: object) -> None:
         assert isinstance(ticket, CudaTicket)
-        self.watcher.keep(ticket.event, held)
+        self.supervisor.keep(ticket.event, held)
 
     def was_split(self, group: Backend, made: Backend | None) -> None:
         if not self.groups.can_split(group):
@@ -253,17 +246,17 @@ class NcclBackend(ZmqBackend, DeviceTransport):
         deadline = Deadline(self.default_timeout)
         try:
             # NCCL divides communicators that are at rest.
-            if not self.watcher.finish(deadline.remaining(), device_twin(group).channel):
+            if not self.supervisor.finish(deadline.remaining(), device_twin(group).channel):
                 self.check_usable()
-                raise self.watcher.overdue(f"after {self.default_timeout:g} s of split()")
+                raise self.supervisor.overdue(f"after {self.default_timeout:g} s of split()")
             self.groups.split(group, made, deadline.remaining())
         except CommunicationError as error:
             self.fail(error, tell=True)
             raise
 
     def group_closed(self, group: Backend) -> None:
-        if self.failure is None and self.watcher.finish(self.default_timeout, group.channel):
-            self.watcher.forget(group.channel)
+        if self.failure is None and self.supervisor.finish(self.default_timeout, group.channel):
+            self.supervisor.forget(group.channel)
             self.groups.release(group)
 
     # Ending.
@@ -298,11 +291,11 @@ class NcclBackend(ZmqBackend, DeviceTransport):
     def _finish_device(self) -> CommunicationError | None:
         """Let what was enqueued end; return why it did not."""
         seconds = self.default_timeout
-        if not self.watcher.finish(seconds):
+        if not self.supervisor.finish(seconds):
             if self._failure is None:
-                self.fail(self.watcher.overdue(f"after {seconds:g} s of close()"), tell=True)
+                self.fail(self.supervisor.overdue(f"after {seconds:g} s of close()"), tell=True)
             return self.failure
-        if self._ending.meet(self.watcher, seconds):
+        if self._ending.meet(self.supervisor, seconds):
             self.communicators.destroy()
         elif self._failure is None:
             self.communicators.abandon()
@@ -312,7 +305,7 @@ class NcclBackend(ZmqBackend, DeviceTransport):
         if not self._has_gpu:
             return
         self.communicators.join(BOUND)
-        self.watcher.stop()
+        self.supervisor.stop()
         atexit.unregister(self._at_exit)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cupy
 import numpy as np
@@ -25,9 +25,7 @@ from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.core.reductions import ReduceOp, Reduction
 
 from .communicators import Communicator
-
-if TYPE_CHECKING:
-    from .backend import NcclBackend
+from .transport import NcclTransport
 
 _SUM, _MEAN, _PROD = ReduceOp.SUM.value, ReduceOp.MEAN.value, ReduceOp.PROD.value
 _MIN, _MAX = ReduceOp.MIN.value, ReduceOp.MAX.value
@@ -111,7 +109,7 @@ class NcclCollectives:
 
     copies_alone: ClassVar[bool] = True
 
-    def __init__(self, transport: NcclBackend, group: Backend) -> None:
+    def __init__(self, transport: NcclTransport, group: Backend) -> None:
         self._transport = transport
         self._group = group
         self._launches = transport.communicators.launches
@@ -119,7 +117,7 @@ class NcclCollectives:
 
     def communicator(self, link: CollectiveContext) -> Communicator:
         """The group's communicator, made by its first call; for a call that follows at once."""
-        self._transport.watcher.enter(link)
+        self._transport.supervisor.enter(link)
         if self._found is None:
             self._found = self._transport.groups.of(self._group, link)
         return self._found

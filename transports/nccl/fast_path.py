@@ -22,11 +22,10 @@ from fsdpcore.core.buffers import Array
 from .calls import BYTES, is_even, kind_of
 from .communicators import ERRORS, Communicator
 from .supervisor import Flight, key_of
+from .transport import NcclTransport
 
 if TYPE_CHECKING:
     from fsdpcore.collectives.spec import CallSpec
-
-    from .backend import NcclBackend
 
 NATIVE = "nccl"  # the algorithm that the fast path knows
 # Addresses of input and result, and the stream.
@@ -47,7 +46,7 @@ class _Form(NamedTuple):
 
 
 def fast_path_for(
-    transport: NcclBackend, group: Backend, spec: CallSpec, communicator: Communicator
+    transport: NcclTransport, group: Backend, spec: CallSpec, communicator: Communicator
 ) -> FastPath | None:
     """Return the fast path of a call whose ranks have agreed on it, if it has one."""
     if spec.choice.name != NATIVE or not spec.nbytes or not spec.agreed:
@@ -57,9 +56,13 @@ def fast_path_for(
 
 
 def _fast_path(
-    transport: NcclBackend, group: Backend, spec: CallSpec, communicator: Communicator, form: _Form
+    transport: NcclTransport,
+    group: Backend,
+    spec: CallSpec,
+    communicator: Communicator,
+    form: _Form,
 ) -> FastPath:
-    device, supervisor, record = transport.gpu, transport.watcher, spec.record
+    device, supervisor, record = transport.gpu, transport.supervisor, spec.record
     begin, order, ordinal = transport.recorder.begin, group.order, device.ordinal
     lock = order.lock
     dtype, shape, limit = spec.dtype, spec.out_shape, transport.default_timeout

@@ -111,13 +111,13 @@ class ZmqBackend(Transport):
         self._options = options
         self._token = place.token
         sizes = MessageSizes(options.eager_bytes, options.segment_bytes)
-        self.engine = ConnectionState(
+        self.state = ConnectionState(
             place.rank, sizes, memory, functools.partial(self.fail, tell=True)
         )
-        self.control = Control(self, self.engine, place.token)
-        self.lock, self.table = self.engine.lock, self.engine.table
+        self.control = Control(self, self.state, place.token)
+        self.lock, self.table = self.state.lock, self.state.table
         name = f"fsdpcore-zmq-rank{place.rank}"
-        self.poller = self.engine.poller = Poller(self.lock, self.control.tick, name)
+        self.poller = self.state.poller = Poller(self.lock, self.control.tick, name)
         self._peers = self.control.peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._acceptor = Acceptor(place.rank, place.token, self._arrived)
@@ -192,10 +192,10 @@ class ZmqBackend(Transport):
     def _arrived(self, rank: int, sock: socket.socket) -> None:
         """Take over the data connection to a rank."""
         peer = self._peers[rank]
-        memory = self.engine.memory
+        memory = self.state.memory
         near = memory.available and self.hosts[rank] == self.hosts[self.rank]
         serve = functools.partial(self.control.serve_mail, peer)
-        peer_channel = PeerChannel(self.engine, rank, sock, serve, memory if near else None)
+        peer_channel = PeerChannel(self.state, rank, sock, serve, memory if near else None)
         peer.connect(peer_channel)
 
     def _greet_all(self, timeout: float, deadline: Deadline) -> None:

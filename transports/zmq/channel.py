@@ -42,10 +42,10 @@ _NOTES = frozenset(
 
 
 class PeerChannel:
-    """The messages from and to one other rank; called with the engine's lock held.
+    """The messages from and to one other rank; called with the lock of the connections held.
 
     Args:
-        engine: of this rank.
+        state: of this rank.
         rank: of the other.
         sock: the connection to it.
         serve: serves ``frame_socket``, and calls ``copy``; called when there may be input, or
@@ -62,17 +62,17 @@ class PeerChannel:
 
     def __init__(
         self,
-        engine: ConnectionState,
+        state: ConnectionState,
         rank: int,
         sock: socket.socket,
         serve: Callable[[], None],
         memory: SharedMemory | None = None,
     ) -> None:
-        self.engine = engine
+        self.state = state
         self.rank = rank
         self.serve = serve
-        self.frame_socket = FrameSocket(sock, engine.poller, self._begin)
-        engine.poller.add(sock.fileno(), serve)
+        self.frame_socket = FrameSocket(sock, state.poller, self._begin)
+        state.poller.add(sock.fileno(), serve)
         self.posted = self.arrived = 0
         self.asked = self.granted = 0
         self.last: tuple[int, int] | None = None
@@ -91,12 +91,12 @@ class PeerChannel:
         channel, tag, signature = envelope
         self.posted += 1
         size = data.size
-        if size <= self.engine.sizes.eager:
+        if size <= self.state.sizes.eager:
             self.frame_socket.put(
                 pack_header(FrameKind.EAGER, channel, tag, 0, size, 0, signature), data
             )
             return SENT
-        number = next(self.engine.numbers)
+        number = next(self.state.numbers)
         if self._lending is not None:
             lent = self._lending.offer(data, envelope, number)
             if lent is not None:
@@ -155,7 +155,7 @@ class PeerChannel:
 
     def cancel_send(self, outgoing: OutgoingMessage) -> bool:
         """Send no more of a message; False if the receiver may wait for it."""
-        with self.engine.lock:
+        with self.state.lock:
             self._withdraw(outgoing)
         return outgoing.finished
 
@@ -177,7 +177,7 @@ class PeerChannel:
 
     def receive(self, incoming: IncomingMessage) -> bool:
         """Post a receive; return whether its message has still to come."""
-        arrival = self.engine.table.post(incoming)
+        arrival = self.state.table.post(incoming)
         if arrival is None:
             return True
         if not self._fits(arrival.frame, incoming):
@@ -189,7 +189,7 @@ class PeerChannel:
         if arrival.place is not None:
             self._accept_lent(arrival, incoming)
             if self.copy():
-                self.engine.poller.again(self.serve)
+                self.state.poller.again(self.serve)
             return False
         self._accept(arrival.frame, incoming, len(arrival.bytes))
         arrival.incoming = incoming
@@ -214,7 +214,7 @@ class PeerChannel:
                 place, signature = split_place(frame)
                 frame = frame._replace(signature=signature)
         arrival = UnexpectedMessage(self, frame, place)
-        incoming = self.engine.table.arrive(arrival)
+        incoming = self.state.table.arrive(arrival)
         if incoming is None:
             arrival.bytes = bytearray(inline)
             return arrival, memoryview(arrival.bytes)
@@ -277,11 +277,11 @@ class PeerChannel:
         if frame.signature == wanted.signature and frame.size == incoming.out.size:
             return True
         sent = Envelope(frame.channel, frame.tag, frame.signature)
-        size, here = incoming.out.size, self.engine.rank
+        size, here = incoming.out.size, self.state.rank
         error = mismatch(self.rank, sent, frame.size, here, wanted, size)
         assert error is not None
         incoming.finish(error)
-        self.engine.fail(error)
+        self.state.fail(error)
         return False
 
     def _accept(self, frame: Frame, incoming: IncomingMessage, inline: int) -> None:
@@ -321,8 +321,8 @@ class PeerChannel:
 
     def cancel_receive(self, incoming: IncomingMessage) -> bool:
         """Write no more into a receive's array; return whether no peer will notice."""
-        with self.engine.lock:
-            if self.engine.table.withdraw_receive(incoming):
+        with self.state.lock:
+            if self.state.table.withdraw_receive(incoming):
                 return True
             if self._receiving.get(incoming.number) is incoming:
                 self._drop(incoming)

@@ -58,23 +58,23 @@ class Control:
         released: its sockets are not used any more.
         heard: takes what a rank says by ``note``; must not wait.
 
-    Called with the engine's lock held.
+    Called with the lock of the connections held.
     """
 
-    def __init__(self, backend: Transport, engine: ConnectionState, token: str) -> None:
+    def __init__(self, backend: Transport, state: ConnectionState, token: str) -> None:
         self.peers: dict[int, Peer] = {}
         self.introduced = False
         self.leaving = False
         self.released = False
         self.heard: Callable[[int, Mapping[str, Any]], None] = _heard_by_nobody
         self._backend = backend
-        self._engine = engine
+        self._state = state
         self._token = token
         self._queries: dict[int, StatusQuery] = {}
 
     def add(self, peer: Peer) -> None:
         """Look after a peer, whose sockets are there."""
-        poller = self._engine.poller
+        poller = self._state.poller
         serve = functools.partial(self.serve, peer)
         poller.add(int(peer.socket.getsockopt(zmq.FD)), serve, rare=True)
         poller.add(int(peer.monitor.getsockopt(zmq.FD)), peer.read_monitor, rare=True)
@@ -108,7 +108,7 @@ class Control:
                     peer.flush()
                 else:
                     return
-            self._engine.poller.again(functools.partial(self.serve, peer))
+            self._state.poller.again(functools.partial(self.serve, peer))
         except BaseException as error:
             self._went_wrong(peer, error)
 
@@ -120,7 +120,7 @@ class Control:
         try:
             served = peer_channel.frame_socket.serve()
             if peer_channel.copy() or not served:
-                self._engine.poller.again(functools.partial(self.serve_mail, peer))
+                self._state.poller.again(functools.partial(self.serve_mail, peer))
             if peer_channel.last is not None or peer_channel.frame_socket.ended:
                 self._note_progress(peer)
         except BaseException as error:
@@ -203,13 +203,13 @@ class Control:
                 self.miss(peer)
         elif peer.cut_at is None:
             peer.cut_at = time.monotonic()
-            self._engine.poller.remind()
+            self._state.poller.remind()
 
     def _note_leaving(self, peer: Peer) -> None:
         """A peer posts no more messages; break the backend if any is needed from it."""
         peer.left = True
         wanted = any(
-            wait.peer_channel is peer.peer_channel for wait in self._engine.table.receives()
+            wait.peer_channel is peer.peer_channel for wait in self._state.table.receives()
         )
         if wanted or (peer.peer_channel is not None and peer.peer_channel.unwanted()):
             self.miss(peer)
@@ -285,7 +285,7 @@ class Control:
 
     def query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
         """Ask ranks for their status; those that do not answer in time are left out."""
-        number = next(self._engine.numbers)
+        number = next(self._state.numbers)
         query = self._queries[number] = StatusQuery(ranks)
         for rank in query.open.copy():
             peer = self.peers[rank]
@@ -294,7 +294,7 @@ class Control:
             else:
                 peer.queue(Frame(FrameKind.QUERY, channel, message=number))
                 self.serve(peer)
-        self._engine.poller.until(lambda: not query.open, seconds)
+        self._state.poller.until(lambda: not query.open, seconds)
         del self._queries[number]
         return query.answers
 

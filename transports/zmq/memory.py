@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -24,11 +24,9 @@ from fsdpcore.core.errors import CommunicationError, ConfigError, ProtocolError,
 
 from ..memory.peer import MemoryPeer
 from ..memory.shared import SharedMemory
-from .messages import IncomingMessage, OutgoingMessage
+from .frame_socket import FrameSocket
+from .messages import IncomingMessage, MessageChannel, OutgoingMessage
 from .wire import Frame, FrameKind, SegmentOffset, pack_header, pack_place
-
-if TYPE_CHECKING:
-    from .channel import PeerChannel
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -53,15 +51,28 @@ def required(ranks: list[int], why: str) -> ConfigError:
     )
 
 
+class MemoryChannel(MessageChannel, Protocol):
+    """What the bytes in memory use of the ``PeerChannel`` whose messages they are."""
+
+    frame_socket: FrameSocket
+    asked: int
+
+    def give_up(self, outgoing: OutgoingMessage, error: Exception) -> None:
+        """Fail a message, of which the receiver has heard."""
+
+    def ask(self, kind: FrameKind, number: int) -> None:
+        """Ask for a message, or the rest of it, with GRANT or REFUSE."""
+
+
 class Lending:
-    """The messages to one peer; called with the engine's lock held.
+    """The messages to one peer; called with the lock of the connections held.
 
     Args:
         peer_channel: the messages from and to that peer.
         memory: of this rank.
     """
 
-    def __init__(self, peer_channel: PeerChannel, memory: SharedMemory) -> None:
+    def __init__(self, peer_channel: MemoryChannel, memory: SharedMemory) -> None:
         self._peer_channel = peer_channel
         self._memory = memory
         self._introduced = False
@@ -108,7 +119,7 @@ class Lending:
                 introduction = self._memory.introduce()
             except OSError as error:
                 if self._memory.required:
-                    raise required([self._peer_channel.engine.rank], str(error)) from error
+                    raise required([self._peer_channel.state.rank], str(error)) from error
                 return False
             self._peer_channel.frame_socket.post(
                 [pack_header(FrameKind.MEMORY, signature=introduction)]
@@ -182,7 +193,7 @@ class Lending:
         if self._memory.required:
             error = required([peer_channel.rank], "")
             peer_channel.give_up(outgoing, error)
-            peer_channel.engine.fail(CommunicationError(in_words(error)))
+            peer_channel.state.fail(CommunicationError(in_words(error)))
             return
         outgoing.lent = False
         outgoing.ahead, outgoing.left = 0, outgoing.data.size
@@ -203,14 +214,14 @@ class Lending:
 
 
 class Borrowing:
-    """The messages from one peer; called with the engine's lock held.
+    """The messages from one peer; called with the lock of the connections held.
 
     Args:
         peer_channel: the messages from and to that peer.
         memory: of this rank; None if it does not share any with the peer.
     """
 
-    def __init__(self, peer_channel: PeerChannel, memory: SharedMemory | None) -> None:
+    def __init__(self, peer_channel: MemoryChannel, memory: SharedMemory | None) -> None:
         self._peer_channel = peer_channel
         self._memory = memory
         self._memory_peer: MemoryPeer | None = None
@@ -263,16 +274,16 @@ class Borrowing:
 
     def _refuse(self, incoming: IncomingMessage, why: str) -> None:
         peer_channel, memory = self._peer_channel, self._memory
-        engine = peer_channel.engine
+        state = peer_channel.state
         if memory is not None and memory.required:
-            error = required([engine.rank], why)
+            error = required([state.rank], why)
             incoming.finish(error)
-            engine.fail(CommunicationError(in_words(error)))
+            state.fail(CommunicationError(in_words(error)))
             return
-        if memory is not None and not engine.warned:
-            engine.warned = True
+        if memory is not None and not state.warned:
+            state.warned = True
             text = "rank %d reaches no memory of rank %d, whose messages come over TCP: %s"
-            _LOG.warning(text, engine.rank, peer_channel.rank, why)
+            _LOG.warning(text, state.rank, peer_channel.rank, why)
         peer_channel.ask(FrameKind.REFUSE, incoming.number)
 
     def read(self, incoming: IncomingMessage, frame: Frame, place: SegmentOffset) -> None:
@@ -290,9 +301,9 @@ class Borrowing:
             return  # as its connections will tell
         except (OSError, MemoryError) as error:
             text = (
-                f"rank {peer_channel.engine.rank} cannot map the memory of rank {peer_channel.rank}"
+                f"rank {peer_channel.state.rank} cannot map the memory of rank {peer_channel.rank}"
             )
-            peer_channel.engine.fail(CommunicationError(f"{text}: {error}"))
+            peer_channel.state.fail(CommunicationError(f"{text}: {error}"))
             return
         self._read(incoming, source, frame.offset + frame.size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.matching import Key, MatchTable
@@ -16,9 +16,6 @@ from fsdpcore.core.work import Pending
 from ..memory.shared import SharedMemory
 from .poller import AwaitedMessage, Poller
 from .wire import Frame, FrameKind, SegmentOffset, pack_header
-
-if TYPE_CHECKING:
-    from .channel import PeerChannel
 
 # Where an eager message is listed, which has no number.
 EAGER = 0
@@ -64,6 +61,31 @@ class ConnectionState:
         self.poller: Poller
 
 
+class MessageChannel(Protocol):
+    """What a message uses of the ``PeerChannel`` that it goes through."""
+
+    state: ConnectionState
+    rank: int
+
+    def serve(self) -> None:
+        """Do what can be done on the connection."""
+
+    def finish_sent(self, outgoing: OutgoingMessage) -> None:
+        """All of a message was sent."""
+
+    def cancel_send(self, outgoing: OutgoingMessage) -> bool:
+        """Give a message up; see ``Pending.cancel``."""
+
+    def finish_received(self, incoming: IncomingMessage) -> None:
+        """All of a message has come."""
+
+    def cancel_receive(self, incoming: IncomingMessage) -> bool:
+        """Give a receive up; see ``Pending.cancel``."""
+
+    def hand_over(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
+        """Give a message that came before its receive to that."""
+
+
 class OutgoingMessage(AwaitedMessage):
     """A large message that this rank sends.
 
@@ -78,9 +100,15 @@ class OutgoingMessage(AwaitedMessage):
     __slots__ = ("ahead", "data", "granted", "left", "lent", "number", "on_its_way", "peer_channel")
 
     def __init__(
-        self, peer_channel: PeerChannel, number: int, data: Bytes, ahead: int, *, lent: bool = False
+        self,
+        peer_channel: MessageChannel,
+        number: int,
+        data: Bytes,
+        ahead: int,
+        *,
+        lent: bool = False,
     ) -> None:
-        super().__init__(peer_channel.engine.poller)
+        super().__init__(peer_channel.state.poller)
         self.peer_channel = peer_channel
         self.number = number
         self.data = data
@@ -92,7 +120,7 @@ class OutgoingMessage(AwaitedMessage):
 
     def next_segment(self) -> list[Any]:
         start = self.data.size - self.left
-        size = min(self.left, self.peer_channel.engine.sizes.segment)
+        size = min(self.left, self.peer_channel.state.sizes.segment)
         self.left -= size
         self.on_its_way = True
         header = pack_header(FrameKind.DATA, message=self.number, size=size, offset=start)
@@ -115,8 +143,8 @@ class IncomingMessage(AwaitedMessage):
 
     __slots__ = ("begun", "envelope", "key", "number", "out", "peer_channel")
 
-    def __init__(self, peer_channel: PeerChannel, out: Bytes, envelope: Envelope) -> None:
-        super().__init__(peer_channel.engine.poller)
+    def __init__(self, peer_channel: MessageChannel, out: Bytes, envelope: Envelope) -> None:
+        super().__init__(peer_channel.state.poller)
         self.peer_channel = peer_channel
         self.out = out
         self.envelope = envelope
@@ -130,9 +158,9 @@ class IncomingMessage(AwaitedMessage):
 
     def settle(self, seconds: float) -> bool:
         if not self.finished:  # perhaps it is there
-            with self.peer_channel.engine.lock:
+            with self.peer_channel.state.lock:
                 self.peer_channel.serve()
-                self.peer_channel.engine.poller.changed()
+                self.peer_channel.state.poller.changed()
         return super().settle(seconds)
 
     def cancel(self) -> bool:
@@ -151,7 +179,7 @@ class UnexpectedMessage:
     __slots__ = ("bytes", "frame", "incoming", "key", "peer_channel", "place", "whole")
 
     def __init__(
-        self, peer_channel: PeerChannel, frame: Frame, place: SegmentOffset | None = None
+        self, peer_channel: MessageChannel, frame: Frame, place: SegmentOffset | None = None
     ) -> None:
         self.peer_channel = peer_channel
         self.frame = frame

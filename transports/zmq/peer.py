@@ -16,7 +16,7 @@ _ACCEPTED, _GONE = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED | zmq.EVE
 
 
 class Peer:
-    """Another rank; used with the engine's lock held.
+    """Another rank; used with the lock of the connections held.
 
     Attributes:
         rank: its number in the job.
