@@ -135,7 +135,7 @@ def _common(
     return common(f"{message}. {ending}" if ending else message)
 
 
-class Attempt:
+class LocalAttempt:
     """What may fail on this rank alone: the others count on it to take part in all messages.
 
     In a ``with`` block, or by ``do`` and ``value``, an error is kept for ``agree``. After one
@@ -148,7 +148,7 @@ class Attempt:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> LocalAttempt:
         return self
 
     def __exit__(

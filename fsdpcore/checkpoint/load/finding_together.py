@@ -11,7 +11,7 @@ from fsdpcore.checkpoint.format.metadata import Metadata
 from fsdpcore.checkpoint.load.finding import Finder
 from fsdpcore.checkpoint.storage.steps import Skipped
 from fsdpcore.collectives import all_gather_v
-from fsdpcore.collectives.consensus import Attempt, agree
+from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Bytes
 
@@ -41,7 +41,7 @@ def find_together(
     """
     metadata: Metadata | None = None
     candidate, row = "", np.empty(0, np.uint8)
-    with Attempt() as attempt:
+    with LocalAttempt() as attempt:
         if finder is not None:
             found = finder.next()
             candidate = json.dumps([found.name, finder.skipped])
@@ -49,7 +49,7 @@ def find_together(
     replies = agree(backend, "load", attempt.error, candidate, timeout=timeout, ending=ending)
     data: Bytes = all_gather_v(row, backend, label="metadata", timeout=timeout)
     name, skipped = json.loads(replies[0])
-    with Attempt() as attempt:
+    with LocalAttempt() as attempt:
         metadata = metadata or Metadata.from_bytes(data.tobytes())
     agree(backend, f"load of {name}", attempt.error, timeout=timeout, ending=ending)
     assert metadata is not None

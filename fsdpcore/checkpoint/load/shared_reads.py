@@ -28,7 +28,7 @@ from fsdpcore.checkpoint.plan.read_sharing import (
     windows,
 )
 from fsdpcore.collectives import all_gather_v, all_to_all_v
-from fsdpcore.collectives.consensus import Attempt
+from fsdpcore.collectives.consensus import LocalAttempt
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Bytes
 
@@ -61,7 +61,7 @@ def read_all(
         What went wrong with this rank's reads, for the ranks to agree on: it has taken part in all
         that the others do, who may have been given what is wrong.
     """
-    attempt = Attempt()
+    attempt = LocalAttempt()
     shared = _NOTHING
     pieces = len(catalog)
     if backend.world_size > 1:
@@ -94,7 +94,7 @@ def _read_batch(
     shared: Ints,
     backend: Backend,
     timeout: float,
-    attempt: Attempt,
+    attempt: LocalAttempt,
 ) -> None:
     """Read one batch; a collective if there are any pieces to share."""
     plan = batch.plan
@@ -154,7 +154,7 @@ class _SharedReads:
         targets: Sequence[memoryview],
         backend: Backend,
         timeout: float,
-        attempt: Attempt,
+        attempt: LocalAttempt,
     ) -> None:
         self._files = files
         self._catalog = catalog

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from fsdpcore.checkpoint.format.generators import Generators, restore, states_of
 from fsdpcore.checkpoint.load.batches import LoadBatch, planned
 from fsdpcore.checkpoint.load.finding import Finder, Which, chosen_step
 from fsdpcore.checkpoint.load.finding_together import SharedCandidate, find_together
+from fsdpcore.checkpoint.load.gaps import Gaps, check_info
 from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.load.shared_reads import read_all
 from fsdpcore.checkpoint.memory.overlaps import check_disjoint
@@ -33,11 +34,11 @@ from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.checkpoint.storage.steps import Skipped, StepName
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.collectives import all_reduce
-from fsdpcore.collectives.consensus import Attempt, agree
+from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError
-from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX, Progress
+from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX
 
 _UNTOUCHED = "Nothing was changed on any rank"
 _TORN = (
@@ -109,14 +110,6 @@ class _Fit:
     generators: Mapping[str, np.random.Generator]
 
 
-class _Gaps(NamedTuple):
-    """See ``Loaded``."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    uncovered: tuple[str, ...]
-
-
 class StepLoader:
     """One call of ``load``.
 
@@ -152,7 +145,7 @@ class StepLoader:
             if self._backend.rank == 0:
                 finder = stack.enter_context(Finder(storage, self._which))
             found, fit, loaded = self._newest(storage, finder)
-            with Attempt() as attempt:
+            with LocalAttempt() as attempt:
                 stack.close()  # which writes what an engine keeps in files
         self._agree(f"load of {found.name}", attempt)
         self._finish(loaded, fit)
@@ -166,7 +159,7 @@ class StepLoader:
         """Check the arguments, on all ranks, and open the engine for writing."""
         storage = self._checked(path, target)
         fitting = ""
-        with Attempt() as attempt:
+        with LocalAttempt() as attempt:
             self._open(target, stack)
             names = list(self._state)
             fitting = json.dumps([each for each in self._patterns or () if chosen(names, [each])])
@@ -183,7 +176,7 @@ class StepLoader:
         """Check the arguments, before the engine is opened, in which ranks wait for each other."""
         request, options = self._request, ""
         storage: Storage | None = None
-        with Attempt() as attempt:
+        with LocalAttempt() as attempt:
             check_ranks(target, self._backend)
             storage, self._which = chosen_step(path, request.step)
             if request.generators is not None:
@@ -223,7 +216,7 @@ class StepLoader:
             device,
         )
 
-    def _agree(self, what: str, attempt: Attempt, value: str = "") -> list[str]:
+    def _agree(self, what: str, attempt: LocalAttempt, value: str = "") -> list[str]:
         backend, error = self._backend, attempt.error
         return agree(backend, what, error, value, timeout=self._timeout, ending=self._ending)
 
@@ -249,11 +242,11 @@ class StepLoader:
             if finder is not None:
                 finder.skip(found.name, problem)
 
-    def _fitted(self, found: SharedCandidate) -> tuple[_Fit, _Gaps]:
+    def _fitted(self, found: SharedCandidate) -> tuple[_Fit, Gaps]:
         """Find out what to read, and agree on what does not fit."""
         what = f"load of {found.name}"
         lacking = ""
-        with Attempt() as attempt:
+        with LocalAttempt() as attempt:
             fit = self._fit(found)
             lacking = json.dumps([fit.matched.missing, fit.uncovered])
         replies = self._agree(what, attempt, lacking)
@@ -262,12 +255,14 @@ class StepLoader:
             tuple(dict.fromkeys(itertools.chain.from_iterable(each)))
             for each in zip(*every, strict=True)
         )
-        gaps = _Gaps(missing, self._unexpected(fit), uncovered)
+        gaps = Gaps(missing, self._unexpected(fit), uncovered)
         if self._request.strict:
-            self._check_fit(what, gaps, found)
+            foreign = self._engine is not None and not found.metadata.info
+            beside = "; it was not saved from an engine" if foreign else ""
+            gaps.check_none(what, beside, self._ending)
         self._check_mixed(what, gaps)
         if self._moves_on(found):
-            self._check_info(what, found)
+            check_info(what, found.metadata.info, self._ending)
         return fit, gaps
 
     def _fit(self, found: SharedCandidate) -> _Fit:
@@ -308,28 +303,7 @@ class StepLoader:
             names = [name for name in names if not name.startswith(OPTIMIZER_PREFIX)]
         return tuple(chosen(names, self._patterns))
 
-    def _check_fit(self, what: str, gaps: _Gaps, found: SharedCandidate) -> None:
-        """Raise unless nothing is missing, unexpected, uncovered; the same on all ranks."""
-        missing, unexpected, uncovered = gaps
-        hint = "strict=False loads what fits"
-        if any(name.startswith(OPTIMIZER_PREFIX) for name in (*missing, *unexpected)):
-            hint += ", and optimizer=False leaves the optimizer alone"
-        if self._engine is not None and not found.metadata.info:
-            hint += "; it was not saved from an engine"
-        parts = []
-        if missing:
-            parts.append(f"missing in the checkpoint are {listed(missing)}")
-        if unexpected:
-            parts.append(f"unexpected are {listed(unexpected)}")
-        if parts:
-            raise ArgumentError(f"{what}: {'; '.join(parts)} ({hint}). {self._ending}")
-        if uncovered:
-            raise CheckpointError(
-                f"{what}: not all elements were saved of {listed(uncovered)} ({hint}). "
-                f"{self._ending}"
-            )
-
-    def _check_mixed(self, what: str, gaps: _Gaps) -> None:
+    def _check_mixed(self, what: str, gaps: Gaps) -> None:
         """Raise if arrays would keep what was read before of a checkpoint that is damaged."""
         if self._left is None:
             return
@@ -340,21 +314,9 @@ class StepLoader:
                 f"of {listed(mixed)}, of which the other has been read. {_TORN}"
             )
 
-    def _check_info(self, what: str, found: SharedCandidate) -> None:
-        """Raise unless an engine can go on from there; the same on all ranks."""
-        if not found.metadata.info:
-            raise ArgumentError(
-                f"{what}: it was not saved from an engine, so that it has no number of steps; "
-                f"optimizer=False loads its parameters. {self._ending}"
-            )
-        try:
-            Progress.of(found.metadata.info)
-        except ArgumentError as error:
-            raise ArgumentError(f"{what}: {error}. {self._ending}") from error
-
     # Reading.
 
-    def _read(self, files: FileSet, fit: _Fit, gaps: _Gaps, found: SharedCandidate) -> str | None:
+    def _read(self, files: FileSet, fit: _Fit, gaps: Gaps, found: SharedCandidate) -> str | None:
         """Read; return why this is no valid checkpoint where another one may be loaded."""
         if self._engine is not None:
             self._engine.partially_updated = True
@@ -371,7 +333,7 @@ class StepLoader:
             raise type(agreed)(f"{agreed}. {_TORN}") from agreed
         return None
 
-    def _loaded(self, found: SharedCandidate, fit: _Fit, gaps: _Gaps, files: FileSet) -> Loaded:
+    def _loaded(self, found: SharedCandidate, fit: _Fit, gaps: Gaps, files: FileSet) -> Loaded:
         metadata = found.metadata
         return Loaded(
             metadata.step,

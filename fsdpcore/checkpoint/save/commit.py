@@ -26,7 +26,7 @@ from fsdpcore.checkpoint.storage.removal import remove_claimed, remove_leftovers
 from fsdpcore.checkpoint.storage.retention import Retention, prune
 from fsdpcore.checkpoint.storage.steps import StepName, directories
 from fsdpcore.checkpoint.storage.storage import Storage
-from fsdpcore.collectives.consensus import Attempt, agree
+from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.collectives.texts import gather_texts
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
@@ -109,7 +109,7 @@ class Commit:
     def _open(self, held: ExitStack) -> None:
         """Have rank 0 make the folder, and hold it against those that clear leftovers."""
         names = ""
-        with Attempt() as attempt:
+        with LocalAttempt() as attempt:
             if self._backend.rank == 0:
                 self._clear_leftovers()
                 made = new_claimed_step(self._storage, self._prepared.step)
@@ -123,12 +123,12 @@ class Commit:
         if self._storage.locks:
             self._notes += remove_leftovers(self._storage).notes()
 
-    def _agree(self, attempt: Attempt, value: str) -> list[str]:
+    def _agree(self, attempt: LocalAttempt, value: str) -> list[str]:
         backend, error = self._backend, attempt.error
         return agree(backend, self._what, error, value, timeout=self._timeout, ending=self._kept)
 
     def _write(self) -> Saved:
-        attempt = Attempt()
+        attempt = LocalAttempt()
         summary = attempt.value(self._write_own, "null")
         summaries = gather_texts(summary, self._backend, timeout=self._timeout)
         if summaries is not None and "null" not in summaries:

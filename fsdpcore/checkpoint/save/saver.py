@@ -29,7 +29,7 @@ from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath, open_storage
 from fsdpcore.checkpoint.storage.retention import Retention
 from fsdpcore.checkpoint.storage.steps import check_step
-from fsdpcore.collectives.consensus import Attempt, agree
+from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.collectives.texts import gather_texts, scatter_texts
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
@@ -78,7 +78,7 @@ class Saver:
     ) -> PreparedSave:
         """Agree on a save; a collective. The arguments are those of ``save``."""
         described = ""
-        with Attempt() as attempt:
+        with LocalAttempt() as attempt:
             checked = _checked(state, self._backend, step, extra, generators, metrics)
             known = checked.holding.arrays == self._arrays
             described = json.dumps([checked.step, checked.metrics, _digest(extra), known])
@@ -107,7 +107,7 @@ class Saver:
         """Have rank 0 decide who writes what."""
         backend, pieces = self._backend, None
         texts = gather_texts(described, backend, timeout=backend.timeout)
-        with Attempt() as attempt:
+        with LocalAttempt() as attempt:
             if texts is not None:
                 self._plan = plan([decode(text) for text in texts])
                 pieces = [encode_written(each) for each in self._plan.written]

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from fsdpcore.collectives.consensus import Attempt, agree
+from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
 from fsdpcore.core.disagreement import check_same
@@ -62,7 +62,7 @@ def update_shards(model: ShardedModel, shards: Mapping[str, Array]) -> None:
     what = "update_shards"
     model.status.check_idle(what)
     found = {}
-    with Attempt() as attempt:
+    with LocalAttempt() as attempt:
         if not isinstance(shards, Mapping):
             raise ArgumentError(f"shards come as a mapping by unit, got {type(shards).__name__}")
         for name, flat in shards.items():

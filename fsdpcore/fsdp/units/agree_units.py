@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpcore.collectives import all_gather
-from fsdpcore.collectives.consensus import Attempt, agree, compare
+from fsdpcore.collectives.consensus import LocalAttempt, agree, compare
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
@@ -53,7 +53,7 @@ def check_same(
         for unit, each in zip(units, found, strict=True)
     ]
     _compare(everyone, [*same, *common])
-    with Attempt() as attempt:
+    with LocalAttempt() as attempt:
         _compare(backend, own)  # the ranks of one tensor rank, which have the same boxes
     agree(everyone, "initial values", attempt.error)
 

@@ -1,0 +1,66 @@
+"""What a checkpoint and the target of a load do not have in common, and whether that will do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fsdpcore.checkpoint.plan.targets import listed
+from fsdpcore.core.errors import ArgumentError, CheckpointError
+from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX, Progress
+
+
+class Gaps(NamedTuple):
+    """Names of arrays, the same on all ranks.
+
+    Attributes:
+        missing: of the target, which are not in the checkpoint.
+        unexpected: of the checkpoint, which no rank has.
+        uncovered: of the target, of which elements are not in the checkpoint.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    uncovered: tuple[str, ...]
+
+    def check_none(self, what: str, beside: str, ending: str) -> None:
+        """Raise if there are any.
+
+        Args:
+            what: is being loaded.
+            beside: what else the message hints at.
+            ending: a sentence that ends the message.
+
+        Raises:
+            ArgumentError: arrays are missing or unexpected.
+            CheckpointError: elements of some are.
+        """
+        hint = "strict=False loads what fits"
+        if any(name.startswith(OPTIMIZER_PREFIX) for name in (*self.missing, *self.unexpected)):
+            hint += ", and optimizer=False leaves the optimizer alone"
+        hint += beside
+        parts = []
+        if self.missing:
+            parts.append(f"missing in the checkpoint are {listed(self.missing)}")
+        if self.unexpected:
+            parts.append(f"unexpected are {listed(self.unexpected)}")
+        if parts:
+            raise ArgumentError(f"{what}: {'; '.join(parts)} ({hint}). {ending}")
+        if self.uncovered:
+            raise CheckpointError(
+                f"{what}: not all elements were saved of {listed(self.uncovered)} ({hint}). "
+                f"{ending}"
+            )
+
+
+def check_info(what: str, info: Mapping[str, Any], ending: str) -> None:
+    """Raise ArgumentError unless an engine can go on from what a checkpoint says of one."""
+    if not info:
+        raise ArgumentError(
+            f"{what}: it was not saved from an engine, so that it has no number of steps; "
+            f"optimizer=False loads its parameters. {ending}"
+        )
+    try:
+        Progress.of(info)
+    except ArgumentError as error:
+        raise ArgumentError(f"{what}: {error}. {ending}") from error
