@@ -39,7 +39,7 @@ from fsdpcore.fsdp.units.needs import needs_of
 from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.precision import Precision, Scaler
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
-from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.unit import Unit, hand_over
 from fsdpcore.fsdp.units.window import open_window
 
 
@@ -63,7 +63,20 @@ class FSDP:
     the GPU once in a step, when ``update`` has to know whether the gradients are finite. Who goes
     on with another stream has that wait for the one before.
 
-    Making an engine is a collective: all ranks pass the same units with the same values.
+    Making an engine is a collective: all ranks pass the same units with the same values. ::
+
+        units = [fc.Unit("hidden", {"w": w1}), fc.Unit("out", {"w": w2})]
+        engine = fc.FSDP(units, backend, optimizer=fc.optim.AdamW(lr=3e-4))
+        with engine.step() as step:
+            with step.forward("hidden") as p:
+                h = np.maximum(x @ p["w"], 0)
+            with step.forward("out") as p:
+                dy = loss_gradient(h @ p["w"])
+            with step.backward("out") as (p, grads):
+                grads["w"], dh = h.T @ dy, dy @ p["w"].T * (h > 0)
+            with step.backward("hidden") as (p, grads):
+                grads["w"] = x.T @ dh
+            step.update(clip=1.0)
 
     Args:
         units: in the order of the forward pass. Their parameters are taken over.
@@ -93,7 +106,6 @@ class FSDP:
         units: in order; verbs can be called on them directly.
         backend, strategy, precision, prefetching, algorithm, offload: as given.
         device: where the arrays are: the host, or this rank's GPU.
-        placement: what the strategy comes to with these ranks.
         windowed: the parameters are in a window; the same on all ranks that share a copy.
         all_windowed: so are those of all other copies and boxes; the same on all ranks.
 
@@ -132,13 +144,13 @@ class FSDP:
         self.strategy, self.precision = options.strategy, options.precision
         self.prefetching, self.offload = options.prefetch, options.offload
         self.algorithm = options.algorithm
-        self.placement = self.strategy.place(backend.world_size)
+        placement = self.strategy.place(backend.world_size)
         tensor = checked_tensor(tensor, backend)
         check_units(self.units, self.device, has_tensor=tensor is not None)
         optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
         everyone = everyone_of(backend, tensor)
         check_same(self.units, backend, everyone, repr((optimizers, options)))
-        groups = ProcessGroups.of(backend, self.placement, everyone, tensor)
+        groups = ProcessGroups.of(backend, placement, everyone, tensor)
         if tensor is not None:
             exchange_tilings(self.units, tensor, self.device)
             check_optimizers(self.units, optimizers)
@@ -170,17 +182,18 @@ class FSDP:
         binding = Binding(groups, self._pool, model.optimizers, options.algorithm, options.seed)
         for unit, sharded, store in zip(self.units, model.units, stores.each, strict=True):
             sharded.bind(binding, [next(flats) for _ in sharded.flat_parameters], store)
-            unit.taken_over(sharded)
+            hand_over(unit, sharded)
         for sharded in model.units:
             sharded.owners = {name: model[tie.unit] for name, tie in sharded.ties.items()}
 
     @property
     def _keeps_params(self) -> bool:
         """See ``Step.keeps_params``."""
-        if self.all_windowed or self.placement.keeps_for_backward:
+        placement = self._model.groups.placement
+        if self.all_windowed or placement.keeps_for_backward:
             return True
         pinned = self.offload is not None and not self.device.on_host
-        return self.placement.whole_parameters and not pinned
+        return placement.whole_parameters and not pinned
 
     # Units.
 
@@ -216,11 +229,6 @@ class FSDP:
         return self._model.scaler.scale
 
     @property
-    def scaler(self) -> Scaler:
-        """The scale of the loss and its history, for checkpoints."""
-        return self._model.scaler
-
-    @property
     def has_pending_prefetch(self) -> bool:
         """Whether a unit is being gathered ahead of its use."""
         return any(unit.has_pending_prefetch for unit in self._model.units)
@@ -230,7 +238,11 @@ class FSDP:
 
         All ranks call it. Inside a step the engine does that itself.
 
+        Args:
+            unit: of this engine, or its name.
+
         Raises:
+            ArgumentError: no unit of this engine.
             StateError: it is gathered, or on its way, already; or there is nothing to gather.
         """
         member = self._model[unit]
@@ -243,7 +255,7 @@ class FSDP:
                 f"unit {member.name!r} is gathered already; nothing is left to prefetch"
             )
         if not member.fetched:
-            alone = not self.placement.gathers
+            alone = not self._model.groups.placement.gathers
             where = "on every rank" if alone or not self.windowed else "in a window of the host"
             raise StateError(
                 f"there is nothing to prefetch of unit {member.name!r}: with strategy "
@@ -260,18 +272,17 @@ class FSDP:
             divisor: the gradients, summed over ranks and backward passes, are divided by it, with
                 every strategy; by default the number of ranks, so that they are the mean over
                 ranks. With the tokens of all ranks they are the mean over tokens.
+
+        Raises:
+            ArgumentError: a divisor that is no positive number.
+            StateError: on entering it, inside of another step or of ``full_params``; or an update
+                was left half done, and nothing was loaded since.
         """
         return Step(self._executor, divisor, training=True)
 
     def evaluation(self) -> Step:
-        """Like ``step``, for forward passes only."""
+        """Like ``step``, for forward passes only: no gradients, and no update."""
         return Step(self._executor, None, training=False)
-
-    @property
-    def open_step(self) -> Step | None:
-        """The step that is open."""
-        step = self._model.status.step
-        return step if isinstance(step, Step) else None
 
     @property
     def stats(self) -> StepStats:
@@ -284,7 +295,7 @@ class FSDP:
         For those who make many engines in one job; the engine is of no use after that, the backend
         stays open. All ranks call it, outside of steps.
         """
-        self.check_idle("close()")
+        self._model.status.check_idle("close()")
         self._model.groups.close()
 
     @contextmanager
@@ -317,10 +328,6 @@ class FSDP:
     @partially_updated.setter
     def partially_updated(self, value: bool) -> None:
         self._model.status.partially_updated = value
-
-    def check_idle(self, what: str) -> None:
-        """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
-        self._model.status.check_idle(what)
 
     def state_dict(
         self, *, full: bool = False, optimizer: bool = True, to: int | str = "all"
@@ -405,6 +412,12 @@ class FSDP:
 
         What is written to the arrays in the ``with`` block is there after it, also if it ends by
         an exception. ``load_info`` has the rest.
+
+        Args:
+            optimizer: with the optimizer's arrays.
+
+        Raises:
+            StateError: inside of a step, or of ``full_params``.
         """
         return writing_state(self._model, optimizer=optimizer)
 
@@ -491,3 +504,21 @@ class FSDP:
         """Measure what this rank holds now."""
         pool = self._pool
         return measure(self._model.units, pool.live_bytes, pool.spare_bytes, self._window_bytes)
+
+    def __repr__(self) -> str:
+        sharded = ", in a window" if self.windowed else ""
+        return (
+            f"<FSDP {self.strategy.name!r} of {len(self.units)} units{sharded}, after {self.steps} "
+            f"steps, on {self.backend!r}>"
+        )
+
+
+def check_idle(engine: FSDP, what: str) -> None:
+    """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
+    engine._model.status.check_idle(what)
+
+
+def open_step(engine: FSDP) -> Step | None:
+    """Return the step that is open."""
+    step = engine._model.status.step
+    return step if isinstance(step, Step) else None

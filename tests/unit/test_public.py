@@ -68,7 +68,25 @@ BACKEND = """
     abort barrier capabilities close device empty host_group hosts irecv isend rank ranks recv root
     send shared_window split sub timeout world_size
 """
+ENGINE = """
+    algorithm all_windowed backend close device evaluation everyone full_params gathered
+    gathered_peak has_pending_prefetch held host_algorithm load_full load_info load_state_dict
+    loss_scale offload offload_stats partially_updated plan precision prefetch prefetching report
+    state_dict stats step steps strategy tensor units update_shards windowed writing_state xp
+"""
+UNIT = """
+    begin_gradients device drop_gradients dtype dtypes frozen gathered_bytes grad_shard grad_state
+    has_pending_prefetch ignored keep_gradients layout load name names optimizer_state params
+    reduce_gradients reshard shard shard_rank state ties trainable trained unshard update
+    update_shards valid_size writing
+"""
 OBJECTS = {
+    "engine": ENGINE,
+    "unit": UNIT,
+    "declared unit": UNIT,
+    "step": """
+        backward divisor forward ignored keeps_params no_sync skipped training update whole
+    """,
     "backend": BACKEND,
     "group": BACKEND,
     "mesh": "axes backend close coordinates ranks shape",
@@ -102,15 +120,26 @@ def shown(value):
     return " ".join(name for name in dir(value) if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("kind", [fc.Backend, fc.SubBackend])
-def test_help_of_a_backend_shows_what_its_instances_show(kind):
+@pytest.mark.parametrize(
+    ("kind", "listed"),
+    [
+        (fc.Backend, "backend"),
+        (fc.SubBackend, "group"),
+        (fc.Mesh, "mesh"),
+        (fc.Work, "work"),
+        (fc.Batch, "batch"),
+        (fc.FSDP, "engine"),
+        (fc.Unit, "unit"),
+        (fc.Step, "step"),
+    ],
+)
+def test_help_of_a_class_shows_what_its_instances_show(kind, listed):
     """But for attributes, which its docstring lists."""
-    methods = shown(kind).split()
-    attributes = set(BACKEND.split()) - set(methods)
-    assert attributes == {"hosts", "rank", "ranks", "world_size"}
-    assert set(methods) <= set(BACKEND.split())
-    for name in attributes:
-        assert re.search(rf"\b{name}\b.*:", inspect.getdoc(fc.Backend))
+    methods, public = set(shown(kind).split()), set(OBJECTS[listed].split())
+    assert methods <= public
+    words = "\n".join(inspect.getdoc(each) or "" for each in kind.__mro__)
+    for name in public - methods:
+        assert re.search(rf"^ *(\w+, )*{name}(, \w+)*:", words, re.MULTILINE), name
 
 
 def _shown(backend):
@@ -120,7 +149,10 @@ def _shown(backend):
     work = fc.all_reduce(x, backend, async_op=True)
     work.wait()
     mesh = fc.Mesh(backend, {"rank": -1})
+    engine = fc.FSDP([fc.Unit("u", {"w": x})], backend)
     found = {"backend": backend, "group": mesh["rank"], "mesh": mesh, "work": work, "batch": batch}
+    found |= {"engine": engine, "unit": engine.units[0], "step": engine.step()}
+    found |= {"declared unit": fc.Unit("u", {"w": x})}
     return {name: shown(value) for name, value in found.items()}
 
 
@@ -183,6 +215,44 @@ def test_repr_says_what_it_is_in_a_line():
     assert re.fullmatch(r"<MessageWork: recv.* from rank 0.*, ended>", second[6])
 
 
+def _engine(backend):
+    unit = fc.Unit("a", {"w": np.ones((4, 2), np.float32)})
+    texts = [repr(unit)]
+    engine = fc.FSDP([unit], backend, optimizer=fc.optim.SGD(lr=0.1), window=False)
+    texts.append(repr(engine))
+    step = engine.step()
+    texts.append(repr(step))
+    with step:
+        texts.append(repr(step))
+        with step.forward("a"):
+            texts += [repr(step), repr(unit)]
+        with step.backward("a"):
+            pass
+        step.update()
+        texts.append(repr(step))
+    engine.close()
+    texts += [repr(step), repr(unit)]
+    backend.close()
+    return [*texts, repr(engine)]
+
+
+def test_repr_of_an_engine_says_how_far_it_is():
+    for rank, found in enumerate(spmd.run_on(SimBackend, _engine, world_size=2)):
+        name, sharded = "<FSDP 'full_shard' of 1 units, after", "<Unit 'a' sharded, gradients none>"
+        assert found == [
+            sharded,
+            f"{name} 0 steps, on <SimBackend sim rank {rank} of 2>>",
+            "<Step: training step, not entered>",
+            "<Step: training step, open>",
+            "<Step: training step, inside the context of unit 'a'>",
+            "<Unit 'a' unsharded, gradients none>",
+            "<Step: training step, updated>",
+            "<Step: training step, ended>",
+            sharded,
+            f"{name} 1 steps, on <SimBackend sim rank {rank} of 2, closed>>",
+        ]
+
+
 def test_repr_of_what_holds_arrays_is_a_line():
     array = np.zeros((100, 100), np.float32)
     piece = fc.ArrayPiece(0, 100, array[0])
@@ -212,8 +282,6 @@ def documented():
                 yield f"{place}.{name}", (found, None)
             elif isinstance(found, type) and not issubclass(found, BaseException):
                 yield f"{place}.{name}", (found, None)
-                if found is fc.Unit:
-                    continue
                 for each, method in inspect.getmembers(found, inspect.isroutine):
                     own = str(getattr(method, "__module__", "")).startswith("fsdpcore")
                     if own and not each.startswith("_"):
@@ -249,5 +317,8 @@ def test_help_has_words_for_it_and_for_its_arguments(name):
         return
     words = words_for(public, owner)
     skipped = {"self", "cls"} if owner is not None else set()
-    arguments = set(inspect.signature(public).parameters) - skipped
+    signature = inspect.signature(public)
+    if signature.return_annotation == "NoReturn":  # it refuses whatever it is given
+        return
+    arguments = set(signature.parameters) - skipped
     assert {each for each in arguments if not re.search(rf"\b{each}\b", words)} == set()

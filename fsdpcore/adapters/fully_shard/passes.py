@@ -17,7 +17,7 @@ from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import rounds_into
 from fsdpcore.core.errors import StateError
-from fsdpcore.fsdp.engine import FSDP
+from fsdpcore.fsdp.engine import FSDP, open_step
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 from fsdpcore.fsdp.units.views import Gradients
 
@@ -46,7 +46,7 @@ class LayerPasses:
         if self._is_there(each):
             self._check_nested(each, "forward")
             return call()
-        step = self.engine.open_step
+        step = open_step(self.engine)
         opened = step.forward(each.unit) if step is not None else self._unsharded(each)
         with opened as params, self.shown(each, params, "forward"):
             return detached_from(call(), params.values())
@@ -70,7 +70,7 @@ class LayerPasses:
         if self._is_there(each) and self.use == "backward":
             return call()  # the pass of a layer around this one, which takes all gradients
         self._check_nested(each, "backward")
-        step = self.engine.open_step
+        step = open_step(self.engine)
         if step is None:
             raise StateError(f"backward of {each.name!r} outside of a step: use sharded.step()")
         with step.backward(each.unit) as (params, grads), self.shown(each, params, "backward"):
@@ -88,7 +88,7 @@ class LayerPasses:
 
     def _check_nested(self, each: LayerUnit, phase: str) -> None:
         """Raise StateError for passes that the engine would not hear of."""
-        in_step = self.engine.open_step is not None
+        in_step = open_step(self.engine) is not None
         if self.use == "gathered" and (in_step or phase == "backward"):
             raise StateError(f"{phase} of {each.name!r} of a step inside of gathered()")
         if self.use == "forward" and phase == "backward":

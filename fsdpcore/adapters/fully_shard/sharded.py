@@ -17,7 +17,7 @@ from fsdpcore.adapters.fully_shard.units import LayerUnit, Patterns, layer_units
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.fsdp.engine import FSDP
+from fsdpcore.fsdp.engine import FSDP, check_idle
 from fsdpcore.fsdp.step.step import Step
 
 
@@ -166,7 +166,7 @@ class ShardedLayers:
         some ranks only inside of it.
         """
         self._check("gathered()")
-        self.engine.check_idle("gathered()")
+        check_idle(self.engine, "gathered()")
         with self.engine.gathered(), ExitStack() as shown:
             for each in self._units:
                 shown.enter_context(self._passes.shown(each, each.unit.params, "gathered"))

@@ -69,6 +69,10 @@ class Step:
         if error is None:
             self._state.check_applied()
 
+    def __repr__(self) -> str:
+        kind = "training step" if self.training else "evaluation"
+        return f"<Step: {kind}, {self._state.words}>"
+
     @property
     def keeps_params(self) -> bool:
         """Whether units' parameters stay where they are from their forward to the backward pass.

@@ -39,6 +39,15 @@ class StepState:
         self._training = training
         self._entered = False
 
+    @property
+    def words(self) -> str:
+        """Where the step is."""
+        if not self.active:
+            return "ended" if self._entered else "not entered"
+        if self._context:
+            return f"inside the context of {self._context}"
+        return "updated" if self.updated else "open"
+
     def check_first(self) -> None:
         """Refuse to enter a step twice."""
         if self._entered:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.sharding.tensor_group import described
-from fsdpcore.fsdp.units.declaration import UnitDeclaration
+from fsdpcore.fsdp.units.declaration import UnitDeclaration, alias
 from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.fsdp.units.special import Tied, elements_of
@@ -92,7 +92,7 @@ def _tie_same_arrays(units: Sequence[UnitDeclaration]) -> None:
                     f"{stays} is frozen, but {learns}, which is the same array, is trained; freeze "
                     "both, or neither"
                 )
-            unit.tie(name, Tied(owner.name, first))
+            alias(unit, name, Tied(owner.name, first))
 
 
 def _check_same_box(owner: UnitDeclaration, first: str, unit: UnitDeclaration, name: str) -> None:

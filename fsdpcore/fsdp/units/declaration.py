@@ -77,18 +77,19 @@ class UnitDeclaration:
         self.initial: dict[str, Array | Spec] | None = own
         self.dtype = _common_dtype(name, {k: v for k, v in own.items() if k not in self.frozen})
 
-    def tie(self, name: str, tie: Tied) -> None:
-        """Make a parameter another one's alias; called by the engine."""
-        assert self.initial is not None
-        del self.initial[name]
-        self.boxes.pop(name, None)
-        self.frozen -= {name}
-        self.ties[name] = tie
-
     @property
     def trained(self) -> list[str]:
         """Names of its own parameters that are trained; none once an engine has them."""
         return [name for name in self.initial or () if name not in self.frozen]
+
+
+def alias(unit: UnitDeclaration, name: str, tied: Tied) -> None:
+    """Make a parameter another one's alias."""
+    assert unit.initial is not None
+    del unit.initial[name]
+    unit.boxes.pop(name, None)
+    unit.frozen -= {name}
+    unit.ties[name] = tied
 
 
 def _array(value: ArrayLike | BoxShard, what: str) -> Array:

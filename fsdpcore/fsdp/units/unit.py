@@ -45,6 +45,17 @@ class Unit(UnitDeclaration):
             like others, but have no gradients and no optimizer state; of any dtype.
         ignored: the same of arrays that are left as they are, whole, on every rank. On a GPU they
             are copied to it.
+
+    Attributes:
+        name: as given.
+        names: of all parameters, in order.
+        dtype: of the trained parameters.
+        frozen: names of those that are not trained.
+        ignored: arrays that are left as they are, by name, read-only.
+        ties: by name, the ``Tied`` of each parameter that is another one.
+
+    Raises:
+        ArgumentError: what is given is no such mapping, or fits together badly.
     """
 
     def __init__(
@@ -58,9 +69,10 @@ class Unit(UnitDeclaration):
         super().__init__(name, params, frozen, ignored)
         self._sharded: ShardedUnit | None = None
 
-    def taken_over(self, sharded: ShardedUnit) -> None:
-        """Take note that an engine has the parameters now; called by the engine."""
-        self._sharded, self.initial = sharded, None
+    def __dir__(self) -> list[str]:
+        # What is public; the rest of what was declared is for the engine.
+        attributes = ["dtype", "frozen", "ignored", "name", "names", "ties"]
+        return [*(name for name in dir(Unit) if not name.startswith("_")), *attributes]
 
     @property
     def _taken(self) -> ShardedUnit:
@@ -123,11 +135,16 @@ class Unit(UnitDeclaration):
         """Gather the parameters of all ranks; does nothing if they are gathered already.
 
         Where they are in a window, no data moves: the ranks wait until all have come here.
-        Parameters that are tied to others are gathered with the units that own them.
+        Parameters that are tied to others are gathered with the units that own them. A collective;
+        blocks unless ``async_op``.
 
         Args:
             async_op: return a ``Work`` at once; ``params`` is there after another ``unshard()``,
                 which waits for it.
+
+        Raises:
+            StateError: the unit belongs to no engine, or is being written.
+            The errors of a collective (``CommTimeoutError``, ``MismatchError``, ...).
         """
         return self._taken.unshard(async_op=async_op)
 
@@ -242,6 +259,11 @@ class Unit(UnitDeclaration):
                 missing count as zeros.
             divisor: the sum is divided by it; by default the number of ranks, for their mean.
             async_op: begin only; ``grad_shard`` and ``update`` wait for the end.
+
+        Raises:
+            ArgumentError: a gradient of another shape or dtype, or of a name that is not trained.
+            StateError: the unit belongs to no engine, or there are no gradients.
+            The errors of a collective (``CommTimeoutError``, ``MismatchError``, ...).
         """
         self._taken.reduce_gradients(grads, divisor=divisor, async_op=async_op)
 
@@ -268,6 +290,11 @@ class Unit(UnitDeclaration):
 
     def __repr__(self) -> str:
         return f"<Unit {self.name!r} {self.state.value}, gradients {self.grad_state.value}>"
+
+
+def hand_over(unit: Unit, sharded: ShardedUnit) -> None:
+    """Have a unit take note that an engine has its parameters now."""
+    unit._sharded, unit.initial = sharded, None
 
 
 def sharded_of(unit: Unit) -> ShardedUnit | None:
