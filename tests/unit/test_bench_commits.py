@@ -61,3 +61,12 @@ def test_all_kinds_of_cases_run_and_each_is_a_line(tmp_path, transport):
     assert run["schema"] == "fsdpcore.bench.compare_commits/1"
     assert {one["name"] for one in found} == set(only.split(","))
     assert all(one["starts_us"][0][0][0] > 0 for one in found)
+
+
+def test_what_seems_slower_once_only_is_not():
+    slow, same = compared(*[(1.0, 1.2)] * 15), compared(*[(1.0, 1.0)] * 15)
+    assert slow.slower
+    slow.again = same
+    assert not slow.slower
+    slow.again = compared(*[(1.0, 1.3)] * 15)
+    assert slow.slower
