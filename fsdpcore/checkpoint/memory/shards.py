@@ -60,8 +60,7 @@ def parts_of(shard: Shard) -> list[Part]:
             return [Part(Range(start, stop), array) for start, stop, array in shard.pieces]
         return list(_boxed(shard, shard.box))
     if isinstance(shard, BoxShard):
-        box = shard.box
-        return [Part(Box(box.start, box.stop), shard.array)] if box.size else []
+        return [Part(shard.box.region, shard.array)] if shard.array.size else []
     if not shard.size:
         return []
     if shard.flags.c_contiguous:
@@ -71,9 +70,8 @@ def parts_of(shard: Shard) -> list[Part]:
 
 def _boxed(shard: ShardedArray, outer: ArrayBox) -> Iterator[Part]:
     """Give the pieces of a box as regions of the whole array."""
-    box = Box(outer.start, outer.stop)
     for start, stop, array in shard.pieces:
-        for region in regions_inside(box, Range(start, stop), outer.whole):
+        for region in regions_inside(outer.region, Range(start, stop), outer.whole):
             part, array = array[: region.size], array[region.size :]
             yield Part(region, part.reshape(region.shape) if isinstance(region, Box) else part)
 

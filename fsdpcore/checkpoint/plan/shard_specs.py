@@ -22,7 +22,7 @@ from fsdpcore.core.checks import as_dtype, as_int, as_rank, as_shape
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
-from fsdpcore.core.geometry.regions import Box, Range, Region, check_region, regions_inside
+from fsdpcore.core.geometry.regions import Range, Region, check_region, regions_inside
 
 
 def compute_shard_sizes(total: int, world_size: int) -> list[int]:
@@ -115,7 +115,7 @@ class TensorShardSpec:
         """The regions as regions of the whole array."""
         if self.box is None:
             return self.regions
-        box = Box(self.box.start, self.box.stop)
+        box = self.box.region
         return tuple(
             part
             for run in self.regions

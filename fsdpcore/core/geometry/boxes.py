@@ -7,7 +7,6 @@ flat, as it shards whole parameters; a checkpoint has to know where in the whole
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +14,12 @@ import numpy as np
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_shape
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.regions import Box, as_range, check_region
 
 
 @dataclass(frozen=True)
 class ArrayBox:
-    """Where a box lies in a whole array.
+    """Where a box lies in a whole array: a ``Box``, checked, and the array's shape.
 
     Attributes:
         whole: shape of the whole array.
@@ -42,14 +42,12 @@ class ArrayBox:
                 f"a box of an array of shape {self.whole} needs {len(self.whole)} indices as start "
                 f"and as many extents; got {self.start} and {self.shape}"
             )
-        for axis, (extent, first, stop) in enumerate(
-            zip(self.whole, self.start, self.stop, strict=True)
-        ):
-            if stop > extent:
-                raise ArgumentError(
-                    f"a box is [{first}, {stop}) along axis {axis} of an array of shape "
-                    f"{self.whole}; start and stop must ascend between 0 and {extent}"
-                )
+        check_region(self.region, self.whole, "a box")
+
+    @property
+    def region(self) -> Box:
+        """The box without the array that it is of."""
+        return Box(self.start, self.stop)
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -74,31 +72,8 @@ class ArrayBox:
     @property
     def run(self) -> tuple[int, int] | None:
         """The run of elements that the box is in the whole flattened; None if it is no run."""
-        return run_of(self.start, self.stop, self.whole)
-
-
-def run_of(
-    start: Sequence[int], stop: Sequence[int], whole: Sequence[int]
-) -> tuple[int, int] | None:
-    """Return the run of elements that a box is in an array flattened in C order.
-
-    A box of whole rows is one, and so is a part of a single row.
-
-    Args:
-        start, stop: of the box, along each axis.
-        whole: shape of the array.
-
-    Returns:
-        Its first element and the one behind its last, (0, 0) if it is empty; None for a box with
-        gaps between its elements.
-    """
-    size, first, last = 1, 0, 0
-    for extent, low, high in zip(whole, start, stop, strict=True):
-        size *= high - low
-        first, last = first * extent + low, last * extent + high - 1
-    if size == 0:
-        return 0, 0
-    return (first, last + 1) if last + 1 - first == size else None
+        found = as_range(self.region, self.whole)
+        return None if found is None else (found.start, found.stop)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdpcore.core.errors import ArgumentError, FsdpcoreError
-from fsdpcore.core.geometry.boxes import run_of
 from fsdpcore.core.geometry.overlaps import overlapping_boxes, overlapping_ranges
 
 
@@ -248,11 +247,19 @@ def _overlap(a: Range, b: Range) -> Range:
 
 
 def as_range(region: Region, shape: Sequence[int]) -> Range | None:
-    """Return the run of elements that a region is; None for a box that is not a run."""
+    """Return the run of elements that a region of an array is; None for a box that is no run.
+
+    A box of whole rows is one, and so is a part of a single row; an empty one is ``Range(0, 0)``.
+    """
     if isinstance(region, Range):
         return region
-    run = run_of(region.start, region.stop, shape)
-    return None if run is None else Range(*run)
+    size, first, last = 1, 0, 0
+    for extent, low, high in zip(shape, region.start, region.stop, strict=True):
+        size *= high - low
+        first, last = first * extent + low, last * extent + high - 1
+    if size == 0:
+        return Range(0, 0)
+    return Range(first, last + 1) if last + 1 - first == size else None
 
 
 def first_overlap(regions: Sequence[Region], shape: Sequence[int]) -> tuple[int, int] | None:
