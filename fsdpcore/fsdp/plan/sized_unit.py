@@ -9,7 +9,7 @@ from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.offload import ArrayKind
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
-from fsdpcore.fsdp.sharding.placement import GradientReduction, Placement
+from fsdpcore.fsdp.sharding.placement import GradientReduction, Placement, all_gather_sends
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 
 
@@ -28,11 +28,7 @@ class _ParameterGathering(NamedTuple):
     ranks: int
     nbytes: int
     padding: int
-
-    @property
-    def sent(self) -> int:
-        """By each rank: its part, to all others."""
-        return self.nbytes // self.ranks * (self.ranks - 1)
+    sent: int
 
 
 class SizedGradients:
@@ -213,7 +209,15 @@ class SizedUnit:
         if self.state is ParamState.SHARDED:
             self._log.take(parameters=self.gathered_bytes)
             self._gathers = [
-                self._log.issue("all_gather", self.name, *each, sent=each.sent, background=async_op)
+                self._log.issue(
+                    "all_gather",
+                    self.name,
+                    each.ranks,
+                    each.nbytes,
+                    each.padding,
+                    sent=each.sent,
+                    background=async_op,
+                )
                 for each in self._gatherings
             ]
             self._fresh = self._fresh or self._kept
@@ -274,6 +278,7 @@ def _gatherings(layouts: Iterable[FlatLayout], ranks: int) -> tuple[_ParameterGa
             ranks,
             layout.padded_size * layout.dtype.itemsize,
             layout.padding * layout.dtype.itemsize,
+            all_gather_sends(layout, ranks),
         )
         for layout in layouts
         if layout.size and ranks > 1

@@ -133,6 +133,11 @@ class Placement:
         return tuple(each for each in found if each.ranks > 1)
 
 
+def all_gather_sends(layout: FlatLayout, ranks: int) -> int:
+    """Bytes that each rank sends so that so many have all of a flat buffer: its part, to others."""
+    return layout.padded_size * layout.dtype.itemsize // ranks * (ranks - 1)
+
+
 def _all_reduce_sends(size: int, ranks: int, rank: int) -> int:
     """Elements that a rank sends at least: its values for all others, then its sums to them."""
     own = split_sizes(size, ranks)[rank]

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.work import Work
@@ -124,9 +123,3 @@ def place_of(flat: Array, layout: FlatLayout, rank: int) -> Array:
     """Return the shard of a rank in a flat buffer."""
     start, stop = layout.shard_bounds(rank)
     return flat[start:stop]
-
-
-def sent(places: Places, group: Backend) -> int:
-    """What each rank sends so that all have everything: its part, to all others."""
-    layout, ranks = places.layout, group.world_size
-    return layout.padded_size * layout.dtype.itemsize // ranks * (ranks - 1)

@@ -11,9 +11,10 @@ from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.core.work import Work
+from fsdpcore.fsdp.sharding.placement import all_gather_sends
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
-from fsdpcore.fsdp.units.storage import ParameterStorage, place_of, sent
+from fsdpcore.fsdp.units.storage import ParameterStorage, place_of
 from fsdpcore.fsdp.units.views import Params, Places
 
 
@@ -98,7 +99,7 @@ class ShardedStorage(_PooledStorage):
     @property
     def sends(self) -> int:
         group = self._groups.shards if self._part is None else self._groups.regather_group
-        return sent(self.places, group)
+        return all_gather_sends(self.places.layout, group.world_size)
 
     def gather(self, *, async_op: bool) -> Work | None:
         source, group = self.own, self._groups.shards
@@ -163,7 +164,8 @@ class ReplicatedStorage(ParameterStorage):
 
     @property
     def sends(self) -> int:
-        return sent(self.places, self._shards) if self._stale else 0
+        size = self._shards.world_size
+        return all_gather_sends(self.places.layout, size) if self._stale else 0
 
     def gather(self, *, async_op: bool) -> Work | None:
         if not self._stale:
@@ -210,7 +212,8 @@ class PinnedReplicaStorage(_PooledStorage):
 
     @property
     def sends(self) -> int:
-        return sent(self.places, self._shards) if self._stale else 0
+        size = self._shards.world_size
+        return all_gather_sends(self.places.layout, size) if self._stale else 0
 
     def gather(self, *, async_op: bool) -> Work:
         label = f"unit {self.places.unit}"
