@@ -15,7 +15,7 @@ from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Pending
-from fsdpcore.diagnostics.recorder import OperationEntry
+from fsdpcore.diagnostics.entries import OperationEntry
 
 _KEPT = 64 << 20  # bytes of scratch memory at most
 

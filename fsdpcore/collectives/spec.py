@@ -17,7 +17,7 @@ from fsdpcore.collectives.movements import Movement
 from fsdpcore.core.buffers import Array, bounds_of, row_size, split_sizes
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import Reduction
-from fsdpcore.diagnostics.recorder import CollectiveRecord
+from fsdpcore.diagnostics.entries import CollectiveRecord
 
 Shape = tuple[int, ...]
 

@@ -16,32 +16,26 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.job import Job
-from fsdpcore.comm.message_work import MessageWork, finish
+from fsdpcore.comm.message_work import finish
+from fsdpcore.comm.messages import GroupMessages
 from fsdpcore.comm.order import CallOrder
 from fsdpcore.core.buffers import (
     Array,
-    Bytes,
-    byte_view,
     dtype_code,
-    input_array,
     lined_up,
-    pack_signature,
 )
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.channels import channel_of
-from fsdpcore.core.checks import as_allocatable, as_members, as_rank, as_tag
+from fsdpcore.core.checks import as_allocatable, as_members
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.errors import (
     ArgumentError,
     ClosedError,
-    CommunicationError,
     in_one_line,
     in_words,
 )
-from fsdpcore.core.work import Deadline, Pending, Work
-from fsdpcore.diagnostics.recorder import MessageRecord
+from fsdpcore.core.work import Deadline, Work
 from fsdpcore.diagnostics.status import Group
 
 B = TypeVar("B", bound="Backend")
@@ -113,6 +107,7 @@ class Backend(ABC):
         self.moves: Device = HOST
         # Numbers the group's collectives, and runs them one after the other.
         self.order = CallOrder(self.root, group)
+        self._messages = GroupMessages(self.root, group, rank, self.order)
         # Those that are methods here, and what all of them keep with the group.
         self.collectives = _make_collectives(self)
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -170,8 +165,8 @@ class Backend(ABC):
             MismatchError: the receiver expects another shape or dtype.
             PeerFailedError: another rank failed or left.
         """
-        limit = self._limit(timeout)
-        finish(self._isend(array, dst, tag), limit)
+        limit = Deadline(self.timeout if timeout is None else timeout).seconds
+        finish(self._messages.isend(array, dst, tag), limit)
 
     def recv(self, out: Array, src: int, *, tag: int = 0, timeout: float | None = None) -> Array:
         """Receive into ``out`` what rank ``src`` sends with ``tag``, and return ``out``.
@@ -186,8 +181,8 @@ class Backend(ABC):
         Raises:
             The same errors as ``send``.
         """
-        limit = self._limit(timeout)
-        finish(self._irecv(out, src, tag), limit)
+        limit = Deadline(self.timeout if timeout is None else timeout).seconds
+        finish(self._messages.irecv(out, src, tag), limit)
         return out
 
     def isend(self, array: ArrayLike, dst: int, *, tag: int = 0) -> Work:
@@ -202,7 +197,7 @@ class Backend(ABC):
         Raises:
             ArgumentError: as ``send``, at once.
         """
-        return self._isend(array, dst, tag)
+        return self._messages.isend(array, dst, tag)
 
     def irecv(self, out: Array, src: int, *, tag: int = 0) -> Work:
         """Start to receive into ``out``, to be read once the returned work has been waited for.
@@ -216,74 +211,7 @@ class Backend(ABC):
         Raises:
             ArgumentError: as ``recv``, at once.
         """
-        return self._irecv(out, src, tag)
-
-    def _isend(self, array: ArrayLike, dst: int, tag: int) -> MessageWork:
-        source = input_array(self._on_host(array))
-        self._check_peer(dst, "send to")
-        envelope = Envelope(self.channel, as_tag(tag), pack_signature(source.dtype, source.shape))
-        message = MessageRecord(
-            "send", source.dtype, source.shape, source.nbytes, self.ranks[dst], tag
-        )
-        return self._post(self.root.post_send, byte_view(source), dst, envelope, message, None)
-
-    def _irecv(self, out: Array, src: int, tag: int) -> MessageWork:
-        device = self.device if self.device.claims(out) else HOST
-        shape = tuple(getattr(out, "shape", ()))
-        device.check_out(out, shape, getattr(out, "dtype", np.dtype(object)))
-        dtype_code(out.dtype)
-        self._check_peer(src, "receive from")
-        direct = device.on_host and out.flags.c_contiguous
-        staging = out if direct else np.empty(out.shape, out.dtype)
-        envelope = Envelope(self.channel, as_tag(tag), pack_signature(out.dtype, out.shape))
-        message = MessageRecord("recv", out.dtype, out.shape, out.nbytes, self.ranks[src], tag)
-
-        def deliver() -> Array:
-            if staging is not out:
-                device.write(out, staging)
-            return out
-
-        return self._post(self.root.post_recv, byte_view(staging), src, envelope, message, deliver)
-
-    def _post(
-        self,
-        post: Callable[[Bytes, int, Envelope], Pending],
-        data: Bytes,
-        peer: int,
-        envelope: Envelope,
-        message: MessageRecord,
-        deliver: Callable[[], Array] | None,
-    ) -> MessageWork:
-        self.order.check_open()
-        recorder = self.root.recorder
-        entry = recorder.message(self.group, message)
-        try:
-            pending = post(data, self.ranks[peer], envelope)
-        except BaseException as error:
-            recorder.fail(entry, error)
-            if isinstance(error, CommunicationError):
-                self.root.fail(error, tell=True)
-            raise
-        return MessageWork(self.root, self.group, pending, entry, peer, deliver)
-
-    def _on_host(self, array: ArrayLike) -> ArrayLike:
-        """Return the values of an array of the device as one of the host, others as they are.
-
-        Messages have tags and may be received in any order, which a GPU's way of sending has not.
-        """
-        if self.device.on_host:
-            return array
-        return self.device.to_host(self.device.given(array, "array"))
-
-    def _limit(self, timeout: float | None) -> float:
-        return Deadline(self.timeout if timeout is None else timeout).seconds
-
-    def _check_peer(self, peer: int, verb: str) -> None:
-        as_rank(peer, self.world_size, f"rank {self.rank} cannot {verb}")
-        if peer == self.rank:
-            raise ArgumentError(
-                f"rank {self.rank} cannot {verb} itself; copy the array, or name another rank"
-            )
+        return self._messages.irecv(out, src, tag)
 
     # Groups and collectives.
 

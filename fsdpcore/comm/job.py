@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.comm.sharing import MemorySharing, Region
+from fsdpcore.comm.sharing import MappedRegion, MemorySharing
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import HOST, Device
@@ -73,7 +73,7 @@ class Job(ABC):
         self.default_timeout = timeout
         self.policy = policy or Policy()
         self.recorder = Recorder(self)
-        self.regions: weakref.WeakSet[Region] = weakref.WeakSet()
+        self.regions: weakref.WeakSet[MappedRegion] = weakref.WeakSet()
         self.forked = False
         self._failure: CommunicationError | None = None
         self._peers_know = False

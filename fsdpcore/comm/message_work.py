@@ -10,7 +10,7 @@ from fsdpcore.comm.job import Job
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Deadline, Pending, Work
-from fsdpcore.diagnostics.recorder import MessageEntry, MessageRecord
+from fsdpcore.diagnostics.entries import MessageEntry, MessageRecord
 from fsdpcore.diagnostics.status import Group
 
 

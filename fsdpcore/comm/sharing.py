@@ -7,7 +7,7 @@ from typing import Protocol
 from fsdpcore.core.buffers import Array, Bytes
 
 
-class Region(Protocol):
+class MappedRegion(Protocol):
     """Memory in which the ranks of one group take turns."""
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class MemorySharing(Protocol):
     required: bool
     available: bool
 
-    def region(self, memory: Bytes, rank: int, size: int) -> Region:
+    def region(self, memory: Bytes, rank: int, size: int) -> MappedRegion:
         """How ``size`` ranks take turns in ``memory``, seen from one of them."""
 
     def introduce(self) -> bytes:

@@ -12,165 +12,24 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
-from fsdpcore.core.work import Work
-from fsdpcore.diagnostics.status import MAX_WAITS, Group, OpenOperation, Status
+from fsdpcore.diagnostics.entries import (
+    MessageEntry,
+    MessageRecord,
+    OperationEntry,
+    OperationRecord,
+)
+from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status
 from fsdpcore.diagnostics.trace_file import FORMAT, VERSION, file_name, write_json
 
 DEFAULT_SIZE = 1000
 # A program that polls with short timeouts must not spend its time on writing.
 _SECONDS_BETWEEN_TIMEOUTS = 1.0
-
-
-@dataclass
-class CollectiveRecord:
-    """What is recorded of a collective, the same for all calls of a kind.
-
-    Attributes:
-        operation: name of the collective.
-        dtype, shape, nbytes: of this rank's array; None, () and 0 where it has none.
-        algorithm: who carries it out, as far as that is known.
-        label: what the call is for.
-    """
-
-    operation: str
-    dtype: np.dtype[Any] | None
-    shape: tuple[int, ...]
-    nbytes: int
-    algorithm: str
-    label: str
-
-
-class OperationRecord(Protocol):
-    """What an entry describes, a collective or a message; must not lead to any array."""
-
-    @property
-    def operation(self) -> str:
-        """Name of the collective."""
-
-    @property
-    def dtype(self) -> np.dtype[Any] | None:
-        """Of this rank's array; None where it has none."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of this rank's array."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of this rank's array."""
-
-    @property
-    def algorithm(self) -> str:
-        """Who carries it out, as far as that is known at the start."""
-
-    @property
-    def label(self) -> str:
-        """What the call is for."""
-
-
-class MessageRecord(NamedTuple):
-    """What is recorded of a message; ``peer`` is a number in the whole job."""
-
-    operation: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    nbytes: int
-    peer: int
-    tag: int
-    algorithm: str = ""
-    label: str = ""
-
-    def words(self, peer: int) -> str:
-        """Describe it to those who call its peer ``peer``."""
-        direction = "to" if self.operation == "send" else "from"
-        what = f"{self.operation} of {self.dtype} {self.shape}"
-        return f"{what} {direction} rank {peer} (tag {self.tag})"
-
-
-class OperationEntry:
-    """One operation.
-
-    Attributes:
-        sequence: number of the collective in its group; 0 for a message.
-        group: whose operation it is.
-        call: what it is.
-        algorithm: who carries it out, if somebody knows better than ``call``; see ``carrier``.
-        start, end: of ``time.monotonic_ns``; ``end`` is 0 while it runs.
-        failed: ``failed``, ``timed out``, or empty.
-        error: why, where it has failed.
-    """
-
-    __slots__ = ("algorithm", "call", "end", "error", "failed", "group", "sequence", "start")
-
-    # No __init__: setting the fields from ``Recorder.begin`` takes two thirds of the time.
-    sequence: int
-    group: Group
-    call: OperationRecord
-    algorithm: str
-    start: int
-    end: int
-    failed: str
-    error: str
-
-    @property
-    def blocks(self) -> bool:
-        """Whether a thread of the rank is in it."""
-        return self.end == 0
-
-    @property
-    def carrier(self) -> str:
-        """The algorithm, as far as it is known."""
-        return self.algorithm or self.call.algorithm
-
-    @property
-    def state(self) -> str:
-        """``started``, ``done``, ``failed`` or ``timed out``."""
-        if self.end == 0:
-            return "started"
-        return self.failed or "done"
-
-    def words(self) -> str:
-        """The operation and its group."""
-        if isinstance(self.call, MessageRecord):
-            return self.call.words(self.call.peer)
-        label = f" ({self.call.label})" if self.call.label else ""
-        return f"{self.call.operation} #{self.sequence} of {self.group}{label}"
-
-    def wait(self, now: int) -> OpenOperation:
-        """Describe an operation that runs, or that has failed."""
-        over = self.end != 0
-        seconds = (now - (self.end if over else self.start)) * 1e-9
-        peer, tag = -1, -1
-        if isinstance(self.call, MessageRecord):
-            peer, tag = self.call.peer, self.call.tag
-        name = self.call.operation
-        return OpenOperation(
-            self.words(), seconds, over, name, self.sequence, peer, tag, *self.group
-        )
-
-
-class MessageEntry(OperationEntry):
-    """A message: posted at ``start``, but ``waiting`` only while a thread waits for it.
-
-    ``work`` tells whether a message that nobody has waited for yet has arrived.
-    """
-
-    __slots__ = ("waiting", "work")
-    waiting: bool
-    work: weakref.ReferenceType[Work] | None
-
-    @property
-    def blocks(self) -> bool:
-        return self.end == 0 and self.waiting
 
 
 class RecordedGroup(Protocol):

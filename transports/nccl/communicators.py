@@ -230,7 +230,7 @@ class Communicators:
 
     def _within(self, make: Callable[[], Any], seconds: float, what: str) -> Any:
         """Return ``make()``, called by a thread of its own: NCCL itself may wait for ever."""
-        attempt = _Attempt(self._device, make)
+        attempt = _CommunicatorAttempt(self._device, make)
         threading.Thread(
             target=attempt.run, name=f"fsdpcore-nccl-init-rank{self._rank}", daemon=True
         ).start()
@@ -348,7 +348,7 @@ def _not_made(what: str, seconds: float) -> CommTimeoutError:
     )
 
 
-class _Attempt:
+class _CommunicatorAttempt:
     """A communicator that is being made. If nobody wants it any more, it is aborted at once."""
 
     def __init__(self, device: CudaDevice, make: Callable[[], Any]) -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fsdpcore.collectives.context import CollectiveContext
     from fsdpcore.collectives.spec import CallSpec, FastPath, Operation
     from fsdpcore.comm.backend import Backend
-    from fsdpcore.diagnostics.recorder import OperationEntry
+    from fsdpcore.diagnostics.entries import OperationEntry
 
 # The record of the call, and its flat input and output.
 _Work = Callable[["OperationEntry", Array, Array], None]
