@@ -31,7 +31,7 @@ from commits_bench.report import NEW, OLD, Compared
 
 from fsdpcore.bench.cases import parse_size
 from fsdpcore.bench.harness import field, options, record, table
-from fsdpcore.bench.harness.start import Program, Start
+from fsdpcore.bench.harness.start import RankProgram, Start
 from fsdpcore.bench.harness.turns import RoundPlan, take_turns, versions_of
 from fsdpcore.core.errors import ArgumentError, RankFailedError
 
@@ -131,7 +131,7 @@ def _measure(
 
 
 def _start(name: str, setting: Setting, python: Path) -> Start:
-    program = Program((_MEMBER,), threads=1, python=str(python.absolute()))
+    program = RankProgram((_MEMBER,), threads=1, python=str(python.absolute()))
     # Each interpreter finds the commit that it has installed, wherever this is run.
     environ = {key: value for key, value in program.environ.items() if key != "PYTHONPATH"}
     environ["PYTHONSAFEPATH"] = "1"

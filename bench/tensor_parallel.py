@@ -24,7 +24,7 @@ from tensor_bench.cases import PEERS, Case
 from fsdpcore import __version__
 from fsdpcore.bench.harness import field, options, record, table
 from fsdpcore.bench.harness.measurements import OURS, Measurement, wrong_in
-from fsdpcore.bench.harness.start import Program
+from fsdpcore.bench.harness.start import RankProgram
 from fsdpcore.bench.harness.turns import RoundPlan, take_turns, versions_of
 
 _FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "examples")
@@ -92,7 +92,7 @@ class BlockRun:
         first = f"fsdpcore {__version__}, transport {self.transport}, {self.ranks} ranks"
         for line in table.heading(machine, f"{first}, {self.threads} threads each"):
             typer.echo(line)
-        program = Program.module("tensor_bench.member", *_FOLDERS, threads=self.threads)
+        program = RankProgram.module("tensor_bench.member", *_FOLDERS, threads=self.threads)
         wanted = field.starts(program, self.ranks, self.transport, [OURS], self.against)
         results = []
         with contextlib.ExitStack() as stack:

@@ -28,7 +28,7 @@ from checkpoint_bench.folders import Folders, check_room
 from checkpoint_bench.report import Result, StateRow
 from fsdpcore.bench.harness import field, options, record
 from fsdpcore.bench.harness.measurements import OURS, wrong_in
-from fsdpcore.bench.harness.start import Program
+from fsdpcore.bench.harness.start import RankProgram
 from fsdpcore.bench.harness.team import Team
 from fsdpcore.bench.harness.turns import alternate, versions_of
 from fsdpcore.core.errors import ArgumentError
@@ -220,7 +220,7 @@ class _Measuring:
     def _teams(self, ranks: int) -> Iterator[dict[str, Team]]:
         """Start the ranks of all contestants that have some, and make their states."""
         threads = options.threads_per_rank(ranks, 0)
-        program = Program.module("checkpoint_bench.member", _FOLDER, threads=threads)
+        program = RankProgram.module("checkpoint_bench.member", _FOLDER, threads=threads)
         request = self._request
         wanted = field.starts(program, ranks, request.transport, [OURS], request.against)
         with contextlib.ExitStack() as stack:

@@ -28,7 +28,7 @@ from fsdpcore.bench.harness import field as contest
 from fsdpcore.bench.harness import options, picture, record
 from fsdpcore.bench.harness.measurements import OURS, wrong_in
 from fsdpcore.bench.harness.memory import Memory
-from fsdpcore.bench.harness.start import Program, Start
+from fsdpcore.bench.harness.start import RankProgram, Start
 from fsdpcore.bench.harness.team import RemoteTeam, Team
 from fsdpcore.bench.harness.turns import Entrant, RoundPlan, run_seconds, take_turns, versions_of
 from fsdpcore.core.errors import ArgumentError
@@ -151,7 +151,7 @@ def _starts(request: StepRun, case: Case) -> dict[str, Start]:
     """How to start each contestant's ranks, ours first."""
     others = [ALONE] if isinstance(case, Training) else []
     return contest.starts(
-        Program.module("fsdp_bench.member", *FOLDERS, threads=request.threads_per_rank),
+        RankProgram.module("fsdp_bench.member", *FOLDERS, threads=request.threads_per_rank),
         request.ranks,
         request.transport,
         [OURS, *(name for name in request.against if name == WITHOUT)],

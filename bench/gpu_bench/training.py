@@ -17,7 +17,7 @@ from fsdp_bench.cases import PEER
 from fsdpcore.bench.harness import field
 from fsdpcore.bench.harness.measurements import OURS, Measurement, compare
 from fsdpcore.bench.harness.memory import Memory, highest_rss
-from fsdpcore.bench.harness.start import Program
+from fsdpcore.bench.harness.start import RankProgram
 from fsdpcore.bench.harness.team import Team
 from fsdpcore.bench.harness.turns import Entrant, RoundPlan, take_turns
 from fsdpcore.core.errors import RankFailedError
@@ -63,7 +63,7 @@ def measure(
     are over, what is left to do is left out.
     """
     end = time.monotonic() + budget
-    program = Program.module("gpu_bench.member", *FOLDERS)
+    program = RankProgram.module("gpu_bench.member", *FOLDERS)
     peers = [PEER] if importlib.util.find_spec("torch") is not None else []
     share = cases[0].share_gpu
     wanted = field.starts(program, ranks, transport, [OURS], peers, share_gpu=share)

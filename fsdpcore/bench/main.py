@@ -16,7 +16,7 @@ from fsdpcore.bench.cases import Case
 from fsdpcore.bench.harness import picture, record
 from fsdpcore.bench.harness.measurements import OURS, wrong_in
 from fsdpcore.bench.harness.options import Echo, check_known, check_torch, check_writable
-from fsdpcore.bench.harness.start import Program
+from fsdpcore.bench.harness.start import RankProgram
 from fsdpcore.bench.harness.table import heading
 from fsdpcore.bench.harness.team import LocalTeam, RemoteTeam
 from fsdpcore.bench.harness.turns import Entrant, RoundPlan, take_turns, versions_of
@@ -29,7 +29,7 @@ from fsdpcore.launch.external import find_mpirun
 
 PEERS = ("gloo", "mpi")
 _REFUSALS = {"gloo": peer_gloo.refusal, "mpi": peer_mpi.refusal}
-_PROGRAM = Program.module("fsdpcore.bench.member")
+_PROGRAM = RankProgram.module("fsdpcore.bench.member")
 
 Results = list[dict[str, Row]]
 

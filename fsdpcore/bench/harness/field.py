@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from fsdpcore.bench.harness.start import Program, Start
+from fsdpcore.bench.harness.start import RankProgram, Start
 from fsdpcore.bench.harness.team import RemoteTeam
 from fsdpcore.bench.harness.turns import Entrant
 
 
 def starts(
-    program: Program,
+    program: RankProgram,
     world_size: int,
     transport: str,
     ours: Sequence[str],

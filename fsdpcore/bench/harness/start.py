@@ -17,7 +17,7 @@ Start = Callable[[Path, str], "list[RankProcess]"]
 
 
 @dataclass(frozen=True)
-class Program:
+class RankProgram:
     """What ``python`` runs to become a rank.
 
     It gets options as JSON, with the ``path`` of the socket on which orders come.
@@ -35,7 +35,7 @@ class Program:
     python: str = sys.executable
 
     @classmethod
-    def module(cls, name: str, *folders: Path, threads: int = 0) -> Program:
+    def module(cls, name: str, *folders: Path, threads: int = 0) -> RankProgram:
         """A module, found in these folders."""
         return cls(("-m", name), folders, threads)
 
