@@ -22,13 +22,13 @@ class EngineStatus:
     Attributes:
         steps: number of updates so far.
         partially_updated: an update was left half done, for instance by an interrupt.
-        lent: ``full_params`` is open.
+        full_params_open: inside of ``full_params``.
         step: the ``Step`` that is open.
     """
 
     steps: int = 0
     partially_updated: bool = False
-    lent: bool = False
+    full_params_open: bool = False
     step: object = None
 
     def check_whole(self) -> None:
@@ -41,8 +41,8 @@ class EngineStatus:
 
     def check_idle(self, what: str) -> None:
         """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
-        if self.step is not None or self.lent:
-            where = "full_params()" if self.lent else "a step"
+        if self.step is not None or self.full_params_open:
+            where = "full_params()" if self.full_params_open else "a step"
             raise StateError(f"{what} inside of {where}; leave that first")
 
 

@@ -106,7 +106,7 @@ def full_params(
     model.status.check_idle(what)
     hashed = hashlib.blake2b(repr(chosen).encode(), digest_size=8).hexdigest()
     barrier(model.groups.everyone, label=f"{what} of {len(chosen)} parameters, {hashed}")
-    model.status.lent = True
+    model.status.full_params_open = True
     opened: list[ShardedUnit] = []
     arrays: dict[str, Array] = {}
     params: FullParams | None = None
@@ -127,7 +127,7 @@ def full_params(
         arrays.clear()
         for each in opened:
             each.reshard()
-        model.status.lent = False
+        model.status.full_params_open = False
 
 
 def _chosen(

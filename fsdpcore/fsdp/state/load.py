@@ -26,12 +26,12 @@ from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress, Sharded
 from fsdpcore.fsdp.state.writing import UNCHANGED, same_bits, set_ignored, set_progress
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
-Given = Mapping[str, "ShardedArray | Array"]
+Arrays = Mapping[str, "ShardedArray | Array"]
 _SHOWN = 8  # names in a message
 
 
 @dataclasses.dataclass(frozen=True)
-class _LoadPlan:
+class _LoadContents:
     """What is about to be loaded; the same on all ranks, plain values only.
 
     Attributes:
@@ -120,7 +120,7 @@ class _StateLoader:
 
     def run(
         self,
-        given: Given | None,
+        given: Arrays | None,
         progress: Progress | None,
         *,
         strict: bool,
@@ -128,7 +128,7 @@ class _StateLoader:
     ) -> LoadReport:
         """Agree with the other ranks, then load."""
         arrays: dict[str, ShardedArray | Array] = {}
-        plan = _LoadPlan((), (), ())
+        plan = _LoadContents((), (), ())
         if given is not None:
             arrays = self._untied(given)
             plan = self._plan(arrays, progress)
@@ -146,7 +146,7 @@ class _StateLoader:
 
     # Checking.
 
-    def _untied(self, given: Given) -> dict[str, ShardedArray | Array]:
+    def _untied(self, given: Arrays) -> dict[str, ShardedArray | Array]:
         """Return the arrays, those of tied parameters under the names of their owners."""
         arrays: dict[str, ShardedArray | Array] = {}
         for name, value in given.items():
@@ -168,7 +168,7 @@ class _StateLoader:
 
     def _plan(
         self, arrays: dict[str, ShardedArray | Array], progress: Progress | None
-    ) -> _LoadPlan:
+    ) -> _LoadContents:
         known: dict[str, StateEntry | None] = {entry.name: entry for entry in self._entries}
         known |= dict.fromkeys(self._ignored)
         present = [name for name in known if name in arrays]
@@ -181,8 +181,8 @@ class _StateLoader:
         if not self._optimizer:  # then it does not matter whether there is any
             unexpected = [name for name in unexpected if not _of_optimizer(name)]
         if progress is None:
-            return _LoadPlan(present, missing, unexpected)
-        return _LoadPlan(present, missing, unexpected, progress.step, progress.scale)
+            return _LoadContents(present, missing, unexpected)
+        return _LoadContents(present, missing, unexpected, progress.step, progress.scale)
 
     def _check(self, name: str, entry: StateEntry | None, value: ShardedArray | Array) -> str:
         """Say what is wrong with an array for an entry, or for an ignored array; "" for nothing."""
@@ -246,7 +246,7 @@ class _StateLoader:
             hint += ", and load_state_dict(optimizer=False) the parameters only"
         return f"{', '.join(parts)} ({hint})"
 
-    def _agreed(self, plan: _LoadPlan) -> _LoadPlan:
+    def _agreed(self, plan: _LoadContents) -> _LoadContents:
         told = json.dumps(dataclasses.astuple(plan))
         if self._src is None:  # all ranks have one, and long lists need not travel
             told = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
@@ -257,7 +257,7 @@ class _StateLoader:
         error = ArgumentError(problem) if problem else None
         everyone = agree(self._everyone, self._what, error, told, ending=UNCHANGED)
         if self._src is not None:
-            return _LoadPlan(*json.loads(everyone[self._src]))
+            return _LoadContents(*json.loads(everyone[self._src]))
         check_same(
             [[each] for each in everyone],
             self._everyone.ranks,
@@ -270,7 +270,7 @@ class _StateLoader:
 
     # Loading.
 
-    def _load(self, arrays: Given, present: set[str]) -> None:
+    def _load(self, arrays: Arrays, present: set[str]) -> None:
         for unit in self._model.units:
             here = [each for each in self._entries if each.unit is unit and each.name in present]
             if not here:

@@ -16,7 +16,7 @@ from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.state.entries import entries_of, ignored_of
 from fsdpcore.fsdp.state.save import info_of, sharded
 from fsdpcore.fsdp.state.state import EngineState, Progress, ShardedArray
-from fsdpcore.fsdp.units.given_arrays import checked_shard, update_shard
+from fsdpcore.fsdp.units.loading import checked_shard, update_shard
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.views import locked, read_only
 

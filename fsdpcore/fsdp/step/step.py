@@ -18,7 +18,7 @@ from fsdpcore.fsdp.step.whole import Whole, WholeGradients
 from fsdpcore.fsdp.units.gradients import check_divisor
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
-from fsdpcore.fsdp.units.views import Gradients, LentParams
+from fsdpcore.fsdp.units.views import Gradients, ScopedParams
 
 
 class BackwardUnit(NamedTuple):
@@ -105,7 +105,7 @@ class Step:
         member = self._model[unit]
         state, executor = self._state, self._executor
         if state.unit is member and state.phase == "backward":
-            with _lent(member) as params:
+            with _scoped(member) as params:
                 yield params
             return
         state.enter(member, "forward")
@@ -113,7 +113,7 @@ class Step:
         state.forwards[member.name] += counts
         try:
             executor.gather(member, "forward")
-            with _lent(member) as params:
+            with _scoped(member) as params:
                 yield params
         except BaseException:
             state.forwards[member.name] -= counts  # it can be tried again
@@ -136,7 +136,7 @@ class Step:
         state.forwards[member.name] -= 1
         try:
             executor.gather(member, "backward")
-            with _lent(member) as params:
+            with _scoped(member) as params:
                 yield BackwardUnit(params, member.begin_gradients())
             executor.release(member)
             self._end_backward(member)
@@ -278,9 +278,9 @@ class Step:
 
 
 @contextmanager
-def _lent(unit: ShardedUnit) -> Iterator[LentParams]:
+def _scoped(unit: ShardedUnit) -> Iterator[ScopedParams]:
     """Give the parameters of a unit that is gathered, until the end of the block."""
-    params = LentParams(unit.name, unit.params)
+    params = ScopedParams(unit.name, unit.params)
     try:
         yield params
     finally:

@@ -45,7 +45,7 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
     """
 
     def __init__(self, units: Iterable[ShardedUnit], refusal: str = "") -> None:
-        self._units = {unit.name: _GivenGradients(unit) for unit in units}
+        self._units = {unit.name: _CollectedGradients(unit) for unit in units}
         self._refusal = refusal
 
     def __getitem__(self, unit: str) -> MutableMapping[str, Array]:
@@ -66,7 +66,7 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
     def __len__(self) -> int:
         return len(self._units)
 
-    def _of(self, unit: str) -> _GivenGradients:
+    def _of(self, unit: str) -> _CollectedGradients:
         if self._refusal:
             raise StateError(self._refusal)
         try:
@@ -114,7 +114,7 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
         )
 
 
-class _GivenGradients(MutableMapping[str, Array]):
+class _CollectedGradients(MutableMapping[str, Array]):
     """What was given for one unit.
 
     Attributes:

@@ -90,7 +90,7 @@ class ShardedStorage(_PooledStorage):
         self._algorithm = binding.algorithm
         self._away = away
         # A larger part than the own shard, kept from the forward to the backward pass.
-        self._part: Array | None = None
+        self._kept_part: Array | None = None
 
     @property
     def stale(self) -> bool:
@@ -98,33 +98,33 @@ class ShardedStorage(_PooledStorage):
 
     @property
     def sends(self) -> int:
-        group = self._groups.shards if self._part is None else self._groups.regather_group
+        group = self._groups.shards if self._kept_part is None else self._groups.regather_group
         return all_gather_sends(self.places.layout, group.world_size)
 
     def gather(self, *, async_op: bool) -> Work | None:
         source, group = self.own, self._groups.shards
         label = f"unit {self.places.unit}"
-        if self._part is not None:
-            source, group, label = self._part, self._groups.regather_group, f"{label}, again"
-        away = self._away and self._part is None
+        if self._kept_part is not None:
+            source, group, label = self._kept_part, self._groups.regather_group, f"{label}, again"
+        away = self._away and self._kept_part is None
         with self._filling() as flat:
             place = place_of(flat, self.places.layout, group.rank) if away else None
             return _gathering(source, group, flat, place, self._algorithm, label, async_op=async_op)
 
     def free(self, *, again: bool) -> None:
-        if again and self._flat is not None and self._part is None:
+        if again and self._flat is not None and self._kept_part is None:
             self._keep_part(self._flat)
-        if self._part is not None and not again:
-            self._pool.give(self._part)
-            self._part = None
+        if self._kept_part is not None and not again:
+            self._pool.give(self._kept_part)
+            self._kept_part = None
         super().free(again=again)
 
     def _keep_part(self, flat: Array) -> None:
         group = self._groups.regather_group
         if group is not self._groups.shards:
             size = flat.size // group.world_size
-            self._part = self._pool.take(size, flat.dtype)
-            self._part[:] = flat[group.rank * size : (group.rank + 1) * size]
+            self._kept_part = self._pool.take(size, flat.dtype)
+            self._kept_part[:] = flat[group.rank * size : (group.rank + 1) * size]
 
     def claim(self) -> None:
         """Nothing to wait for: nobody else sees the shard outside of ``gather``."""

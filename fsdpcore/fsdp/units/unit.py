@@ -16,8 +16,8 @@ from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.work import Work
 from fsdpcore.fsdp.units.declaration import UnitDeclaration
-from fsdpcore.fsdp.units.given_arrays import load_arrays, update_shard
 from fsdpcore.fsdp.units.gradients import GradState
+from fsdpcore.fsdp.units.loading import load_arrays, update_shard
 from fsdpcore.fsdp.units.precision import Dtypes
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
 from fsdpcore.fsdp.units.spec import Spec

@@ -117,7 +117,7 @@ class Joined(Mapping[str, Array]):
         return len(self._sources)
 
 
-class LentParams(Mapping[str, Array]):
+class ScopedParams(Mapping[str, Array]):
     """A unit's parameters for a ``with`` block; who asks for one after its end gets an error.
 
     Without that, what is used too late would be right where parameters are in a window or stay
