@@ -1,6 +1,6 @@
 """What a rank is doing, in words for people and in data for the ranks that ask.
 
-A rank whose deadline has passed asks the others, and ``deadlock.py`` draws conclusions from what
+A rank whose deadline has passed asks the others, and ``deadlocks.py`` draws conclusions from what
 they say.
 """
 

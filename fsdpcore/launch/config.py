@@ -8,7 +8,7 @@ transport's options. A variable that is set to nothing counts as not set.
 Which algorithm carries a collective out can be overridden in the same places, for each collective
 by itself: ``algorithms={"all_reduce": "doubling:0-8KiB;direct:8193-max"}``, the variable
 ``FSDPCORE_ALL_REDUCE``, the key ``all_reduce`` of a table ``[algorithms]``; the grammar is that of
-``collectives.overrides``. Ragged collectives follow the base one.
+``collectives.selection.overrides``. Ragged collectives follow the base one.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def launch(
         args: further arguments of ``fn``.
         **options: settings, options of the transport, and overrides of algorithms. What is not
             given comes from ``FSDPCORE_*`` variables, then from ``fsdpcore.toml``. The settings
-            (see ``config.Settings``):
+            (see ``comm.config.Settings``):
 
             - ``timeout``, ``rendezvous_timeout``: seconds for an operation, and until all ranks
               have joined; 60 each by default.
@@ -77,7 +77,7 @@ def launch(
             - ``tuning``: file that ``fsdpcore tune`` has written; the same on all ranks.
             - ``algorithms``: what ``"auto"`` is to take, by collective, as in
               ``{"all_reduce": "doubling:0-8KiB;ring:8193-max"}`` (grammar:
-              ``collectives.overrides``).
+              ``collectives.selection.overrides``).
             - ``trace``: directory where every rank writes its last operations when it fails and
               when it closes, for ``fsdpcore trace``; ``trace_operations``: how many, by default
               1000.

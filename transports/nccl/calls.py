@@ -4,7 +4,7 @@ Algorithms named ``nccl``. NCCL reduces in an order of its own choice, float16 a
 as often as it combines them; a mean is of inputs that were divided before. It is not asked where it
 would give other values than the rest of this library: minima and maxima of floats (which lose NaN),
 products of half precision and of complex numbers, and integers of 16 bits, which it does not know.
-``nccl_direct`` does these.
+``direct.py`` does these.
 
 Everything is enqueued on the calling thread's current stream. Data moves as bytes.
 """

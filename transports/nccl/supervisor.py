@@ -2,7 +2,7 @@
 
 Nobody waits for a collective on a GPU where it is called, so nobody there would see that it does
 not end. The supervisor does: it keeps deadlines, asks NCCL for errors, notices that a rank which is
-needed has left, compares what the ranks call (``nccl_agree``), and keeps the arrays of asynchronous
+needed has left, compares what the ranks call (``agree.py``), and keeps the arrays of asynchronous
 calls until the GPU has done with them. It looks every 50 ms while something is under way, sooner
 while another rank waits for an answer, and sleeps while nothing is to be looked after.
 """

@@ -2,7 +2,7 @@
 
 ZeroMQ carries what the ranks tell each other: who is there, who fails or leaves, what they are
 doing. Messages go over the TCP connection, straight from the sender's array into the receiver's;
-between ranks of one host, the bytes of large ones go through memory (``zmq_memory``).
+between ranks of one host, the bytes of large ones go through memory (``memory.py``).
 Sends start on the caller's thread; whoever waits looks after the connections; while nobody does, a
 thread of each rank watches them, so data moves while Python computes.
 

@@ -3,7 +3,7 @@
 Small messages are sent at once, whole, and kept by the receiver until they are asked for. Of a
 large one, the first bytes are, as long as not too much of that is waiting at the receiver; the
 rest follows once its receive was posted, straight from the sender's array into the receiver's.
-Between ranks of one host the bytes of large messages go through memory (``zmq_memory``).
+Between ranks of one host the bytes of large messages go through memory (``memory.py``).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Control:
     # What comes.
 
     def serve(self, peer: Peer) -> None:
-        """Do what there is to do on a peer's socket; see ``zmq_watch`` for why all of it."""
+        """Do what there is to do on a peer's socket; see ``poller.py`` for why all of it."""
         if self.released:
             return
         sock = peer.socket

@@ -3,7 +3,7 @@
 An array that lies in shared memory already, like those of ``Backend.empty``, is lent: the receiver
 copies it from there. Of any other the sender copies pieces into blocks of its shared memory, the
 receiver copies them out, and both do so at the same time. The frames that tell of it go over the
-data connection (``zmq_wire`` lists them), so whoever looks after that moves the bytes, too, and
+data connection (``wire.py`` lists them), so whoever looks after that moves the bytes, too, and
 nobody waits for anybody. A block is in use until the receiver has said that it has read it.
 
 Whether a receiver can reach the sender's memory shows when it first has to. If it cannot, it says

@@ -2,7 +2,7 @@
 
 A frame is a header of fixed size, the signature of the array (see ``buffers.pack_signature``),
 and a payload. Numbers are little-endian. Control frames are ZeroMQ's messages; the frames that
-messages between ranks consist of follow one another on the data connection (see ``zmq_line``).
+messages between ranks consist of follow one another on the data connection (``frame_socket.py``).
 
 ======  ========================================================================================
         on the ZeroMQ connection
@@ -19,7 +19,7 @@ EAGER   a whole small message
 OFFER   a large message is ready to be sent: its size, signature, and first ``offset`` bytes
 GRANT   the receiver has room for it
 DATA    bytes ``offset`` to ``offset + size`` of it
-MEMORY  the sender's memory introduces itself: see ``shared_memory``; ahead of all that follow
+MEMORY  the sender's memory introduces itself: see ``memory/shared.py``; ahead of all that follow
 LEND    as OFFER, but the first ``offset`` bytes are in the sender's memory; what is sent as
         signature begins with where: the numbers of the segment and of the byte in it
 PIECE   bytes ``offset`` to ``offset + size`` are in the sender's memory, at the place that is
