@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 from support.house import Import, circles, imports, modules
@@ -98,3 +99,16 @@ def test_every_room_says_what_it_is_for(name: str) -> None:
     text = ast.get_docstring(ast.parse(FILES[name].read_text())) or ""
     assert text.partition("\n")[0].endswith((".", ":")), f"{name}: no sentence"
     assert len(text.split()) > 3, f"{name}: no sentence"
+
+
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    root = FILES["fsdpcore"].parents[1]
+    text = (root / "ARCHITECTURE.md").read_text()
+    folders = ("fsdpcore", "transports", "tests", "bench")
+    there = [
+        f"/{path.relative_to(root)}" for name in folders for path in (root / name).rglob("*.py")
+    ]
+    named = set(re.findall(r"[\w/]+\.py\b", text))
+    assert len(named) > 100
+    lost = [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)]
+    assert not lost, f"named, but not there: {', '.join(lost)}"
