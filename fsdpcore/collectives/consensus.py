@@ -3,7 +3,7 @@
 ``compare`` is for what all ranks should say alike: arguments, options, values. They compare a
 digest, and say it in words only where that differs. ``agree`` is for what a rank finds out by
 itself, in its arguments or on its disk: it brings an error or a value, and the others learn of it,
-so that none waits for a rank that has given up.
+so that none waits for a rank that has given up. ``receive`` is for what rank 0 decides for all.
 
 The calls of a collective are compared in its first message, see ``fingerprint``. Whoever compares,
 ``core.disagreement`` finds where the ranks differ, and raises the error.
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fsdpcore.collectives import all_gather
-from fsdpcore.collectives.texts import share_texts
+from fsdpcore.collectives.lines import scatter_lines, share_lines
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.disagreement import Disagreement, check_same, grouped, name_ranks
@@ -71,7 +71,7 @@ def compare(
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
     joined: Array = all_gather(np.frombuffer(digest, np.uint8), backend, label=what)
     if joined.tobytes() != digest * backend.world_size:
-        texts = share_texts(text, backend, label=f"{what}, in words")
+        texts = share_lines(text, backend, label=f"{what}, in words")
         check_same([json.loads(each) for each in texts], backend.ranks, message)
 
 
@@ -103,19 +103,54 @@ def agree(
             other, which is a CheckpointError; on all ranks, with the same message. On the rank
             itself with the error as its cause.
     """
-    kind, text = -1, ""
-    if error is not None:
-        kind = next(
-            (n for n, each in enumerate(_KINDS) if isinstance(error, each)), len(_KINDS) - 1
-        )
-        text = str(error) if isinstance(error, _KINDS) else in_words(error)
-        if len(text) > _MOST:
-            text = f"{text[:_MOST]} ..."
-    line = json.dumps([kind, text, value])
-    rows = [json.loads(each) for each in share_texts(line, backend, label=what, timeout=timeout)]
+    line = json.dumps([*_packed(error), value])
+    rows = [json.loads(each) for each in share_lines(line, backend, label=what, timeout=timeout)]
     if any(number >= 0 for number, _, _ in rows):
         raise _common(backend, what, rows, ending) from error
     return [each for _, _, each in rows]
+
+
+def receive(
+    backend: Backend,
+    what: str,
+    error: Exception | None,
+    values: Sequence[str] | None,
+    *,
+    timeout: float,
+    ending: str = "",
+) -> str:
+    """Get the value that rank 0 has for this rank, or raise what it ran into; a collective.
+
+    Args:
+        backend, what, timeout, ending: as for ``agree``.
+        error: what rank 0 ran into; None on the others.
+        values: of rank 0, one for each rank, unless it has an error; None on the others.
+
+    Raises:
+        The errors of ``agree``: rank 0 has one; on all ranks, with the same message.
+    """
+    lines = None
+    if backend.rank == 0:
+        packed = _packed(error)
+        lines = [json.dumps([*packed, each]) for each in values or [""] * backend.world_size]
+    kind, text, value = json.loads(scatter_lines(lines, backend, timeout=timeout))
+    if kind >= 0:
+        raise _made(kind, f"{what}: {text}", ending) from error
+    return str(value)
+
+
+def _packed(error: Exception | None) -> tuple[int, str]:
+    """Return the number of an error's kind, and its text; -1 for none."""
+    if error is None:
+        return -1, ""
+    kind = next((n for n, each in enumerate(_KINDS) if isinstance(error, each)), len(_KINDS) - 1)
+    text = str(error) if isinstance(error, _KINDS) else in_words(error)
+    return kind, text if len(text) <= _MOST else f"{text[:_MOST]} ..."
+
+
+def _made(kind: int, message: str, ending: str) -> FsdpcoreError:
+    made: type[FsdpcoreError] = _KINDS[kind]
+    return made(f"{message}. {ending}" if ending else message)
 
 
 def _common(
@@ -130,9 +165,7 @@ def _common(
     for text, ranks in grouped([text for *_, text in failed], [rank for rank, *_ in failed]):
         everywhere = len(ranks) == backend.world_size
         texts.append(text if everywhere else f"{text} (on {name_ranks(ranks)})")
-    message = f"{what}: {'; '.join(texts)}"
-    common: type[FsdpcoreError] = _KINDS[min(kind for _, kind, _ in failed)]
-    return common(f"{message}. {ending}" if ending else message)
+    return _made(min(kind for _, kind, _ in failed), f"{what}: {'; '.join(texts)}", ending)
 
 
 class LocalAttempt:

@@ -29,8 +29,8 @@ from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath, open_storage
 from fsdpcore.checkpoint.storage.retention import Retention
 from fsdpcore.checkpoint.storage.steps import check_step
-from fsdpcore.collectives.consensus import LocalAttempt, agree
-from fsdpcore.collectives.texts import gather_texts, scatter_texts
+from fsdpcore.collectives.consensus import LocalAttempt, agree, receive
+from fsdpcore.collectives.lines import gather_lines
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
 from fsdpcore.core.disagreement import Disagreement, check_same
@@ -106,13 +106,15 @@ class Saver:
     def _agree(self, described: str) -> None:
         """Have rank 0 decide who writes what."""
         backend, pieces = self._backend, None
-        texts = gather_texts(described, backend, timeout=backend.timeout)
+        texts = gather_lines(described, backend, timeout=backend.timeout)
         with LocalAttempt() as attempt:
             if texts is not None:
                 self._plan = plan([decode(text) for text in texts])
                 pieces = [encode_written(each) for each in self._plan.written]
-        refuse(backend, attempt.error)
-        self._pieces = decode_written(scatter_texts(pieces, backend, timeout=backend.timeout))
+        received = receive(
+            backend, "save", attempt.error, pieces, timeout=backend.timeout, ending=_UNWRITTEN
+        )
+        self._pieces = decode_written(received)
 
     def write(self, prepared: PreparedSave, backend: Backend) -> Saved:
         """Write what was prepared, and commit it; a collective of ``backend``'s ranks, blocks."""
