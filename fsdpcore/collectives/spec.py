@@ -75,7 +75,8 @@ class Operation:
             and ``out`` are flat and contiguous, and the same array or apart but for
             ``own_parts``. The input is None on ranks that have none, ``out`` on those that get no
             result.
-        movement: what moves where in memory that the ranks share.
+        movement: what moves where in memory that the ranks share; None where they send messages
+            there, too.
         splits: axis 0 of the input is split over the ranks.
         joins: the result joins along axis 0 what the ranks send.
         reduces: values of the ranks are combined by an op.
@@ -85,7 +86,7 @@ class Operation:
 
     name: str
     start: Callable[..., None]
-    movement: Movement
+    movement: Movement | None = None
     splits: bool = False
     joins: bool = False
     reduces: bool = False

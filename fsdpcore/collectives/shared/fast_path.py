@@ -321,6 +321,7 @@ class _FastCall:
         context = self._context
         context.entry = entry
         movement, layout = self._definition.movement, self._call.layout
+        assert movement is not None, "the algorithm was chosen for what it moves"
         try:
             Call(context, movement, layout, source, out).after_publishing(copied=False)
         finally:
