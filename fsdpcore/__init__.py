@@ -8,25 +8,10 @@ from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
-from fsdpcore.collectives import (
-    Batch,
-    all_gather,
-    all_gather_v,
-    all_reduce,
-    all_reduce_many,
-    all_to_all,
-    all_to_all_v,
-    barrier,
-    broadcast,
-    gather,
-    gather_v,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_v,
-    scatter,
-    scatter_v,
-)
+from fsdpcore.collectives import Batch, all_reduce_many
 from fsdpcore.collectives.batch.coalesce import coalesce
+from fsdpcore.collectives.operations.table import *  # noqa: F403
+from fsdpcore.collectives.operations.table import __all__ as _operations
 from fsdpcore.comm.backend import Backend, SubBackend
 from fsdpcore.comm.dump_trace import dump_trace
 from fsdpcore.comm.mesh import Mesh
@@ -134,21 +119,12 @@ __all__ = [
     "Work",
     "__version__",
     "adapters",
-    "all_gather",
-    "all_gather_v",
-    "all_reduce",
     "all_reduce_many",
-    "all_to_all",
-    "all_to_all_v",
-    "barrier",
-    "broadcast",
     "checkpoint",
     "coalesce",
     "dump_trace",
     "errors",
     "fully_shard",
-    "gather",
-    "gather_v",
     "init",
     "initializers",
     "launch",
@@ -156,12 +132,8 @@ __all__ = [
     "memory_estimate",
     "optim",
     "parallel",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_v",
-    "scatter",
-    "scatter_v",
     "train_step",
+    *_operations,
 ]
 
 # What a rank that only communicates has no use for, and what takes as long to import as all the
