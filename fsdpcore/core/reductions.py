@@ -102,6 +102,17 @@ _UFUNCS: dict[ReduceOp, Combine] = {
     ReduceOp.LXOR: np.logical_xor,
 }
 
+# But for those that depend on the dtype.
+_IDENTITIES: dict[ReduceOp, int] = {
+    ReduceOp.SUM: 0,
+    ReduceOp.PROD: 1,
+    ReduceOp.BOR: 0,
+    ReduceOp.BXOR: 0,
+    ReduceOp.LAND: 1,
+    ReduceOp.LOR: 0,
+    ReduceOp.LXOR: 0,
+}
+
 # The kinds of dtypes that the ops with a limited meaning are for, in words too.
 _LIMITED = {
     **dict.fromkeys(("band", "bor", "bxor"), ("biu", "the bits of bool and integers")),
@@ -179,6 +190,29 @@ class Reduction:
     def name(self) -> str:
         """The op's name, as users write it."""
         return self.op.value
+
+    @property
+    def identity(self) -> Any:
+        """The value that changes none that it is combined with; what a sum of nothing is.
+
+        Raises:
+            ArgumentError: there is none, or it is not known.
+        """
+        if self.op in (ReduceOp.MIN, ReduceOp.MAX):
+            if self.dtype.kind == "b":
+                return self.op is ReduceOp.MIN
+            if self.dtype.kind in "iu":
+                limits = np.iinfo(self.dtype)
+                return limits.max if self.op is ReduceOp.MIN else limits.min
+            return np.inf if self.op is ReduceOp.MIN else -np.inf
+        if self.op is ReduceOp.BAND:
+            return ~self.dtype.type(0)
+        if self.op in _IDENTITIES:
+            return _IDENTITIES[self.op]
+        raise ArgumentError(
+            f"no value is known that stands for the {self.name} of nothing; use scan(), or "
+            "combine what you need by hand"
+        )
 
     def load(self, source: Array, out: Array | None = None) -> Array:
         """Return ``out``, or a new array, with ``source`` in the accumulator dtype."""

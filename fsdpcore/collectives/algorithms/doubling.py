@@ -10,6 +10,7 @@ With p ranks and n bytes (per rank for the reductions, in total for all_gather),
 all_reduce      lg p (alpha + n beta + n gamma)
 reduce_scatter  the same: each rank reduces everything and keeps its part
 all_gather      lg p alpha + ((p - 1) / p) n beta
+scan, exscan    lg p (alpha + n beta), and up to (2 lg p - 1) n gamma
 ==============  ========================================
 
 For any p, let w be the largest power of two below p, and r = p - w: the ranks on the left and on
@@ -23,8 +24,10 @@ the right at the top of the tree. Rank i sends m(i, p) messages and receives d(i
 
 For the reductions, all messages have n bytes, and rank i reduces d(i, p) n. For all_gather, those
 of the top merge have (w / p) n bytes from the left and (r / p) n from the right, and so on further
-down; every rank receives ((p - 1) / p) n. Reductions are canonical; for float16 and bfloat16,
-partial sums travel as float32.
+down; every rank receives ((p - 1) / p) n. In a scan, messages are those of the reductions; a rank
+combines what comes from its left once more, b(i) times for the b(i) bits that are set in i, and no
+total in the last step: d(i, p) - 1 + b(i) times n, and one less in exscan for i > 0. Reductions
+are canonical; for float16 and bfloat16, partial sums travel as float32.
 """
 
 from __future__ import annotations
@@ -98,6 +101,51 @@ def reduce_scatter(
     everything = source.copy()
     all_reduce(link, everything, reduction)
     np.copyto(own, everything[bounds[link.rank] : bounds[link.rank + 1]])
+
+
+def scan(link: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
+    """Reduce ``source`` of the ranks up to this one into ``out`` (may be ``source``)."""
+    totals = link.scratch(3 * source.size, reduction.accumulator).reshape(3, -1)
+    reduction.load(source, totals[2])
+    _combine_before(link, source, totals, reduction, begun=True)
+    reduction.store(totals[2], out, link.rank + 1)
+
+
+def exscan(link: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
+    """Reduce ``source`` of the ranks before this one into ``out`` (may be ``source``)."""
+    totals = link.scratch(3 * source.size, reduction.accumulator).reshape(3, -1)
+    _combine_before(link, source, totals, reduction, begun=False)
+    if link.rank:
+        reduction.store(totals[2], out, link.rank)
+    else:
+        out.fill(reduction.identity)
+
+
+def _combine_before(
+    link: CollectiveContext, source: Array, totals: Array, reduction: Reduction, *, begun: bool
+) -> None:
+    """Put what the blocks on the left have in front of ``totals[2]``; that has a value if begun.
+
+    Such a block is as large as the largest power of two below the number of ranks that it and what
+    is behind it are, or as that number's half: so the result is the canonical tree of those ranks.
+    """
+    total, received, before = totals
+    reduction.load(source, total)
+    every = list(steps(link.rank, link.size))
+    for step in every:
+        link.irecv(received, step.source)
+        for target in step.targets:
+            link.isend(total, target)
+        link.wait_all()
+        from_left = step.theirs < step.mine
+        if from_left and begun:
+            reduction.combine(received, before, before)
+        elif from_left:
+            np.copyto(before, received)
+            begun = True
+        if step is not every[-1]:
+            left, right = (received, total) if from_left else (total, received)
+            reduction.combine(left, right, total)
 
 
 def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
