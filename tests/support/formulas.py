@@ -153,6 +153,11 @@ def _doubling(p: int) -> list[Traffic]:
     return [Traffic(m, Fraction(m), d, Fraction(d), Fraction(d)) for m, d in counts]
 
 
+def _doubling_scan(p: int) -> list[Traffic]:
+    counts = [(_m(i, p), _d(i, p), bin(i).count("1")) for i in range(p)]
+    return [Traffic(m, Fraction(m), d, Fraction(d), Fraction(d - 1 + b)) for m, d, b in counts]
+
+
 def _doubling_gather(p: int) -> list[Traffic]:
     share = Fraction(p - 1, p)
     return [Traffic(_m(i, p), Fraction(_g(i, p), p), _d(i, p), share) for i in range(p)]
@@ -226,6 +231,7 @@ EXPECTED: dict[tuple[str, str], Formula] = {
     ("all_reduce", "star"): _star(_n, _n, reduces=True),
     ("all_reduce", "doubling"): _doubling,
     ("all_reduce", "rabenseifner"): _plus(_halving, _halving_back),
+    ("scan", "doubling"): _doubling_scan,
     ("reduce_scatter", "direct"): SCATTERED,
     ("reduce_scatter", "ring"): SCATTERED,
     ("reduce_scatter", "hierarchical"): SCATTERED,

@@ -49,6 +49,12 @@ def _doubling(p: int) -> CostTerms:
     return CostTerms(busiest, busiest, _depth(p))
 
 
+def _doubling_scan(p: int) -> CostTerms:
+    left = [bin(rank).count("1") for rank in range(p)]
+    reduced = int((traffic.receives(p) + left).max()) - 1
+    return _doubling(p)._replace(gamma=max(0, reduced))
+
+
 def _doubling_all_gather(p: int) -> CostTerms:
     chunks = max(p - 1, int(traffic.chunks_spread(p).max()))
     return CostTerms(int(traffic.sends(p).max()), chunks / p, 0)
@@ -91,6 +97,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "star": Algorithm(star, lambda p: _star(p)._replace(gamma=p - 1)),
         "ring": Algorithm(ring, _reducing_pairwise, False, _commutes),
     },
+    "scan": {"doubling": Algorithm(doubling, _doubling_scan)},
     "all_gather": {
         "direct": Algorithm(direct, _pairwise),
         "doubling": Algorithm(doubling, _doubling_all_gather),

@@ -12,6 +12,7 @@ from fsdpcore.collectives.operations.reduce_scatter import (
     reduce_scatter,
     reduce_scatter_v,
 )
+from fsdpcore.collectives.operations.scan import SCAN, scan
 from fsdpcore.collectives.operations.scatter import SCATTER, scatter, scatter_v
 from fsdpcore.collectives.spec import Operation
 
@@ -21,6 +22,7 @@ OPERATIONS: dict[str, Operation] = {
         ALL_REDUCE,
         REDUCE,
         REDUCE_SCATTER,
+        SCAN,
         BROADCAST,
         ALL_GATHER,
         GATHER,
@@ -42,6 +44,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_v",
+    "scan",
     "scatter",
     "scatter_v",
 ]
