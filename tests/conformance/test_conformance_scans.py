@@ -10,7 +10,14 @@ from support.spmd import run
 
 
 @jobs()
-@bodies(scans.combinations, scans.shapes, scans.where_results_go, scans.own_reductions)
+@bodies(
+    scans.combinations,
+    scans.shapes,
+    scans.where_results_go,
+    scans.own_reductions,
+    scans.exclusive,
+    scans.exclusive_of_nothing,
+)
 def test_scan(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 

@@ -158,6 +158,12 @@ def _doubling_scan(p: int) -> list[Traffic]:
     return [Traffic(m, Fraction(m), d, Fraction(d), Fraction(d - 1 + b)) for m, d, b in counts]
 
 
+def _doubling_exscan(p: int) -> list[Traffic]:
+    return [
+        each._replace(reduced=each.reduced - (i > 0)) for i, each in enumerate(_doubling_scan(p))
+    ]
+
+
 def _doubling_gather(p: int) -> list[Traffic]:
     share = Fraction(p - 1, p)
     return [Traffic(_m(i, p), Fraction(_g(i, p), p), _d(i, p), share) for i in range(p)]
@@ -232,6 +238,7 @@ EXPECTED: dict[tuple[str, str], Formula] = {
     ("all_reduce", "doubling"): _doubling,
     ("all_reduce", "rabenseifner"): _plus(_halving, _halving_back),
     ("scan", "doubling"): _doubling_scan,
+    ("exscan", "doubling"): _doubling_exscan,
     ("reduce_scatter", "direct"): SCATTERED,
     ("reduce_scatter", "ring"): SCATTERED,
     ("reduce_scatter", "hierarchical"): SCATTERED,

@@ -16,7 +16,7 @@ import fsdpcore as fc
 
 OPERATIONS = """
     all_gather all_gather_v all_reduce all_reduce_many all_to_all all_to_all_v barrier broadcast
-    coalesce gather gather_v reduce reduce_scatter reduce_scatter_v scan scatter
+    coalesce exscan gather gather_v reduce reduce_scatter reduce_scatter_v scan scatter
     scatter_v
 """
 

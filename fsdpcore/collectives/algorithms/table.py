@@ -55,6 +55,12 @@ def _doubling_scan(p: int) -> CostTerms:
     return _doubling(p)._replace(gamma=max(0, reduced))
 
 
+def _doubling_exscan(p: int) -> CostTerms:
+    left = [bin(rank).count("1") - (rank > 0) for rank in range(p)]
+    reduced = int((traffic.receives(p) + left).max()) - 1
+    return _doubling(p)._replace(gamma=max(0, reduced))
+
+
 def _doubling_all_gather(p: int) -> CostTerms:
     chunks = max(p - 1, int(traffic.chunks_spread(p).max()))
     return CostTerms(int(traffic.sends(p).max()), chunks / p, 0)
@@ -98,6 +104,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "ring": Algorithm(ring, _reducing_pairwise, False, _commutes),
     },
     "scan": {"doubling": Algorithm(doubling, _doubling_scan)},
+    "exscan": {"doubling": Algorithm(doubling, _doubling_exscan)},
     "all_gather": {
         "direct": Algorithm(direct, _pairwise),
         "doubling": Algorithm(doubling, _doubling_all_gather),

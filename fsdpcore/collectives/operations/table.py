@@ -5,6 +5,7 @@ from fsdpcore.collectives.operations.all_reduce import ALL_REDUCE, all_reduce
 from fsdpcore.collectives.operations.all_to_all import ALL_TO_ALL, all_to_all, all_to_all_v
 from fsdpcore.collectives.operations.barrier import barrier
 from fsdpcore.collectives.operations.broadcast import BROADCAST, broadcast
+from fsdpcore.collectives.operations.exscan import EXSCAN, exscan
 from fsdpcore.collectives.operations.gather import GATHER, gather, gather_v
 from fsdpcore.collectives.operations.reduce import REDUCE, reduce
 from fsdpcore.collectives.operations.reduce_scatter import (
@@ -23,6 +24,7 @@ OPERATIONS: dict[str, Operation] = {
         REDUCE,
         REDUCE_SCATTER,
         SCAN,
+        EXSCAN,
         BROADCAST,
         ALL_GATHER,
         GATHER,
@@ -39,6 +41,7 @@ __all__ = [
     "all_to_all_v",
     "barrier",
     "broadcast",
+    "exscan",
     "gather",
     "gather_v",
     "reduce",

@@ -68,6 +68,37 @@ def own_reductions(backend: fc.Backend) -> None:
     check_same(fc.scan(mine, backend, op=op), expected, "latest")
 
 
+def exclusive(backend: fc.Backend) -> None:
+    """Every dtype and op: the bits of an all_reduce of the ranks before each one."""
+    me = backend.rank
+    for dtype, op in oracle.COMBINATIONS:
+        parts = arrays_of(backend.world_size, (7, 3), dtype)
+        if op == "mean":
+            with pytest.raises(fc.ArgumentError, match="mean of nothing"):
+                fc.exscan(parts[me], backend, op=op)
+            continue
+        found = fc.exscan(parts[me], backend, op=op)
+        if me:
+            check_same(found, oracle.reduced(parts[:me], op), f"exscan {op} of {dtype}")
+            continue
+        # What rank 0 gets changes nothing that it is combined with.
+        if dtype not in oracle.COMPLEXES:  # an infinite one times 1 is none
+            np.testing.assert_array_equal(oracle.reduced([found, parts[0]], op), parts[0])
+
+
+def exclusive_of_nothing(backend: fc.Backend) -> None:
+    """Rank 0's result, in place, and where none is known."""
+    one = np.ones(4, np.int16)
+    for op, value in (("sum", 0), ("prod", 1), ("min", 2**15 - 1), ("max", -(2**15))):
+        mine = one.copy()
+        fc.exscan(mine, backend, op=op, out=mine)
+        if backend.rank == 0:
+            assert mine.tolist() == [value] * 4
+    assert fc.exscan(len("seven"), backend) == 5 * backend.rank
+    with pytest.raises(fc.ArgumentError, match="latest of nothing"):
+        fc.exscan(one, backend, op=fc.ReduceOp.create("latest", _latest))
+
+
 def mismatched(backend: fc.Backend) -> None:
     """Ranks that call another reduction are told so."""
     op = "max" if backend.rank else "min"

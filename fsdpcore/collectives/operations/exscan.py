@@ -1,0 +1,79 @@
+"""``exscan``: combine the arrays of the ranks before each one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from fsdpcore.collectives.arguments import operand
+from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.operations.perform import perform
+from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.reductions import ReduceOp, Reduction
+
+
+def _start(
+    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
+) -> None:
+    choice.function(context, source, out, layout.reduction)
+
+
+EXSCAN = Operation("exscan", _start, reduces=True)
+
+
+def exscan(
+    array: ArrayLike,
+    backend: Backend,
+    *,
+    op: ReduceOp | str = "sum",
+    out: Array | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    async_op: bool = False,
+    label: str = "",
+) -> Any:
+    """Combine the arrays of the ranks before this one elementwise.
+
+    Rank r > 0 gets what ``all_reduce`` of the ranks 0 to r - 1 alone would give, to the bit: the
+    canonical tree of these ranks. Rank 0 gets the value that changes nothing: 0 for sum, bor, bxor,
+    lor and lxor; 1 for prod and land; all bits set for band; the largest value of the dtype
+    (infinity) for min, the smallest for max. Nothing stands for the mean of no ranks, or is known
+    of a reduction of your own: use ``scan`` for these. Arrays of a GPU are refused: copy them to
+    the host.
+
+    Args:
+        array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
+            of any shape, 0-d and empty ones too; of equal shape and dtype on all ranks.
+        backend: the group. All its ranks call this, in the same order of collectives.
+        op: how values are combined: "sum", "mean", "min", "max", "prod", or a ``ReduceOp``. Always
+            in the canonical order of ranks, so with the same bits. float16 and bfloat16 are
+            accumulated in float32.
+        out: array of the result's shape and dtype to write to, which may be the input; without it a
+            new array is returned.
+        algorithm: "auto" (the fastest for the size and the group), or its name, such as
+            "doubling"; an error for an unknown one lists them all. The same on all ranks.
+        timeout: seconds for the whole operation, from when its turn comes after those that this
+            group was given before; by default ``backend.timeout``.
+        async_op: return a ``Work`` at once, whose ``wait()`` gives the result. Until then the
+            input must not change and the output must not be read.
+        label: what the call is for; compared between the ranks and named in errors.
+
+    Returns:
+        Array of the input's shape and dtype.
+
+    Raises:
+        ArgumentError: this rank's arguments are wrong. Nothing was sent.
+        MismatchError: the ranks called different things; on all ranks.
+        CommTimeoutError: the deadline passed; names the ranks that are missing.
+        PeerFailedError: another rank failed, was lost or left.
+
+    Example::
+
+        begins = fc.exscan(np.array(len(rows)), backend)  # how many rows are before this rank's
+    """
+    source, backend = operand(array, backend)
+    _ = Reduction.of(op, source.dtype).identity  # refused on all ranks where rank 0 gets nothing
+    return perform(EXSCAN, source, backend, out, timeout, async_op, algorithm, label, op)
