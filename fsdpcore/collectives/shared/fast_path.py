@@ -212,7 +212,7 @@ class _FastCall:
         region, call, context, begin = self._region, self._call, self._context, self._begin
         digest, enter = call.digest, region.enter
         own_places, all_places = region.own_places, region.all_places
-        own, copy_own = self._schedule.own, self._copy_own
+        own = [(place, span.place) for place, span in self._schedule.own]
         nothing = np.array([*NOT_PUBLISHED, *NOT_PUBLISHED], np.uint64)
         nobody = nothing.tobytes() * context.size
         plans = _Plans()
@@ -222,14 +222,16 @@ class _FastCall:
         kept_source: Callable[[], Array | None] = _nothing
         kept_out: Callable[[], Array | None] = _nothing
         kept_places: Array | None = None
+        in_place = False
 
         def work(entry: OperationEntry, source: Array, out: Array) -> None:
-            nonlocal kept_source, kept_out, kept_places
+            nonlocal kept_source, kept_out, kept_places, in_place
             if kept_source() is source and kept_out() is out:
                 places = kept_places
             else:
                 places = kept_places = self._places(source, out, instead)
                 kept_source, kept_out = weakref.ref(source), weakref.ref(out)
+                in_place = np.may_share_memory(source, out)
             if places is None:
                 self.ordinary(entry, source, out)
                 return
@@ -241,6 +243,9 @@ class _FastCall:
                 if places is nothing:
                     self._staged[parity][0].fill(flat)
                 enter(digest, context, begin)
+                if not in_place:
+                    for place, part in own:
+                        flat_out[place] = flat[part]
                 key = all_places[parity]()
                 plan = plans.get(key)
                 if plan is None:
@@ -257,8 +262,6 @@ class _FastCall:
                     find = partial(peer_view, context, region, self._dtype)
                     plan = self._bind(self._schedule.published, find, region.block)
                     plans[key] = plan
-                if own:
-                    copy_own(flat, flat_out)
                 for place, array in plan.copies:
                     flat_out[place] = array
                 for step in plan.steps:
@@ -287,15 +290,7 @@ class _FastCall:
             if number:
                 each.fill(source)
                 self._region.enter(call.digest, context, self._begin)
-            else:
-                self._copy_own(source, out)
             each.run(source, out, call.reduction)
-
-    def _copy_own(self, source: Array, out: Array) -> None:
-        own = self._schedule.own
-        if own and not np.may_share_memory(source, out):  # if so, it is in its place already
-            for place, span in own:
-                out[place] = source[span.place]
 
     def _places(self, source: Array, out: Array, instead: Array | None) -> Array | None:
         """Where the arrays lie that this rank publishes.
@@ -323,7 +318,7 @@ class _FastCall:
         movement, layout = self._definition.movement, self._call.layout
         assert movement is not None, "the algorithm was chosen for what it moves"
         try:
-            Call(context, movement, layout, source, out).after_publishing(copied=False)
+            Call(context, movement, layout, source, out).after_publishing(copied=True)
         finally:
             context.release()
 
