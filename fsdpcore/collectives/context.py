@@ -42,7 +42,7 @@ class CollectiveContext:
 
     Attributes:
         rank, size: this rank and the number of ranks, in the group.
-        area: memory that all ranks of the group see, or None.
+        region: memory that all ranks of the group see, or None.
         inside: the context of the ranks on this host, where the group spans several.
         call: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
@@ -59,7 +59,7 @@ class CollectiveContext:
         self._backend = backend
         self.rank = backend.rank
         self.size = backend.world_size
-        self.area: Region | None = None
+        self.region: Region | None = None
         self.inside: CollectiveContext | None = None
         self.staged: Choice | None = None
         self.sequence = 0
@@ -72,10 +72,10 @@ class CollectiveContext:
         self._scratch: Array = np.empty(0, np.uint8)
 
     @property
-    def areas(self) -> list[Any]:
+    def regions(self) -> list[Any]:
         """The memory that this rank shares because of the group."""
         contexts = [self] if self.inside is None else [self, self.inside]
-        return [each.area for each in contexts if each.area is not None]
+        return [each.region for each in contexts if each.region is not None]
 
     def begin(self, call: CallSpec, sequence: int, limit: float, background: bool) -> None:
         """Start a collective, which may take ``limit`` seconds."""
@@ -143,10 +143,10 @@ class CollectiveContext:
         Raises:
             MismatchError: they do not.
         """
-        if self.area is None:
+        if self.region is None:
             return compare_calls(self, self.call.fingerprint) if self.size > 1 else [self.call.rows]
-        self.area.sync(self)
-        return self.area.rows()
+        self.region.sync(self)
+        return self.region.rows()
 
     def disagree(self) -> None:
         """Raise the error of ranks whose fingerprints differ, once all know that they do."""

@@ -5,8 +5,8 @@ collective begins with an all-gather of 16 bytes per rank, in a dissemination pa
 messages and 16 (p - 1) bytes sent and received by each rank. If the digests differ, a second
 exchange carries the calls in words, and every rank raises the same ``MismatchError``. The first
 exchange is the barrier too (dissemination: nobody leaves it before all have entered), and it tells
-the ragged collectives how many rows each rank contributes. Ranks with a shared area compare there
-instead, see ``area.py``.
+the ragged collectives how many rows each rank contributes. Ranks with a shared region compare
+there instead, see ``shared.region``.
 """
 
 from __future__ import annotations

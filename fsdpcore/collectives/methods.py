@@ -52,7 +52,7 @@ class CollectiveMethods(CollectiveState):
         lock, root = backend.order.lock, backend.root
         if self.context is not None and lock.acquire(timeout=backend.timeout):
             try:
-                for region in self.context.areas:
+                for region in self.context.regions:
                     if region in root.regions:
                         root.regions.discard(region)
                         region.close()

@@ -113,9 +113,9 @@ def _first(backend: Backend, context: CollectiveContext) -> None:
     if not backend.moves.on_host:
         state.context = context
         return
-    context.area = establish(context, backend)
-    if context.area is not None:
-        backend.root.regions.add(context.area)
+    context.region = establish(context, backend)
+    if context.region is not None:
+        backend.root.regions.add(context.region)
         found = shared.ALGORITHMS
     else:
         found = hierarchy_costs.establish(context, backend)

@@ -38,7 +38,7 @@ def _threads_let_each_other_run(monkeypatch):
 def _shares(backend: fc.Backend) -> bool:
     backend.barrier()
     assert state_of(backend).context is not None
-    return state_of(backend).context.area is not None
+    return state_of(backend).context.region is not None
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -160,7 +160,7 @@ def _groups(backend: fc.Backend) -> None:
     assert state_of(pair).context is not state_of(backend).context
     assert state_of(pair).context is not None
     assert state_of(backend).context is not None
-    assert state_of(pair).context.area is not state_of(backend).context.area
+    assert state_of(pair).context.region is not state_of(backend).context.region
     pair.close()
     assert _shares(backend)
 
@@ -263,7 +263,7 @@ def _drop_groups(backend: fc.Backend) -> None:
         fc.all_reduce(np.zeros(2), group)
         fc.all_reduce(np.zeros(2), group)
         assert state_of(group).context is not None
-        groups.append(weakref.ref(state_of(group).context.area))
+        groups.append(weakref.ref(state_of(group).context.region))
     del group
     backend.barrier()
     end = time.monotonic() + 10

@@ -112,8 +112,8 @@ def test_pieces_of_more_than_a_room() -> None:
 def _with_fences(backend: fc.Backend, cases: list[lent.Case]) -> None:
     _carry_out(backend, cases)
     assert state_of(backend).context is not None
-    assert state_of(backend).context.area is not None
-    assert state_of(backend).context.area.fence is not None
+    assert state_of(backend).context.region is not None
+    assert state_of(backend).context.region.fence is not None
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "riscv64"])

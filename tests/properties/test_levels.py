@@ -94,7 +94,7 @@ def _mixed(backend: fc.Backend, body: Any, without: list[int]) -> None:
     backend.barrier()
     assert state_of(backend).context is not None
     assert state_of(backend).context.inside is not None
-    assert (state_of(backend).context.inside.area is None) == (backend.rank in without)
+    assert (state_of(backend).context.inside.region is None) == (backend.rank in without)
     assert "hierarchical" not in state_of(backend).own_algorithms.get("all_reduce", {})
     body(backend)
 

@@ -1,4 +1,4 @@
-"""Threads that use the shared area of ``collectives/area.py``, as processes of one host do."""
+"""Threads that use a ``SharedRegion``, as processes of one host do."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class SimMemory:
     """The memory of one rank, as ``MemorySharing``.
 
     Args:
-        before: called ahead of each step that the rank takes in an area.
+        before: called ahead of each step that the rank takes in a region.
     """
 
     required = False

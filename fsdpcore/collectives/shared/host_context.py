@@ -58,7 +58,7 @@ class HostContext(CollectiveContext):
 
         Args:
             whole, backend: the group.
-            memory: the collectives for links with an area.
+            memory: the collectives for contexts with a region.
         """
         here = backend.hosts[backend.rank]
         members = [rank for rank, host in enumerate(backend.hosts) if host == here]
@@ -80,7 +80,7 @@ class HostContext(CollectiveContext):
         """Let the ranks of this host find out whether they share memory."""
         self.follow()
         try:
-            region = self.area = establish_region(self, self._group)
+            region = self.region = establish_region(self, self._group)
         finally:
             self.release()
         if region is not None:
@@ -107,7 +107,7 @@ def establish(context: CollectiveContext, backend: Backend, memory: Carrier) -> 
     if backend.root.memory is None or len(set(hosts)) == context.size:
         return False
     inside.establish()
-    shares = np.array([inside.area is not None or inside.size == 1])
+    shares = np.array([inside.region is not None or inside.size == 1])
     votes = np.zeros(context.size, np.bool_)
     doubling.all_gather(context, shares, votes, range(context.size + 1))
     return bool(votes.all())

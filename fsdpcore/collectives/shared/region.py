@@ -160,12 +160,12 @@ class Kept(list[Any]):
 class HasRegion(Protocol):
     """What ``region_of`` needs of a ``CollectiveContext``."""
 
-    area: Any
+    region: Any
 
 
 def region_of(context: HasRegion) -> SharedRegion | None:
     """The memory that the ranks of a group share, if they do."""
-    found: SharedRegion | None = context.area  # it comes from ``establish``
+    found: SharedRegion | None = context.region  # it comes from ``establish``
     return found
 
 

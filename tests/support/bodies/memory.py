@@ -255,7 +255,7 @@ def as_on_a_weak_memory_model(backend: fc.Backend) -> None:
         group = backend.sub(range(backend.world_size))
         for number in range(40):
             lent.run_case(group, random_case(group.world_size, number), str(number))
-        found = state_of(group).context.area if state_of(group).context is not None else None
+        found = state_of(group).context.region if state_of(group).context is not None else None
         if type(found) is region.SharedRegion:
             assert found.fence is not None
         for number in range(300):

@@ -46,7 +46,7 @@ def one_rank_without(backend: fc.Backend, culprit: int, call: str, error: OSErro
             for number in range(12):
                 lent.run_case(backend, random_case(backend.world_size, number), str(number))
             assert state_of(backend).context is not None
-            assert state_of(backend).context.area is None
+            assert state_of(backend).context.region is None
             if backend.rank == culprit:
                 assert backend.empty(3 << 20).shape == (3 << 20,)
             with pytest.raises(fc.UnsupportedError):
@@ -60,7 +60,7 @@ def one_rank_without(backend: fc.Backend, culprit: int, call: str, error: OSErro
     group = backend.sub(range(backend.world_size))
     lent.run_case(group, random_case(group.world_size, 5), "5")
     assert state_of(group).context is not None
-    assert state_of(group).context.area is not None
+    assert state_of(group).context.region is not None
     group.close()
     return records
 
