@@ -1,1 +1,1 @@
-"""Saving: describe, agree, plan, write, commit."""
+"""Saving: all ranks agree who writes what, write it, and commit a folder that then counts."""

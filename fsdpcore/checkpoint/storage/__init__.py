@@ -1,1 +1,1 @@
-"""Where checkpoints are kept, and how a folder becomes one."""
+"""Where checkpoints are kept: stores, the steps in one, and how steps go away."""
