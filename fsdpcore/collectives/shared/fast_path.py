@@ -64,6 +64,8 @@ def fast_path_for(backend: Backend, call: CallSpec) -> FastPath | None:
     # Where only the root gets a result, None is one.
     if context is None or region is None or definition is None or definition.to_root:
         return None
+    if definition.movement is None:
+        return None
     made = _FastCall(backend, context, region, call, definition)
     if call.choice.name != NAME:
         return _around(backend, call, made.ordinary)
