@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _Work = Callable[["OperationEntry", Array, Array], None]
 
 _LARGEST = 4 << 20  # bytes that are published; there are steps for each 128 to 512 KiB
-_LARGEST_STAGED = 1 << 20  # bytes that are staged; there are rounds for each 256 KiB and less
+_LARGEST_STAGED = 32 << 20  # bytes that are staged; there are rounds for each 256 KiB and less
 _PLANS = 64
 
 
@@ -71,7 +71,7 @@ def fast_path_for(backend: Backend, call: CallSpec) -> FastPath | None:
         return _around(backend, call, made.ordinary)
     if call.nbytes <= SMALL:
         return _around(backend, call, made.small())
-    if region.addressed and call.nbytes <= _LARGEST:
+    if region.addressed and call.nbytes <= _LARGEST_STAGED:
         return _around(backend, call, made.large())
     return _around(backend, call, made.ordinary)
 
@@ -219,7 +219,7 @@ class _FastCall:
         nobody = nothing.tobytes() * context.size
         plans = _Plans()
         region.empty_at_close(plans)
-        instead = None if call.choice.staged or call.nbytes > _LARGEST_STAGED else nothing
+        instead = None if call.choice.staged else nothing
         # What came last time.
         kept_source: Callable[[], Array | None] = _nothing
         kept_out: Callable[[], Array | None] = _nothing
@@ -297,7 +297,8 @@ class _FastCall:
     def _places(self, source: Array, out: Array, instead: Array | None) -> Array | None:
         """Where the arrays lie that this rank publishes.
 
-        ``instead`` if the others do not see them; None if they overlap.
+        ``instead`` if the others do not see them; None if they overlap, or are too large to keep
+        what is done with them.
         """
         flat = source.reshape(-1)
         flat_out = flat if source is out else out.reshape(-1)
@@ -311,7 +312,8 @@ class _FastCall:
             if place is None:
                 return instead
             words += place
-        return np.array(words, np.uint64)
+        keeps = not needed or self._call.nbytes <= _LARGEST
+        return np.array(words, np.uint64) if keeps else None
 
     def _continue(self, entry: OperationEntry, source: Array, out: Array) -> None:
         """Carry a call out the ordinary way, after its first step."""

@@ -272,7 +272,7 @@ class Call:
         seen = published(region, todo)
         if all(seen):
             copies, work = todo.published
-            moves = copies if copied else todo.in_order, work
+            moves = copies if copied or self._in_place() else todo.in_order, work
             block = max(1, region.block // self._dtype.itemsize)
             bind(moves, self._find, self._reduce, block).run(self._out)
             region.sync(context)
@@ -320,6 +320,11 @@ class Call:
         array = self._source if span.array == INPUT else self._out
         assert array is not None
         return array[span.place]
+
+    def _in_place(self) -> bool:
+        """Whether what this rank has itself is where it belongs: no other overlap is allowed."""
+        source, out = self._source, self._out
+        return source is not None and out is not None and np.may_share_memory(source, out)
 
     def _copy_own(self) -> None:
         for place, source in self._schedule.own:
