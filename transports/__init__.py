@@ -1,4 +1,4 @@
-"""The transports, one module each; found by scheme through ``fsdpcore.registry``.
+"""The transports, one folder each; found by scheme through ``fsdpcore.comm.registry``.
 
 Installed as ``fsdpcore.transports``. Nothing outside this folder knows a transport by name.
 """

@@ -1,6 +1,6 @@
 """First program of a rank's process: it ties its life to its launcher's, then becomes the rank.
 
-``supervise`` runs this file by its path, as ``exec_rank.py LAUNCHER_PID PROGRAM ARGUMENTS…``, in
+``supervision`` runs this file by its path, as ``exec_rank.py LAUNCHER_PID PROGRAM ARGUMENTS…``, in
 an interpreter without site packages: a few milliseconds. Doing it between fork and exec instead
 would run Python in a forked copy of a process that has threads, which may deadlock.
 """

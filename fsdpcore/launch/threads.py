@@ -91,7 +91,7 @@ def run_threads(
 
 
 def _next(ended: queue.SimpleQueue[_RankThread]) -> _RankThread:
-    """The next rank to end. Waits in slices, for which see ``supervise.SLICE_SECONDS``."""
+    """The next rank to end. Waits in slices, for which see ``supervision.SLICE_SECONDS``."""
     while True:
         with contextlib.suppress(queue.Empty):
             return ended.get(timeout=SLICE_SECONDS)

@@ -48,7 +48,7 @@ cross while the next ones are reduced, or spread, inside.
 
 On one host this is ``direct``, and the table of algorithms knows that case only: with a single
 alpha and beta, two levels never pay. For groups on several hosts whose ranks share memory,
-``levels`` has the costs.
+``hierarchy_costs`` has the costs.
 """
 
 from __future__ import annotations
