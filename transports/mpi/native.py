@@ -64,19 +64,29 @@ _OPS: dict[str, MPI.Op] = {
     _PROD: MPI.PROD,
     ReduceOp.MIN.value: MPI.MIN,
     ReduceOp.MAX.value: MPI.MAX,
+    ReduceOp.BAND.value: MPI.BAND,
+    ReduceOp.BOR.value: MPI.BOR,
+    ReduceOp.BXOR.value: MPI.BXOR,
 }
-# On bytes that are 0 or 1, these are the logical or, and and.
-_BOOL_OPS = {**_OPS, _SUM: MPI.MAX, _PROD: MPI.MIN}
+# Bool is bytes that are 0 or 1: on these the logical ops are those of bits, and minima and maxima.
+_BOOL_OPS = {
+    **_OPS,
+    _SUM: MPI.MAX,
+    _PROD: MPI.MIN,
+    ReduceOp.LAND.value: MPI.BAND,
+    ReduceOp.LOR.value: MPI.BOR,
+    ReduceOp.LXOR.value: MPI.BXOR,
+}
 
 
 def reduces(dtype: np.dtype[Any] | None, op: str) -> bool:
     """Whether MPI reduces ``dtype`` by ``op`` to the values that this library promises."""
     if dtype is None:
         return True  # not known yet; what is not supported is then left to our own algorithms
+    if dtype.kind == "b":
+        return op in _BOOL_OPS and op != _MEAN
     if dtype not in _KINDS or op not in _OPS:
         return False
-    if dtype.kind == "b":
-        return op != _MEAN
     if dtype.kind in "iu":
         return op not in (_SUM, _PROD, _MEAN) or (dtype.itemsize > 2 and op != _MEAN)
     return op in (_SUM, _MEAN) or (op == _PROD and dtype.kind == "f")
