@@ -3,6 +3,9 @@
 A transport, ours or a third party's, is an entry point named by its URL scheme that refers to a
 ``Transport`` class; the module is imported when it is first used. If that import fails for want
 of a package, the entry point's extra (in brackets) says what to install.
+
+A transport that has algorithms of its own names them in the group ``fsdpcore.algorithms``, each
+with the same reference. So their names are known where the transport itself cannot be imported.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import ConfigError, MissingDependencyError, UnknownTransportError
 
 GROUP = "fsdpcore.transports"
+ALGORITHMS_GROUP = "fsdpcore.algorithms"
 
 # Where our own are. The folder has another place in a checkout: only its installation has it here.
 _OURS = "fsdpcore.transports"
@@ -28,6 +32,11 @@ _OURS = "fsdpcore.transports"
 def schemes() -> list[str]:
     """Names of all transports that some installed package offers, sorted."""
     return sorted({point.name for point in entry_points(group=GROUP)})
+
+
+def own_algorithms() -> list[str]:
+    """Names that the installed transports give algorithms of their own, sorted."""
+    return sorted({point.name for point in entry_points(group=ALGORITHMS_GROUP)})
 
 
 def load(scheme: str) -> type[Transport]:

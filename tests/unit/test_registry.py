@@ -23,9 +23,9 @@ class Thing(SimBackend):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    def install(name, entry_points, **modules):
+    def install(name, entry_points, algorithms=None, **modules):
         folder = tmp_path / name
-        fake_packages.install(folder, name, entry_points, **modules)
+        fake_packages.install(folder, name, entry_points, algorithms, **modules)
         monkeypatch.syspath_prepend(str(folder))
 
     return install
@@ -36,6 +36,26 @@ def failure(scheme):
         registry.load(scheme)
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+WITH_AN_ALGORITHM = """
+import sys
+
+from fsdpcore.collectives.algorithms import star
+from fsdpcore.core.algorithm import Algorithm, CostTerms
+from fsdpcore.transports.simulated.backend import SimBackend
+
+calls = []
+
+def all_reduce(context, data, reduction):
+    calls.append(context.rank)
+    star.all_reduce(context, data, reduction)
+
+class Thing(SimBackend):
+    def algorithms(self, backend):
+        never = Algorithm(sys.modules[__name__], lambda p: CostTerms(1e9, 1e9, 1e9))
+        return {"all_reduce": {"special": never}}
+"""
 
 
 def program(backend):
@@ -51,6 +71,40 @@ def test_a_third_partys_transport_works(install):
     install("goodpack", {"good": "registry_good:Thing"}, registry_good=GOOD)
     results = fc.launch(program, world_size=2, transport="good://?seed=1")
     assert results == [("by somebody else", [1])] * 2
+
+
+def reduced(backend, algorithm="auto"):
+    return fc.all_reduce([backend.rank], backend, algorithm=algorithm).tolist()
+
+
+def test_an_algorithm_of_a_third_partys_transport_is_taken_like_any_other(install):
+    reference = "registry_own:Thing"
+    install("ownpack", {"own": reference}, {"special": reference}, registry_own=WITH_AN_ALGORITHM)
+
+    def calls_of(transport, program, **options):
+        module = sys.modules.get("registry_own")
+        before = len(module.calls) if module else 0
+        assert fc.launch(program, world_size=2, transport=transport, **options) == [[1]] * 2
+        return len(sys.modules["registry_own"].calls) - before
+
+    override = {"algorithms": {"all_reduce": "special"}}
+    assert calls_of("own", reduced) == 0
+    assert calls_of("own", reduced, **override) == 2
+    assert calls_of("own", reduced, algorithms={"all_reduce": "special:0-7;star:8-max"}) == 0
+    assert calls_of("own", reduced, args=("special",)) == 2
+    # Settings serve every transport: one that has it not makes the usual choice.
+    assert calls_of("sim", reduced, **override) == 0
+    with pytest.raises(ConfigError, match=r"no algorithm 'spezial' .did you mean 'special'"):
+        fc.launch(reduced, world_size=2, algorithms={"all_reduce": "spezial"})
+    with pytest.raises(fc.RankFailedError, match=r"no algorithm 'spezial'; it has .*'special'"):
+        fc.launch(reduced, world_size=1, transport="own", args=("spezial",))
+
+
+def test_names_of_own_algorithms_are_known_without_the_transport(install):
+    install("gonepack", {"gone": "gone_mod:Thing [x]"}, {"vanished": "gone_mod:Thing [x]"})
+    assert {"native", "nccl", "vanished"} <= set(registry.own_algorithms())
+    override = {"all_reduce": "vanished"}
+    assert fc.launch(reduced, world_size=2, algorithms=override) == [[1]] * 2
 
 
 def test_a_missing_extra_says_what_to_install(install):

@@ -46,6 +46,7 @@ else:
     import tomli as tomllib
 
 FORMAT = 1
+_SHIPPED = "the shipped costs.toml"
 
 _NUMBERS = ("alpha", "beta", "gamma")
 
@@ -54,7 +55,7 @@ _NUMBERS = ("alpha", "beta", "gamma")
 def shipped() -> Mapping[str, Tuning]:
     """The table that comes with the package, by transport."""
     file = files("fsdpcore.collectives") / "costs.toml"
-    return parse_table(file.read_text(encoding="utf-8"), "the shipped costs.toml")
+    return parse_table(file.read_text(encoding="utf-8"), _SHIPPED)
 
 
 def read_table(path: Path) -> dict[str, Tuning]:
@@ -150,9 +151,11 @@ def _measured(table: _Table) -> MeasuredAlgorithms:
 
 def _ranges(table: _Table) -> dict[str, AlgorithmRanges]:
     found = {}
+    # Names in our own table are right, and to look transports up takes time in every program.
+    ours = table.where.startswith(_SHIPPED)
     for name, text in table.items():
         check_collective(name, table.where)
-        found[name] = parse(name, text, table.where, canonical=True)
+        found[name] = parse(name, text, table.where, canonical=True, any_name=ours)
     return found
 
 

@@ -20,13 +20,10 @@ from collections.abc import Collection
 from itertools import pairwise
 
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
-from fsdpcore.comm.registry import nearest
+from fsdpcore.collectives.shared.algorithm import NAME as SHARED
+from fsdpcore.comm.registry import nearest, own_algorithms
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRange, AlgorithmRanges
-
-# What transports call algorithms of their own. Not every one has them; where a group has not,
-# the usual choice is made.
-TRANSPORT_ALGORITHMS = ("native", "shared")
 
 _ITEM = re.compile(r"([A-Za-z_]\w*)\s*(?::\s*(\w+)\s*-\s*(\w+))?")
 _SIZE = re.compile(r"(\d+)(KiB|MiB|GiB|)")
@@ -34,7 +31,12 @@ UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def parse(
-    collective: str, text: object, source: str, *, canonical: bool = False
+    collective: str,
+    text: object,
+    source: str,
+    *,
+    canonical: bool = False,
+    any_name: bool = False,
 ) -> AlgorithmRanges:
     """Read the ranges of one collective.
 
@@ -43,6 +45,7 @@ def parse(
         text: in the grammar above.
         source: where the text comes from, for errors.
         canonical: refuse algorithms that never reduce in the canonical order.
+        any_name: take names of algorithms that no installed transport has.
 
     Raises:
         ConfigError: the text is wrong; the message says what and where.
@@ -52,7 +55,8 @@ def parse(
         raise ConfigError(f"{what}: expected text such as 'doubling:0-8KiB;direct:8193-max'")
     ranges = sorted((_item(piece.strip(), what) for piece in text.split(";")), key=_start)
     for item in ranges:
-        _check_name(item.algorithm, collective, what)
+        if not any_name:
+            _check_name(item.algorithm, collective, what)
         if canonical and not may_be_canonical(collective, item.algorithm):
             raise ConfigError(
                 f"{what}: {item.algorithm!r} does not reduce in the canonical order, which "
@@ -87,7 +91,12 @@ def _start(item: AlgorithmRange) -> int:
 
 
 def _check_name(algorithm: str, collective: str, what: str) -> None:
-    known = ["auto", *ALGORITHMS[collective], *TRANSPORT_ALGORITHMS]
+    # Not every transport has its own, or memory to share: where a group has not what is named, the
+    # usual choice is made, so that one file of settings serves all transports.
+    known = ["auto", *ALGORITHMS[collective], SHARED]
+    if algorithm in known:
+        return
+    known += own_algorithms()
     if algorithm not in known:
         raise ConfigError(
             f"{what}: {collective} has no algorithm {algorithm!r}{nearest(algorithm, known)}; "
