@@ -47,19 +47,9 @@ def run(
     limit = backend.root.default_timeout if timeout is None else Deadline(timeout).seconds
     if not backend.moves.on_host:
         return on_device.run(_perform, backend, spec, body, limit, async_op=async_op)
-    order = backend.order
-    if not async_op:
-        with order.lock:
-            before = order.issued
-            try:
-                if sequence := order.acquire_sequence():
-                    return _perform(backend, spec, body, limit, sequence, False)
-            except BaseException as error:
-                order.abandon(before, spec.operation, error)
-                raise
-    return order.issue(
+    return backend.order.issue(
         spec.operation,
-        lambda sequence: _perform(backend, spec, body, limit, sequence, True),
+        lambda sequence, background: _perform(backend, spec, body, limit, sequence, background),
         async_op=async_op,
         nbytes=output.held if output is not None else 0,
         timeout=limit,

@@ -73,17 +73,17 @@ class CallOrder:
     def issue(
         self,
         text: str,
-        task: Callable[[int], Any],
+        task: Callable[[int, bool], Any],
         *,
         async_op: bool,
         nbytes: int = 0,
         timeout: float | None = None,
     ) -> Any:
-        """Run ``task(sequence)`` as this group's next collective, in the order of the calls.
+        """Run ``task(sequence, background)`` as this group's next collective, in calling order.
 
         Args:
             text: the operation in words.
-            task: runs it.
+            task: runs it; ``background`` is whether on the executor's thread, not the caller's.
             async_op: do not wait for it. Where too much is queued already (``work.MAX_QUEUED``
                 operations or ``work.MAX_QUEUED_BYTES``), wait until some of that has run.
             nbytes: memory that the task holds while it is queued, beyond the caller's arrays.
@@ -96,17 +96,23 @@ class CallOrder:
             CommTimeoutError: the queue stayed full for ``timeout`` seconds; nothing was begun.
         """
         job = self._job
-        limit = Deadline(job.default_timeout if timeout is None else timeout).seconds
         with self.lock:
-            if not async_op and (sequence := self.acquire_sequence()):
-                return task(sequence)
+            if not async_op:
+                before = self.issued
+                try:
+                    if sequence := self.acquire_sequence():
+                        return task(sequence, False)
+                except BaseException as error:
+                    self.abandon(before, text, error)
+                    raise
+            limit = Deadline(job.default_timeout if timeout is None else timeout).seconds
             self.check_open()
             if self.executor is None:
                 self.executor = job.new_executor(f"fsdpcore-rank{job.rank}")
             self.executor.make_room(nbytes, limit, text)
             self.check_open()  # it may have been closed, or have failed, while this one waited
             self.issued = sequence = self.issued + 1
-            work = self.executor.submit(lambda: task(sequence), text, nbytes)
+            work = self.executor.submit(lambda: task(sequence, True), text, nbytes)
         return work if async_op else work.wait()
 
     def close(self) -> None:

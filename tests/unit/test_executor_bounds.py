@@ -117,7 +117,7 @@ def test_interrupt_while_waiting(rig: Rig) -> None:
 def _issue_until_full(backend: fc.Backend) -> list[Any]:
     gate, log = threading.Event(), []
 
-    def task(sequence: int) -> int:
+    def task(sequence: int, background: bool) -> int:
         gate.wait(60)
         log.append(sequence)
         return sequence
@@ -142,8 +142,8 @@ def test_operations_are_numbered_in_order_though_some_were_refused() -> None:
 def _close_while_full(backend: fc.Backend) -> None:
     group = backend.sub([0])
     gate = threading.Event()
-    group.order.issue("a task", lambda _: gate.wait(60), async_op=True, nbytes=1 << 30)
-    start = lambda: group.order.issue("late", lambda _: 1, async_op=True, nbytes=1)  # noqa: E731
+    group.order.issue("a task", lambda *_: gate.wait(60), async_op=True, nbytes=1 << 30)
+    start = lambda: group.order.issue("late", lambda *_: 1, async_op=True, nbytes=1)  # noqa: E731
     thread, results = _in_background(start)
     time.sleep(0.05)
     closer = threading.Thread(target=group.close)
