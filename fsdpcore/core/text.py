@@ -1,4 +1,4 @@
-"""Numbers in words, and columns of them."""
+"""Numbers and names in words, and columns of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_SHOWN = 8  # names in a message
 
 
 def size(nbytes: float) -> str:
@@ -34,6 +35,12 @@ def duration(seconds: float | None) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {name}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first of some names in words."""
+    more = len(names) - _SHOWN
+    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

@@ -96,7 +96,7 @@ class Marker:
             f"metadata_sha256 {self.metadata_checksum}\n"
             f"metrics {encode(self.metrics)}\n"
         ).encode()
-        data = text + _checksum_line(text)
+        data = text + checksum_line(text)
         if len(data) > MAX_MARKER_BYTES:
             raise ArgumentError(f"the marker has {len(data)} bytes; keep fewer metrics")
         return data
@@ -112,7 +112,7 @@ class Marker:
         if len(data) > MAX_MARKER_BYTES:
             raise CorruptCheckpointError(f"{MARKER_NAME} has {len(data)} bytes, which is no marker")
         text, space, last = data.rpartition(b"checksum ")
-        if not space or _checksum_line(text) != space + last:
+        if not space or checksum_line(text) != space + last:
             raise CorruptCheckpointError(
                 f"{MARKER_NAME} is cut off or was changed: its last line is not its checksum"
             )
@@ -167,5 +167,6 @@ def check_metrics(metrics: object, error: type[FsdpcoreError] = ArgumentError) -
     check_json(metrics, "metrics", error)
 
 
-def _checksum_line(text: bytes) -> bytes:
+def checksum_line(text: bytes) -> bytes:
+    """Return the line that ends a text, by which it proves itself."""
     return b"checksum " + hashlib.sha256(text).hexdigest().encode() + b"\n"

@@ -14,10 +14,10 @@ off, or still being written, is none::
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 
+from fsdpcore.checkpoint.format.marker import checksum_line
 from fsdpcore.core.errors import CorruptCheckpointError
 
 MAX_PART_BYTES = 4096
@@ -59,7 +59,7 @@ class RankPart:
             f"fsdpcore part 1\nrank {self.rank} of {self.world_size}\nsave_id {self.save_id}\n"
             f"digest {self.digest}\ncreated {self.created}\ntable {self.table:016x}\n"
         ).encode()
-        return text + _checksum_line(text)
+        return text + checksum_line(text)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankPart:
@@ -70,7 +70,7 @@ class RankPart:
         """
         text, space, last = bytes(data).rpartition(b"checksum ")
         found = _PART.fullmatch(text)
-        if found is None or _checksum_line(text) != space + last:
+        if found is None or checksum_line(text) != space + last:
             raise CorruptCheckpointError("the part of a rank is cut off or was changed")
         rank, ranks, save_id, digest, created, table = (each.decode() for each in found.groups())
         return cls(int(rank), int(ranks), save_id, digest, created, int(table, 16))
@@ -79,7 +79,3 @@ class RankPart:
 def part_name(rank: int) -> str:
     """Return the name of the file that says what a rank has written."""
     return f"rank_{rank}.part"
-
-
-def _checksum_line(text: bytes) -> bytes:
-    return b"checksum " + hashlib.sha256(text).hexdigest().encode() + b"\n"

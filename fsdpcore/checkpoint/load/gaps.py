@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fsdpcore.checkpoint.plan.targets import listed
 from fsdpcore.core.errors import ArgumentError, CheckpointError
+from fsdpcore.core.text import listed
 from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX, Progress
 
 

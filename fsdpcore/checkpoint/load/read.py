@@ -14,12 +14,13 @@ from fsdpcore.checkpoint.memory.rounding import rounding_dtype
 from fsdpcore.checkpoint.memory.shards import parts_of
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.read_plan import WantedPart, is_covered, plan_reads
-from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen, listed
+from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen
 from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int, rounds_into
 from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError, in_words
+from fsdpcore.core.text import listed
 
 
 def read(

@@ -27,7 +27,6 @@ from fsdpcore.checkpoint.plan.targets import (
     checked_patterns,
     chosen,
     is_tied,
-    listed,
     match,
 )
 from fsdpcore.checkpoint.storage.opening import StoragePath
@@ -38,6 +37,7 @@ from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError
+from fsdpcore.core.text import listed
 from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX
 
 _UNTOUCHED = "Nothing was changed on any rank"

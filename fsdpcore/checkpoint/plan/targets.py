@@ -172,9 +172,3 @@ def checked_patterns(names: object) -> list[str] | None:
             f"names are patterns of names, such as 'block.*', got {patterns!r:.200}"
         )
     return patterns
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first of some names in words."""
-    more = len(names) - _SHOWN
-    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
