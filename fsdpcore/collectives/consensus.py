@@ -11,7 +11,6 @@ The calls of a collective are compared in its first message, see ``fingerprint``
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -23,6 +22,7 @@ from fsdpcore.collectives import all_gather
 from fsdpcore.collectives.lines import scatter_lines, share_lines
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.digests import digest
 from fsdpcore.core.disagreement import Disagreement, check_same, grouped, name_ranks
 from fsdpcore.core.errors import (
     ArgumentError,
@@ -48,7 +48,6 @@ _KINDS: tuple[type[FsdpcoreError], ...] = (
     CheckpointError,
 )
 _MOST = 2000  # characters of a text; all ranks hold those of all
-_DIGEST = 16  # bytes
 
 _T = TypeVar("_T")
 
@@ -68,9 +67,9 @@ def compare(
         MismatchError: the ranks differ; on all of them, with the same message.
     """
     text = json.dumps(list(said))
-    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
-    joined: Array = all_gather(np.frombuffer(digest, np.uint8), backend, label=what)
-    if joined.tobytes() != digest * backend.world_size:
+    own = digest(text.encode())
+    joined: Array = all_gather(np.frombuffer(own, np.uint8), backend, label=what)
+    if joined.tobytes() != own * backend.world_size:
         texts = share_lines(text, backend, label=f"{what}, in words")
         check_same([json.loads(each) for each in texts], backend.ranks, message)
 

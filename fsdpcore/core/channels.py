@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
+
+from fsdpcore.core.digests import digest
 
 
 def channel_of(parent: int, members: tuple[int, ...], count: int, name: str) -> int:
@@ -13,5 +14,4 @@ def channel_of(parent: int, members: tuple[int, ...], count: int, name: str) -> 
     """
     seed = struct.pack(f"<QQQ{len(members)}Q", parent, count, len(members), *members)
     seed += name.encode(errors="backslashreplace")
-    digest = hashlib.blake2b(seed, digest_size=8).digest()
-    return int.from_bytes(digest, "little") & ~1
+    return int.from_bytes(digest(seed, 8), "little") & ~1

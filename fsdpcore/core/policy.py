@@ -7,11 +7,12 @@ compare before any data moves.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
+
+from fsdpcore.core.digests import hex_digest
 
 
 class AlgorithmRange(NamedTuple):
@@ -133,4 +134,4 @@ def _text(ranges: Mapping[str, AlgorithmRanges]) -> list[tuple[str, str]]:
 
 
 def _digest(value: object, size: int) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=size).hexdigest()
+    return hex_digest(repr(value).encode(), size)

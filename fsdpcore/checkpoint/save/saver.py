@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from fsdpcore.collectives.consensus import LocalAttempt, agree, receive
 from fsdpcore.collectives.lines import gather_lines
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
+from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import Disagreement, check_same
 from fsdpcore.core.errors import ArgumentError
 
@@ -213,5 +213,4 @@ def _check_same(described: Sequence[Sequence[Any]], backend: Backend) -> None:
 
 
 def _digest(extra: Any) -> str:
-    text = json.dumps(extra, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hex_digest(json.dumps(extra, sort_keys=True).encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from fsdpcore.collectives.consensus import compare
 from fsdpcore.comm.registry import nearest
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
+from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.model import ShardedModel
@@ -23,8 +23,6 @@ from fsdpcore.fsdp.state.save import gathered
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import UnknownParameterError, read_only
-
-_DIGEST = 16  # bytes
 
 
 class FullParams(Mapping[str, Array]):
@@ -104,7 +102,7 @@ def full_params(
     chosen = _chosen(model, names, unit)
     what = f"full_params(write={write})"
     model.status.check_idle(what)
-    hashed = hashlib.blake2b(repr(chosen).encode(), digest_size=8).hexdigest()
+    hashed = hex_digest(repr(chosen).encode(), 8)
     barrier(model.groups.everyone, label=f"{what} of {len(chosen)} parameters, {hashed}")
     model.status.full_params_open = True
     opened: list[ShardedUnit] = []
@@ -197,7 +195,7 @@ def _check_same(model: ShardedModel, what: str, own: set[str], arrays: Mapping[s
     digests = []
     for name in names:
         data = byte_view(model.device.to_host(arrays[name])).data
-        digests.append(hashlib.blake2b(data, digest_size=_DIGEST).hexdigest())
+        digests.append(hex_digest(data))
 
     def message(found: Disagreement) -> str:
         others = ", ".join(map(str, found.others))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,9 +13,11 @@ from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int, rounds_into
 from fsdpcore.core.device import HOST
+from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
+from fsdpcore.core.text import listed
 from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.tensor_group import described
@@ -236,9 +237,9 @@ class _StateLoader:
     def _misfit(self, missing: Sequence[str], unexpected: Sequence[str], given: int) -> str:
         parts = []
         if missing:
-            parts.append(f"missing are {_listed(missing)}")
+            parts.append(f"missing are {listed(missing)}")
         if unexpected:
-            parts.append(f"unexpected are {_listed(unexpected)}")
+            parts.append(f"unexpected are {listed(unexpected)}")
         hint = "strict=False loads what fits"
         if not given:
             hint = "the state is empty; if one rank has it, pass src=that rank"
@@ -249,7 +250,7 @@ class _StateLoader:
     def _agreed(self, plan: _LoadContents) -> _LoadContents:
         told = json.dumps(dataclasses.astuple(plan))
         if self._src is None:  # all ranks have one, and long lists need not travel
-            told = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+            told = hex_digest(told.encode())
         elif not self.reads:
             told = ""
         shown, more = self.problems[:_SHOWN], len(self.problems) - _SHOWN
@@ -352,8 +353,3 @@ def _other_box(given: ArrayBox | None, here: ArrayBox | None) -> str:
 
 def _of_optimizer(name: str) -> bool:
     return name.startswith("optimizer/")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")

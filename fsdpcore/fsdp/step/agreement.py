@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from fsdpcore.collectives import all_gather
 from fsdpcore.collectives.lines import share_lines
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.digests import digest
 from fsdpcore.core.disagreement import check_same
 
 Events = Sequence[tuple[str, int]]
@@ -70,9 +70,9 @@ def compare_updates(
     Raises:
         MismatchError: they differ. On all ranks, unless another rank's end of the job comes first.
     """
-    digest = hashlib.blake2b(repr(events).encode(), digest_size=8).digest()
+    hashed = digest(repr(events).encode(), 8)
     mine = [getattr(arguments, field.name) for field in fields(UpdateArguments)]
-    row = np.array([*mine, *np.frombuffer(digest, np.uint32), *local], np.float64)
+    row = np.array([*mine, *np.frombuffer(hashed, np.uint32), *local], np.float64)
     rows = all_gather(row, backend, algorithm=algorithm, label="update")
     table = rows.reshape(backend.world_size, -1)
     bits = table.view(np.uint64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,14 +13,13 @@ from fsdpcore.collectives.consensus import LocalAttempt, agree, compare
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
+from fsdpcore.core.digests import DIGEST_BYTES, digest, hex_digest
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import MismatchError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.fsdp.sharding.tensor_group import untiled
 from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.spec import Spec
-
-_DIGEST = 16  # bytes
 
 _OPTIONS = "the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"
 
@@ -39,7 +37,7 @@ def check_same(
         options: of the engine, in words.
     """
     found = [_Digests.of(unit, backend.device) for unit in units]
-    hashed = hashlib.blake2b(options.encode(), digest_size=_DIGEST).hexdigest()
+    hashed = hex_digest(options.encode())
     same = [f"{_OPTIONS}|{hashed}", f"the number of units differs|{len(units)}"]
     own = [
         f"unit {unit.name!r} differs in names, shapes or initial values|{each.own.hex()}"
@@ -86,15 +84,15 @@ class _Digests(NamedTuple):
         ignored = sorted((name, a.shape, a.dtype.name) for name, a in unit.ignored.items())
         fixed = repr((unit.ties, sorted(unit.frozen), ignored)).encode()
         first = unit.name.encode(errors="backslashreplace")
-        own, common = (hashlib.blake2b(first + fixed, digest_size=_DIGEST) for _ in range(2))
+        own, common = (bytearray(first + fixed) for _ in range(2))
         for name, value in (unit.initial or {}).items():
             box, dtype = unit.boxes.get(name), value.dtype.name
-            digest = digest_of(value, device)
-            own.update(repr((name, value.shape, dtype, box)).encode() + digest)
+            hashed = digest_of(value, device)
+            own += repr((name, value.shape, dtype, box)).encode() + hashed
             shape = value.shape if box is None else box.whole
-            common.update(repr((name, shape, dtype, box is None, isinstance(value, Spec))).encode())
-            common.update(digest if box is None or isinstance(value, Spec) else b"")
-        return cls(own.digest(), common.digest())
+            common += repr((name, shape, dtype, box is None, isinstance(value, Spec))).encode()
+            common += hashed if box is None or isinstance(value, Spec) else b""
+        return cls(digest(own), digest(common))
 
 
 def digest_of(value: Array | Spec, device: Device) -> bytes:
@@ -103,7 +101,7 @@ def digest_of(value: Array | Spec, device: Device) -> bytes:
         data: Any = repr(value.init).encode()
     else:
         data = byte_view(np.ascontiguousarray(device.to_host(value))).data
-    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
+    return digest(data)
 
 
 class _BoxRecord(NamedTuple):
@@ -125,8 +123,10 @@ class _BoxRecord(NamedTuple):
     @classmethod
     def unpack(cls, data: bytes, whole: tuple[int, ...]) -> _BoxRecord:
         """Return what another rank told of its box of the same array."""
-        numbers = np.frombuffer(data[:-_DIGEST], np.int64).tolist()
-        return cls(ArrayBox(whole, numbers[: len(whole)], numbers[len(whole) :]), data[-_DIGEST:])
+        numbers = np.frombuffer(data[:-DIGEST_BYTES], np.int64).tolist()
+        return cls(
+            ArrayBox(whole, numbers[: len(whole)], numbers[len(whole) :]), data[-DIGEST_BYTES:]
+        )
 
 
 def exchange_tilings(units: Sequence[UnitDeclaration], tensor: Backend, device: Device) -> None:
@@ -142,10 +142,10 @@ def exchange_tilings(units: Sequence[UnitDeclaration], tensor: Backend, device: 
         return
     mine = []
     for unit, name in boxed:
-        box, digest = unit.boxes[name], bytes(_DIGEST)
+        box, hashed = unit.boxes[name], bytes(DIGEST_BYTES)
         if box.is_whole:
-            digest = digest_of((unit.initial or {})[name], device)
-        mine.append(_BoxRecord(box, digest).pack())
+            hashed = digest_of((unit.initial or {})[name], device)
+        mine.append(_BoxRecord(box, hashed).pack())
     row = np.frombuffer(b"".join(mine), np.uint8)
     table = all_gather(row, tensor, label="boxes").reshape(tensor.world_size, -1)
     ends = list(itertools.accumulate(map(len, mine), initial=0))
