@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdpcore.comm.registry import nearest
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.text import nearest
 
 LIMIT = "plain files"  # each rank writes or reads one file, with no checksum and no agreement
 MEMCPY = "memcpy"  # of a rank's shard, for the stall

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.comm.registry import nearest
 from fsdpcore.core.buffers import DTYPES
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import Reduction
+from fsdpcore.core.text import nearest
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")

@@ -58,8 +58,18 @@ class Fingerprint:
         """64 bits that are equal where the calls fit together."""
         shape = self.shape[1:] if self.ragged else self.shape
         name = self.dtype.name if self.dtype is not None else ""
-        agreed = (self.operation, name, shape, len(self.shape), self.op, self.root)
-        agreed += (self.algorithm, self.counts, self.label, self.policy)  # type: ignore[assignment]
+        agreed = (
+            self.operation,
+            name,
+            shape,
+            len(self.shape),
+            self.op,
+            self.root,
+            self.algorithm,
+            self.counts,
+            self.label,
+            self.policy,
+        )
         digest = hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 

@@ -11,16 +11,15 @@ with the same reference. So their names are known where the transport itself can
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import re
-from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import ConfigError, MissingDependencyError, UnknownTransportError
+from fsdpcore.core.text import nearest as nearest
 
 GROUP = "fsdpcore.transports"
 ALGORITHMS_GROUP = "fsdpcore.algorithms"
@@ -128,10 +127,3 @@ def install_command(point: EntryPoint) -> str:
     """The command that installs what a transport needs."""
     extra = re.search(r"\[.+\]$", point.value.strip())
     return f'pip install "{package(point)}{extra.group() if extra else ""}"'
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint at the known word that is closest to a wrong one, or nothing if none is close."""
-    spelled = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower(), list(spelled), n=1, cutoff=0.5)
-    return f" (did you mean {spelled[matches[0]]!r}?)" if matches else ""

@@ -1,7 +1,8 @@
-"""Numbers and names in words, and columns of them."""
+"""Numbers and names in words, columns of them, and hints at a word that was meant."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -54,3 +55,10 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int =
         ).rstrip()
         for line in lines
     )
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint at the known word that is closest to a wrong one, or nothing if none is close."""
+    spelled = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), list(spelled), n=1, cutoff=0.5)
+    return f" (did you mean {spelled[matches[0]]!r}?)" if matches else ""

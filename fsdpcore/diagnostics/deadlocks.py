@@ -87,7 +87,7 @@ def _other_group(rank: int, wait: OpenOperation, group: Group, both: bool) -> st
         return ""
     if other.channel == group.channel or set(other.ranks) != set(group.ranks):
         return ""
-    if other.moves_device != group.moves_device:  # it may well be the same group, by another way
+    if other.on_device != group.on_device:  # it may well be the same group, by another way
         return ""
     how = ""
     if other.ranks != group.ranks and not both:

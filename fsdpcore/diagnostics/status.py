@@ -28,12 +28,14 @@ class Group(NamedTuple):
         ranks: the members' numbers in the whole job, in the order of the group.
         position: how many groups of equal members and name its parent had made before.
         name: as given to ``sub()``.
+        on_device: it is what moves a group's arrays of GPUs.
     """
 
     channel: int
     ranks: tuple[int, ...]
     position: int = 0
     name: str = ""
+    on_device: bool = False
 
     def __str__(self) -> str:
         if self.channel == WORLD_CHANNEL:
@@ -46,12 +48,7 @@ class Group(NamedTuple):
     def for_device(self, channel: int) -> Group:
         """The name of what moves this group's arrays of GPUs, so that messages tell them apart."""
         name = f"{self.name}, {_DEVICE}" if self.name else _DEVICE
-        return self._replace(channel=channel, name=name)
-
-    @property
-    def moves_device(self) -> bool:
-        """Whether it was made by ``for_device``."""
-        return self.name.endswith(_DEVICE)
+        return self._replace(channel=channel, name=name, on_device=True)
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class OpenOperation:
         op: name of the collective, or ``send`` or ``recv``.
         sequence: number of the collective in its group; 0 for a message.
         peer, tag: of a message; -1 for a collective.
-        channel, ranks, position, name: the ``Group``.
+        channel, ranks, position, name, on_device: the ``Group``.
     """
 
     text: str
@@ -79,11 +76,12 @@ class OpenOperation:
     ranks: tuple[int, ...]
     position: int
     name: str
+    on_device: bool
 
     @property
     def group(self) -> Group:
         """Whose operation it is."""
-        return Group(self.channel, self.ranks, self.position, self.name)
+        return Group(self.channel, self.ranks, self.position, self.name, self.on_device)
 
     def __str__(self) -> str:
         if self.over:
@@ -143,6 +141,7 @@ def _wait(content: Any) -> OpenOperation | None:
             ranks,
             int(content["position"]),
             str(content["name"]),
+            bool(content["on_device"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

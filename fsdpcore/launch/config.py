@@ -30,6 +30,7 @@ from fsdpcore.comm.config import Settings, TransportConfig
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import Policy, Tuning
+from fsdpcore.core.text import nearest
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
 
 if sys.version_info >= (3, 11):
@@ -210,7 +211,7 @@ def _check_known(options: Mapping[str, SourcedValue], scheme: str, names: set[st
         known = general | names | {ALGORITHMS_TABLE} if item.source == "argument" else names
         raise ConfigError(
             f"{item.source}: unknown option {name!r} for transport {scheme!r}"
-            f"{registry.nearest(name, known)}; it has {', '.join(sorted(names)) or 'none'}"
+            f"{nearest(name, known)}; it has {', '.join(sorted(names)) or 'none'}"
         )
 
 
@@ -223,7 +224,7 @@ def _read_environment(environ: Mapping[str, str], general: set[str]) -> dict[str
         if not variable.startswith(PREFIX):
             continue
         if variable not in known:
-            hint = registry.nearest(variable, known)
+            hint = nearest(variable, known)
             raise ConfigError(f"unknown environment variable {variable}{hint}")
         if variable in ours and value:
             name = variable[len(PREFIX) :].lower()
@@ -253,7 +254,7 @@ def _read_file(
         elif key in general:
             plain[key] = SourcedValue(value, source)
         else:
-            raise ConfigError(f"{source}: unknown key {key!r}{registry.nearest(key, general)}")
+            raise ConfigError(f"{source}: unknown key {key!r}{nearest(key, general)}")
     return plain, tables, source
 
 
@@ -278,7 +279,7 @@ def _check_tables(tables: Mapping[str, Any], path: str) -> None:
     known = [*registry.schemes(), ALGORITHMS_TABLE]
     for name in tables:
         if name not in known:
-            raise ConfigError(f"{path}: [{name}] is no transport{registry.nearest(name, known)}")
+            raise ConfigError(f"{path}: [{name}] is no transport{nearest(name, known)}")
 
 
 def _build(cls: type[Any], values: Mapping[str, SourcedValue]) -> Any:

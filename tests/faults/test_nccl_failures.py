@@ -260,7 +260,7 @@ def test_two_ranks_on_one_gpu(machine: Machine) -> None:
 
 def test_gpus_are_told_apart_by_what_is_known_of_them(machine: Machine) -> None:
     """CuPy cuts off a UUID at its first zero byte: then the host and the bus tell, too."""
-    from fsdpcore.transports.nccl.place import Gpu
+    from fsdpcore.transports.nccl.gpus import Gpu
 
     full, other, cut = bytes(range(1, 17)), bytes(range(2, 18)), b"\1"
     found = [

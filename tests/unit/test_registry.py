@@ -12,6 +12,7 @@ from support.jobs import finished, python
 import fsdpcore as fc
 from fsdpcore.comm import registry
 from fsdpcore.core.errors import ConfigError, MissingDependencyError, UnknownTransportError
+from fsdpcore.core.text import nearest
 
 GOOD = """
 from fsdpcore.transports.simulated.backend import SimBackend
@@ -183,9 +184,9 @@ def test_an_unknown_scheme_names_the_nearest_and_all():
 
 
 def test_nearest():
-    assert "'timeout'" in registry.nearest("TIMOUT", ["timeout", "transport"])
-    assert "'FSDPCORE_TIMEOUT'" in registry.nearest("fsdpcore_timout", ["FSDPCORE_TIMEOUT"])
-    assert registry.nearest("qqq", ["timeout", "transport"]) == ""
+    assert "'timeout'" in nearest("TIMOUT", ["timeout", "transport"])
+    assert "'FSDPCORE_TIMEOUT'" in nearest("fsdpcore_timout", ["FSDPCORE_TIMEOUT"])
+    assert nearest("qqq", ["timeout", "transport"]) == ""
 
 
 def test_a_checkout_that_shadows_the_installed_package_is_told(tmp_path):

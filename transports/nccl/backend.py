@@ -60,7 +60,7 @@ if not nccl.available:
     raise no_nccl(runtime.runtimeGetVersion())
 
 from ..zmq.backend import ZmqBackend, ZmqOptions
-from . import place as gpu_place
+from . import gpus
 from .agree import Agreement
 from .calls import NativeCollectives, reduces
 from .closing import ENDED, ENDING, ClosingHandshake
@@ -114,14 +114,14 @@ class NcclBackend(ZmqBackend, NcclTransport):
 
     @classmethod
     def versions(cls) -> str:
-        names = [gpu_place.name_of(ordinal) for ordinal in range(gpu_place.count_gpus())]
-        gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        names = [gpus.name_of(ordinal) for ordinal in range(gpus.count_gpus())]
+        found = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         version = nccl.get_version()
         return (
             f"CuPy {cupy.__version__}, "
             f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100}, "
             f"CUDA {in_numbers(runtime.runtimeGetVersion())} "
-            f"(the driver: {in_numbers(runtime.driverGetVersion())}), {gpus}"
+            f"(the driver: {in_numbers(runtime.driverGetVersion())}), {found}"
         )
 
     @classmethod
@@ -143,7 +143,7 @@ class NcclBackend(ZmqBackend, NcclTransport):
         """Choose the GPU, make sure that nobody else has it, and connect to the others'."""
         options = self._options
         assert isinstance(options, NcclOptions)
-        ordinal = gpu_place.choose(place, options.device)
+        ordinal = gpus.choose(place, options.device)
         self.device = self.gpu = device = CudaDevice(ordinal, self._check_device)
         device.use()
         self.communicators = Communicators(device, lambda: self.failure, self.rank)
@@ -163,10 +163,10 @@ class NcclBackend(ZmqBackend, NcclTransport):
 
     def _meet(self, ordinal: int, options: NcclOptions, deadline: Deadline) -> None:
         group = self.sub(range(self.world_size), name="nccl")
-        mine = gpu_place.identify(ordinal)
-        gpu_place.check_distinct(group, mine, options.share_gpu, deadline.remaining())
+        mine = gpus.identify(ordinal)
+        gpus.check_distinct(group, mine, options.share_gpu, deadline.remaining())
         if options.share_gpu:
-            gpu_place.let_share(self.rank)
+            gpus.let_share(self.rank)
         told = self.communicators.new_id() if self.rank == 0 else np.zeros(ID_BYTES, np.uint8)
         told = broadcast(told, group, timeout=deadline.remaining())
         group.close()

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdpcore.comm.registry import nearest
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, Piece
+from fsdpcore.core.text import nearest
 from fsdpcore.fsdp.optim.base import Optimizer
 from fsdpcore.fsdp.optim.pieces import PieceSpec
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from fsdpcore.collectives import barrier
 from fsdpcore.collectives.consensus import compare
-from fsdpcore.comm.registry import nearest
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.core.text import nearest
 from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries
 from fsdpcore.fsdp.state.save import gathered
