@@ -6,19 +6,21 @@ one out moves up unchanged. At height h a node covers the aligned block of ranks
 order gives the same bits, since floating-point addition is not associative.
 
 float16 and bfloat16 are accumulated in float32 and rounded once, at the end; a mean divides the
-accumulated sum before that rounding.
+accumulated sum before that rounding. ``ReduceOp.mean_as`` takes the mean of integers in float64.
 """
 
 from __future__ import annotations
 
 import contextvars
 import enum
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.core.errors import ArgumentError
@@ -34,10 +36,10 @@ class ReduceOp(enum.Enum):
     """How the values of the ranks are combined. Functions also take the names as strings.
 
     On bool, ``sum`` and ``max`` are the logical or, ``prod`` and ``min`` the logical and (as in
-    NumPy). Integers wrap around. ``mean`` needs a floating-point or complex dtype, ``min`` and
-    ``max`` an ordered one. ``band``, ``bor`` and ``bxor`` combine the bits of bool and integers;
-    ``land``, ``lor`` and ``lxor`` are for bool alone: compare with zero first. ``create`` makes
-    one of your own.
+    NumPy). Integers wrap around. ``mean`` needs a floating-point or complex dtype; that of integers
+    and bool is ``mean_as(dtype)``. ``min`` and ``max`` need an ordered one. ``band``, ``bor`` and
+    ``bxor`` combine the bits of bool and integers; ``land``, ``lor`` and ``lxor`` are for bool
+    alone: compare with zero first. ``create`` makes one of your own.
     """
 
     SUM = "sum"
@@ -56,6 +58,29 @@ class ReduceOp(enum.Enum):
     def own_function(self) -> Combine | None:
         """The function of a reduction that ``create`` has made."""
         return vars(self).get("_own_function")
+
+    @property
+    def result(self) -> np.dtype[Any] | None:
+        """The dtype of the results of what ``mean_as`` has made; None where it is the input's."""
+        return vars(self).get("_result")
+
+    @classmethod
+    def mean_as(cls, dtype: DTypeLike) -> ReduceOp:
+        """The mean of integers or bool, as an array of a float dtype.
+
+        Values are summed in float64 in the canonical order, the sum is divided, and the mean is
+        rounded to ``dtype``. Sums below 2**53 are exact; larger ones are rounded, and never wrap
+        around. For single calls of ``all_reduce``, ``reduce``, ``reduce_scatter``,
+        ``reduce_scatter_v`` and ``scan``, with arrays of the host; ``out`` is of ``dtype``.
+
+        Raises:
+            ArgumentError: results of that dtype are not to be had.
+
+        Example::
+
+            share = fc.all_reduce(mask, backend, op=fc.ReduceOp.mean_as(np.float32))
+        """
+        return _mean_as(np.dtype(dtype))
 
     @classmethod
     def create(cls, name: str, function: Callable[[Array, Array], Array]) -> ReduceOp:
@@ -87,6 +112,20 @@ class ReduceOp(enum.Enum):
         vars(made)["_own_function"] = function
         return made
 
+
+@functools.cache  # equal calls bring the same op, by which a group remembers them
+def _mean_as(dtype: np.dtype[Any]) -> ReduceOp:
+    if dtype not in _MEANS:
+        known = ", ".join(known.name for known in _MEANS)
+        raise ArgumentError(f"a mean is a float: mean_as takes one of {known}, got {dtype}")
+    made = object.__new__(ReduceOp)
+    made._name_ = made._value_ = f"mean_as({dtype.name})"
+    vars(made)["_result"] = dtype
+    return made
+
+
+_FLOAT64 = np.dtype(np.float64)
+_MEANS = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), _FLOAT64)
 
 _UFUNCS: dict[ReduceOp, Combine] = {
     ReduceOp.SUM: np.add,
@@ -145,16 +184,24 @@ class Reduction:
         dtype: of the arrays.
         accumulator: in which partial results are held.
         function: combines two arrays in the accumulator dtype into a third, which may be either.
+        result: the dtype of the caller's results, where that is not the one of the arrays that are
+            reduced; inputs are then converted by ``load``, results by ``store``.
     """
 
     op: ReduceOp
     dtype: np.dtype[Any]
     accumulator: np.dtype[Any]
     function: Combine
+    result: np.dtype[Any] | None = field(default=None, kw_only=True)
 
     @classmethod
-    def of(cls, op: ReduceOp | str, dtype: np.dtype[Any]) -> Reduction:
+    def of(cls, op: ReduceOp | str, dtype: np.dtype[Any], *, converts: bool = False) -> Reduction:
         """Bind ``op`` to ``dtype``.
+
+        Args:
+            op: what is computed.
+            dtype: of the inputs.
+            converts: the caller converts inputs and results, for an op that asks for that.
 
         Raises:
             ArgumentError: there is no such op, or it has no meaning for that dtype.
@@ -164,10 +211,19 @@ class Reduction:
         except ValueError:
             names = ", ".join(repr(known.value) for known in ReduceOp)
             raise ArgumentError(f"unknown reduction {op!r}; known are {names}") from None
+        if op.result is not None:
+            if dtype.kind not in "biu":
+                raise ArgumentError(f"{op.value} is for integers and bool; of {dtype}, take 'mean'")
+            if not converts:
+                raise ArgumentError(
+                    f"{op.value} is for single calls of all_reduce, reduce, reduce_scatter and "
+                    "scan, with arrays of the host; elsewhere convert the array to float64 first"
+                )
+            return cls(ReduceOp.MEAN, _FLOAT64, _FLOAT64, np.add, result=op.result)
         if op is ReduceOp.MEAN and dtype.kind in "biu":
             raise ArgumentError(
                 f"the mean of {dtype} values is not {dtype} in general; "
-                "reduce with op='sum' and divide, or convert to a float dtype first"
+                "take op=ReduceOp.mean_as(np.float64), or another float dtype"
             )
         if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
             raise ArgumentError(
@@ -189,7 +245,7 @@ class Reduction:
     @property
     def name(self) -> str:
         """The op's name, as users write it."""
-        return self.op.value
+        return self.op.value if self.result is None else _mean_as(self.result).value
 
     @property
     def identity(self) -> Any:

@@ -26,6 +26,7 @@ OF_RANKS = [
 ]
 OF_ARRAYS = [
     reductions.special_values,
+    reductions.means_of_integers,
     reductions.combinations_refused,
     reductions.all_reduce_in_two_steps,
     movement.every_dtype,

@@ -57,6 +57,7 @@ EVERYWHERE = [
 # The same code wherever ranks are: that of the reductions, of moves by root, and of groups.
 WHERE_IT_DIFFERS = [
     reductions.special_values,
+    reductions.means_of_integers,
     reductions.all_reduce_in_two_steps,
     movement.every_dtype,
     movement.ragged_rooted,

@@ -193,3 +193,23 @@ def _reduce_by_own(backend: fc.Backend) -> None:
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_all_algorithms_keep_the_order_of_ranks(world_size: int) -> None:
     run_on(SimBackend, _reduce_by_own, world_size=world_size)
+
+
+def test_ranks_that_want_means_of_different_dtypes_are_refused() -> None:
+    def body(backend: fc.Backend) -> str:
+        op = fc.ReduceOp.mean_as((np.float32, np.float64)[backend.rank])
+        with pytest.raises(fc.MismatchError) as caught:
+            fc.all_reduce(np.arange(3), backend, op=op)
+        return str(caught.value)
+
+    for text in run_on(SimBackend, body, world_size=2):
+        assert "mean_as(float32)" in text
+        assert "mean_as(float64)" in text
+
+
+def test_the_refusal_of_a_mean_says_how_to_have_it() -> None:
+    with pytest.raises(ArgumentError, match=r"ReduceOp\.mean_as\(np\.float64\)"):
+        Reduction.of("mean", np.dtype(np.int32))
+    with pytest.raises(ArgumentError, match="take 'mean'"):
+        Reduction.of(ReduceOp.mean_as("float16"), np.dtype(np.float32))
+    assert ReduceOp.mean_as("float16") is ReduceOp.mean_as(np.float16)

@@ -46,7 +46,7 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import StateError
-from fsdpcore.core.reductions import ReduceOp
+from fsdpcore.core.reductions import ReduceOp, Reduction
 from fsdpcore.core.work import Deadline, Work, fresh
 
 
@@ -255,6 +255,8 @@ class Batch:
         root: int = -1,
     ) -> Work:
         source, group = operand(array, self._backend)
+        if definition.reduces:
+            Reduction.of(op, source.dtype)  # refuses what a call by itself would convert
         spec = spec_of(group, definition, source.dtype, source.shape, op=op, root=root)
         gives = definition.gives(group.rank, spec.layout)
         output = Output(out, spec.out_shape, source.dtype, group.moves) if gives else None

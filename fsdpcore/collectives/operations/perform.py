@@ -63,9 +63,12 @@ def perform(
         if result is not None:
             return result
     gives = definition.gives(backend.rank, spec.layout)
-    output = Output(out, spec.out_shape, source.dtype, backend.moves) if gives else None
+    other = spec.reduction.result if spec.reduction is not None else None  # dtype of the result
+    output = Output(out, spec.out_shape, other or source.dtype, backend.moves) if gives else None
 
     def body(context: CollectiveContext) -> Array | None:
+        if other is not None:
+            return _convert_and_reduce(context, definition, spec.layout, source, output)
         return carry_out(context, definition, spec.choice, spec.layout, source, output)
 
     return run(backend, spec, body, timeout=timeout, async_op=async_op, output=output)
@@ -95,14 +98,18 @@ def spec_of(
     if known is not None:
         return known
     sizes = counts or definition.sizes(shape, world_size)
-    reduction = Reduction.of(op, dtype) if definition.reduces else None
+    reduction = None
+    if definition.reduces:
+        reduction = Reduction.of(op, dtype, converts=backend.moves.on_host)
+    # Of what is converted, the algorithm is chosen late: the fast path is for arrays as they are.
+    late = reduction is not None and reduction.result is not None
     spec = spec_for(
         backend,
         f"{definition.name}_v" if counts else definition.name,
         definition,
         dtype,
         shape,
-        size=definition.size(math.prod(shape) * dtype.itemsize, world_size),
+        size=None if late else definition.size(math.prod(shape) * dtype.itemsize, world_size),
         layout=definition.layout(shape, sizes, rank, root=root, reduction=reduction),
         out_shape=definition.out_shape(shape, sizes, rank),
         algorithm=algorithm,
@@ -129,4 +136,27 @@ def carry_out(
     if flat is not None:
         flat = output.separate(flat, definition, layout, context.rank)
     definition.start(context, choice, layout, flat, output.flat)
+    return output.deliver()
+
+
+def _convert_and_reduce(
+    context: CollectiveContext,
+    definition: Operation,
+    layout: Layout,
+    source: Array,
+    output: Output | None,
+) -> Array | None:
+    """Reduce a copy of the input in another dtype, in place, and convert the result."""
+    reduction = layout.reduction
+    assert reduction is not None
+    wide = reduction.load(source.reshape(-1))
+    choice = context.choose(definition.size(wide.nbytes, context.size))
+    if output is None:
+        definition.start(context, choice, layout, wide, None)
+        return None
+    parts = definition.own_parts(layout, context.rank)
+    assert parts is not None, "a reduction does not join"
+    own = wide[parts[0]] if definition.splits else wide
+    definition.start(context, choice, layout, wide, own)
+    reduction.store(own, output.flat, 1)  # it is the mean already: only round it
     return output.deliver()

@@ -107,6 +107,65 @@ def _check_extremes(backend: fc.Backend, parts: Sequence[Array], op: str) -> Non
         check_same(result, results[0], f"{op} of special values, between algorithms")
 
 
+def means_of_integers(backend: fc.Backend) -> None:
+    """In a float dtype, with the same bits by all algorithms; no sum wraps around."""
+    me, p = backend.rank, backend.world_size
+    for number, dtype in enumerate([np.dtype(np.bool_), *oracle.INTEGERS]):
+        parts = arrays_of(p, (2 * p + 1, 3), dtype)
+        if dtype.itemsize == 8:
+            parts = [part >> dtype.type(13) for part in parts]  # sums below 2**53
+        result = (np.float32, np.float64, np.float16, oracle.HALVES[1])[number % 4]
+        op = fc.ReduceOp.mean_as(result)
+        with np.errstate(all="ignore"):
+            total = (sum(part.astype(np.float64) for part in parts) / p).astype(result)
+        for name in CANONICAL["all_reduce"]:
+            what = f"all_reduce, {name}, {op.value} of {dtype}"
+            check_same(fc.all_reduce(parts[me], backend, op=op, algorithm=name), total, what)
+        for name in CANONICAL["reduce_scatter"]:
+            found = fc.reduce_scatter(parts[me], backend, op=op, algorithm=name)
+            check_same(found, oracle.pieces(total, p)[me], f"reduce_scatter, {name}, {dtype}")
+        for name in CANONICAL["reduce"]:
+            root = number % p
+            found = fc.reduce(parts[me], backend, op=op, root=root, algorithm=name)
+            if me == root:
+                check_same(found, total, f"reduce, {name}, {dtype}")
+            else:
+                assert found is None
+    _means_by_other_ways(backend)
+
+
+def _means_by_other_ways(backend: fc.Backend) -> None:
+    """Ragged, scanned, asynchronous, into arrays of any layout; and refused."""
+    me, p = backend.rank, backend.world_size
+    op, parts = fc.ReduceOp.mean_as("float32"), arrays_of(p, (2 * p + 1, 3), np.int16)
+    mine, kept = parts[me].copy(), parts[me].copy()
+    total = (sum(part.astype(np.float64) for part in parts) / p).astype(np.float32)
+    counts = [2 * p + 1, *[0] * (p - 1)]
+    found = fc.reduce_scatter_v(mine, backend, counts, op=op)
+    check_same(found, total if me == 0 else total[:0], "reduce_scatter_v")
+    before = (sum(part.astype(np.float64) for part in parts[: me + 1]) / (me + 1)).astype("f4")
+    check_same(fc.scan(mine, backend, op=op), before, "scan")
+    out = np.zeros((2 * p + 1, 6), np.float32)
+    work = fc.all_reduce(mine, backend, op=op, out=out[:, ::2], async_op=True)
+    assert work.wait().base is out
+    check_same(np.ascontiguousarray(out[:, ::2]), total, "out")
+    check_same(mine, kept, "the input")
+    for shape in ((), (0,), (30000,)):
+        found = fc.all_reduce(np.full(shape, me, np.uint8), backend, op=op)
+        check_same(found, np.full(shape, (p - 1) / 2, np.float32), str(shape))
+    top = np.array([2**63 - 1, -(2**63)])
+    check_same(fc.all_reduce(top, backend, op=op), top.astype(np.float32), "no wrapping")
+    same = np.empty_like(total)
+    expect_refusal(fc.all_reduce, mine, backend, op=op, out=mine)
+    expect_refusal(fc.all_reduce, same, backend, op=op)
+    expect_refusal(fc.exscan, mine, backend, op=op)
+    expect_refusal(fc.all_reduce_many, [mine], backend, op=op)
+    with fc.coalesce(backend) as batch:
+        expect_refusal(batch.all_reduce, mine, op=op)
+    for dtype in (np.int32, np.complex64, "longdouble"):
+        expect_refusal(fc.ReduceOp.mean_as, dtype)
+
+
 def combinations_refused(backend: fc.Backend) -> None:
     """What has no meaning is refused on the rank, before anything is sent."""
     for dtype in oracle.DTYPES:
