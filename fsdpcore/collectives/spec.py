@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 from fsdpcore.collectives.fingerprint import Fingerprint
@@ -21,8 +22,16 @@ from fsdpcore.diagnostics.entries import CollectiveRecord
 
 Shape = tuple[int, ...]
 
-# Input and ``out``, both of any shape and layout, to the result; None to go the ordinary way.
-FastPath = Callable[[Array, "Array | None"], "Array | None"]
+
+class Declined(Enum):
+    """The type of ``DECLINED``."""
+
+    DECLINED = 0
+
+
+DECLINED = Declined.DECLINED
+# Input and ``out``, both of any shape and layout, to the result; DECLINED to go the ordinary way.
+FastPath = Callable[[Array, "Array | None"], "Array | Declined | None"]
 
 
 class Choice(NamedTuple):

@@ -14,7 +14,7 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.shared import region
-from fsdpcore.collectives.shared.interpreter import Call
+from fsdpcore.collectives.shared.interpreter import move
 from fsdpcore.collectives.spec import Layout
 from fsdpcore.collectives.state import state_of
 from fsdpcore.core.reductions import Reduction
@@ -58,7 +58,7 @@ def _prefixes(backend: fc.Backend, count: int, published: bool, in_place: bool) 
                 source: Any = source,
                 out: Any = out,
             ) -> None:
-                Call(context, movement, layout, source, out).run()
+                move(context, movement, layout, source, out)
 
             untouched = out.copy()
             run(backend, spec, body, timeout=None, async_op=False)

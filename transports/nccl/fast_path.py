@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cupy
 from cupy.cuda import get_current_stream, runtime
 
-from fsdpcore.collectives.spec import FastPath
+from fsdpcore.collectives.spec import DECLINED, Declined, FastPath
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
@@ -81,24 +81,24 @@ def _fast_path(
             and out.data.device_id == ordinal
         )
 
-    def go(source: Any, out: Any) -> Array | None:
+    def go(source: Any, out: Any) -> Array | Declined:
         if get_device() != ordinal:
-            return None
+            return DECLINED
         at = source.data.ptr
         if out is None:
             out = empty(shape, dtype)
             to = out.data.ptr
         else:
             if not fits(out):
-                return None
+                return DECLINED
             to = out.data.ptr
             if to - at != inside and at < to + out.nbytes and to < at + size_in:
-                return None
+                return DECLINED
         if lock.locked():
-            return None
+            return DECLINED
         with lock:
             if order.closed or transport.failure is not None:
-                return None
+                return DECLINED
             before = order.issued
             try:
                 order.issued = sequence = before + 1

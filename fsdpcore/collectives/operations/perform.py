@@ -12,7 +12,7 @@ from fsdpcore.collectives.arguments import check_backend, operand, recall, remem
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import run
-from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation, Shape
+from fsdpcore.collectives.spec import DECLINED, CallSpec, Choice, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_rank
@@ -60,7 +60,7 @@ def perform(
         spec = spec_of(backend, *key)
     if timeout is None and spec.fast_path is not None and not async_op:
         result = spec.fast_path(source, out)
-        if result is not None:
+        if result is not DECLINED:
             return result
     gives = definition.gives(backend.rank, spec.layout)
     other = spec.reduction.result if spec.reduction is not None else None  # dtype of the result

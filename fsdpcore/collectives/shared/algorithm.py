@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 
 from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.shared.interpreter import SMALL, Call
+from fsdpcore.collectives.shared.interpreter import SMALL, bound_movement, move
 from fsdpcore.collectives.spec import Layout
 from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.buffers import Array
@@ -46,14 +46,14 @@ def all_reduce_into(
     context: CollectiveContext, source: Array, out: Array, reduction: Reduction
 ) -> None:
     """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
-    Call(context, movements.all_reduce, Layout(-1, reduction), source, out).run()
+    move(context, movements.all_reduce, Layout(-1, reduction), source, out)
 
 
 def reduce(
     context: CollectiveContext, source: Array, out: Array | None, root: int, reduction: Reduction
 ) -> None:
     """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
-    Call(context, movements.reduce, Layout(root, reduction), source, out).run()
+    move(context, movements.reduce, Layout(root, reduction), source, out)
 
 
 def reduce_scatter(
@@ -67,7 +67,7 @@ def reduce_scatter(
 
     ``own`` may be that part of ``source``.
     """
-    Call(context, movements.reduce_scatter, Layout(-1, reduction, bounds), source, own).run()
+    move(context, movements.reduce_scatter, Layout(-1, reduction, bounds), source, own)
 
 
 def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
@@ -75,19 +75,19 @@ def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Seque
 
     ``own`` may be that part of ``out``.
     """
-    Call(context, movements.all_gather, Layout(-1, None, bounds), own, out).run()
+    move(context, movements.all_gather, Layout(-1, None, bounds), own, out)
 
 
 def gather(
     context: CollectiveContext, own: Array, out: Array | None, bounds: Sequence[int], root: int
 ) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of the root."""
-    Call(context, movements.gather, Layout(root, None, bounds), own, out).run()
+    move(context, movements.gather, Layout(root, None, bounds), own, out)
 
 
 def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
     """Copy ``data`` of the root into ``data`` of all ranks."""
-    Call(context, movements.broadcast, Layout(root), data, data).run()
+    move(context, movements.broadcast, Layout(root), data, data)
 
 
 def scatter(
@@ -98,7 +98,7 @@ def scatter(
     root: int,
 ) -> None:
     """Bring ``source[bounds[rank]:bounds[rank + 1]]`` of the root to every rank's ``own``."""
-    Call(context, movements.scatter, Layout(root, None, bounds), source, own).run()
+    move(context, movements.scatter, Layout(root, None, bounds), source, own)
 
 
 def all_to_all(
@@ -115,11 +115,11 @@ def all_to_all(
     where not, all ranks have the same ``send_bounds``.
     """
     layout = Layout(-1, None, send_bounds, recv_bounds)
-    call = Call(context, movements.all_to_all, layout, source, out)
     if context.call.ragged:
-        call.run_unequal()
+        made = bound_movement(context, movements.all_to_all, layout, source, out)
+        made.run_unequal(context.call.digest, source, out)
     else:
-        call.run()
+        move(context, movements.all_to_all, layout, source, out)
 
 
 # One thread copies about 10 GB/s of what is not in its cache.

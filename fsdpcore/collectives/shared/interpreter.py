@@ -10,7 +10,9 @@ error leaves arrays that others may still read, and an output that they may stil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,43 +20,75 @@ import numpy as np
 
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import INPUT, OUTPUT, Movement
+from fsdpcore.collectives.output import separated
 from fsdpcore.collectives.shared.program import Copy, Place, Schedule, Span, Work, schedule
-from fsdpcore.collectives.shared.region import STAGING, SharedRegion, region_of
-from fsdpcore.collectives.spec import Layout
+from fsdpcore.collectives.shared.reducing import prepare
+from fsdpcore.collectives.shared.region import (
+    NOT_PUBLISHED,
+    STAGING,
+    Kept,
+    SharedRegion,
+    region_of,
+)
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.reductions import Reduction
 
 # Up to here every rank reduces everything: cheaper than a second step.
 SMALL = 8 * 1024
 _EARLY = 8 << 20  # bytes; up to here a rank copies what it has itself while it waits
+_LARGEST = 4 << 20  # bytes that are published; there are moves for each 128 to 512 KiB
+_LARGEST_STAGED = 32 << 20  # bytes that are staged; there are steps for each 256 KiB and less
+_PLANS = 64
+_MOVEMENTS = 64  # kinds that a group keeps
 
 Find = Callable[[Span], Array]
 # Writes the reduction of arrays to the one that it is given.
 Write = Callable[[Array], Any]
 
 
-class Plan(NamedTuple):
-    """What one rank does, bound to arrays.
+class BoundStep(NamedTuple):
+    """What one rank does in one step, bound to arrays.
 
     Attributes:
+        fills: what to fill with which part of the own input, before the step.
         copies: places in the own flat output, and what goes there.
-        steps: what else there is to do; they take the own flat output.
+        writes: what else there is to do; they take the own flat output.
+        pieces: reductions and copies of pieces: where they go, a place in the own output or what to
+            fill; with the sources: what others have staged, or parts of the own input.
     """
 
+    fills: list[tuple[Array, slice]]
     copies: list[tuple[Place, Array]]
-    steps: list[Callable[[Array], Any]]
+    writes: list[Callable[[Array], Any]]
+    pieces: list[tuple[slice | Array, list[slice | Array]]]
 
-    def run(self, out: Array | None) -> None:
-        """Do it; a rank that gets nothing has no output."""
+    def fill(self, source: Array | None) -> None:
+        """Stage parts of the input."""
+        for buffer, part in self.fills:
+            buffer[...] = source[part]  # type: ignore[index]  # who has none fills nothing
+
+    def run(self, source: Array | None, out: Array | None, reduction: Reduction | None) -> None:
+        """Do what there is to do in the step; a rank that gets nothing has no output."""
         for place, array in self.copies:
             out[place] = array  # type: ignore[index]
-        for step in self.steps:
-            step(out)  # type: ignore[arg-type]
+        for write in self.writes:
+            write(out)  # type: ignore[arg-type]
+        for target, sources in self.pieces:
+            arrays = [
+                source[part] if isinstance(part, slice) else part  # type: ignore[index]
+                for part in sources
+            ]
+            result = out[target] if isinstance(target, slice) else target  # type: ignore[index]
+            if len(arrays) == 1:
+                result[...] = arrays[0]
+            else:
+                reduction.reduce(arrays, result)  # type: ignore[union-attr]
 
     def clear(self) -> None:
         """Let go of the arrays."""
-        self.copies.clear()
-        self.steps.clear()
+        for each in self:
+            each.clear()
 
 
 def bind(
@@ -62,7 +96,7 @@ def bind(
     find: Find,
     reduce: Callable[[Sequence[Array]], Write],
     block: int,
-) -> Plan:
+) -> BoundStep:
     """Bind moves to arrays.
 
     Args:
@@ -72,7 +106,7 @@ def bind(
         block: elements that are reduced at once.
     """
     copies = [(place, find(source)) for place, source in moves[0]]
-    steps: list[Callable[[Array], Any]] = []
+    writes: list[Callable[[Array], Any]] = []
     for place, spans, sources in moves[1]:
         targets, arrays = [find(span) for span in spans], [find(span) for span in sources]
         size = arrays[0].size
@@ -82,15 +116,15 @@ def bind(
             write = reduce(parts) if len(parts) > 1 else partial(_copy, parts[0])
             more = [target[low:high] for target in targets]
             if place is None:
-                steps.append(partial(_write, write, more))
+                writes.append(partial(_write, write, more))
             elif isinstance(place, slice):
                 part = slice(place.start + low, place.start + high)
-                steps.append(partial(_write_own, write, part, more))
+                writes.append(partial(_write_own, write, part, more))
             elif more or high - low < size:
-                steps.append(partial(_write_own, write, slice(low, high), more))
+                writes.append(partial(_write_own, write, slice(low, high), more))
             else:
-                steps.append(write)
-    return Plan(copies, steps)
+                writes.append(write)
+    return BoundStep([], copies, writes, [])
 
 
 def _copy(source: Array, target: Array) -> None:
@@ -111,50 +145,9 @@ def _write_own(write: Write, place: slice, copies: Sequence[Array], out: Array) 
         copy[...] = target
 
 
-class Round(NamedTuple):
-    """One step of a call whose inputs are staged in pieces, bound to staging buffers.
-
-    Attributes:
-        fills: what to fill with which part of the own input, before the step.
-        copies: places in the own output, and what goes there.
-        work: where reductions and other results go: places in the own output, or what to fill;
-            with the sources: what others have staged, or parts of the own input.
-    """
-
-    fills: list[tuple[Array, slice]]
-    copies: list[tuple[slice, Array]]
-    work: list[tuple[slice | Array, list[slice | Array]]]
-
-    def fill(self, source: Array | None) -> None:
-        """Stage parts of the input."""
-        for buffer, part in self.fills:
-            buffer[...] = source[part]  # type: ignore[index]  # who has none fills nothing
-
-    def run(self, source: Array | None, out: Array | None, reduction: Reduction | None) -> None:
-        """Do what there is to do in the step."""
-        for place, array in self.copies:
-            out[place] = array  # type: ignore[index]
-        for target, sources in self.work:
-            arrays = [
-                source[part] if isinstance(part, slice) else part  # type: ignore[index]
-                for part in sources
-            ]
-            result = out[target] if isinstance(target, slice) else target  # type: ignore[index]
-            if len(arrays) == 1:
-                result[...] = arrays[0]
-            else:
-                reduction.reduce(arrays, result)  # type: ignore[union-attr]
-
-    def clear(self) -> None:
-        """Let go of the arrays."""
-        self.fills.clear()
-        self.copies.clear()
-        self.work.clear()
-
-
-def rounds(
+def staged_steps(
     todo: Schedule, region: SharedRegion, me: int, dtype: np.dtype[Any], parity: int, largest: int
-) -> Iterator[Round]:
+) -> Iterator[BoundStep]:
     """Bind what goes through the staging buffers in pieces.
 
     Args:
@@ -169,7 +162,7 @@ def rounds(
     for low in range(0, max(1, largest), width):
         for number, moves in enumerate(todo.staged):
             staged, own = buffers[parity], buffers[1 - parity][me]
-            made = Round([], [], [])
+            made = BoundStep([], [], [], [])
             for at, start, stop in todo.fills if not number else ():
                 size = min(width, stop - start - low)
                 if size > 0:
@@ -184,189 +177,404 @@ def rounds(
                     for rank, at in sources
                 ]
                 if result >= 0:
-                    made.work.append((own[result : result + size], parts))
+                    made.pieces.append((own[result : result + size], parts))
                     continue
                 place, first = slice(start + low, start + low + size), parts[0]
                 if len(parts) == 1 and not isinstance(first, slice):
                     made.copies.append((place, first))
                 else:
-                    made.work.append((place, parts))
+                    made.pieces.append((place, parts))
             yield made
             parity = 1 - parity
 
 
-class Call:
-    """A movement of the arrays of one call."""
+class _Plans(dict[bytes, BoundStep]):
+    """What to do, by what all ranks have published; it holds parts of the memory."""
+
+
+# Begins the call, if that was not done: only who has to wait needs its deadline.
+Begin = Callable[[], None]
+# Moves the data of a call: the digest, the input and the output of this rank.
+Way = Callable[[int, "Begin | None", "Array | None", "Array | None"], None]
+
+
+class BoundMovement:
+    """A movement of arrays of one dtype and size, with all that can be prepared done once.
+
+    Attributes:
+        run: carries a call out; ``context`` has begun it, or does when ``begin`` is called. The
+            arrays are contiguous. They may overlap as in ``Operation.own_parts`` only, or in any
+            way if the operation is known.
+    """
 
     def __init__(
         self,
         context: CollectiveContext,
         movement: Movement,
         layout: Layout,
-        source: Array | None,
-        out: Array | None,
+        dtype: np.dtype[Any],
+        count: int,
+        *,
+        stages: bool,
+        operation: Operation | None = None,
     ) -> None:
-        """Prepare a call.
+        """Prepare calls.
 
         Args:
             context: of the group; it has a region.
             movement: what to move.
             layout: root, reduction and bounds.
-            source, out: the flat input and output of this rank, as far as it has them. They may
-                overlap as in ``Operation.own_parts`` only.
+            dtype: of the arrays.
+            count: elements of the input, or of the output of a rank that has none.
+            stages: arrays that are not published are staged; if not, another algorithm moves them.
+            operation: says which overlap of the arrays is allowed.
         """
-        array = source if source is not None else out
-        assert array is not None, "a rank that neither gives nor takes anything"
         region = region_of(context)
         assert region is not None, "chosen for groups that have one"
         self._context, self._region, self._layout = context, region, layout
-        self._source, self._out, self._reduction = source, out, layout.reduction
-        self._dtype = dtype = array.dtype
-        self._schedule = schedule(
+        self._dtype, self._count, self._stages = dtype, count, stages
+        self._operation = operation
+        self._schedule = todo = schedule(
             movement,
             context.size,
             context.rank,
             layout.root,
             dtype.itemsize,
-            array.size,
+            count,
             tuple(layout.bounds),
             tuple(layout.arriving),
         )
+        self._nbytes = todo.largest_input * dtype.itemsize
+        self._needed = todo.publishers.get(context.rank, set())
+        self.run: Way
+        if self._nbytes <= SMALL:
+            self.run = self._small()
+        elif region.addressed:
+            self.run = self._large()
+        else:
+            self.run = self._among_threads
 
-    def run(self) -> None:
-        """Carry the call out."""
-        context, region, todo = self._context, self._region, self._schedule
-        nbytes = todo.largest_input * self._dtype.itemsize
-        if nbytes <= SMALL:
-            self._at_once()
-            return
-        instead = context.staged is not None
-        needed = todo.publishers.get(context.rank, ())
-        seen = region.publish(
-            self._source if INPUT in needed else None, self._out if OUTPUT in needed else None
+    def _small(self) -> Way:
+        """The way of inputs that are staged as a whole: one step."""
+        region, context, todo, me = self._region, self._context, self._schedule, self._context.rank
+        enter, dtype = region.enter, self._dtype
+        stages = bool(todo.own) or INPUT in self._needed
+        staging = region.staging(dtype, SMALL // dtype.itemsize)
+        copies, work = todo.whole
+        moves = todo.own + copies, work
+        steps = region.keep(
+            self._bind(moves, partial(_in_buffers, buffers), SMALL) for buffers in staging
         )
-        if not (seen or instead):
-            self._fill_first()
-        # What the caches do not hold, all ranks read in the same order: memory is then read once.
-        early = nbytes <= _EARLY and not instead
-        region.sync(context, self._copy_own if early else None)
-        self.after_publishing(copied=early)
+        own = region.keep(buffers[me][: self._count] for buffers in staging)
 
-    def run_unequal(self) -> None:
+        def run(digest: int, begin: Begin | None, source: Array | None, out: Array | None) -> None:
+            parity = (region.step + 1) & 1
+            if stages:
+                assert source is not None
+                own[parity][...] = source if source.ndim == 1 else source.reshape(-1)
+            enter(digest, context, begin)
+            _, copies, writes, _ = steps[parity]
+            if out is not None:
+                flat = out if out.ndim == 1 else out.reshape(-1)
+                for place, array in copies:
+                    flat[place] = array
+                for write in writes:
+                    write(flat)
+
+        return run
+
+    def _large(self) -> Way:
+        """The way of arrays that all ranks see in place, or that no rank sees.
+
+        A loop brings the same arrays again and again. So once all ranks have published some, a rank
+        keeps what it did with them, under what the ranks have written into their flags.
+        """
+        region, context, todo = self._region, self._context, self._schedule
+        enter, own_places, all_places = region.enter, region.own_places, region.all_places
+        own = [(place, span.place) for place, span in todo.own]
+        nothing = np.array([*NOT_PUBLISHED, *NOT_PUBLISHED], np.uint64)
+        nobody = nothing.tobytes() * context.size
+        plans = _Plans()
+        region.empty_at_close(plans)
+        stages, early = self._stages, self._nbytes <= _EARLY
+        # What came last time.
+        kept_source: Callable[[], Array | None] = _nothing
+        kept_out: Callable[[], Array | None] = _nothing
+        places = nothing
+        apart = in_place = False
+
+        def run(digest: int, begin: Begin | None, source: Array | None, out: Array | None) -> None:
+            nonlocal kept_source, kept_out, places, apart, in_place
+            if kept_source() is not source or kept_out() is not out:
+                apart, in_place = self._overlap(source, out)
+                places = self._places(source, out, nothing) if apart else nothing
+                kept_source = _nothing if source is None else weakref.ref(source)
+                kept_out = _nothing if out is None else weakref.ref(out)
+            parity = (region.step + 1) & 1
+            own_places[parity][:] = places
+            flat = source if source is None or source.ndim == 1 else source.reshape(-1)
+            flat_out = out if out is None or out.ndim == 1 else out.reshape(-1)
+            if not apart:
+                assert flat is not None
+                flat = flat.copy()
+            if places is nothing and stages:
+                self._first(parity).fill(flat)
+            enter(digest, context, begin)
+            key = all_places[parity]()
+            plan = plans.get(key)
+            if plan is None:
+                if not (stages and key == nobody):
+                    if begin is not None:
+                        begin()
+                    plan = self._published(plans, key, flat, flat_out, early or in_place)
+                if plan is None:
+                    self._unpublished(digest, begin, flat, flat_out, key == nobody, in_place)
+                    return
+            if early and not in_place and flat_out is not None:
+                for place, part in own:
+                    flat_out[place] = flat[part]  # type: ignore[index]  # its own part
+            for place, array in plan.copies:
+                flat_out[place] = array  # type: ignore[index]  # who gets nothing copies nothing
+            for write in plan.writes:
+                write(flat_out)  # type: ignore[arg-type]
+            enter(digest, context, begin)
+
+        return run
+
+    def _among_threads(
+        self, digest: int, begin: Begin | None, source: Array | None, out: Array | None
+    ) -> None:
+        """The way of threads, which see all arrays in place."""
+        region, context, todo, needed = self._region, self._context, self._schedule, self._needed
+        flat = source if source is None or source.ndim == 1 else source.reshape(-1)
+        flat_out = out if out is None or out.ndim == 1 else out.reshape(-1)
+        apart, in_place = self._overlap(flat, flat_out)
+        if not apart:
+            assert flat is not None
+            flat = flat.copy()
+        region.publish(flat if INPUT in needed else None, flat_out if OUTPUT in needed else None)
+        copied = in_place or self._nbytes <= _EARLY
+        copy = todo.own and copied and not in_place
+        region.enter(
+            digest, context, begin, partial(self._copy_own, flat, flat_out) if copy else None
+        )
+        self._bind_published(flat, flat_out, copied).run(flat, flat_out, None)
+        region.enter(digest, context, begin)
+        region.withdraw()
+
+    def run_unequal(self, digest: int, source: Array, out: Array) -> None:
         """Do as ``run`` where ranks know the sizes of their own parts only: all is staged."""
-        context, region = self._context, self._region
-        if self._left_to_another():
+        if not self._stages:
+            self._leave_to_another(source, out)
             return
+        region, context = self._region, self._context
         largest = max(region.exchange(context, self._schedule.largest))
-        self._fill_first()
-        region.sync(context, self._copy_own)
-        self._staged(largest)
+        next(self._staged_steps((region.step + 1) & 1, 0)).fill(source)
+        region.enter(digest, context, None, partial(self._copy_own, source, out))
+        self._move_staged(digest, None, source, out, self._staged_steps(region.step & 1, largest))
 
-    def after_publishing(self, *, copied: bool) -> None:
-        """Go on after the step in which arrays were published, or staged.
+    # Published.
+
+    def _overlap(self, source: Array | None, out: Array | None) -> tuple[bool, bool]:
+        """Whether arrays overlap as they may or not at all, and whether they overlap so."""
+        if source is None or out is None or not np.may_share_memory(source, out):
+            return True, False
+        if self._operation is None:
+            return True, True
+        flat, flat_out = source.reshape(-1), out.reshape(-1)
+        found = separated(flat, flat_out, self._operation, self._layout, self._context.rank)
+        apart = found is flat or found is flat_out
+        return apart, apart
+
+    def _places(self, source: Array | None, out: Array | None, nothing: Array) -> Array:
+        """Where the arrays lie that this rank publishes; ``nothing`` if the others cannot see."""
+        words: list[int] = []
+        for which, array in ((INPUT, source), (OUTPUT, out)):
+            place: tuple[int, int] | None = NOT_PUBLISHED
+            if which in self._needed:
+                assert array is not None
+                place = self._region.place(array) if array.size else (0, 0)
+            if place is None:
+                return nothing
+            words += place
+        return np.array(words, np.uint64) if self._needed else nothing
+
+    def _published(
+        self, plans: _Plans, key: bytes, source: Array | None, out: Array | None, copied: bool
+    ) -> BoundStep | None:
+        """What to do with what all ranks have published; None if some have not."""
+        region = self._region
+        for rank, needed in self._schedule.publishers.items():
+            if not all(region.published(rank, array) for array in needed):
+                return None
+        if self._nbytes > _LARGEST:
+            return self._bind_published(source, out, copied)
+        if len(plans) >= _PLANS:
+            # The newest: arrays that take turns would lose every older one.
+            plans.popitem()
+        plan = plans[key] = self._bind(self._schedule.published, self._peer_view, region.block)
+        return plan
+
+    def _bind_published(self, source: Array | None, out: Array | None, copied: bool) -> BoundStep:
+        """Bind what was published for one call.
 
         Args:
-            copied: this rank has copied what it has itself.
+            source, out: of this rank.
+            copied: it copies what it has itself before. If not, that has its turn among the rest:
+                what the caches do not hold, all ranks read in the same order, so once.
         """
-        context, region, todo = self._context, self._region, self._schedule
-        seen = published(region, todo)
-        if all(seen):
-            copies, work = todo.published
-            moves = copies if copied or self._in_place() else todo.in_order, work
-            block = max(1, region.block // self._dtype.itemsize)
-            bind(moves, self._find, self._reduce, block).run(self._out)
-            region.sync(context)
-            region.withdraw()
-            return
-        if self._left_to_another():
-            return
-        if any(seen):  # who has published has not staged; all do it in the same step
-            self._fill_first()
-            region.sync(context)
-        if not copied:
-            self._copy_own()
-        self._staged(todo.largest)
+        me = self._context.rank
 
-    def _left_to_another(self) -> bool:
+        def find(span: Span) -> Array:
+            if span.rank != me:
+                return self._peer_view(span)
+            array = source if span.array == INPUT else out
+            assert array is not None
+            return array[span.place]
+
+        copies, work = self._schedule.published
+        moves = copies if copied else self._schedule.in_order, work
+        return self._bind(moves, find, self._region.block)
+
+    def _peer_view(self, span: Span) -> Array:
+        """A part of an array that a rank has published in this step."""
+        whole = self._region.peer_view(
+            self._context, span.rank, self._dtype, span.length, span.array
+        )
+        return whole[span.place]
+
+    def _bind(
+        self, moves: tuple[Sequence[Copy], Sequence[Work]], find: Find, nbytes: int
+    ) -> BoundStep:
+        def reduce(arrays: Sequence[Array]) -> Write:
+            assert self._layout.reduction is not None
+            return prepare(self._context, self._layout.reduction, arrays)
+
+        return bind(moves, find, reduce, max(1, nbytes // self._dtype.itemsize))
+
+    # Staged.
+
+    @functools.cached_property
+    def _staged(self) -> Kept:
+        """All that goes through the staging buffers, for a first step of either parity."""
+        largest = self._schedule.largest
+        return self._region.keep(
+            self._region.keep(self._staged_steps(parity, largest)) for parity in (0, 1)
+        )
+
+    def _staged_steps(self, parity: int, largest: int) -> Iterator[BoundStep]:
+        rank = self._context.rank
+        return staged_steps(self._schedule, self._region, rank, self._dtype, parity, largest)
+
+    def _first(self, parity: int) -> BoundStep:
+        """What to stage first."""
+        if self._nbytes <= _LARGEST_STAGED:
+            first: BoundStep = self._staged[parity][0]
+            return first
+        return next(self._staged_steps(parity, 0))
+
+    def _unpublished(
+        self,
+        digest: int,
+        begin: Begin | None,
+        source: Array | None,
+        out: Array | None,
+        nobody: bool,
+        in_place: bool,
+    ) -> None:
+        """Go on after the step in which some have not published their arrays."""
+        region = self._region
+        if not self._stages:
+            self._leave_to_another(source, out)
+            return
+        if not nobody:  # who has published has not staged; all do it in the same step
+            self._first((region.step + 1) & 1).fill(source)
+            region.enter(digest, self._context, begin)
+        if not in_place:
+            self._copy_own(source, out)
+        parity = region.step & 1
+        kept = self._nbytes <= _LARGEST_STAGED
+        steps = self._staged[parity] if kept else self._staged_steps(parity, self._schedule.largest)
+        self._move_staged(digest, begin, source, out, steps)
+
+    def _move_staged(
+        self,
+        digest: int,
+        begin: Begin | None,
+        source: Array | None,
+        out: Array | None,
+        steps: Iterable[BoundStep],
+    ) -> None:
+        """Move pieces of all parts, of which the first ones are staged already."""
+        for number, each in enumerate(steps):
+            if number:
+                each.fill(source)
+                self._region.enter(digest, self._context, begin)
+            each.run(source, out, self._layout.reduction)
+
+    def _leave_to_another(self, source: Array | None, out: Array | None) -> None:
         """Have another algorithm do it all, where that is faster than staging arrays."""
         context = self._context
-        other = context.otherwise()
-        if other is None:
-            return False
-        definition = context.call.definition
+        other, definition = context.otherwise(), context.call.definition
+        assert other is not None
         assert definition is not None
-        definition.start(context, other, self._layout, self._source, self._out)
-        return True
+        try:
+            definition.start(context, other, self._layout, source, out)
+        finally:
+            context.release()
 
-    def _at_once(self) -> None:
-        region, dtype, source = self._region, self._dtype, self._source
-        count = SMALL // dtype.itemsize
-        if INPUT in self._schedule.publishers.get(self._context.rank, ()):
+    def _copy_own(self, source: Array | None, out: Array | None) -> None:
+        for place, span in self._schedule.own:
             assert source is not None
-            region.to_fill(dtype, count)[: source.size] = source
-        region.sync(self._context, self._copy_own)
-        buffers = region.to_read(dtype, count)
-        find = partial(in_buffers, buffers)
-        bind(self._schedule.whole, find, self._reduce, count).run(self._out)
-
-    def _reduce(self, arrays: Sequence[Array]) -> Write:
-        assert self._reduction is not None
-        return partial(self._reduction.reduce, arrays)
-
-    def _find(self, span: Span) -> Array:
-        """An array that is published, or an own one."""
-        if span.rank != self._context.rank:
-            return peer_view(self._context, self._region, self._dtype, span)
-        array = self._source if span.array == INPUT else self._out
-        assert array is not None
-        return array[span.place]
-
-    def _in_place(self) -> bool:
-        """Whether what this rank has itself is where it belongs: no other overlap is allowed."""
-        source, out = self._source, self._out
-        return source is not None and out is not None and np.may_share_memory(source, out)
-
-    def _copy_own(self) -> None:
-        for place, source in self._schedule.own:
-            assert self._source is not None
-            assert self._out is not None
-            target, part = self._out[place], self._source[source.place]
+            assert out is not None
+            target, part = out[place], source[span.place]
             if not np.may_share_memory(target, part):  # if so, it is in its place already
-                np.copyto(target, part)
-
-    def _rounds(self, parity: int, largest: int) -> Iterator[Round]:
-        rank, dtype = self._context.rank, self._dtype
-        return rounds(self._schedule, self._region, rank, dtype, parity, largest)
-
-    def _fill_first(self) -> None:
-        """Stage the first pieces, for the next step."""
-        next(self._rounds((self._region.step + 1) & 1, 0)).fill(self._source)
-
-    def _staged(self, largest: int) -> None:
-        """Move pieces of all parts, of which the first ones are staged already."""
-        for number, each in enumerate(self._rounds(self._region.step & 1, largest)):
-            if number:
-                each.fill(self._source)
-                self._region.sync(self._context)
-            each.run(self._source, self._out, self._reduction)
+                target[...] = part
 
 
-def published(region: SharedRegion, todo: Schedule) -> list[bool]:
-    """Whether those that have to publish have done so in this step, one after the other."""
-    return [
-        region.published(rank, array)
-        for rank, needed in todo.publishers.items()
-        for array in needed
-    ]
+def bound_movement(
+    context: CollectiveContext,
+    movement: Movement,
+    layout: Layout,
+    source: Array | None,
+    out: Array | None,
+) -> BoundMovement:
+    """Return what moves such arrays; the region keeps it for the next call of the kind."""
+    array = source if source is not None else out
+    assert array is not None, "a rank that neither gives nor takes anything"
+    region, stages = region_of(context), context.staged is None
+    assert region is not None, "chosen for groups that have one"
+    root, reduction, bounds, arriving = layout
+    key = (movement, root, reduction, tuple(bounds), tuple(arriving), array.dtype, array.size)
+    found: BoundMovement | None = region.movements.get((key, stages))
+    if found is None:
+        found = BoundMovement(context, movement, layout, array.dtype, array.size, stages=stages)
+        if len(region.movements) >= _MOVEMENTS:
+            region.movements.clear()
+        region.movements[key, stages] = found
+    return found
 
 
-def in_buffers(buffers: Sequence[Array], span: Span) -> Array:
+def move(
+    context: CollectiveContext,
+    movement: Movement,
+    layout: Layout,
+    source: Array | None,
+    out: Array | None,
+) -> None:
+    """Carry out a movement of the flat arrays of this rank, as far as it has them.
+
+    They may overlap as in ``Operation.own_parts`` only.
+    """
+    made = bound_movement(context, movement, layout, source, out)
+    made.run(context.call.digest, None, source, out)
+
+
+def _in_buffers(buffers: Sequence[Array], span: Span) -> Array:
     """What was staged of an input as a whole."""
     return buffers[span.rank][span.place]
 
 
-def peer_view(
-    context: CollectiveContext, region: SharedRegion, dtype: np.dtype[Any], span: Span
-) -> Array:
-    """A part of an array that a rank has published in this step."""
-    return region.peer_view(context, span.rank, dtype, span.length, span.array)[span.place]
+def _nothing() -> Array | None:
+    """Stand in for a weak reference to an array."""
+    return None

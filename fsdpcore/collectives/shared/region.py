@@ -185,6 +185,7 @@ class SharedRegion:
         wake: to be called once the flag is set, where ranks are asleep until then.
         block: bytes that are best reduced at once: two of them stay in a core's cache.
         addressed: ranks tell each other where the arrays lie that they publish.
+        movements: those of the group's calls, prepared; see ``interpreter``.
         looks: how often a rank looks for another one's flag before it gives its core away.
     """
 
@@ -212,12 +213,14 @@ class SharedRegion:
         self._views: dict[tuple[np.dtype[Any], int], StagingViews] = {}
         self._places: dict[int, tuple[weakref.ref[Array], Place]] = {}
         self._peer_views: dict[tuple[int, int, np.dtype[Any], int], Array] = {}
+        self.movements: dict[Any, Any] = {}
         self._holders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def close(self) -> None:
         """Let go of the memory; the region is of no use after that."""
         for holder in self._holders.values():
             holder.clear()
+        self.movements.clear()
         self._views.clear()
         self._peer_views.clear()
         self.own_places.clear()
