@@ -18,6 +18,7 @@ from fsdpcore.core.work import Pending
 from fsdpcore.diagnostics.entries import OperationEntry
 
 _KEPT = 64 << 20  # bytes of scratch memory at most
+_CHOICES = 64  # of one kind of call
 
 
 class Region(Protocol):
@@ -123,7 +124,12 @@ class CollectiveContext:
         Args:
             size: the n of the cost formulas, the same on all ranks.
         """
-        choice = self.call.choose(size)
+        known = self.call.chosen
+        choice = known.get(size)
+        if choice is None:
+            if len(known) >= _CHOICES:
+                known.clear()
+            choice = known[size] = self.call.choose(size)
         self.entry.algorithm = choice.name
         self.staged = choice.staged
         return choice

@@ -182,6 +182,7 @@ class CallSpec:
         size: the n of the cost formulas; 0 where it follows only from what ranks tell each other.
         choose: gives the algorithm for a size in bytes, as the cost formulas count them.
         choice: the algorithm, chosen when the first such call runs.
+        chosen, sized: what such calls have chosen and laid out, by what the ranks tell each other.
         fast_path: a shorter way for blocking calls with the default deadline, if there is one.
         chooses_late: there is no ``choice``: the body takes ``context.choose(size)``, or needs
             none.
@@ -224,6 +225,8 @@ class CallSpec:
         self.out_shape = out_shape
         self.choose = choose
         self.choice = UNCHOSEN
+        self.chosen: dict[int, Choice] = {}
+        self.sized: dict[tuple[Shape, tuple[int, ...]], tuple[Layout, Shape]] = {}
         self.fast_path: FastPath | None = None
         self.agreed = False
         self.chooses_late = size is None

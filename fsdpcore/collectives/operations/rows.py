@@ -23,6 +23,8 @@ from fsdpcore.core.checks import as_rank
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError
 
+_SIZED = 64  # of one kind of call
+
 
 def join_rows(
     definition: Operation,
@@ -48,16 +50,40 @@ def join_rows(
         _check_out(out, source, backend.moves)
 
     def body(context: CollectiveContext) -> Array | None:
-        shape, rows = source.shape, context.rows
-        layout = definition.layout(shape, rows, context.rank, root=root)
+        layout, joined = sized(context, definition, source.shape, tuple(context.rows), root)
         output = None
         if gives:
-            joined = definition.out_shape(shape, rows, context.rank)
             output = Output(out, joined, source.dtype, backend.moves)
         choice = context.choose(layout.bounds[-1] * source.dtype.itemsize)
         return carry_out(context, definition, choice, layout, source, output)
 
     return run(backend, spec, body, timeout=timeout, async_op=async_op)
+
+
+def sized(
+    context: CollectiveContext,
+    definition: Operation,
+    shape: Shape,
+    sizes: tuple[int, ...],
+    root: int,
+) -> tuple[Layout, Shape]:
+    """What follows from what the ranks have told each other: the layout, and the result's shape.
+
+    Args:
+        context: of the call; it has one root.
+        definition: of the collective.
+        shape: of the array.
+        sizes: the rows of each rank's chunk.
+        root: the root rank, or -1.
+    """
+    known, rank = context.call.sized, context.rank
+    found = known.get((shape, sizes))
+    if found is None:
+        if len(known) >= _SIZED:
+            known.clear()
+        layout = definition.layout(shape, sizes, rank, root=root)
+        found = known[shape, sizes] = layout, definition.out_shape(shape, sizes, rank)
+    return found
 
 
 def _ragged(

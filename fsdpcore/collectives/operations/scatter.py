@@ -15,7 +15,7 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.broadcast import broadcast
 from fsdpcore.collectives.operations.perform import carry_out
-from fsdpcore.collectives.operations.rows import check_rows
+from fsdpcore.collectives.operations.rows import check_rows, sized
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation, Shape
@@ -147,20 +147,22 @@ def _scatter(
     check_backend(backend)
     root = as_rank(root, backend.world_size, f"{operation}: root")
     ragged, source = operation == "scatter_v", None
-    told = np.zeros(backend.world_size, np.int64)
+    given = [0] * backend.world_size
     if backend.rank == root:
-        source, sizes = _given(operation, array, backend, counts, root)
-        told[:] = sizes
+        source, given = _given(operation, array, backend, counts, root)
     backend = _mover_of_root(array, backend, root)
     spec = remembered(backend, _spec, operation, root, algorithm, label)
 
     def body(context: CollectiveContext) -> Array | None:
         dtype, shape = _tell_what_is_scattered(context, source, root)
         if ragged:
+            told = np.array(given, np.int64)
             tree.broadcast(context, told, root)
-        sizes = told.tolist() if ragged else SCATTER.sizes(shape, context.size)
-        layout = SCATTER.layout(shape, sizes, context.rank, root=root)
-        output = Output(out, SCATTER.out_shape(shape, sizes, context.rank), dtype, backend.moves)
+            sizes = told.tolist()
+        else:
+            sizes = SCATTER.sizes(shape, context.size)
+        layout, chunk = sized(context, SCATTER, shape, tuple(sizes), root)
+        output = Output(out, chunk, dtype, backend.moves)
         choice = context.choose(layout.bounds[-1] * dtype.itemsize)
         return carry_out(context, SCATTER, choice, layout, source, output)
 

@@ -112,9 +112,9 @@ def bind(
         size = arrays[0].size
         for low in range(0, size, block):
             high = min(low + block, size)
-            parts = [array[low:high] for array in arrays]
+            parts = arrays if size <= block else [array[low:high] for array in arrays]
             write = reduce(parts) if len(parts) > 1 else partial(_copy, parts[0])
-            more = [target[low:high] for target in targets]
+            more = targets if size <= block else [target[low:high] for target in targets]
             if place is None:
                 writes.append(partial(_write, write, more))
             elif isinstance(place, slice):

@@ -26,6 +26,9 @@ def prepare(context: CollectiveContext, reduction: Reduction, parts: Sequence[Ar
     size, dtype = parts[0].size, reduction.dtype
     if reduction.accumulator is not dtype or (len(parts) > 2 and size > BLOCK):
         return partial(reduction.reduce, parts)
+    combine, store = reduction.combine, reduction.store
+    if len(parts) == 2 and reduction.op is not ReduceOp.MEAN:
+        return partial(combine, *parts)
     rows, values = len(parts) // 2, list(parts)
     scratch = context.scratch(rows * size, dtype).reshape(rows, size)
     steps: list[Callable[[], Any]] = []
@@ -33,12 +36,10 @@ def prepare(context: CollectiveContext, reduction: Reduction, parts: Sequence[Ar
     while 2 * stride < len(parts):  # all of the tree but its root
         for low in range(0, len(parts) - stride, 2 * stride):
             target = values[low] if stride > 1 else scratch[low // 2]
-            steps.append(partial(reduction.combine, values[low], values[low + stride], target))
+            steps.append(partial(combine, values[low], values[low + stride], target))
             values[low] = target
         stride *= 2
-    left, right, combine, store = values[0], values[stride], reduction.combine, reduction.store
-    if reduction.op is not ReduceOp.MEAN and not steps:
-        return partial(combine, left, right)
+    left, right = values[0], values[stride]
     divides, count = reduction.op is ReduceOp.MEAN, len(parts)
 
     def reduce(out: Array) -> None:
