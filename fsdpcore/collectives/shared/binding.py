@@ -1,0 +1,159 @@
+"""Moves bound to arrays: to those that ranks have published, or to staging buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpcore.collectives.shared.program import Copy, Place, Schedule, Span, Work
+from fsdpcore.collectives.shared.region import STAGING, SharedRegion
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.reductions import Reduction
+
+Find = Callable[[Span], Array]
+# Writes the reduction of arrays to the one that it is given.
+Write = Callable[[Array], Any]
+
+
+class BoundStep(NamedTuple):
+    """What one rank does in one step, bound to arrays.
+
+    Attributes:
+        fills: what to fill with which part of the own input, before the step.
+        copies: places in the own flat output, and what goes there.
+        writes: what else there is to do; they take the own flat output.
+        pieces: reductions and copies of pieces: where they go, a place in the own output or what to
+            fill; with the sources: what others have staged, or parts of the own input.
+    """
+
+    fills: list[tuple[Array, slice]]
+    copies: list[tuple[Place, Array]]
+    writes: list[Callable[[Array], Any]]
+    pieces: list[tuple[slice | Array, list[slice | Array]]]
+
+    def fill(self, source: Array | None) -> None:
+        """Stage parts of the input."""
+        for buffer, part in self.fills:
+            buffer[...] = source[part]  # type: ignore[index]  # who has none fills nothing
+
+    def run(self, source: Array | None, out: Array | None, reduction: Reduction | None) -> None:
+        """Do what there is to do in the step; a rank that gets nothing has no output."""
+        for place, array in self.copies:
+            out[place] = array  # type: ignore[index]
+        for write in self.writes:
+            write(out)  # type: ignore[arg-type]
+        for target, sources in self.pieces:
+            arrays = [
+                source[part] if isinstance(part, slice) else part  # type: ignore[index]
+                for part in sources
+            ]
+            result = out[target] if isinstance(target, slice) else target  # type: ignore[index]
+            if len(arrays) == 1:
+                result[...] = arrays[0]
+            else:
+                reduction.reduce(arrays, result)  # type: ignore[union-attr]
+
+    def clear(self) -> None:
+        """Let go of the arrays."""
+        for each in self:
+            each.clear()
+
+
+def bind(
+    moves: tuple[Sequence[Copy], Sequence[Work]],
+    find: Find,
+    reduce: Callable[[Sequence[Array]], Write],
+    block: int,
+) -> BoundStep:
+    """Bind moves to arrays.
+
+    Args:
+        moves: what to do.
+        find: gives the array of a span.
+        reduce: makes what reduces arrays.
+        block: elements that are reduced at once.
+    """
+    copies = [(place, find(source)) for place, source in moves[0]]
+    writes: list[Callable[[Array], Any]] = []
+    for place, spans, sources in moves[1]:
+        targets, arrays = [find(span) for span in spans], [find(span) for span in sources]
+        size = arrays[0].size
+        for low in range(0, size, block):
+            high = min(low + block, size)
+            parts = arrays if size <= block else [array[low:high] for array in arrays]
+            write = reduce(parts) if len(parts) > 1 else partial(_copy, parts[0])
+            more = targets if size <= block else [target[low:high] for target in targets]
+            if place is None:
+                writes.append(partial(_write, write, more))
+            elif isinstance(place, slice):
+                part = slice(place.start + low, place.start + high)
+                writes.append(partial(_write_own, write, part, more))
+            elif more or high - low < size:
+                writes.append(partial(_write_own, write, slice(low, high), more))
+            else:
+                writes.append(write)
+    return BoundStep([], copies, writes, [])
+
+
+def _copy(source: Array, target: Array) -> None:
+    target[...] = source
+
+
+def _write(write: Write, targets: Sequence[Array], out: Array) -> None:
+    first, *others = targets
+    write(first)
+    for target in others:
+        target[...] = first
+
+
+def _write_own(write: Write, place: slice, copies: Sequence[Array], out: Array) -> None:
+    target = out[place]
+    write(target)
+    for copy in copies:
+        copy[...] = target
+
+
+def staged_steps(
+    todo: Schedule, region: SharedRegion, me: int, dtype: np.dtype[Any], parity: int, largest: int
+) -> Iterator[BoundStep]:
+    """Bind what goes through the staging buffers in pieces.
+
+    Args:
+        todo: what to do.
+        region, me: the buffers, and whose are the own ones.
+        dtype: of the arrays.
+        parity: of the step in which the first pieces are read.
+        largest: elements of the largest part of all.
+    """
+    buffers = region.staging(dtype, STAGING // dtype.itemsize)
+    width = todo.width
+    for low in range(0, max(1, largest), width):
+        for number, moves in enumerate(todo.staged):
+            staged, own = buffers[parity], buffers[1 - parity][me]
+            made = BoundStep([], [], [], [])
+            for at, start, stop in todo.fills if not number else ():
+                size = min(width, stop - start - low)
+                if size > 0:
+                    part = slice(start + low, start + low + size)
+                    made.fills.append((staged[me][at : at + size], part))
+            for start, stop, result, sources in moves:
+                size = min(width, stop - start - low)
+                if size <= 0:
+                    continue
+                parts = [
+                    slice(at + low, at + low + size) if rank < 0 else staged[rank][at : at + size]
+                    for rank, at in sources
+                ]
+                if result >= 0:
+                    made.pieces.append((own[result : result + size], parts))
+                    continue
+                place, first = slice(start + low, start + low + size), parts[0]
+                if len(parts) == 1 and not isinstance(first, slice):
+                    made.copies.append((place, first))
+                else:
+                    made.pieces.append((place, parts))
+            yield made
+            parity = 1 - parity
