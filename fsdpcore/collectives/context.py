@@ -135,7 +135,7 @@ class CollectiveContext:
         return choice
 
     def otherwise(self) -> Choice | None:
-        """What carries the call out where arrays were not lent; None for the algorithm itself."""
+        """What carries the call out if arrays are not published; None for the algorithm itself."""
         if self.staged is not None:
             self.entry.algorithm = self.staged.name
         return self.staged

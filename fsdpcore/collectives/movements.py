@@ -12,7 +12,7 @@ from typing import NamedTuple
 INPUT, OUTPUT = 0, 1
 
 
-class Part(NamedTuple):
+class ArrayPart(NamedTuple):
     """A part of a rank's array.
 
     Attributes:
@@ -37,8 +37,8 @@ class Move(NamedTuple):
             may overwrite what only those before it read.
     """
 
-    targets: tuple[Part, ...]
-    sources: tuple[Part, ...]
+    targets: tuple[ArrayPart, ...]
+    sources: tuple[ArrayPart, ...]
     divided: bool = False
 
 
@@ -46,14 +46,14 @@ class Move(NamedTuple):
 Movement = Callable[[range, int], list[Move]]
 
 
-def inputs(ranks: Iterable[int], chunk: int | None = None) -> tuple[Part, ...]:
+def inputs(ranks: Iterable[int], chunk: int | None = None) -> tuple[ArrayPart, ...]:
     """The same part of several ranks' inputs."""
-    return tuple(Part(INPUT, rank, chunk) for rank in ranks)
+    return tuple(ArrayPart(INPUT, rank, chunk) for rank in ranks)
 
 
-def outputs(ranks: Iterable[int], chunk: int | None = None) -> tuple[Part, ...]:
+def outputs(ranks: Iterable[int], chunk: int | None = None) -> tuple[ArrayPart, ...]:
     """The same part of several ranks' outputs."""
-    return tuple(Part(OUTPUT, rank, chunk) for rank in ranks)
+    return tuple(ArrayPart(OUTPUT, rank, chunk) for rank in ranks)
 
 
 def all_reduce(ranks: range, root: int) -> list[Move]:

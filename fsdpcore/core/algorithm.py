@@ -36,7 +36,7 @@ class Algorithm(NamedTuple):
         supports: whether it can handle a dtype (None where it is not known yet) and reduction.
         costs: what its messages and bytes cost, where those are not the transport's.
         agrees: it is the check that all ranks call the same, too, and needs none before it.
-        lends: above so many bytes it uses arrays in place where all ranks can see them; 0 if not.
+        publishes: above so many bytes it uses arrays in place if all ranks see them; 0 for never.
         besides: seconds that it takes beyond what ``cost`` tells, for so many bytes.
     """
 
@@ -46,5 +46,5 @@ class Algorithm(NamedTuple):
     supports: Callable[[np.dtype[Any] | None, str], bool] = _anything
     costs: Costs | None = None
     agrees: bool = False
-    lends: int = 0
+    publishes: int = 0
     besides: Callable[[int], float] | None = None

@@ -241,7 +241,7 @@ def test_a_measured_table_never_leads_to_ring() -> None:
 
 def test_a_group_may_find_algorithms_of_its_own_while_another_thread_chooses() -> None:
     """It does with its first collective, on the thread of asynchronous ones."""
-    own = ALGORITHMS["all_reduce"]["direct"]._replace(lends=1)
+    own = ALGORITHMS["all_reduce"]["direct"]._replace(publishes=1)
     answers = iter([{}, *[{"all_reduce": {"own": own}}] * 9])
 
     class Finding(SimpleNamespace):

@@ -87,7 +87,7 @@ class SimMemory:
         """None: all memory is as good."""
 
     def locate(self, array: Array) -> None:
-        """None: threads lend arrays, not places."""
+        """None: threads publish arrays, not places."""
 
     def attach(self, number: int) -> Bytes:
         """Not called, since nothing has a place."""

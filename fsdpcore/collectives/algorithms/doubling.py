@@ -42,7 +42,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.reductions import Reduction
 
 
-class Step(NamedTuple):
+class DoublingStep(NamedTuple):
     """One height of the tree, for one rank.
 
     ``mine`` and ``theirs`` are the blocks (first rank, end) that swap; ``source`` is the rank to
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     targets: list[int]
 
 
-def steps(rank: int, count: int) -> Iterator[Step]:
+def steps(rank: int, count: int) -> Iterator[DoublingStep]:
     """The steps of ``rank`` among ``count`` ranks, from the leaves of the tree to its top."""
     width = 1
     while width < count:
@@ -66,11 +66,11 @@ def steps(rank: int, count: int) -> Iterator[Step]:
             if rank < middle:
                 place = rank - low
                 targets = [middle + place] if place < right else []
-                yield Step((low, middle), (middle, high), middle + place % right, targets)
+                yield DoublingStep((low, middle), (middle, high), middle + place % right, targets)
             else:
                 place = rank - middle
                 targets = list(range(low + place, middle, right))
-                yield Step((middle, high), (low, middle), low + place, targets)
+                yield DoublingStep((middle, high), (low, middle), low + place, targets)
         width *= 2
 
 

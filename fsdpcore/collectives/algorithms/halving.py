@@ -58,7 +58,7 @@ class Merge(NamedTuple):
     sends: list[Send]
 
 
-class Plan(NamedTuple):
+class HalvingPlan(NamedTuple):
     """The merges of one rank; ``order`` is how it lays out the chunks to have them contiguous.
 
     For p = 2**k all ranks have the same order; otherwise those of the left half do.
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def plan(rank: int, count: int) -> Plan:
+def plan(rank: int, count: int) -> HalvingPlan:
     """The plan of ``rank`` among ``count`` ranks. Not to be changed: it is cached."""
     steps = list(doubling.steps(rank, count))
     place = list(range(count))  # of every chunk, in a block that contains this rank
@@ -96,17 +96,21 @@ def plan(rank: int, count: int) -> Plan:
         sends = [Send(target, spread[target][0], spread[target][-1] + 1) for target in step.targets]
         left_side = step.mine < step.theirs
         merges.append(Merge(left_side, step.source, held.start, held.stop, sends))
-    return Plan(order, merges)
+    return HalvingPlan(order, merges)
 
 
-def load(plan: Plan, chunks: Sequence[Array], reduction: Reduction) -> Array:
+def load(plan: HalvingPlan, chunks: Sequence[Array], reduction: Reduction) -> Array:
     """Return a new array with the chunks in the plan's order, ready to be accumulated."""
     values = np.concatenate([chunks[chunk] for chunk in plan.order])
     return values if values.dtype == reduction.accumulator else reduction.load(values)
 
 
 def reduce(
-    link: CollectiveContext, plan: Plan, total: Array, at: Sequence[int], reduction: Reduction
+    link: CollectiveContext,
+    plan: HalvingPlan,
+    total: Array,
+    at: Sequence[int],
+    reduction: Reduction,
 ) -> Array:
     """Reduce ``total``, laid out by ``plan``; return the part of it with this rank's own chunk.
 

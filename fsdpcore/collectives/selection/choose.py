@@ -64,7 +64,7 @@ def choose(
     # Once: the group's thread may find more of them at any time, with the first collective.
     own = state_of(backend).own_algorithms.get(collective, {})
     known = _known(collective, backend, own)
-    lender = None
+    publisher = None
     if algorithm == "auto":
         usable = _usable(known, backend, dtype, op)
         algorithm = _overridden(collective, nbytes, backend, usable) or ""
@@ -80,7 +80,7 @@ def choose(
             algorithm = _measured(collective, nbytes, backend, allowed) or _cheapest(
                 allowed, nbytes, backend
             )
-            lender = next((n for n in usable if 0 < known[n].lends < nbytes), None)
+            publisher = next((n for n in usable if 0 < known[n].publishes < nbytes), None)
     elif not isinstance(algorithm, str) or algorithm not in known:
         raise unknown(collective, algorithm, [*known])
     elif not known[algorithm].supports(dtype, op):
@@ -88,9 +88,9 @@ def choose(
             f"algorithm {algorithm!r} of {collective} has no {_in_words(dtype, op)}; use 'auto'"
         )
     choice = _choice(collective, algorithm, known)
-    if lender is None or lender == algorithm:
+    if publisher is None or publisher == algorithm:
         return choice
-    return _choice(collective, lender, known)._replace(staged=choice)
+    return _choice(collective, publisher, known)._replace(staged=choice)
 
 
 def _choice(collective: str, name: str, known: dict[str, Algorithm]) -> Choice:

@@ -130,7 +130,7 @@ def _algorithm(steps: int, copies: Callable[[int], float], reduces: float = 0) -
     def cost(p: int) -> CostTerms:
         return CostTerms(steps, copies(p), reduces)
 
-    return Algorithm(sys.modules[__name__], cost, costs=_COSTS, agrees=True, lends=SMALL)
+    return Algorithm(sys.modules[__name__], cost, costs=_COSTS, agrees=True, publishes=SMALL)
 
 
 # Of arrays that are staged: others do not compete.

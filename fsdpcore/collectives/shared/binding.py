@@ -8,12 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpcore.collectives.shared.program import Copy, Place, Schedule, Span, Work
+from fsdpcore.collectives.shared.program import (
+    ArraySpan,
+    BlockMove,
+    OutputCopy,
+    Place,
+    RankSchedule,
+)
 from fsdpcore.collectives.shared.region import STAGING, SharedRegion
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.reductions import Reduction
 
-Find = Callable[[Span], Array]
+Find = Callable[[ArraySpan], Array]
 # Writes the reduction of arrays to the one that it is given.
 Write = Callable[[Array], Any]
 
@@ -63,7 +69,7 @@ class BoundStep(NamedTuple):
 
 
 def bind(
-    moves: tuple[Sequence[Copy], Sequence[Work]],
+    moves: tuple[Sequence[OutputCopy], Sequence[BlockMove]],
     find: Find,
     reduce: Callable[[Sequence[Array]], Write],
     block: int,
@@ -117,7 +123,12 @@ def _write_own(write: Write, place: slice, copies: Sequence[Array], out: Array) 
 
 
 def staged_steps(
-    todo: Schedule, region: SharedRegion, me: int, dtype: np.dtype[Any], parity: int, largest: int
+    todo: RankSchedule,
+    region: SharedRegion,
+    me: int,
+    dtype: np.dtype[Any],
+    parity: int,
+    largest: int,
 ) -> Iterator[BoundStep]:
     """Bind what goes through the staging buffers in pieces.
 

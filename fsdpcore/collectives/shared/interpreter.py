@@ -22,7 +22,7 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import INPUT, OUTPUT, Movement
 from fsdpcore.collectives.output import separated
 from fsdpcore.collectives.shared.binding import BoundStep, Find, Write, bind, staged_steps
-from fsdpcore.collectives.shared.program import Copy, Span, Work, schedule
+from fsdpcore.collectives.shared.program import ArraySpan, BlockMove, OutputCopy, schedule
 from fsdpcore.collectives.shared.reducing import prepare
 from fsdpcore.collectives.shared.region import (
     NOT_PUBLISHED,
@@ -278,7 +278,7 @@ class BoundMovement:
         """
         me = self._context.rank
 
-        def find(span: Span) -> Array:
+        def find(span: ArraySpan) -> Array:
             if span.rank != me:
                 return self._peer_view(span)
             array = source if span.array == INPUT else out
@@ -289,7 +289,7 @@ class BoundMovement:
         moves = copies if copied else self._schedule.in_order, work
         return self._bind(moves, find, self._region.block)
 
-    def _peer_view(self, span: Span) -> Array:
+    def _peer_view(self, span: ArraySpan) -> Array:
         """A part of an array that a rank has published in this step."""
         whole = self._region.peer_view(
             self._context, span.rank, self._dtype, span.length, span.array
@@ -297,7 +297,7 @@ class BoundMovement:
         return whole[span.place]
 
     def _bind(
-        self, moves: tuple[Sequence[Copy], Sequence[Work]], find: Find, nbytes: int
+        self, moves: tuple[Sequence[OutputCopy], Sequence[BlockMove]], find: Find, nbytes: int
     ) -> BoundStep:
         def reduce(arrays: Sequence[Array]) -> Write:
             assert self._layout.reduction is not None
@@ -423,7 +423,7 @@ def move(
     made.run(context.call.digest, None, source, out)
 
 
-def _in_buffers(buffers: Sequence[Array], span: Span) -> Array:
+def _in_buffers(buffers: Sequence[Array], span: ArraySpan) -> Array:
     """What was staged of an input as a whole."""
     return buffers[span.rank][span.place]
 

@@ -5,7 +5,7 @@ a rank reads what the others have copied into their staging buffers. It writes t
 only, so what it reduced for others goes through the buffers once more, as a ``RESULT``.
 
 A ``Program`` has the names of parts, and depends on the collective and the ranks only. A
-``Schedule`` has the places of parts, and depends on the sizes of a call as well.
+``RankSchedule`` has the places of parts, and depends on the sizes of a call as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 from types import EllipsisType
 from typing import NamedTuple
 
-from fsdpcore.collectives.movements import INPUT, OUTPUT, Move, Movement, Part
+from fsdpcore.collectives.movements import INPUT, OUTPUT, ArrayPart, Move, Movement
 from fsdpcore.collectives.shared.region import STAGING
 from fsdpcore.core.buffers import bounds_of, split_sizes
 
@@ -47,7 +47,7 @@ class Program(NamedTuple):
     whole: list[Move]
     published: list[Move]
     staged: list[list[Move]]
-    slots: dict[Part, int]
+    slots: dict[ArrayPart, int]
     slots_each: int
 
 
@@ -55,7 +55,7 @@ class Program(NamedTuple):
 Place = slice | EllipsisType
 
 
-class Span(NamedTuple):
+class ArraySpan(NamedTuple):
     """Where a part lies.
 
     Attributes:
@@ -70,14 +70,14 @@ class Span(NamedTuple):
     length: int
 
 
-class Copy(NamedTuple):
+class OutputCopy(NamedTuple):
     """A copy to a place in the own output."""
 
     place: Place
-    source: Span
+    source: ArraySpan
 
 
-class Work(NamedTuple):
+class BlockMove(NamedTuple):
     """What is done block by block: a reduction, or a share of a divided copy.
 
     Attributes:
@@ -87,8 +87,8 @@ class Work(NamedTuple):
     """
 
     place: Place | None
-    targets: list[Span]
-    sources: list[Span]
+    targets: list[ArraySpan]
+    sources: list[ArraySpan]
 
 
 class PieceMove(NamedTuple):
@@ -107,7 +107,7 @@ class PieceMove(NamedTuple):
     sources: list[tuple[int, int]]
 
 
-class Schedule(NamedTuple):
+class RankSchedule(NamedTuple):
     """What one rank does in calls of one kind.
 
     Attributes:
@@ -127,10 +127,10 @@ class Schedule(NamedTuple):
     publishers: dict[int, set[int]]
     largest_input: int
     largest: int
-    own: list[Copy]
-    whole: tuple[list[Copy], list[Work]]
-    published: tuple[list[Copy], list[Work]]
-    in_order: list[Copy]
+    own: list[OutputCopy]
+    whole: tuple[list[OutputCopy], list[BlockMove]]
+    published: tuple[list[OutputCopy], list[BlockMove]]
+    in_order: list[OutputCopy]
     fills: list[tuple[int, int, int]]
     staged: list[list[PieceMove]]
     width: int
@@ -146,7 +146,7 @@ def schedule(
     count: int,
     bounds: tuple[int, ...],
     arriving: tuple[int, ...],
-) -> Schedule:
+) -> RankSchedule:
     """What ``rank``, one of ``size``, does. Not to be changed: it is cached.
 
     Args:
@@ -163,7 +163,7 @@ def schedule(
     chunks = _Chunks(program, size, count, bounds, arriving)
     width = STAGING // program.slots_each // _LINE * _LINE // itemsize
     own = [chunks.copy(move) for move in program.own]
-    return Schedule(
+    return RankSchedule(
         publishers=program.publishers,
         largest_input=chunks.inputs[-1] if chunks.inputs else chunks.largest,
         largest=chunks.largest,
@@ -228,25 +228,25 @@ class _Chunks:
             own, other = other, own
         return own[-1] if own else other[rank + 1] - other[rank]
 
-    def cut(self, part: Part) -> slice:
+    def cut(self, part: ArrayPart) -> slice:
         """Where a part lies in its array."""
         if part.chunk is None:
             return slice(0, self.count(part.array, part.rank))
         bounds = self.inputs if part.array == INPUT else self.outputs
         return slice(bounds[part.chunk], bounds[part.chunk + 1])
 
-    def place(self, part: Part) -> Place:
+    def place(self, part: ArrayPart) -> Place:
         """The same as ``cut``, to write to."""
         return ... if part.chunk is None else self.cut(part)
 
-    def span(self, part: Part) -> Span:
+    def span(self, part: ArrayPart) -> ArraySpan:
         count = self.count(part.array, part.rank)
-        return Span(part.array, part.rank, self.cut(part), count)
+        return ArraySpan(part.array, part.rank, self.cut(part), count)
 
-    def copy(self, move: Move) -> Copy:
-        return Copy(self.place(move.targets[0]), self.span(move.sources[0]))
+    def copy(self, move: Move) -> OutputCopy:
+        return OutputCopy(self.place(move.targets[0]), self.span(move.sources[0]))
 
-    def sorted(self, moves: Sequence[Move], rank: int) -> tuple[list[Copy], list[Work]]:
+    def sorted(self, moves: Sequence[Move], rank: int) -> tuple[list[OutputCopy], list[BlockMove]]:
         """Moves with places: the copies to the own output, and all others."""
         copies, work = [], []
         for move in moves:
@@ -256,7 +256,7 @@ class _Chunks:
                 continue
             own = (first.array, first.rank) == (OUTPUT, rank)
             work.append(
-                Work(
+                BlockMove(
                     self.place(first) if own else None,
                     [self.span(part) for part in (others if own else move.targets)],
                     [self.span(part) for part in move.sources],
@@ -264,7 +264,7 @@ class _Chunks:
             )
         return copies, work
 
-    def pieces(self, move: Move, slots: dict[Part, int], rank: int, width: int) -> PieceMove:
+    def pieces(self, move: Move, slots: dict[ArrayPart, int], rank: int, width: int) -> PieceMove:
         target, result = move.targets[0], -1
         if target.array == RESULT:
             assert target.chunk is not None
@@ -311,7 +311,7 @@ def _program(movement: Movement, size: int, rank: int, root: int) -> Program:
             if who == rank:
                 found.published.append(act)
                 if move.divided:
-                    found.staged[0].append(act._replace(targets=(Part(RESULT, who, results),)))
+                    found.staged[0].append(act._replace(targets=(ArrayPart(RESULT, who, results),)))
                 elif not is_own(act):
                     found.staged[0].append(act)
             for part in act.sources if not is_own(act) else ():
@@ -324,7 +324,7 @@ def _program(movement: Movement, size: int, rank: int, root: int) -> Program:
                     found.publishers.setdefault(part.rank, set()).add(OUTPUT)
         if move.divided:
             found.staged[1].extend(
-                Move((target._replace(chunk=chunk),), (Part(RESULT, chunk, results),))
+                Move((target._replace(chunk=chunk),), (ArrayPart(RESULT, chunk, results),))
                 for target in move.targets
                 if target.rank == rank
                 for chunk in ranks

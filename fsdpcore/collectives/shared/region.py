@@ -73,7 +73,7 @@ class PeerMemory(Protocol):
         """Return the memory that the first of these numbers stands for; the second is an offset."""
 
 
-class Spec(Protocol):
+class AgreedCall(Protocol):
     """What a region needs of a ``CallSpec``."""
 
     digest: int
@@ -92,7 +92,7 @@ class Caller(Protocol):
     background: bool
 
     @property
-    def call(self) -> Spec:
+    def call(self) -> AgreedCall:
         """What is called."""
 
     def check(self) -> None:
