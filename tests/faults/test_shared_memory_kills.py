@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from support.zmq_ranks import Line, RankProcess, processes
 
 import fsdpcore as fc
 from fsdpcore.collectives.shared import region
+from fsdpcore.collectives.state import state_of
 
 pytestmark = pytest.mark.skipif(
     not SharedMemory.available, reason="this system has no memfd_create"
@@ -82,21 +84,22 @@ def dies_once_it_has_lent(backend: fc.Backend, line: Line) -> None:
     line.tell("ready")
     source = backend.empty(ROWS)
     source[...] = 1
-    sync = region.SharedRegion.sync
+    pids = fc.all_gather(np.int64(os.getpid()), backend).tolist()
+    memory = state_of(backend).context.region
+    enter = memory.enter
 
-    def last(self: region.SharedRegion, link: object, meanwhile: object = None) -> None:
+    def last(digest: int, *args: Any) -> None:
         if backend.rank == VICTIM:
-            mine = self.own[(self.step + 1) & 1]
-            self.flags[mine + region.DIGEST] = link.call.digest  # type: ignore[attr-defined]
-            self.flags[self.own[(self.step + 1) & 1]] = self.step + 1
+            mine = memory.own[(memory.step + 1) & 1]
+            memory.flags[mine + region.DIGEST] = digest
+            memory.flags[mine] = memory.step + 1
             os.kill(os.getpid(), signal.SIGKILL)
-        sync(self, link, meanwhile)  # type: ignore[arg-type]
+        enter(digest, *args)
         end = time.monotonic() + SOON
         while descriptors(pids[VICTIM]) and time.monotonic() < end:
             time.sleep(0.01)
 
-    pids = fc.all_gather(np.int64(os.getpid()), backend).tolist()
-    region.SharedRegion.sync = last  # type: ignore[method-assign, assignment]
+    memory.enter = last
     fc.all_reduce(source, backend, out=source)
 
 

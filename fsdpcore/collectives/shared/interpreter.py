@@ -55,9 +55,9 @@ class BoundMovement:
     """A movement of arrays of one dtype and size, with all that can be prepared done once.
 
     Attributes:
-        run: carries a call out; ``context`` has begun it, or does when ``begin`` is called. The
-            arrays are contiguous. They may overlap as in ``Operation.own_parts`` only, or in any
-            way if the operation is known.
+        run: carries a call out; ``context`` has begun it, or does when ``begin`` is called. If the
+            operation is known, the arrays are contiguous, of any shape, and may overlap in any way.
+            If not, they are flat and may overlap as in ``Operation.own_parts`` only.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BoundMovement:
             dtype: of the arrays.
             count: elements of the input, or of the output of a rank that has none.
             stages: arrays that are not published are staged; if not, another algorithm moves them.
-            operation: says which overlap of the arrays is allowed.
+            operation: says which overlap of the arrays is allowed; None if they overlap as allowed.
         """
         region = region_of(context)
         assert region is not None, "chosen for groups that have one"
@@ -110,7 +110,7 @@ class BoundMovement:
     def _small(self) -> Way:
         """The way of inputs that are staged as a whole: one step."""
         region, context, todo, me = self._region, self._context, self._schedule, self._context.rank
-        enter, dtype = region.enter, self._dtype
+        enter, dtype, shaped = region.enter, self._dtype, self._operation is not None
         stages = bool(todo.own) or INPUT in self._needed
         staging = region.staging(dtype, SMALL // dtype.itemsize)
         copies, work = todo.whole
@@ -128,7 +128,7 @@ class BoundMovement:
             enter(digest, context, begin)
             _, copies, writes, _ = steps[parity]
             if out is not None:
-                flat = out if out.ndim == 1 else out.reshape(-1)
+                flat = out if out.ndim == 1 or not shaped else out.reshape(-1)
                 for place, array in copies:
                     flat[place] = array
                 for write in writes:
@@ -150,6 +150,7 @@ class BoundMovement:
         plans = _Plans()
         region.empty_at_close(plans)
         stages, early = self._stages, self._nbytes <= _EARLY
+        shaped = self._operation is not None
         # What came last time.
         kept_source: Callable[[], Array | None] = _nothing
         kept_out: Callable[[], Array | None] = _nothing
@@ -166,7 +167,7 @@ class BoundMovement:
             parity = (region.step + 1) & 1
             own_places[parity][:] = places
             flat = source if source is None or source.ndim == 1 else source.reshape(-1)
-            flat_out = out if out is None or out.ndim == 1 else out.reshape(-1)
+            flat_out = out if out is None or out.ndim == 1 or not shaped else out.reshape(-1)
             if not apart:
                 assert flat is not None
                 flat = flat.copy()
@@ -199,8 +200,9 @@ class BoundMovement:
     ) -> None:
         """The way of threads, which see all arrays in place."""
         region, context, todo, needed = self._region, self._context, self._schedule, self._needed
+        shaped = self._operation is not None
         flat = source if source is None or source.ndim == 1 else source.reshape(-1)
-        flat_out = out if out is None or out.ndim == 1 else out.reshape(-1)
+        flat_out = out if out is None or out.ndim == 1 or not shaped else out.reshape(-1)
         apart, in_place = self._overlap(flat, flat_out)
         if not apart:
             assert flat is not None

@@ -24,6 +24,8 @@ def prepare(context: CollectiveContext, reduction: Reduction, parts: Sequence[Ar
         parts: one flat array per rank, at least two.
     """
     size, dtype = parts[0].size, reduction.dtype
+    if type(reduction) is not Reduction:  # it reduces in a way of its own
+        return partial(reduction.reduce, parts)
     if reduction.accumulator is not dtype or (len(parts) > 2 and size > BLOCK):
         return partial(reduction.reduce, parts)
     combine, store = reduction.combine, reduction.store
