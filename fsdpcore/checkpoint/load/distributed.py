@@ -26,7 +26,7 @@ from fsdpcore.checkpoint.plan.shard_specs import (
     flat_shard_metadata,
 )
 from fsdpcore.checkpoint.storage.opening import open_folder
-from fsdpcore.checkpoint.storage.steps import StepName
+from fsdpcore.checkpoint.storage.steps import StepName, read_committed
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import (
@@ -146,30 +146,27 @@ def _load(
 def _committed(storage: Storage, directory: str) -> Iterator[Metadata]:
     """Give what a committed checkpoint holds, and let nobody remove it meanwhile."""
     where = f"{storage.path}/{directory}"
+
+    def read(file: str, limit: int) -> bytes:
+        return storage.read(f"{directory}/{file}", limit)
+
     with ExitStack() as held:
         try:
             held.enter_context(storage.hold(directory))
-            marked = storage.read(f"{directory}/{MARKER_NAME}", MAX_MARKER_BYTES)
+            marked = read(MARKER_NAME, MAX_MARKER_BYTES)
             if is_torn(marked):
                 raise CheckpointNotFoundError(
                     f"no save into {where} was finished: its {MARKER_NAME} is cut off"
                 )
-            marker = Marker.from_bytes(marked)
-            data = storage.read(f"{directory}/{METADATA_NAME}", marker.metadata_bytes)
+            marker, _, metadata = read_committed(Marker.from_bytes(marked), read)
         except FileNotFoundError as error:
             raise _not_found(storage, directory) from error
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{where} cannot be read: {in_words(error)}") from error
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{where}: {error}") from None
-        try:
-            marker.check(data)
-            metadata = Metadata.from_bytes(data)
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{where}: {error}") from None
         name = StepName.parse(directory)
-        same = (metadata.step, metadata.save_id) == (marker.step, marker.save_id)
-        if not same or (name and name.step != marker.step):
+        if name and name.step != marker.step:
             raise CorruptCheckpointError(f"{where}: its files are of different saves")
         yield metadata
 

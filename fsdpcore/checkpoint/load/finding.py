@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdpcore.checkpoint.format.metadata import METADATA_NAME, Metadata
+from fsdpcore.checkpoint.format.metadata import Metadata
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
 from fsdpcore.checkpoint.storage.steps import (
     FoundStep,
@@ -236,13 +236,11 @@ class Finder:
         )
 
     def _taken(self, found: FoundStep) -> Candidate:
-        name, metadata = found
+        name = found.name
         with ExitStack() as stack:
             stack.enter_context(self._storage.hold(name.name))
-            marker = read_marker(self._storage, name)
-            data = self._storage.read(f"{name.name}/{METADATA_NAME}", marker.metadata_bytes)
-            marker.check(data)
-            if marker.save_id != metadata.save_id:
+            # A removal begins with the marker: while it is the same, so is all that it proves.
+            if read_marker(self._storage, name) != found.marker:
                 raise FileNotFoundError(f"{name.name} was replaced while it was looked at")
             self._held = stack.pop_all()
-            return Candidate(name.name, data, metadata)
+            return Candidate(name.name, found.data, found.metadata)

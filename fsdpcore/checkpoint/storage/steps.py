@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Literal, NamedTuple, NoReturn
 
 from fsdpcore.checkpoint.format.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
@@ -83,10 +84,26 @@ class Skipped(NamedTuple):
         return self.kind != "unfinished"
 
 
+class Committed(NamedTuple):
+    """What one save has committed.
+
+    Attributes:
+        marker: its commit marker.
+        data: the bytes of its metadata.
+        metadata: what they say.
+    """
+
+    marker: Marker
+    data: bytes
+    metadata: Metadata
+
+
 class FoundStep(NamedTuple):
-    """A committed checkpoint."""
+    """A committed checkpoint; ``marker``, ``data`` and ``metadata`` as of ``Committed``."""
 
     name: StepName
+    marker: Marker
+    data: bytes
     metadata: Metadata
 
 
@@ -144,6 +161,25 @@ def _marker_of(name: StepName, data: bytes) -> Marker:
     return marker
 
 
+def read_committed(marker: Marker, read: Callable[[str, int], bytes]) -> Committed:
+    """Read the metadata that a marker is for, and check that the same save wrote both; blocks.
+
+    Args:
+        marker: as it was read.
+        read: returns the content of a file of the directory, of at most so many bytes.
+
+    Raises:
+        CorruptCheckpointError: the metadata is not what was committed.
+        Exception: whatever ``read`` raises.
+    """
+    data = read(METADATA_NAME, marker.metadata_bytes)
+    marker.check(data)
+    metadata = Metadata.from_bytes(data)
+    if (metadata.step, metadata.save_id) != (marker.step, marker.save_id):
+        raise CorruptCheckpointError(f"{METADATA_NAME} is of another save than the commit marker")
+    return Committed(marker, data, metadata)
+
+
 def read_step(storage: Storage, name: StepName) -> Metadata:
     """Return what a committed step holds, after checking all but the contents of its files; blocks.
 
@@ -154,15 +190,13 @@ def read_step(storage: Storage, name: StepName) -> Metadata:
         CorruptCheckpointError: it was never committed, or is not what was committed.
         OSError: it could not be read.
     """
-    marker = read_marker(storage, name)
-    data = _read(storage, name, METADATA_NAME, marker.metadata_bytes)
-    marker.check(data)
-    metadata = Metadata.from_bytes(data)
-    if (metadata.step, metadata.save_id) != (marker.step, marker.save_id):
-        raise CorruptCheckpointError(
-            f"{name.name}/{METADATA_NAME} is of another save than the commit marker"
-        )
-    for file in metadata.files:
+    return _checked(storage, name).metadata
+
+
+def _checked(storage: Storage, name: StepName) -> Committed:
+    """Do what ``read_step`` does, and return all that was read."""
+    found = read_committed(read_marker(storage, name), partial(_read, storage, name))
+    for file in found.metadata.files:
         try:
             size = storage.size(f"{name.name}/{file.name}")
         except OSError as error:
@@ -171,7 +205,7 @@ def read_step(storage: Storage, name: StepName) -> Metadata:
             raise CorruptCheckpointError(
                 f"{name.name}/{file.name} has {size} bytes, but {file.size} were committed"
             )
-    return metadata
+    return found
 
 
 def candidates(
@@ -196,7 +230,7 @@ def candidates(
             yield Skipped(name.name, f"{name.name} was not finished: {reason}", "unfinished")
             continue
         try:
-            yield FoundStep(name, read_step(storage, name))
+            yield FoundStep(name, *_checked(storage, name))
         except CheckpointNotFoundError as error:
             yield Skipped(name.name, str(error), "unfinished")
         except CorruptCheckpointError as error:  # or it was removed meanwhile
