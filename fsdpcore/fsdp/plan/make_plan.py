@@ -20,6 +20,7 @@ from fsdpcore.fsdp.plan.step_log import StepLog
 from fsdpcore.fsdp.plan.times import seconds, simulate
 from fsdpcore.fsdp.plan.units import sizes_of
 from fsdpcore.fsdp.plan.walk import PlannedStep, walk
+from fsdpcore.fsdp.sharding.placement import storage_kind
 from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
@@ -93,8 +94,7 @@ def make_plan(
         ahead=Prefetch(prefetch, prefetch_bytes, reductions=int(bool(overlap))),
         microbatches=as_int(microbatches, "microbatches", minimum=1),
         deferred=sync == "last",
-        windowed=windowed,
-        brought=brought,
+        storage=storage_kind(place, windowed=windowed, pinned=brought),
         tensor=as_int(tensor, "tensor", minimum=1),
         whole=bool(whole),
     )

@@ -9,7 +9,12 @@ from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.offload import ArrayKind
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
-from fsdpcore.fsdp.sharding.placement import GradientReduction, Placement, all_gather_sends
+from fsdpcore.fsdp.sharding.placement import (
+    GradientReduction,
+    Placement,
+    StorageKind,
+    all_gather_sends,
+)
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 
 
@@ -123,8 +128,8 @@ class SizedUnit:
     Args:
         sizes: of its flat buffers.
         placement, rank: who keeps what.
+        storage: where its parameters are.
         log: of the step.
-        windowed, brought: as of ``PlannedStep``.
 
     Attributes:
         owners: the units that its tied parameters belong to, by a name of the tie.
@@ -138,10 +143,8 @@ class SizedUnit:
         sizes: UnitBytes,
         placement: Placement,
         rank: int,
+        storage: StorageKind,
         log: StepLog,
-        *,
-        windowed: bool,
-        brought: bool,
     ) -> None:
         self.name = sizes.name
         self.trainable = sizes.trained.size > 0
@@ -152,12 +155,10 @@ class SizedUnit:
         self._sizes = sizes
         self._placement = placement
         self._log = log
-        self._kept = windowed or placement.whole_parameters
-        # Gathered parameters are in a buffer of their own.
-        self._takes = brought or not self._kept
+        self._storage = storage
         # An update has made them stale where all are kept; what is frozen then never is.
-        self._fresh = windowed or not placement.gathers
-        layouts = (sizes.trained,) if self._kept else sizes.parts
+        self._fresh = storage.shared or not placement.gathers
+        layouts = (sizes.trained,) if storage.keeps else sizes.parts
         self._from_shards = _gatherings(layouts, placement.shards)
         self._from_parts = _gatherings(layouts, placement.regather)
         self._has_part = False  # a larger part than the shard
@@ -187,7 +188,7 @@ class SizedUnit:
     @property
     def fetched(self) -> int:
         """Whether anything moves in a gathering."""
-        return int(self._takes or not self._fresh)
+        return int(self._storage.takes_buffer or not self._fresh)
 
     @property
     def stale(self) -> int:
@@ -202,7 +203,7 @@ class SizedUnit:
     @property
     def gathered_bytes(self) -> int:
         """Memory that a gathering takes."""
-        return self._sizes.gathered if self._takes else 0
+        return self._sizes.gathered if self._storage.takes_buffer else 0
 
     def unshard(self, *, async_op: bool = False) -> None:
         """Gather the parameters."""
@@ -220,7 +221,7 @@ class SizedUnit:
                 )
                 for each in self._gatherings
             ]
-            self._fresh = self._fresh or self._kept
+            self._fresh = self._fresh or self._storage.keeps
             self.state = ParamState.GATHERING
         if not async_op:
             for each in self._gathers:
@@ -233,7 +234,8 @@ class SizedUnit:
         gathered = self.state is not ParamState.SHARDED
         self.state = ParamState.SHARDED
         part = self._sizes.gathered // self._placement.regather
-        if again and gathered and not self._has_part and self._takes and self._placement.keeps_part:
+        keeps_part = self._storage.takes_buffer and self._placement.keeps_part
+        if again and gathered and not self._has_part and keeps_part:
             self._has_part = True
             self._log.take(parameters=part)  # it is copied from what is freed then
         elif self._has_part and not again:

@@ -17,7 +17,7 @@ from fsdpcore.fsdp.options import Prefetch
 from fsdpcore.fsdp.plan.sized_unit import SizedUnit
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
-from fsdpcore.fsdp.sharding.placement import Placement
+from fsdpcore.fsdp.sharding.placement import Placement, StorageKind
 from fsdpcore.fsdp.step.agreement import AGREED_BYTES
 from fsdpcore.fsdp.step.passes import UnitPasses
 
@@ -36,9 +36,7 @@ class PlannedStep:
         ahead: what goes on in the background.
         microbatches: forward and backward passes before the update.
         deferred: gradients are reduced in the last of them only.
-        windowed: the ranks of a host have the parameters in a window.
-        brought: each rank has all parameters in the memory of the host, from where they are copied
-            to a GPU to be used.
+        storage: where the parameters are.
         tensor: ranks that have the other boxes of the same parameters, this one included.
         whole: each pass is that of a function that gets all units at once.
     """
@@ -49,8 +47,7 @@ class PlannedStep:
     ahead: Prefetch
     microbatches: int
     deferred: bool
-    windowed: bool
-    brought: bool = False
+    storage: StorageKind
     tensor: int = 1
     whole: bool = False
 
@@ -80,12 +77,7 @@ def walk(step: PlannedStep) -> StepLog:
 
 
 def _units(step: PlannedStep, log: StepLog) -> list[SizedUnit]:
-    units = [
-        SizedUnit(
-            sizes, step.placement, step.rank, log, windowed=step.windowed, brought=step.brought
-        )
-        for sizes in step.units
-    ]
+    units = [SizedUnit(sizes, step.placement, step.rank, step.storage, log) for sizes in step.units]
     for unit in units:
         unit.tie(units)
     return units

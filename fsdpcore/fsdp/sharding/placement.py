@@ -133,6 +133,33 @@ class Placement:
         return tuple(each for each in found if each.ranks > 1)
 
 
+@dataclass(frozen=True)
+class StorageKind:
+    """Where the parameters of a unit are; a strategy, a window and offload make it.
+
+    Attributes:
+        keeps: all of them are within this rank's reach all the time, not its shard alone.
+        takes_buffer: while they are used they are in a buffer of the pool.
+        shared: the ranks of a host hold them together, in a window: no bytes move.
+    """
+
+    keeps: bool
+    takes_buffer: bool
+    shared: bool
+
+
+def storage_kind(placement: Placement, *, windowed: bool, pinned: bool) -> StorageKind:
+    """Return where parameters are.
+
+    Args:
+        placement: of the strategy.
+        windowed: the ranks of a host have them in a window.
+        pinned: the memory of the host has them, while a GPU computes.
+    """
+    keeps = windowed or placement.whole_parameters
+    return StorageKind(keeps, takes_buffer=pinned or not keeps, shared=windowed)
+
+
 def all_gather_sends(layout: FlatLayout, ranks: int) -> int:
     """Bytes that each rank sends so that so many have all of a flat buffer: its part, to others."""
     return layout.padded_size * layout.dtype.itemsize // ranks * (ranks - 1)

@@ -11,7 +11,7 @@ from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.core.work import Work
-from fsdpcore.fsdp.sharding.placement import all_gather_sends
+from fsdpcore.fsdp.sharding.placement import all_gather_sends, storage_kind
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.storage import ParameterStorage, place_of
@@ -30,11 +30,13 @@ def make_storage(
         flat: its place in the window, if there is one.
         away: what ``allocate`` makes is the host's memory, while a GPU computes.
     """
-    if flat is not None:
+    kind = storage_kind(binding.groups.placement, windowed=flat is not None, pinned=away)
+    if kind.shared:
+        assert flat is not None
         return SharedWindowStorage(binding.groups.shards, places, flat)
-    if not binding.groups.placement.whole_parameters:
+    if not kind.keeps:
         return ShardedStorage(places, binding, allocate, away=away)
-    if away:
+    if kind.takes_buffer:
         return PinnedReplicaStorage(places, binding, allocate)
     return ReplicatedStorage(places, binding, allocate)
 
