@@ -24,7 +24,7 @@ class GpuGroup(Group):
 
     def __init__(self, rank: int, world_size: int, store: str, *, share_gpu: bool) -> None:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        if share_gpu:  # NCCL must not find out: see bench/gpu_bench/sharing.py
+        if share_gpu:  # NCCL must not find out: see WAYS in probe_two.py
             os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")
             os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         index = 0 if share_gpu else rank

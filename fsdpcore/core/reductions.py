@@ -39,7 +39,7 @@ class ReduceOp(enum.Enum):
     NumPy). Integers wrap around. ``mean`` needs a floating-point or complex dtype; that of integers
     and bool is ``mean_as(dtype)``. ``min`` and ``max`` need an ordered one. ``band``, ``bor`` and
     ``bxor`` combine the bits of bool and integers; ``land``, ``lor`` and ``lxor`` are for bool
-    alone: compare with zero first. ``create`` makes one of your own.
+    alone: compare with zero first. ``ReduceOp.create(name, function)`` makes one of your own.
     """
 
     SUM = "sum"
@@ -87,14 +87,15 @@ class ReduceOp(enum.Enum):
         """Make a reduction of your own.
 
         Args:
-            name: tells the ranks whether they call the same: it is all that they compare.
+            name: tells the ranks whether they call the same. It is all that they compare, so that
+                two functions of one name are not told apart.
             function: combines two arrays of equal shape, the one of lower ranks first, into a new
                 one, element by element. It must be associative; it need not be commutative. For
                 float16 and bfloat16 it gets float32, for arrays of a GPU those of CuPy. It must
                 not change its arguments.
 
         Raises:
-            ArgumentError: the name is taken or no identifier, or the function cannot be called.
+            ArgumentError: the name is one of ours or no identifier, or the function is none.
 
         Example::
 

@@ -102,7 +102,8 @@ class BatchedWork(Work):
 class Batch:
     """Collectives that are carried out together; made by ``coalesce``.
 
-    The methods take what the functions of the same names take: ``array``, which is not to change
+    Those with a method here can be batched: not scan, exscan, scatter and the ragged ones. The
+    methods take what the functions of the same names take: ``array``, which is not to change
     until the batch has ended, and ``op``, ``root`` and ``out``; but no ``algorithm``, ``timeout``
     or ``async_op``. Each returns a ``Work`` at once, which has its result when the batch has ended,
     and raises ``ArgumentError`` at once.

@@ -48,7 +48,7 @@ def exscan(
         array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
             of any shape, 0-d and empty ones too; of equal shape and dtype on all ranks.
         backend: the group. All its ranks call this, in the same order of collectives.
-        op: how values are combined: "sum", "mean", "min", "max", "prod", or a ``ReduceOp``. Always
+        op: how values are combined: a ``ReduceOp`` or the name of one, such as "max". Always
             in the canonical order of ranks, so with the same bits. float16 and bfloat16 are
             accumulated in float32.
         out: array of the result's shape and dtype to write to, which may be the input; without it a

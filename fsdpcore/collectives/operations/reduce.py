@@ -42,7 +42,7 @@ def reduce(
         array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
             of any shape, 0-d and empty ones too; of equal shape and dtype on all ranks.
         backend: the group. All its ranks call this, in the same order of collectives.
-        op: how values are combined: "sum", "mean", "min", "max", "prod", or a ``ReduceOp``. Always
+        op: how values are combined: a ``ReduceOp`` or the name of one, such as "max". Always
             in the canonical order of ranks, so with the same bits, but for "ring" and what a
             transport calls its own. float16 and bfloat16 are accumulated in float32.
         root: the rank that gets the result; the same on all ranks.

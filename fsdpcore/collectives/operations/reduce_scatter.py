@@ -50,7 +50,7 @@ def reduce_scatter(
         array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
             of at least one axis; of equal shape and dtype on all ranks.
         backend: the group. All its ranks call this, in the same order of collectives.
-        op: how values are combined: "sum", "mean", "min", "max", "prod", or a ``ReduceOp``. Always
+        op: how values are combined: a ``ReduceOp`` or the name of one, such as "max". Always
             in the canonical order of ranks, so with the same bits, but for "ring" and what a
             transport calls its own. float16 and bfloat16 are accumulated in float32.
         out: array of the result's shape and dtype to write to; it may be this rank's own part of
@@ -98,7 +98,7 @@ def reduce_scatter_v(
             with ``sum(counts)`` rows; of equal shape and dtype on all ranks.
         backend: the group. All its ranks call this, in the same order of collectives.
         counts: rows for each rank, 0 or more; the same on all ranks.
-        op: how values are combined: "sum", "mean", "min", "max", "prod", or a ``ReduceOp``. Always
+        op: how values are combined: a ``ReduceOp`` or the name of one, such as "max". Always
             in the canonical order of ranks, so with the same bits, but for "ring" and what a
             transport calls its own. float16 and bfloat16 are accumulated in float32.
         out: array of the result's shape and dtype to write to; it may be this rank's own part of
