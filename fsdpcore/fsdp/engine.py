@@ -199,9 +199,7 @@ class FSDP:
 
     def __getitem__(self, unit: Unit | str) -> Unit:
         """Return a unit by name, or the unit itself if it is one of this engine's."""
-        found = self._model[unit].declaration
-        assert isinstance(found, Unit)
-        return found
+        return self.units[self._model.units.index(self._model[unit])]
 
     @property
     def tensor(self) -> Backend | None:

@@ -22,10 +22,10 @@ from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_e
 from fsdpcore.fsdp.state.save import gathered
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
-from fsdpcore.fsdp.units.views import UnknownParameterError, read_only
+from fsdpcore.fsdp.units.views import ClosingArrays, UnknownParameterError, read_only
 
 
-class FullParams(Mapping[str, Array]):
+class FullParams(ClosingArrays):
     """Whole parameters by ``unit.param``, until the end of ``engine.full_params()``.
 
     With ``write=True`` they are written in place, as in ``params["u.w"][...] = 0``, or assigned:
@@ -40,7 +40,7 @@ class FullParams(Mapping[str, Array]):
     def __init__(
         self, arrays: Mapping[str, Array], device: Device, writable: Collection[str]
     ) -> None:
-        self._arrays: Mapping[str, Array] | None = arrays
+        super().__init__(arrays)
         self._device = device
         self._writable = writable
 
@@ -68,26 +68,11 @@ class FullParams(Mapping[str, Array]):
         if value is not target:
             self._device.assign(target, value)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._open()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._open())
-
-    def __len__(self) -> int:
-        return len(self._open())
-
-    def close(self) -> None:
-        """Let go of the arrays."""
-        self._arrays = None
-
-    def _open(self) -> Mapping[str, Array]:
-        if self._arrays is None:
-            raise StateError(
-                "full_params() has ended, and its arrays with it; use them inside of the with "
-                "block, or copy them there"
-            )
-        return self._arrays
+    def _closed(self) -> str:
+        return (
+            "full_params() has ended, and its arrays with it; use them inside of the with "
+            "block, or copy them there"
+        )
 
 
 @contextmanager
@@ -170,7 +155,7 @@ def _own(
             continue
         for entry in itertools.chain.from_iterable(by_unit(here)):
             array = gathered(model.groups, entry)
-            arrays[entry.name] = array if write else _shown(array)
+            arrays[entry.name] = array if write else read_only(array)
     return arrays
 
 
@@ -183,10 +168,6 @@ def _is_there(model: ShardedModel, unit: ShardedUnit) -> bool:
     if model.groups.tensor is not None:
         return False
     return not unit.gathered_bytes and not any(part.mixed for part in unit.flat_parameters)
-
-
-def _shown(array: Array) -> Array:
-    return read_only(array.reshape(-1)).reshape(array.shape)
 
 
 def _check_same(model: ShardedModel, what: str, own: set[str], arrays: Mapping[str, Array]) -> None:

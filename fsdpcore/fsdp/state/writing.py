@@ -85,7 +85,7 @@ def set_ignored(unit: ShardedUnit, param: str, array: Array) -> None:
     If it is the same, nothing changes: who shares the memory of the present one goes on doing so.
     """
     if not same_bits(array, unit.ignored[param], unit.device):
-        unit.ignored[param] = read_only(array.reshape(-1)).reshape(array.shape)
+        unit.ignored[param] = read_only(array)
 
 
 def same_bits(one: ShardedArray | Array, other: ShardedArray | Array, device: Device) -> bool:

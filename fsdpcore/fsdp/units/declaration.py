@@ -113,7 +113,7 @@ def _as_it_is(unit: str, name: str, value: Array | Spec, boxes: Mapping[str, Arr
         raise ArgumentError(f"{unit}.{name} is ignored, and needs an array instead of a Spec")
     if not on_host(value):
         return value
-    return read_only(np.ascontiguousarray(value).reshape(-1)).reshape(value.shape)
+    return read_only(np.ascontiguousarray(value).reshape(value.shape))
 
 
 def _common_dtype(unit: str, params: Mapping[str, Array | Spec]) -> np.dtype[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -117,29 +118,14 @@ class Joined(Mapping[str, Array]):
         return len(self._sources)
 
 
-class ScopedParams(Mapping[str, Array]):
-    """A unit's parameters for a ``with`` block; who asks for one after its end gets an error.
+class ClosingArrays(Mapping[str, Array]):
+    """Arrays by name until ``close``; who asks for one after that gets an error."""
 
-    Without that, what is used too late would be right where parameters are in a window or stay
-    gathered, and anything where their memory has been freed and used again.
-
-    Args:
-        unit: its name.
-        params: the parameters.
-    """
-
-    def __init__(self, unit: str, params: Mapping[str, Array]) -> None:
-        self._unit = unit
-        self._params: Mapping[str, Array] | None = params
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays: Mapping[str, Array] | None = arrays
 
     def __getitem__(self, name: str) -> Array:
         return self._open()[name]
-
-    def __setitem__(self, name: str, value: object) -> None:
-        raise TypeError(
-            f"no item assignment: {self._unit}.{name} is read-only in a step; the optimizer "
-            "changes it, and engine.full_params(write=True)"
-        )
 
     def __contains__(self, name: object) -> bool:
         return name in self._open()
@@ -151,17 +137,46 @@ class ScopedParams(Mapping[str, Array]):
         return len(self._open())
 
     def close(self) -> None:
-        """Let go of the parameters."""
-        self._params = None
+        """Let go of the arrays."""
+        self._arrays = None
 
     def _open(self) -> Mapping[str, Array]:
-        if self._params is None:
-            raise StateError(
-                f"the parameters of unit {self._unit!r} were there inside of the with block only "
-                "that gave them, and are freed by now; gather the unit again, or copy in the block "
-                "what is needed after it"
-            )
-        return self._params
+        if self._arrays is None:
+            raise StateError(self._closed())
+        return self._arrays
+
+    @abstractmethod
+    def _closed(self) -> str:
+        """Return what the error says."""
+
+
+class ScopedParams(ClosingArrays):
+    """A unit's parameters for a ``with`` block; who asks for one after its end gets an error.
+
+    Without that, what is used too late would be right where parameters are in a window or stay
+    gathered, and anything where their memory has been freed and used again.
+
+    Args:
+        unit: its name.
+        params: the parameters.
+    """
+
+    def __init__(self, unit: str, params: Mapping[str, Array]) -> None:
+        super().__init__(params)
+        self._unit = unit
+
+    def __setitem__(self, name: str, value: object) -> None:
+        raise TypeError(
+            f"no item assignment: {self._unit}.{name} is read-only in a step; the optimizer "
+            "changes it, and engine.full_params(write=True)"
+        )
+
+    def _closed(self) -> str:
+        return (
+            f"the parameters of unit {self._unit!r} were there inside of the with block only "
+            "that gave them, and are freed by now; gather the unit again, or copy in the block "
+            "what is needed after it"
+        )
 
 
 class Gradients(MutableMapping[str, Array]):
@@ -304,22 +319,23 @@ def unknown(unit: str, name: object, known: Iterable[str]) -> UnknownParameterEr
     return UnknownParameterError(f"unit {unit!r} has no parameter {name!r}; it has {names}")
 
 
-def read_only(flat: Array) -> Array:
+def read_only(array: Array) -> Array:
     """Return a view through which nobody can write, not even by setting ``flags.writeable``.
 
     But of Python objects, which are no bytes: there that is possible. Arrays of a GPU have no such
     views: what is returned of them could be written, and must not be.
     """
+    flat = array.reshape(-1)
     if not on_host(flat):
-        return flat.view()
+        return flat.view().reshape(array.shape)
     if flat.dtype.hasobject:
         view = flat.view()
         view.flags.writeable = False
-        return view
+        return view.reshape(array.shape)
     # A view of an array can be made writable again, one of a buffer cannot. By way of bytes, since
     # not every dtype can be exported as a buffer.
     shown: NDArray[Any] = np.asarray(flat.view(np.uint8).data.toreadonly())
-    return shown.view(flat.dtype)
+    return shown.view(flat.dtype).reshape(array.shape)
 
 
 def locked(view: Array) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import lent, oracle
+from support import oracle, published
 from support.arrays import Array, array_of, arrays_of, check_same
 from support.spmd import meet
 
@@ -101,12 +101,12 @@ def blocks_are_used_again(backend: fc.Backend) -> None:
 
 
 def sizes_around_every_bound(backend: fc.Backend) -> None:
-    """Each collective, on arrays of all ranks' lent, of none, and of some."""
+    """Each collective, on arrays of all ranks' published, of none, and of some."""
     p = backend.world_size
     reducing = (p * ROOM, p * BLOCK)
     moving = (ROOM, 2 * ROOM)
     numbers = itertools.count()
-    for kind in lent.KINDS:
+    for kind in published.KINDS:
         larger = reducing if "reduce" in kind else moving
         bounds = [(AT_ONCE, -1), (AT_ONCE, 0), (AT_ONCE, 1), (larger[0], 0), (larger[1], 1)]
         for bound, over in bounds:
@@ -114,38 +114,42 @@ def sizes_around_every_bound(backend: fc.Backend) -> None:
             rows = bound // 12 // (p if kind.endswith("_v") else 1) + over
             ragged = (2 * rows, 0, rows, 1) if kind.endswith("_v") else (rows,)
             places = _places(p, number)
-            case = lent.Case(kind, ragged, 3, "float32", "sum", number % p, *places)
-            lent.run_case(backend, case, str(number))
+            case = published.Case(kind, ragged, 3, "float32", "sum", number % p, *places)
+            published.run_case(backend, case, str(number))
 
 
 def _places(p: int, number: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """All lend, or all but one, or some; in place for a part of them."""
-    outs = ("lent", "new", lent.IN_PLACE)
+    outs = ("published", "new", published.IN_PLACE)
     style = number % 4
     if style == 0:
-        return ("lent",) * p, (outs[number // 4 % 3],) * p
+        return ("published",) * p, (outs[number // 4 % 3],) * p
     if style == 1:
         odd_one = number // 4 % p
-        return tuple("private" if r == odd_one else "lent" for r in range(p)), ("lent",) * p
+        return tuple("private" if r == odd_one else "published" for r in range(p)), (
+            "published",
+        ) * p
     if style == 2:
         odd_one = number // 4 % p
-        return ("lent",) * p, tuple("private" if r == odd_one else "within" for r in range(p))
+        return ("published",) * p, tuple("private" if r == odd_one else "within" for r in range(p))
     chance = random.Random(number)
     return (
-        tuple(chance.choice(list(lent.SOURCES)) for _ in range(p)),
-        tuple(chance.choice([*lent.OUTS, lent.NEW, lent.IN_PLACE]) for _ in range(p)),
+        tuple(chance.choice(list(published.SOURCES)) for _ in range(p)),
+        tuple(
+            chance.choice([*published.OUTS, published.NEW, published.IN_PLACE]) for _ in range(p)
+        ),
     )
 
 
 def every_dtype_and_op(backend: fc.Backend) -> None:
-    """Reductions of lent arrays to the bit; an odd number of elements."""
+    """Reductions of published arrays to the bit; an odd number of elements."""
     p = backend.world_size
     for number, (dtype, op) in enumerate(oracle.COMBINATIONS):
         kind = ("all_reduce", "reduce_scatter", "reduce")[number % 3]
         rows = 2 * AT_ONCE // dtype.itemsize + 1
         places = _places(p, 4 * number) if number % 2 else _places(p, number)
-        case = lent.Case(kind, (rows,), 1, dtype.name, op, number % p, *places)
-        lent.run_case(backend, case, str(number))
+        case = published.Case(kind, (rows,), 1, dtype.name, op, number % p, *places)
+        published.run_case(backend, case, str(number))
 
 
 def every_place(backend: fc.Backend, seed: int, count: int) -> None:
@@ -153,30 +157,33 @@ def every_place(backend: fc.Backend, seed: int, count: int) -> None:
     p = backend.world_size
     with slow_readers(seed + backend.rank):
         for number in range(count):
-            lent.run_case(backend, random_case(p, seed + number), str(number))
+            published.run_case(backend, random_case(p, seed + number), str(number))
 
 
-def random_case(p: int, seed: int) -> lent.Case:
+def random_case(p: int, seed: int) -> published.Case:
     """A case of medium size, from a number."""
     chance = random.Random(seed)
-    kind = chance.choice(lent.KINDS)
+    kind = chance.choice(published.KINDS)
     dtype, op = chance.choice(oracle.COMBINATIONS)
     rows = tuple(chance.choice([0, 1, p, 100, 3001, 9000]) for _ in range(p))
-    return lent.Case(
+    return published.Case(
         kind,
         rows,
         chance.choice([1, 3]),
         dtype.name,
         op,
         chance.randrange(p),
-        tuple(chance.choice(["lent", "lent", *lent.SOURCES]) for _ in range(p)),
-        tuple(chance.choice(["lent", *lent.OUTS, lent.NEW, lent.IN_PLACE]) for _ in range(p)),
+        tuple(chance.choice(["published", "published", *published.SOURCES]) for _ in range(p)),
+        tuple(
+            chance.choice(["published", *published.OUTS, published.NEW, published.IN_PLACE])
+            for _ in range(p)
+        ),
     )
 
 
 @contextlib.contextmanager
 def slow_readers(seed: int) -> Iterator[None]:
-    """In this process, ranks pause at times before they use what another one has lent.
+    """In this process, ranks pause at times before they use what another one has published.
 
     For ranks that are processes: what is changed here, threads have in common.
     """
@@ -229,7 +236,7 @@ def _result(kind: str, parts: Sequence[Array], me: int) -> Array:
 
 
 def started_ones(backend: fc.Backend) -> None:
-    """Started collectives on lent arrays, several at once, in the whole job and in a group."""
+    """Started collectives on published arrays, several at once, in the whole job and in a group."""
     p, me = backend.world_size, backend.rank
     pair = backend.sub([0, 1]) if me < 2 else None
     rows = AT_ONCE
@@ -254,7 +261,7 @@ def as_on_a_weak_memory_model(backend: fc.Backend) -> None:
     try:
         group = backend.sub(range(backend.world_size))
         for number in range(40):
-            lent.run_case(group, random_case(group.world_size, number), str(number))
+            published.run_case(group, random_case(group.world_size, number), str(number))
         found = state_of(group).context.region if state_of(group).context is not None else None
         if type(found) is region.SharedRegion:
             assert found.fence is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import lent
+from support import published
 from support.arrays import check_same
 from support.bodies.memory import AT_ONCE, random_case
 
@@ -44,7 +44,7 @@ def one_rank_without(backend: fc.Backend, culprit: int, call: str, error: OSErro
     try:
         with without(call, error) if backend.rank == culprit else contextlib.nullcontext():
             for number in range(12):
-                lent.run_case(backend, random_case(backend.world_size, number), str(number))
+                published.run_case(backend, random_case(backend.world_size, number), str(number))
             assert state_of(backend).context is not None
             assert state_of(backend).context.region is None
             if backend.rank == culprit:
@@ -58,7 +58,7 @@ def one_rank_without(backend: fc.Backend, culprit: int, call: str, error: OSErro
         log.setLevel(level)
     # A group that is made when there is memory again has its own.
     group = backend.sub(range(backend.world_size))
-    lent.run_case(group, random_case(group.world_size, 5), "5")
+    published.run_case(group, random_case(group.world_size, 5), "5")
     assert state_of(group).context is not None
     assert state_of(group).context.region is not None
     group.close()

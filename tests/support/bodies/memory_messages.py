@@ -14,7 +14,7 @@ from fsdpcore.transports.zmq import memory as zmq_memory
 from support import oracle
 from support.arrays import check_same
 from support.bodies import memory_failures, soak
-from support.lent import OUTS, SOURCES, values_of
+from support.published import OUTS, SOURCES, values_of
 
 import fsdpcore as fc
 

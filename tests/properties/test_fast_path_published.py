@@ -1,4 +1,4 @@
-"""Calls with the same lent arrays again and again: the lane of ``loans`` and the ordinary way.
+"""Calls with the same published arrays again and again: the fast path and the ordinary way.
 
 Each program runs among processes that share memory. What it returns is compared with NumPy; small
 integers, so that every order of summation gives the same numbers.
@@ -31,13 +31,13 @@ def _sum(backend: Backend, turn: int) -> np.ndarray[Any, Any]:
     return total
 
 
-def _lent(backend: Backend, size: int = ROWS) -> np.ndarray[Any, Any]:
+def _published(backend: Backend, size: int = ROWS) -> np.ndarray[Any, Any]:
     return backend.empty((size,), np.float32)
 
 
 def _ways(backend: Backend) -> None:
-    """Every rank takes another way in every turn: lane, deadline, asynchronous, private arrays."""
-    source, out = _lent(backend), _lent(backend)
+    """Every rank takes another way in every turn: fast, with a deadline, asynchronous, private."""
+    source, out = _published(backend), _published(backend)
     plain = np.empty(ROWS, np.float32)
     for turn in range(24):
         way = (turn + turn // 5 * backend.rank) % 5
@@ -57,7 +57,7 @@ def _operations(backend: Backend) -> None:
     """The four operations, in turn, out of place and in place, with means among the sums."""
     p, me = backend.world_size, backend.rank
     part = ROWS // p
-    source, out, own, whole = (_lent(backend, n) for n in (ROWS, ROWS, part, p * ROWS))
+    source, out, own, whole = (_published(backend, n) for n in (ROWS, ROWS, part, p * ROWS))
     for turn in range(6):
         source[:] = _input(backend, turn)
         fc.all_reduce(source, backend, out=out, op="mean")
@@ -79,9 +79,9 @@ def _operations(backend: Backend) -> None:
 
 def _new_arrays(backend: Backend) -> None:
     """Arrays that come and go, so that memory is used again by others, and overlapping ones."""
-    room = _lent(backend, ROWS + 64)
+    room = _published(backend, ROWS + 64)
     for turn in range(40):
-        source = _lent(backend, ROWS + turn % 3 * 1024)[turn % 3 * 1024 :]
+        source = _published(backend, ROWS + turn % 3 * 1024)[turn % 3 * 1024 :]
         source[:] = _input(backend, turn)
         np.testing.assert_array_equal(fc.all_reduce(source, backend), _sum(backend, turn))
         room[:ROWS] = source
@@ -91,7 +91,7 @@ def _new_arrays(backend: Backend) -> None:
 
 def _disagree(backend: Backend) -> str:
     """After some calls that agree, rank 0 calls something else."""
-    source, out = _lent(backend), _lent(backend)
+    source, out = _published(backend), _published(backend)
     source[:] = 1
     for _ in range(3):
         fc.all_reduce(source, backend, out=out)

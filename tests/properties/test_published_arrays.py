@@ -1,4 +1,4 @@
-"""Collectives of threads that lend arrays to each other as processes do, in any mix of places."""
+"""Collectives of threads that publish arrays as processes do, in any mix of places."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import lent, oracle
+from support import oracle, published
 from support.sharing import SharingSim
 from support.spmd import run_on
 
@@ -28,7 +28,7 @@ def _threads_let_each_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks pause at times before they use what another one has lent."""
+    """Ranks pause at times before they use what another one has published."""
     chance, peer_view = random.Random(1), region.SharedRegion.peer_view
 
     def late(self: region.SharedRegion, *args: Any) -> Any:
@@ -41,7 +41,7 @@ def _slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[int, list[lent.Case]]:
+def programs(draw: st.DrawFn) -> tuple[int, list[published.Case]]:
     """Up to five calls of two to four ranks, of sizes around what goes through in one step."""
     p = draw(st.integers(2, 4))
     rows = st.sampled_from([0, 1, p - 1, p, 7, 683, 4097, 70_001])
@@ -49,16 +49,20 @@ def programs(draw: st.DrawFn) -> tuple[int, list[lent.Case]]:
     for _ in range(draw(st.integers(1, 5))):
         dtype, op = draw(st.sampled_from(oracle.COMBINATIONS))
         cases.append(
-            lent.Case(
-                draw(st.sampled_from(lent.KINDS)),
+            published.Case(
+                draw(st.sampled_from(published.KINDS)),
                 tuple(draw(st.lists(rows, min_size=p, max_size=p))),
                 draw(st.sampled_from([1, 3])),
                 dtype.name,
                 op,
                 draw(st.integers(0, p - 1)),
-                tuple(draw(st.sampled_from(["lent", *lent.SOURCES])) for _ in range(p)),
+                tuple(draw(st.sampled_from(["published", *published.SOURCES])) for _ in range(p)),
                 tuple(
-                    draw(st.sampled_from(["lent", *lent.OUTS, lent.NEW, lent.IN_PLACE]))
+                    draw(
+                        st.sampled_from(
+                            ["published", *published.OUTS, published.NEW, published.IN_PLACE]
+                        )
+                    )
                     for _ in range(p)
                 ),
             )
@@ -66,20 +70,20 @@ def programs(draw: st.DrawFn) -> tuple[int, list[lent.Case]]:
     return p, cases
 
 
-def _carry_out(backend: fc.Backend, cases: list[lent.Case]) -> None:
+def _carry_out(backend: fc.Backend, cases: list[published.Case]) -> None:
     for number, case in enumerate(cases):
-        lent.run_case(backend, case, str(number))
+        published.run_case(backend, case, str(number))
 
 
 @pytest.mark.usefixtures("_slow_readers")
 @settings(max_examples=40, deadline=None)
 @given(programs())
-def test_any_mix_of_places(program: tuple[int, list[lent.Case]]) -> None:
+def test_any_mix_of_places(program: tuple[int, list[published.Case]]) -> None:
     p, cases = program
     run_on(SharingSim, _carry_out, world_size=p, args=(cases,))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in lent.KINDS if not kind.endswith("_v")])
+@pytest.mark.parametrize("kind", [kind for kind in published.KINDS if not kind.endswith("_v")])
 def test_who_is_done_first_waits_for_the_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank changes its input at once, and reads its result, while others are slow."""
     peer_view = region.SharedRegion.peer_view
@@ -91,25 +95,25 @@ def test_who_is_done_first_waits_for_the_others(kind: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(region.SharedRegion, "peer_view", late)
     for p in (2, 3):
-        places = ("lent",) * p
+        places = ("published",) * p
         cases = [
-            lent.Case(kind, (20_000,), 1, "float32", "sum", root, places, places)
+            published.Case(kind, (20_000,), 1, "float32", "sum", root, places, places)
             for root in (0, 0, p - 1)
         ]
         run_on(SharingSim, _carry_out, world_size=p, args=(cases,))
 
 
 def test_pieces_of_more_than_a_room() -> None:
-    """Arrays that are not lent go through the rooms in several steps, whatever the collective."""
+    """Private arrays go through the rooms in several steps, whatever the collective."""
     places = ("private",) * 3
     cases = [
-        lent.Case(kind, (250_007, 3, 0), 1, "float32", "sum", 1, places, places)
-        for kind in lent.KINDS
+        published.Case(kind, (250_007, 3, 0), 1, "float32", "sum", 1, places, places)
+        for kind in published.KINDS
     ]
     run_on(SharingSim, _carry_out, world_size=3, args=(cases,))
 
 
-def _with_fences(backend: fc.Backend, cases: list[lent.Case]) -> None:
+def _with_fences(backend: fc.Backend, cases: list[published.Case]) -> None:
     _carry_out(backend, cases)
     assert state_of(backend).context is not None
     assert state_of(backend).context.region is not None
@@ -126,8 +130,8 @@ def test_processors_that_order_stores_less(machine: str, monkeypatch: pytest.Mon
         for _ in range(30):
             dtype, op = chance.choice(oracle.COMBINATIONS)
             rows = tuple(chance.choice([0, 1, 100, 5000]) for _ in range(p))
-            sources = tuple(chance.choice(list(lent.SOURCES)) for _ in range(p))
-            outs = tuple(chance.choice([*lent.OUTS, lent.NEW]) for _ in range(p))
-            kind, root = chance.choice(lent.KINDS), chance.randrange(p)
-            cases.append(lent.Case(kind, rows, 3, dtype.name, op, root, sources, outs))
+            sources = tuple(chance.choice(list(published.SOURCES)) for _ in range(p))
+            outs = tuple(chance.choice([*published.OUTS, published.NEW]) for _ in range(p))
+            kind, root = chance.choice(published.KINDS), chance.randrange(p)
+            cases.append(published.Case(kind, rows, 3, dtype.name, op, root, sources, outs))
         run_on(SharingSim, _with_fences, world_size=p, args=(cases,))

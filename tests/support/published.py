@@ -1,4 +1,4 @@
-"""Collectives on arrays that some ranks lend and others do not: what to call, and what must come.
+"""Collectives on arrays that some ranks publish and others do not: calls, and their results.
 
 A ``Case`` is the same on all ranks. Each rank puts its arrays where the case says: into memory of
 ``backend.empty``, which the others read in place, or elsewhere.
@@ -45,14 +45,14 @@ def _private(backend: fc.Backend, values: Array) -> Array:
     return values.copy()
 
 
-def _lent(backend: fc.Backend, values: Array) -> Array:
+def _published(backend: fc.Backend, values: Array) -> Array:
     array = backend.empty(values.shape, values.dtype)
     array[...] = values
     return array
 
 
 def _within(backend: fc.Backend, values: Array) -> Array:
-    """In the middle of a lent array, at an odd place."""
+    """In the middle of a published array, at an odd place."""
     room = backend.empty(values.size + 5, values.dtype)
     array = room[3 : 3 + values.size].reshape(values.shape)
     array[...] = values
@@ -73,14 +73,14 @@ def _strided(backend: fc.Backend, values: Array) -> Array:
 
 
 def _read_only(backend: fc.Backend, values: Array) -> Array:
-    array = _lent(backend, values)
+    array = _published(backend, values)
     array.flags.writeable = False
     return array
 
 
 OUTS: dict[str, Place] = {
     "private": _private,
-    "lent": _lent,
+    "published": _published,
     "within": _within,
     "unaligned": _unaligned,
     "strided": _strided,

@@ -1,4 +1,4 @@
-"""The shared area: every collective through memory that all ranks see, ranks being threads."""
+"""The shared region: every collective through memory that all ranks see, ranks being threads."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def _shares(backend: fc.Backend) -> bool:
 
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("body", [reductions.every_shape, movement.every_shape])
-def test_auto_goes_through_the_area(body: Any, world_size: int) -> None:
+def test_auto_goes_through_the_region(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("body", [reductions.every_dtype_and_op, movement.every_dtype])
-def test_every_dtype_goes_through_the_area(body: Any, world_size: int) -> None:
+def test_every_dtype_goes_through_the_region(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
 
 
 @pytest.mark.parametrize("world_size", [5, 8])
-def test_some_dtypes_and_ops_go_through_the_area(world_size: int) -> None:
+def test_some_dtypes_and_ops_go_through_the_region(world_size: int) -> None:
     body, part = reductions.every_dtype_and_op, (5, world_size % 4)
     run_on(SharingSim, _auto, world_size=world_size, args=(body, *part), max_delay=1e-4, seed=1)
 
@@ -141,7 +141,7 @@ def test_layouts() -> None:
         run_on(SharingSim, body, world_size=3)
 
 
-def test_async_operations_and_groups_have_areas_of_their_own() -> None:
+def test_async_operations_and_groups_have_regions_of_their_own() -> None:
     run_on(SharingSim, asynchronous.every_collective, world_size=4)
     run_on(SharingSim, _groups, world_size=4)
 
@@ -223,7 +223,7 @@ waiting = {0, 2}
 
 
 def test_one_deadline_counts_for_all_ranks_that_are_late() -> None:
-    """The second call of a kind takes the express lane, where there is one."""
+    """The second call of a kind takes the fast path, where there is one."""
     args = (threading.Event(), {})
     run_on(SharingSim, _late, world_size=3, op_timeout=3.0, args=args)
 
