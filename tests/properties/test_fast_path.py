@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import numpy as np
 import pytest
 from support.spmd import run
@@ -74,3 +78,99 @@ def _small_behind_large(backend: Backend) -> None:
 @pytest.mark.parametrize("transport", ["sim", "zmq"])
 def test_a_small_call_waits_for_an_asynchronous_one(transport: str) -> None:
     run(_small_behind_large, transport=transport, world_size=2)
+
+
+def _slow_to_combine(backend: Backend) -> None:
+    naps: list[float] = []
+
+    def add(left: Any, right: Any) -> Any:
+        if naps:
+            time.sleep(naps.pop())
+        return left + right
+
+    op = fc.ReduceOp.create("slow_sum", add)
+    source, out = backend.empty(ROWS), backend.empty(ROWS)
+    source[:] = 1
+    for _ in range(3):
+        fc.all_reduce(source, backend, op=op, out=out)
+    assert _all_go_fast(backend)
+    time.sleep(1.2 * backend.timeout)
+    if backend.rank == 0:
+        time.sleep(0.2)  # it comes last: it has to wait for the end of the call alone
+    else:
+        naps.append(0.5)
+    fc.all_reduce(source, backend, op=op, out=out)
+    assert (out == 2).all()
+
+
+def test_a_rank_that_waits_at_the_end_of_a_call_has_its_whole_deadline() -> None:
+    run(_slow_to_combine, transport="zmq", world_size=2, shm="on", op_timeout=2)
+
+
+def _closed(backend: Backend) -> None:
+    pair = backend.sub([0, 1])
+    for _ in range(3):
+        fc.all_reduce(np.ones(3), pair)
+    assert _all_go_fast(pair)
+    pair.close()
+    with pytest.raises(fc.ClosedError, match="closed this group"):
+        fc.all_reduce(np.ones(3), pair)
+    assert (fc.all_reduce(np.ones(3), backend) == 2).all()
+
+
+@pytest.mark.parametrize("transport", ["sim", "zmq"])
+def test_a_closed_group_is_noticed(transport: str) -> None:
+    run(_closed, transport=transport, world_size=2)
+
+
+def _threads_that_call_the_same(backend: Backend, options: dict[str, Any]) -> None:
+    wrong: list[Any] = []
+
+    def call() -> None:
+        try:
+            for _ in range(60):
+                found = fc.all_reduce(np.ones(ROWS), backend, **options)
+                if not (found == backend.world_size).all():
+                    wrong.append(found)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:3]
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 60}], ids=["fast", "ordinary"])
+@pytest.mark.parametrize("transport", ["sim", "zmq"])
+def test_calls_of_several_threads_take_turns(transport: str, options: dict[str, Any]) -> None:
+    run(_threads_that_call_the_same, transport=transport, world_size=2, args=(options,))
+
+
+def _interrupted_before_it_runs(backend: Backend, options: dict[str, Any]) -> None:
+    recorder, armed = backend.root.recorder, False
+    record = recorder.begin
+
+    def begin(*args: Any) -> Any:
+        if armed:
+            raise KeyboardInterrupt
+        return record(*args)
+
+    recorder.begin = begin  # type: ignore[method-assign]
+    for _ in range(3):
+        fc.all_reduce(np.ones(3), backend)
+    assert _all_go_fast(backend)
+    armed = backend.rank == 1
+    with pytest.raises(KeyboardInterrupt if armed else fc.PeerFailedError):
+        fc.all_reduce(np.ones(3), backend, **options)
+    # It is the first cause on both, before the rank that was interrupted has left.
+    assert "all_reduce #4 was left on rank 1: KeyboardInterrupt" in str(backend.root.failure)
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 60}], ids=["fast", "ordinary"])
+@pytest.mark.parametrize("transport", ["sim", "zmq"])
+def test_a_call_that_has_a_number_and_never_runs(transport: str, options: dict[str, Any]) -> None:
+    """Nobody but the order of the group knows yet that it has begun."""
+    run(_interrupted_before_it_runs, transport=transport, world_size=2, args=(options,))

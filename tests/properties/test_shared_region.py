@@ -22,7 +22,7 @@ from support.spmd import meet, run_on
 
 import fsdpcore as fc
 from fsdpcore.collectives.shared import algorithm as shared
-from fsdpcore.collectives.shared import region
+from fsdpcore.collectives.shared import interpreter, region
 from fsdpcore.collectives.state import state_of
 
 SIZES = (1, 2, 3, 5, 8)
@@ -134,6 +134,38 @@ def _ragged(backend: fc.Backend) -> None:
     sources = [_counting(sum(row), r) for r, row in enumerate(counts)]
     result = fc.all_to_all_v(sources[me], backend, counts[me])
     check_same(result, oracle.exchanged(sources, counts, me), "all_to_all_v")
+
+
+def test_who_exchanges_little_takes_as_many_turns_as_the_others() -> None:
+    run_on(SharingSim, _one_pair_exchanges_much, world_size=3)
+
+
+def _one_pair_exchanges_much(backend: fc.Backend) -> None:
+    p, me = backend.world_size, backend.rank
+    many = 2 * region.STAGING // 4 + 3
+    counts = [[many if (r, s) == (0, 1) else 1 for s in range(p)] for r in range(p)]
+    sources = [_counting(sum(row), r) for r, row in enumerate(counts)]
+    result = fc.all_to_all_v(sources[me], backend, counts[me], algorithm="shared")
+    check_same(result, oracle.exchanged(sources, counts, me), "all_to_all_v")
+
+
+def test_own_parts_of_what_is_copied_late() -> None:
+    """Above some MiB a rank copies its own part after the first turn, whatever is staged."""
+    run_on(SharingSim, _own_parts_of_large_arrays, world_size=2)
+
+
+def _own_parts_of_large_arrays(backend: fc.Backend) -> None:
+    p, me = backend.world_size, backend.rank
+    parts = [_counting(interpreter._EARLY // 4 + 8, r) for r in range(p)]
+    joined = fc.all_gather(parts[me], backend, algorithm="shared")
+    check_same(joined, oracle.joined(parts), "all_gather")
+    gathered = fc.gather(parts[me], backend, root=1, algorithm="shared")
+    if me == 1:
+        check_same(gathered, oracle.joined(parts), "gather")
+    scattered = fc.scatter(parts[1] if me == 1 else None, backend, root=1, algorithm="shared")
+    check_same(scattered, oracle.pieces(parts[1], p)[me], "scatter")
+    arriving = oracle.joined([oracle.pieces(part, p)[me] for part in parts])
+    check_same(fc.all_to_all(parts[me], backend, algorithm="shared"), arriving, "all_to_all")
 
 
 def test_layouts() -> None:

@@ -18,6 +18,7 @@ import fsdpcore as fc
 from fsdpcore.checkpoint import BoxShard, read
 from fsdpcore.checkpoint.format.generators import states_of
 from fsdpcore.checkpoint.load.load import Loaded, load
+from fsdpcore.checkpoint.memory.overlaps import check_disjoint
 from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
@@ -636,6 +637,13 @@ def test_targets_that_share_memory_are_refused_before_anything_is_read(
     assert _aliased()[which][1] in text
     assert "Nothing was changed" in text
     assert "on rank 1" in text
+
+
+def test_a_part_is_found_behind_one_that_lies_within_the_same_bounds() -> None:
+    flat = np.zeros(24)
+    with pytest.raises(ArgumentError, match="'x' and 'z' share memory"):
+        check_disjoint({"x": flat[::2], "y": flat[1:2], "z": flat[20:21]})
+    check_disjoint({"x": flat[::2], "y": flat[1:2], "z": flat[21:22]})
 
 
 def test_columns_tiles_and_reversed_rows_of_one_matrix_may_be_targets(tmp_path: Path) -> None:

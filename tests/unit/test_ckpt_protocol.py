@@ -34,6 +34,7 @@ from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 from fsdpcore.checkpoint.storage.removal import remove_leftovers
 from fsdpcore.checkpoint.storage.steps import StepName, directories
+from fsdpcore.collectives.consensus import LocalAttempt
 from fsdpcore.core.errors import ArgumentError, CheckpointError
 from fsdpcore.core.geometry.regions import Box, Range
 
@@ -467,3 +468,12 @@ def test_what_was_just_saved_is_not_read_again_to_remove_others(tmp_path):
     assert not [name for name in read if name.endswith(METADATA_NAME)]
     assert fc.checkpoint.steps(tmp_path) == [20]
     assert whole(2).keys() == fc.checkpoint.read(tmp_path).keys()
+
+
+def test_the_first_error_of_an_attempt_is_kept() -> None:
+    attempt = LocalAttempt()
+    for error in (ArgumentError("first"), CheckpointError("second")):
+        with attempt:
+            raise error
+    assert attempt.value(lambda: 1, 2) == 2
+    assert str(attempt.error) == "first"

@@ -221,6 +221,32 @@ def test_what_is_moved_is_counted(disk):
     run(body, 2)
 
 
+def test_what_a_gathering_renews_is_written(disk):
+    """Every rank has all parameters, 32 pages, and updates a half of them."""
+    elements, pages = 2 * 16 * PAGE // 4, 16 * PAGE
+
+    def body(backend):
+        engine = fc.FSDP(
+            [fc.Unit("u", {"w": np.ones(elements, np.float32)})],
+            backend,
+            strategy="shard_optimizer",
+            optimizer=fc.optim.SGD(lr=0.1),
+            offload=fc.Offload(disk, "parameters"),
+        )
+        (unit,) = engine.units
+        for _ in range(2):
+            with engine.step() as step:
+                with step.forward(unit):
+                    pass
+                with step.backward(unit) as (_, grads):
+                    grads["w"] = np.ones(elements, np.float32)
+                step.update()
+            # What is gathered, and in the update its own half.
+            assert engine.offload_stats.written == (2 + 1) * pages
+
+    run(body, world_size=2)
+
+
 def test_without_offload_nothing_is_counted():
     def body(backend):
         engine = fc.FSDP(model(), backend)

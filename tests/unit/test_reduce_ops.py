@@ -10,6 +10,7 @@ from support.arrays import Array, arrays_of, check_same
 from support.spmd import run_on
 
 import fsdpcore as fc
+from fsdpcore.collectives.shared.reducing import prepare
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import BLOCK, ReduceOp, Reduction
 
@@ -44,6 +45,28 @@ def test_blocks_are_seamless() -> None:
             out = np.empty(size, dtype)
             Reduction.of("mean", np.dtype(dtype)).reduce(parts, out)
             check_same(out, oracle.reduced(parts, "mean"), f"{size} elements")
+
+
+class _Scratch:
+    """What a prepared reduction needs of a context."""
+
+    def scratch(self, size: int, dtype: np.dtype[Any]) -> Array:
+        return np.empty(size, dtype)
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_a_prepared_reduction_has_the_same_bits_each_time(count: int) -> None:
+    context: Any = _Scratch()
+    for dtype, op in oracle.COMBINATIONS:
+        parts, reduction = arrays_of(count, (33,), dtype), Reduction.of(op, dtype)
+        expected, found = np.empty(33, dtype), np.empty(33, dtype)
+        reduce = prepare(context, reduction, parts)
+        for turn in range(2):
+            for part in parts:
+                np.copyto(part, np.roll(part, turn))
+            reduction.reduce(parts, expected)
+            reduce(found)
+            check_same(found, expected, f"{op} of {dtype}")
 
 
 def test_order_is_the_tree_of_six() -> None:

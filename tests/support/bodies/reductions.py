@@ -16,6 +16,8 @@ CANONICAL = {
     "all_reduce": ["auto", "star", "direct", "doubling", "rabenseifner", "hierarchical"],
     "reduce_scatter": ["auto", "star", "direct", "doubling", "halving", "hierarchical"],
     "reduce": ["auto", "star", "tree"],
+    "scan": ["auto", "doubling"],
+    "exscan": ["auto", "doubling"],
 }
 
 
