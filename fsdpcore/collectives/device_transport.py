@@ -27,7 +27,7 @@ class DeviceTransport(Transport):
         """Do as ``algorithms`` for arrays of ``device``, which the general ones do not move.
 
         Their functions enqueue what they do where the calling thread does, and do not wait for it.
-        The link is for arrays of the host. The first one of a collective that supports a call is
+        The context is for arrays of the host. The first one of a collective that supports a call is
         what ``auto`` takes.
         """
 

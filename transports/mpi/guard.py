@@ -46,9 +46,9 @@ class BlockedCallGuard:
         now, failure = time.monotonic(), self._failure()
         if failure is not None and self._failed_at is None:
             self._failed_at = now
-        for group, link in list(self.calls.items()):
-            call = f"{link.name} on ranks {list(group.ranks)}"
-            if now > link.end + _LATE_SECONDS and group in self.calls:
+        for group, context in list(self.calls.items()):
+            call = f"{context.name} on ranks {list(group.ranks)}"
+            if now > context.end + _LATE_SECONDS and group in self.calls:
                 PROCESS.abort(
                     f"rank {self._rank} failed: CommTimeoutError: {call} did not end in time "
                     "inside MPI, where nothing but the end of the job stops it; a rank of it is "

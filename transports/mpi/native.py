@@ -96,7 +96,7 @@ class MpiCollectives:
     """The collectives of one group, with the signatures of those in ``collectives``.
 
     A group runs one collective at a time. While it is inside MPI the guard watches it: the block
-    ``with self._calling(link) as comm``.
+    ``with self._calling(context) as comm``.
 
     The communicator of a group that is not the whole job is made by the first call, on all
     members of the group and nobody else; groups of equal members get one each, so that their
@@ -111,9 +111,9 @@ class MpiCollectives:
         whole = group is transport
         self._comm: MPI.Intracomm | None = transport.comm if whole else None
 
-    def _calling(self, link: CollectiveContext) -> MpiCollectives:
+    def _calling(self, context: CollectiveContext) -> MpiCollectives:
         """Have the guard watch a call, for the block that is entered next."""
-        self._transport.guard.calls[self] = link
+        self._transport.guard.calls[self] = context
         return self
 
     def __enter__(self) -> MPI.Intracomm:
@@ -143,7 +143,9 @@ class MpiCollectives:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return comm
 
-    def _complete(self, link: CollectiveContext, requests: list[MPI.Request], memory: Any) -> None:
+    def _complete(
+        self, context: CollectiveContext, requests: list[MPI.Request], memory: Any
+    ) -> None:
         """Wait for requests outside of MPI, where deadlines and failures are seen."""
         spins = 0
         try:
@@ -153,9 +155,9 @@ class MpiCollectives:
                     os.sched_yield()
                     self._transport.progress()
                     self._transport.check_usable()
-                if not link.remaining():
+                if not context.remaining():
                     raise CommTimeoutError(
-                        f"{link.name} on ranks {list(self.ranks)} timed out inside MPI on rank "
+                        f"{context.name} on ranks {list(self.ranks)} timed out inside MPI on rank "
                         f"{self._transport.rank}: a rank is stopped or lost"
                     )
         except BaseException:
@@ -176,34 +178,34 @@ class MpiCollectives:
         self._bound = reduction, binding
         return binding
 
-    def all_reduce(self, link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+    def all_reduce(self, context: CollectiveContext, data: Array, reduction: Reduction) -> None:
         """Reduce ``data`` of all ranks into ``data`` of all ranks."""
         binding = self._binding(reduction)
         if binding is None:
-            return direct.all_reduce(link, data, reduction)
+            return direct.all_reduce(context, data, reduction)
         kind, op = binding
-        with self._calling(link) as comm:
+        with self._calling(context) as comm:
             for piece in _pieces(data):
                 comm.Allreduce(MPI.IN_PLACE, _buffer(piece, kind), op)
-        return _finish(data, reduction, link.size)
+        return _finish(data, reduction, context.size)
 
     def all_reduce_into(
-        self, link: CollectiveContext, source: Array, out: Array, reduction: Reduction
+        self, context: CollectiveContext, source: Array, out: Array, reduction: Reduction
     ) -> None:
         """Reduce ``source`` of all ranks into ``out`` of all; they are the same array or apart."""
         binding = self._binding(reduction)
         if binding is None or np.may_share_memory(source, out):
             np.copyto(out, source)
-            return self.all_reduce(link, out, reduction)
+            return self.all_reduce(context, out, reduction)
         kind, op = binding
-        with self._calling(link) as comm:
+        with self._calling(context) as comm:
             for piece, room in zip(_pieces(source), _pieces(out), strict=True):
                 comm.Allreduce(_buffer(piece, kind), _buffer(room, kind), op)
-        return _finish(out, reduction, link.size)
+        return _finish(out, reduction, context.size)
 
     def reduce(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array,
         out: Array | None,
         root: int,
@@ -212,10 +214,10 @@ class MpiCollectives:
         """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
         binding = self._binding(reduction)
         if binding is None:
-            return star.reduce(link, source, out, root, reduction)
+            return star.reduce(context, source, out, root, reduction)
         kind, op = binding
-        with self._calling(link) as comm:
-            if link.rank != root:
+        with self._calling(context) as comm:
+            if context.rank != root:
                 for piece in _pieces(source):
                     comm.Reduce(_buffer(piece, kind), None, op, root)
                 return None
@@ -224,11 +226,11 @@ class MpiCollectives:
                 in_place = np.may_share_memory(piece, room)
                 sending = MPI.IN_PLACE if in_place else _buffer(piece, kind)
                 comm.Reduce(sending, _buffer(room, kind), op, root)
-        return _finish(out, reduction, link.size)
+        return _finish(out, reduction, context.size)
 
     def reduce_scatter(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array,
         own: Array,
         bounds: Sequence[int],
@@ -237,40 +239,40 @@ class MpiCollectives:
         """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]``."""
         binding = self._binding(reduction)
         if binding is None or source.nbytes > PIECE:
-            return direct.reduce_scatter(link, source, own, bounds, reduction)
+            return direct.reduce_scatter(context, source, own, bounds, reduction)
         kind, op = binding
         room = np.empty_like(own) if np.may_share_memory(source, own) else own
         counts = _counts(bounds, _width(source, kind))
-        with self._calling(link) as comm:
+        with self._calling(context) as comm:
             receiving = _buffer(room, kind)
             if _equal(counts):
                 comm.Reduce_scatter_block(_buffer(source, kind, counts[0]), receiving, op)
             else:
                 comm.Reduce_scatter(_buffer(source, kind), receiving, counts, op)
-        _finish(room, reduction, link.size)
+        _finish(room, reduction, context.size)
         if room is not own:
             np.copyto(own, room)
         return None
 
     # Movement, of bytes.
 
-    def broadcast(self, link: CollectiveContext, data: Array, root: int) -> None:
+    def broadcast(self, context: CollectiveContext, data: Array, root: int) -> None:
         """Copy ``data`` of the root into ``data`` of all ranks."""
-        if link.size == 1:
+        if context.size == 1:
             return
-        with self._calling(link) as comm:
+        with self._calling(context) as comm:
             for piece in _pieces(data):
                 comm.Bcast(_buffer(piece), root)
 
     def all_gather(
-        self, link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]
+        self, context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]
     ) -> None:
         """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks."""
-        if link.size == 1 or out.nbytes > PIECE:
-            return direct.all_gather(link, own, out, bounds)
+        if context.size == 1 or out.nbytes > PIECE:
+            return direct.all_gather(context, own, out, bounds)
         counts = _counts(bounds, out.itemsize)
         sending = MPI.IN_PLACE if np.may_share_memory(own, out) else _buffer(own)
-        with self._calling(link) as comm:
+        with self._calling(context) as comm:
             if _equal(counts):
                 comm.Allgather(sending, _buffer(out, count=counts[0]))
             else:
@@ -279,56 +281,56 @@ class MpiCollectives:
 
     def gather(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         own: Array,
         out: Array | None,
         bounds: Sequence[int],
         root: int,
     ) -> None:
         """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of the root."""
-        if link.size == 1 or bounds[-1] * own.itemsize > PIECE:
-            return star.gather(link, own, out, bounds, root)
+        if context.size == 1 or bounds[-1] * own.itemsize > PIECE:
+            return star.gather(context, own, out, bounds, root)
         counts = _counts(bounds, own.itemsize)
         sending: Any = _buffer(own)
         if out is not None and np.may_share_memory(own, out):
             sending = MPI.IN_PLACE
-        with self._calling(link) as comm:
+        with self._calling(context) as comm:
             if _equal(counts):
                 receiving = None if out is None else _buffer(out, count=counts[0])
                 request = comm.Igather(sending, receiving, root)
             else:
                 request = comm.Igatherv(sending, None if out is None else _parts(out, counts), root)
-            self._complete(link, [request], (own, out))
+            self._complete(context, [request], (own, out))
         return None
 
     def scatter(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array | None,
         own: Array,
         bounds: Sequence[int],
         root: int,
     ) -> None:
         """Bring ``source[bounds[rank]:bounds[rank + 1]]`` of the root to every rank's ``own``."""
-        if link.size == 1 or bounds[-1] * own.itemsize > PIECE:
-            return star.scatter(link, source, own, bounds, root)
+        if context.size == 1 or bounds[-1] * own.itemsize > PIECE:
+            return star.scatter(context, source, own, bounds, root)
         counts = _counts(bounds, own.itemsize)
         receiving: Any = _buffer(own)
         if source is not None and np.may_share_memory(source, own):
             receiving = MPI.IN_PLACE
-        with self._calling(link) as comm:
+        with self._calling(context) as comm:
             if _equal(counts):
                 sending = None if source is None else _buffer(source, count=counts[0])
                 request = comm.Iscatter(sending, receiving, root)
             else:
                 parts = None if source is None else _parts(source, counts)
                 request = comm.Iscatterv(parts, receiving, root)
-            self._complete(link, [request], (source, own))
+            self._complete(context, [request], (source, own))
         return None
 
     def all_to_all(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array,
         send_bounds: Sequence[int],
         out: Array,
@@ -339,12 +341,12 @@ class MpiCollectives:
         In the ragged form no rank knows all sizes, on which MPI's own forms would depend, and
         positions beyond 2 GiB are nothing to them. So these are MPI's messages, all at once.
         """
-        me, p = link.rank, link.size
+        me, p = context.rank, context.size
         own = slice(send_bounds[me], send_bounds[me + 1])
         np.copyto(out[recv_bounds[me] : recv_bounds[me + 1]], source[own])
         if p == 1:
             return
-        with self._calling(link) as comm:
+        with self._calling(context) as comm:
             requests = []
             for step in range(1, p):
                 peer = (me - step) % p
@@ -354,7 +356,7 @@ class MpiCollectives:
                 peer = (me + step) % p
                 for piece in _pieces(source[send_bounds[peer] : send_bounds[peer + 1]]):
                     requests.append(comm.Isend(_buffer(piece), peer, _TAG))
-            self._complete(link, requests, (source, out))
+            self._complete(context, requests, (source, out))
 
 
 def _finish(out: Array, reduction: Reduction, count: int) -> None:

@@ -115,100 +115,100 @@ class NcclCollectives:
         self._launches = transport.communicators.launches
         self._found: Communicator | None = None
 
-    def communicator(self, link: CollectiveContext) -> Communicator:
+    def communicator(self, context: CollectiveContext) -> Communicator:
         """The group's communicator, made by its first call; for a call that follows at once."""
-        self._transport.supervisor.enter(link)
+        self._transport.supervisor.enter(context)
         if self._found is None:
-            self._found = self._transport.groups.of(self._group, link)
+            self._found = self._transport.groups.of(self._group, context)
         return self._found
 
-    def _only_copies(self, link: CollectiveContext) -> bool:
-        return link.size == 1 and self.copies_alone
+    def _only_copies(self, context: CollectiveContext) -> bool:
+        return context.size == 1 and self.copies_alone
 
     # Movement.
 
-    def broadcast(self, link: CollectiveContext, data: Array, root: int) -> None:
+    def broadcast(self, context: CollectiveContext, data: Array, root: int) -> None:
         """Copy ``data`` of the root into ``data`` of all ranks."""
-        if data.size and not self._only_copies(link):
+        if data.size and not self._only_copies(context):
             at = pointer(data)
-            self.communicator(link).call("broadcast", at, at, data.nbytes, BYTES, root, stream())
+            self.communicator(context).call("broadcast", at, at, data.nbytes, BYTES, root, stream())
 
     def all_gather(
-        self, link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]
+        self, context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]
     ) -> None:
         """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks."""
         size = out.itemsize
-        if self._only_copies(link):
+        if self._only_copies(context):
             copy(own, out)
         elif is_even(bounds):
             if own.size:
-                self.communicator(link).call(
+                self.communicator(context).call(
                     "allGather", pointer(own), pointer(out), own.nbytes, BYTES, stream()
                 )
         else:
-            communicator, where = self.communicator(link), stream()
+            communicator, where = self.communicator(context), stream()
             with self._launches.group():
                 for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
                     to = pointer(out) + low * size
-                    at = pointer(own) if rank == link.rank else to
+                    at = pointer(own) if rank == context.rank else to
                     if high > low:
                         nbytes = (high - low) * size
                         communicator.call("broadcast", at, to, nbytes, BYTES, rank, where)
 
     def gather(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         own: Array,
         out: Array | None,
         bounds: Sequence[int],
         root: int,
     ) -> None:
         """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of the root."""
-        if link.rank != root:
+        if context.rank != root:
             sends, receives = [(root, own)], []
         else:
             assert out is not None
             parts = list(enumerate(pieces(out, bounds)))
             sends, receives = [], [(rank, part) for rank, part in parts if rank != root]
             copy(own, parts[root][1])
-        self.exchange(link, sends, receives)
+        self.exchange(context, sends, receives)
 
     def scatter(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array | None,
         own: Array,
         bounds: Sequence[int],
         root: int,
     ) -> None:
         """Bring ``source[bounds[rank]:bounds[rank + 1]]`` of the root to every rank's ``own``."""
-        if link.rank != root:
+        if context.rank != root:
             sends, receives = [], [(root, own)]
         else:
             assert source is not None
             parts = list(enumerate(pieces(source, bounds)))
             sends, receives = [(rank, part) for rank, part in parts if rank != root], []
             copy(parts[root][1], own)
-        self.exchange(link, sends, receives)
+        self.exchange(context, sends, receives)
 
     def all_to_all(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array,
         send_bounds: Sequence[int],
         out: Array,
         recv_bounds: Sequence[int],
     ) -> None:
         """Send ``source[send_bounds[r]:send_bounds[r + 1]]`` to each rank r, receive from each."""
-        me = link.rank
+        me = context.rank
         sends = list(enumerate(pieces(source, send_bounds)))
         receives = list(enumerate(pieces(out, recv_bounds)))
         copy(sends.pop(me)[1], receives.pop(me)[1])
-        self.exchange(link, sends, receives)
+        self.exchange(context, sends, receives)
 
     def exchange(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         sends: list[tuple[int, Array]],
         receives: list[tuple[int, Array]],
     ) -> None:
@@ -217,7 +217,7 @@ class NcclCollectives:
         receives = [(rank, array) for rank, array in receives if array.size]
         if not sends and not receives:
             return
-        communicator, where = self.communicator(link), stream()
+        communicator, where = self.communicator(context), stream()
         with self._launches.group():
             for rank, array in sends:
                 communicator.call("send", pointer(array), array.nbytes, BYTES, rank, where)
@@ -228,67 +228,67 @@ class NcclCollectives:
 class NativeCollectives(NcclCollectives):
     """Reductions by NCCL."""
 
-    def all_reduce(self, link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+    def all_reduce(self, context: CollectiveContext, data: Array, reduction: Reduction) -> None:
         """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-        self.all_reduce_into(link, data, data, reduction)
+        self.all_reduce_into(context, data, data, reduction)
 
     def all_reduce_into(
-        self, link: CollectiveContext, source: Array, out: Array, reduction: Reduction
+        self, context: CollectiveContext, source: Array, out: Array, reduction: Reduction
     ) -> None:
         """Reduce ``source`` of all ranks into ``out`` of all; they are the same array or apart."""
-        if self._only_copies(link):
+        if self._only_copies(context):
             copy(source, out)
         elif out.size:
             dtype, op, width = _kind(reduction)
-            self.communicator(link).call(
+            self.communicator(context).call(
                 "allReduce", pointer(source), pointer(out), out.size * width, dtype, op, stream()
             )
 
     def reduce(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array,
         out: Array | None,
         root: int,
         reduction: Reduction,
     ) -> None:
         """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
-        if self._only_copies(link):
+        if self._only_copies(context):
             assert out is not None
             copy(source, out)
         elif source.size:
             dtype, op, width = _kind(reduction)
             at = pointer(source)
             to = at if out is None else pointer(out)
-            self.communicator(link).call(
+            self.communicator(context).call(
                 "reduce", at, to, source.size * width, dtype, op, root, stream()
             )
 
     def reduce_scatter(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array,
         own: Array,
         bounds: Sequence[int],
         reduction: Reduction,
     ) -> None:
         """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]``."""
-        if self._only_copies(link):
+        if self._only_copies(context):
             copy(source, own)
             return
         dtype, op, width = _kind(reduction)
         if is_even(bounds):
             if own.size:
-                self.communicator(link).call(
+                self.communicator(context).call(
                     "reduceScatter", pointer(source), pointer(own), own.size * width, dtype, op,
                     stream(),
                 )  # fmt: skip
             return
-        communicator, where = self.communicator(link), stream()
+        communicator, where = self.communicator(context), stream()
         with self._launches.group():
             for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
                 at = pointer(source) + low * source.itemsize
-                to = pointer(own) if rank == link.rank else at
+                to = pointer(own) if rank == context.rank else at
                 if high > low:
                     count = (high - low) * width
                     communicator.call("reduce", at, to, count, dtype, op, rank, where)

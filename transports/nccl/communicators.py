@@ -182,16 +182,16 @@ class Communicators:
         except ERRORS as error:
             raise translated(error, "nccl.get_unique_id") from error
 
-    def meet(self, link: CollectiveContext) -> Communicator:
+    def meet(self, context: CollectiveContext) -> Communicator:
         """Make a communicator of a group, whose ranks all call this. Blocks until they have.
 
         Args:
-            link: of a collective that runs; rank 0 tells the id over it, and its deadline counts.
+            context: of a collective that runs; rank 0 tells the id by it, and its deadline counts.
         """
-        told = self.new_id() if link.rank == 0 else np.empty(ID_BYTES, np.uint8)
-        tree.broadcast(link, told, 0)
-        what = f"making the NCCL communicator for {link.name}"
-        return self.make(told, link.rank, link.size, link.remaining(), what)
+        told = self.new_id() if context.rank == 0 else np.empty(ID_BYTES, np.uint8)
+        tree.broadcast(context, told, 0)
+        what = f"making the NCCL communicator for {context.name}"
+        return self.make(told, context.rank, context.size, context.remaining(), what)
 
     def make(self, told: Array, rank: int, size: int, seconds: float, what: str) -> Communicator:
         """Make a communicator; all its ranks do so with the same id.

@@ -30,7 +30,7 @@ class DirectCollectives(NcclCollectives):
 
     def reduce_scatter(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array,
         own: Array,
         bounds: Sequence[int],
@@ -40,7 +40,7 @@ class DirectCollectives(NcclCollectives):
 
         ``own`` may be that part of ``source``.
         """
-        me, p = link.rank, link.size
+        me, p = context.rank, context.size
         chunks = pieces(source, bounds)
         if p == 1:
             copy(source, own)
@@ -50,29 +50,29 @@ class DirectCollectives(NcclCollectives):
         parts = [*rooms[:me], chunks[me], *rooms[me:]]
         others = [rank for rank in range(p) if rank != me]
         self.exchange(
-            link,
+            context,
             [(rank, chunks[rank]) for rank in others],
             [(rank, parts[rank]) for rank in others],
         )
         reduction.reduce_at_once(parts, own, cupy.empty)
 
-    def all_reduce(self, link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+    def all_reduce(self, context: CollectiveContext, data: Array, reduction: Reduction) -> None:
         """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-        bounds = bounds_of(split_sizes(data.size, link.size))
-        own = data[bounds[link.rank] : bounds[link.rank + 1]]
-        self.reduce_scatter(link, data, own, bounds, reduction)
-        self.all_gather(link, own, data, bounds)
+        bounds = bounds_of(split_sizes(data.size, context.size))
+        own = data[bounds[context.rank] : bounds[context.rank + 1]]
+        self.reduce_scatter(context, data, own, bounds, reduction)
+        self.all_gather(context, own, data, bounds)
 
     def reduce(
         self,
-        link: CollectiveContext,
+        context: CollectiveContext,
         source: Array,
         out: Array | None,
         root: int,
         reduction: Reduction,
     ) -> None:
         """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
-        bounds = bounds_of(split_sizes(source.size, link.size))
-        own = cupy.empty(bounds[link.rank + 1] - bounds[link.rank], source.dtype)
-        self.reduce_scatter(link, source, own, bounds, reduction)
-        self.gather(link, own, out, bounds, root)
+        bounds = bounds_of(split_sizes(source.size, context.size))
+        own = cupy.empty(bounds[context.rank + 1] - bounds[context.rank], source.dtype)
+        self.reduce_scatter(context, source, own, bounds, reduction)
+        self.gather(context, own, out, bounds, root)

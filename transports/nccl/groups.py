@@ -48,21 +48,21 @@ class GroupCommunicators:
         """The communicator of a group, if it has one yet."""
         return self._found.get(channel)
 
-    def of(self, group: Backend, link: CollectiveContext) -> Communicator:
+    def of(self, group: Backend, context: CollectiveContext) -> Communicator:
         """The communicator of a group, whose ranks all ask for it in the same call."""
-        found = self._found.get(group.channel) or self._again(group, link)
+        found = self._found.get(group.channel) or self._again(group, context)
         if found is None:
-            found = self._communicators.meet(link)
+            found = self._communicators.meet(context)
             self._made_for[found] = group.channel
         self._found[group.channel] = found
         return found
 
-    def _again(self, group: Backend, link: CollectiveContext) -> Communicator | None:
+    def _again(self, group: Backend, context: CollectiveContext) -> Communicator | None:
         """Return one that is free on all ranks of a group, if there is one; all ranks call this."""
 
         def gather(mine: Array) -> Array:
-            every = np.empty(link.size * _OFFERED, np.uint64)
-            bruck.all_gather(link, mine, every, bounds_of([_OFFERED] * link.size))
+            every = np.empty(context.size * _OFFERED, np.uint64)
+            bruck.all_gather(context, mine, every, bounds_of([_OFFERED] * context.size))
             return every
 
         return self._free_everywhere(group, gather)

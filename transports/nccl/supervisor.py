@@ -100,7 +100,7 @@ class Supervisor:
         self._new: deque[tuple[int, Flight]] = deque()
         # By stream: those of one stream end in order.
         self._flights: dict[int, deque[Flight]] = {}
-        # Links of calls that a thread makes now: NCCL may not return before others call as well.
+        # Contexts of calls that a thread makes now: NCCL may not return before others call as well.
         self._inside: dict[CollectiveContext, None] = {}
         # Events on the device's background stream, in order, and what is kept until then.
         self._kept: deque[tuple[Any, object]] = deque()
@@ -113,16 +113,16 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def enter(self, link: CollectiveContext) -> None:
+    def enter(self, context: CollectiveContext) -> None:
         """Look after a thread that is about to call NCCL, until what it has called is added."""
-        self._inside[link] = None
+        self._inside[context] = None
         if self._asleep:
             self._wake.set()
 
-    def leave(self, link: CollectiveContext | None) -> None:
+    def leave(self, context: CollectiveContext | None) -> None:
         """The thread has returned from NCCL."""
-        if link is not None:
-            self._inside.pop(link, None)
+        if context is not None:
+            self._inside.pop(context, None)
 
     def add(self, stream: int, flight: Flight) -> None:
         """Look after a collective, on a stream; calls of one group come in their order."""
@@ -282,8 +282,8 @@ class Supervisor:
         if flights:
             self._check_deadlines(flights)
             self._check_members(flights)
-        for link in inside:
-            self._check_inside(link)
+        for context in inside:
+            self._check_inside(context)
         with self._lock:
             self._agreement.tell()
             self._agreement.compare()
@@ -311,10 +311,10 @@ class Supervisor:
             f"{shorten(group.ranks)} had not ended {when} on rank {root.rank}{report}"
         )
 
-    def _check_inside(self, link: CollectiveContext) -> None:
+    def _check_inside(self, context: CollectiveContext) -> None:
         """The thread itself sees the deadline where it waits for other ranks, but not in NCCL."""
-        if time.monotonic() > link.end + TICK and link in self._inside:
-            raise link.timed_out()
+        if time.monotonic() > context.end + TICK and context in self._inside:
+            raise context.timed_out()
 
     def _check_members(self, flights: list[Flight]) -> None:
         """A rank leaves when all has ended that it has called: others wait for it in vain."""

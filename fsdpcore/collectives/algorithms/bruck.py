@@ -29,12 +29,12 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.core.buffers import Array, bounds_of
 
 
-def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
+def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks.
 
     ``own`` may be that part of ``out``.
     """
-    me, p = link.rank, link.size
+    me, p = context.rank, context.size
     chunks = [*range(me, p), *range(me)]  # in a buffer that begins with the own one
     at = bounds_of([bounds[chunk + 1] - bounds[chunk] for chunk in chunks])
     gathered = np.empty(at[-1], own.dtype)
@@ -43,7 +43,7 @@ def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence
     while distance < p:
         count = min(distance, p - distance)
         arriving = gathered[at[distance] : at[distance + count]]
-        link.exchange(gathered[: at[count]], (me - distance) % p, arriving, (me + distance) % p)
+        context.exchange(gathered[: at[count]], (me - distance) % p, arriving, (me + distance) % p)
         distance *= 2
     behind = bounds[p] - bounds[me]  # this rank and those behind it
     np.copyto(out[bounds[me] :], gathered[:behind])
@@ -51,7 +51,7 @@ def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence
 
 
 def all_to_all(
-    link: CollectiveContext,
+    context: CollectiveContext,
     source: Array,
     send_bounds: Sequence[int],
     out: Array,
@@ -62,10 +62,10 @@ def all_to_all(
     What rank r sends arrives in ``out[recv_bounds[r]:recv_bounds[r + 1]]``; ``out`` and
     ``source`` must not overlap. ``send_bounds`` are the same on all ranks.
     """
-    if link.call.ragged:  # here the sender makes a difference, too
-        direct.all_to_all(link, source, send_bounds, out, recv_bounds)
+    if context.call.ragged:  # here the sender makes a difference, too
+        direct.all_to_all(context, source, send_bounds, out, recv_bounds)
         return
-    me, p = link.rank, link.size
+    me, p = context.rank, context.size
     sizes = [send_bounds[rank + 1] - send_bounds[rank] for rank in range(p)]
     # Slot j holds a block that travels over the distance j in all, at first the own one.
     slots = [source[send_bounds[r] : send_bounds[r + 1]] for r in [*range(me, p), *range(me)]]
@@ -78,7 +78,7 @@ def all_to_all(
         at = bounds_of([sizes[goal] for goal in goals])
         arriving = np.empty(at[-1], source.dtype)
         leaving = np.concatenate([slots[slot] for slot in moving])
-        link.exchange(leaving, (me + distance) % p, arriving, previous)
+        context.exchange(leaving, (me + distance) % p, arriving, previous)
         for number, slot in enumerate(moving):
             slots[slot] = arriving[at[number] : at[number + 1]]
         distance *= 2

@@ -25,51 +25,55 @@ from fsdpcore.core.reductions import Reduction
 
 
 def reduce_scatter(
-    link: CollectiveContext, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
+    context: CollectiveContext,
+    source: Array,
+    own: Array,
+    bounds: Sequence[int],
+    reduction: Reduction,
 ) -> None:
     """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]`` in ``own``.
 
     ``own`` may be that part of ``source``.
     """
-    me, p = link.rank, link.size
+    me, p = context.rank, context.size
     size = bounds[me + 1] - bounds[me]
-    parts = [*link.scratch((p - 1) * size, source.dtype).reshape(p - 1, size)]
+    parts = [*context.scratch((p - 1) * size, source.dtype).reshape(p - 1, size)]
     parts.insert(me, source[bounds[me] : bounds[me + 1]])
     # Rank order is rotated by the own rank, or all would send to rank 0 first.
     for step in range(1, p):
-        link.irecv(parts[(me - step) % p], (me - step) % p)
+        context.irecv(parts[(me - step) % p], (me - step) % p)
     for step in range(1, p):
         peer = (me + step) % p
-        link.isend(source[bounds[peer] : bounds[peer + 1]], peer)
-    link.wait_all()
+        context.isend(source[bounds[peer] : bounds[peer + 1]], peer)
+    context.wait_all()
     reduction.reduce(parts, own)
 
 
-def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
+def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks.
 
     ``own`` may be that part of ``out``.
     """
-    me, p = link.rank, link.size
+    me, p = context.rank, context.size
     for step in range(1, p):
         peer = (me - step) % p
-        link.irecv(out[bounds[peer] : bounds[peer + 1]], peer)
+        context.irecv(out[bounds[peer] : bounds[peer + 1]], peer)
     for step in range(1, p):
-        link.isend(own, (me + step) % p)
+        context.isend(own, (me + step) % p)
     np.copyto(out[bounds[me] : bounds[me + 1]], own)
-    link.wait_all()
+    context.wait_all()
 
 
-def all_reduce(link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
     """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    bounds = bounds_of(split_sizes(data.size, link.size))
-    own = data[bounds[link.rank] : bounds[link.rank + 1]]
-    reduce_scatter(link, data, own, bounds, reduction)
-    all_gather(link, own, data, bounds)
+    bounds = bounds_of(split_sizes(data.size, context.size))
+    own = data[bounds[context.rank] : bounds[context.rank + 1]]
+    reduce_scatter(context, data, own, bounds, reduction)
+    all_gather(context, own, data, bounds)
 
 
 def all_to_all(
-    link: CollectiveContext,
+    context: CollectiveContext,
     source: Array,
     send_bounds: Sequence[int],
     out: Array,
@@ -80,14 +84,14 @@ def all_to_all(
     What rank r sends arrives in ``out[recv_bounds[r]:recv_bounds[r + 1]]``; ``out`` and
     ``source`` must not overlap.
     """
-    me, p = link.rank, link.size
+    me, p = context.rank, context.size
     for step in range(1, p):
         peer = (me - step) % p
-        link.irecv(out[recv_bounds[peer] : recv_bounds[peer + 1]], peer)
+        context.irecv(out[recv_bounds[peer] : recv_bounds[peer + 1]], peer)
     for step in range(1, p):
         peer = (me + step) % p
-        link.isend(source[send_bounds[peer] : send_bounds[peer + 1]], peer)
+        context.isend(source[send_bounds[peer] : send_bounds[peer + 1]], peer)
     np.copyto(
         out[recv_bounds[me] : recv_bounds[me + 1]], source[send_bounds[me] : send_bounds[me + 1]]
     )
-    link.wait_all()
+    context.wait_all()

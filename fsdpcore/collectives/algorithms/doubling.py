@@ -74,55 +74,59 @@ def steps(rank: int, count: int) -> Iterator[DoublingStep]:
         width *= 2
 
 
-def all_reduce(link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
     """Reduce ``data`` of all ranks into ``data`` of all ranks."""
     if reduction.accumulator == data.dtype:
-        total, received = data, link.scratch(data.size, data.dtype)
+        total, received = data, context.scratch(data.size, data.dtype)
     else:
-        total, received = link.scratch(2 * data.size, reduction.accumulator).reshape(2, -1)
+        total, received = context.scratch(2 * data.size, reduction.accumulator).reshape(2, -1)
         reduction.load(data, total)
-    for step in steps(link.rank, link.size):
-        link.irecv(received, step.source)
+    for step in steps(context.rank, context.size):
+        context.irecv(received, step.source)
         for target in step.targets:
-            link.isend(total, target)
-        link.wait_all()
+            context.isend(total, target)
+        context.wait_all()
         left, right = (total, received) if step.mine < step.theirs else (received, total)
         reduction.combine(left, right, total)
-    reduction.store(total, data, link.size)
+    reduction.store(total, data, context.size)
 
 
 def reduce_scatter(
-    link: CollectiveContext, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
+    context: CollectiveContext,
+    source: Array,
+    own: Array,
+    bounds: Sequence[int],
+    reduction: Reduction,
 ) -> None:
     """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]`` in ``own``.
 
     ``own`` may be that part of ``source``.
     """
     everything = source.copy()
-    all_reduce(link, everything, reduction)
-    np.copyto(own, everything[bounds[link.rank] : bounds[link.rank + 1]])
+    all_reduce(context, everything, reduction)
+    np.copyto(own, everything[bounds[context.rank] : bounds[context.rank + 1]])
 
 
-def scan(link: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
+def scan(context: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
     """Reduce ``source`` of the ranks up to this one into ``out`` (may be ``source``)."""
-    totals = link.scratch(3 * source.size, reduction.accumulator).reshape(3, -1)
+    totals = context.scratch(3 * source.size, reduction.accumulator).reshape(3, -1)
     reduction.load(source, totals[2])
-    _combine_before(link, source, totals, reduction, begun=True)
-    reduction.store(totals[2], out, link.rank + 1)
+    _combine_before(context, source, totals, reduction, begun=True)
+    reduction.store(totals[2], out, context.rank + 1)
 
 
-def exscan(link: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
+def exscan(context: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
     """Reduce ``source`` of the ranks before this one into ``out`` (may be ``source``)."""
-    totals = link.scratch(3 * source.size, reduction.accumulator).reshape(3, -1)
-    _combine_before(link, source, totals, reduction, begun=False)
-    if link.rank:
-        reduction.store(totals[2], out, link.rank)
+    totals = context.scratch(3 * source.size, reduction.accumulator).reshape(3, -1)
+    _combine_before(context, source, totals, reduction, begun=False)
+    if context.rank:
+        reduction.store(totals[2], out, context.rank)
     else:
         out.fill(reduction.identity)
 
 
 def _combine_before(
-    link: CollectiveContext, source: Array, totals: Array, reduction: Reduction, *, begun: bool
+    context: CollectiveContext, source: Array, totals: Array, reduction: Reduction, *, begun: bool
 ) -> None:
     """Put what the blocks on the left have in front of ``totals[2]``; that has a value if begun.
 
@@ -131,12 +135,12 @@ def _combine_before(
     """
     total, received, before = totals
     reduction.load(source, total)
-    every = list(steps(link.rank, link.size))
+    every = list(steps(context.rank, context.size))
     for step in every:
-        link.irecv(received, step.source)
+        context.irecv(received, step.source)
         for target in step.targets:
-            link.isend(total, target)
-        link.wait_all()
+            context.isend(total, target)
+        context.wait_all()
         from_left = step.theirs < step.mine
         if from_left and begun:
             reduction.combine(received, before, before)
@@ -148,14 +152,14 @@ def _combine_before(
             reduction.combine(left, right, total)
 
 
-def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
+def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks.
 
     ``own`` may be that part of ``out``.
     """
-    np.copyto(out[bounds[link.rank] : bounds[link.rank + 1]], own)
-    for step in steps(link.rank, link.size):
-        link.irecv(out[bounds[step.theirs[0]] : bounds[step.theirs[1]]], step.source)
+    np.copyto(out[bounds[context.rank] : bounds[context.rank + 1]], own)
+    for step in steps(context.rank, context.size):
+        context.irecv(out[bounds[step.theirs[0]] : bounds[step.theirs[1]]], step.source)
         for target in step.targets:
-            link.isend(out[bounds[step.mine[0]] : bounds[step.mine[1]]], target)
-        link.wait_all()
+            context.isend(out[bounds[step.mine[0]] : bounds[step.mine[1]]], target)
+        context.wait_all()

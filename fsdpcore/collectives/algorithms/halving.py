@@ -106,7 +106,7 @@ def load(plan: HalvingPlan, chunks: Sequence[Array], reduction: Reduction) -> Ar
 
 
 def reduce(
-    link: CollectiveContext,
+    context: CollectiveContext,
     plan: HalvingPlan,
     total: Array,
     at: Sequence[int],
@@ -122,25 +122,29 @@ def reduce(
         if room.size < mine.size:  # at the first merge: what a rank keeps only shrinks
             room = np.empty_like(mine)
         received = room[: mine.size]
-        arriving = link.irecv(received, merge.source)
+        arriving = context.irecv(received, merge.source)
         for send in merge.sends:
-            link.isend(total[at[send.first] : at[send.end]], send.target)
-        link.wait(arriving)  # what was sent is not touched again
+            context.isend(total[at[send.first] : at[send.end]], send.target)
+        context.wait(arriving)  # what was sent is not touched again
         left, right = (mine, received) if merge.left else (received, mine)
         reduction.combine(left, right, mine)
-    link.wait_all()
+    context.wait_all()
     return mine
 
 
 def reduce_scatter(
-    link: CollectiveContext, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
+    context: CollectiveContext,
+    source: Array,
+    own: Array,
+    bounds: Sequence[int],
+    reduction: Reduction,
 ) -> None:
     """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]`` in ``own``.
 
     ``own`` may be that part of ``source``.
     """
-    steps = plan(link.rank, link.size)
-    chunks = [source[bounds[rank] : bounds[rank + 1]] for rank in range(link.size)]
+    steps = plan(context.rank, context.size)
+    chunks = [source[bounds[rank] : bounds[rank + 1]] for rank in range(context.size)]
     total = load(steps, chunks, reduction)
-    mine = reduce(link, steps, total, steps.positions(chunks), reduction)
-    reduction.store(mine, own, link.size)
+    mine = reduce(context, steps, total, steps.positions(chunks), reduction)
+    reduction.store(mine, own, context.size)

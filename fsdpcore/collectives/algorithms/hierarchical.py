@@ -202,20 +202,24 @@ class _InBlocks(Reduction):
 
 
 def reduce_scatter(
-    link: CollectiveContext, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
+    context: CollectiveContext,
+    source: Array,
+    own: Array,
+    bounds: Sequence[int],
+    reduction: Reduction,
 ) -> None:
     """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]`` in ``own``.
 
     ``own`` may be that part of ``source``.
     """
-    me, here, hosts = link.rank, link.hosts[link.rank], arrange(tuple(link.hosts))
+    me, here, hosts = context.rank, context.hosts[context.rank], arrange(tuple(context.hosts))
     pieces: dict[Block, Array] = {}
     for host, blocks in hosts.blocks.items():
         for block in blocks if host != here else []:
             pieces[block] = np.empty(own.size, reduction.accumulator)
-            link.irecv(pieces[block], hosts.lane(me, host))
+            context.irecv(pieces[block], hosts.lane(me, host))
     blocks, in_blocks = hosts.blocks[here], _InBlocks.on(here, hosts, reduction)
-    with within_host(link) as (local, carrier):
+    with within_host(context) as (local, carrier):
         first, *others = hosts.slabs(here, carrier.sends or source.nbytes <= _PACKED)
         for slab in [*others, first]:  # what has to travel comes first
             at = slab.bounds(bounds)
@@ -231,33 +235,33 @@ def reduce_scatter(
                     if owner == me:
                         pieces[block] = piece
                     else:
-                        link.isend(piece, owner)
-    link.wait_all()
-    reduction.store(_combine(0, link.size, pieces, reduction), own, link.size)
+                        context.isend(piece, owner)
+    context.wait_all()
+    reduction.store(_combine(0, context.size, pieces, reduction), own, context.size)
 
 
-def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
+def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks.
 
     ``own`` may be that part of ``out``.
     """
-    me, here, hosts = link.rank, link.hosts[link.rank], arrange(tuple(link.hosts))
+    me, here, hosts = context.rank, context.hosts[context.rank], arrange(tuple(context.hosts))
     arriving = {
-        owner: link.irecv(out[bounds[owner] : bounds[owner + 1]], owner)
+        owner: context.irecv(out[bounds[owner] : bounds[owner + 1]], owner)
         for owner in hosts.owners(me, here)
         if owner != me
     }
     for host in hosts.members:
         if host != here:
-            link.isend(own, hosts.lane(me, host))
+            context.isend(own, hosts.lane(me, host))
     np.copyto(out[bounds[me] : bounds[me + 1]], own)
-    with within_host(link) as (local, carrier):
+    with within_host(context) as (local, carrier):
         packed = carrier.sends or out.nbytes <= _PACKED
         for slab in hosts.slabs(here, packed) if local.size > 1 else []:
             low, high = slab.lanes[local.rank], slab.lanes[local.rank + 1]
-            link.wait(*(arriving[owner] for owner in slab.owners[low:high] if owner != me))
+            context.wait(*(arriving[owner] for owner in slab.owners[low:high] if owner != me))
             _spread(local, carrier, out, slab, bounds)
-    link.wait_all()
+    context.wait_all()
 
 
 def _spread(
@@ -292,54 +296,54 @@ def _pack(array: Array, slab: Slab, bounds: Sequence[int]) -> Array:
     return np.concatenate([array[bounds[owner] : bounds[owner + 1]] for owner in slab.owners])
 
 
-def all_reduce(link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
     """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    all_reduce_into(link, data, data, reduction)
+    all_reduce_into(context, data, data, reduction)
 
 
 def all_reduce_into(
-    link: CollectiveContext, source: Array, out: Array, reduction: Reduction
+    context: CollectiveContext, source: Array, out: Array, reduction: Reduction
 ) -> None:
     """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
-    bounds = bounds_of(split_sizes(source.size, link.size))
-    own = out[bounds[link.rank] : bounds[link.rank + 1]]
-    reduce_scatter(link, source, own, bounds, reduction)
-    all_gather(link, own, out, bounds)
+    bounds = bounds_of(split_sizes(source.size, context.size))
+    own = out[bounds[context.rank] : bounds[context.rank + 1]]
+    reduce_scatter(context, source, own, bounds, reduction)
+    all_gather(context, own, out, bounds)
 
 
-def broadcast(link: CollectiveContext, data: Array, root: int) -> None:
+def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
     """Copy ``data`` of the root into ``data`` of all ranks."""
-    me, here, hosts = link.rank, link.hosts[link.rank], arrange(tuple(link.hosts))
-    helpers = hosts.members[link.hosts[root]]
+    me, here, hosts = context.rank, context.hosts[context.rank], arrange(tuple(context.hosts))
+    helpers = hosts.members[context.hosts[root]]
     bounds = bounds_of(split_sizes(data.size, len(helpers)))
     pieces = [data[low:high] for low, high in itertools.pairwise(bounds)]
     lanes = [hosts.lane(helper, here) for helper in helpers]  # where the pieces come to this host
-    with within_host(link) as (local, carrier):
+    with within_host(context) as (local, carrier):
         if me not in helpers:
             for piece, helper, lane in zip(pieces, helpers, lanes, strict=True):
                 if lane == me:
-                    link.irecv(piece, helper)
-            link.wait_all()
+                    context.irecv(piece, helper)
+            context.wait_all()
         elif carrier.broadcast is not None:
             carrier.broadcast(local, data, hosts.place[root])
         elif me == root:
             for helper, piece in zip(helpers, pieces, strict=True):
                 if helper != root:
-                    link.isend(piece, helper)
+                    context.isend(piece, helper)
         else:
-            link.recv(pieces[hosts.place[me]], root)
+            context.recv(pieces[hosts.place[me]], root)
         for host in hosts.members if me in helpers else []:
             if host != here:
-                link.isend(pieces[hosts.place[me]], hosts.lane(me, host))
+                context.isend(pieces[hosts.place[me]], hosts.lane(me, host))
         if carrier.sends:
-            _share(link, pieces, lanes, hosts.members[here], root)
+            _share(context, pieces, lanes, hosts.members[here], root)
         elif me not in helpers:
             _spread_pieces(local, carrier, data, bounds)
-    link.wait_all()
+    context.wait_all()
 
 
 def _share(
-    link: CollectiveContext,
+    context: CollectiveContext,
     pieces: Sequence[Array],
     lanes: Sequence[int],
     mates: Sequence[int],
@@ -347,12 +351,12 @@ def _share(
 ) -> None:
     """Send every piece from its lane to all ranks of a host; the root has them."""
     for piece, lane in zip(pieces, lanes, strict=True):
-        if lane == link.rank:
+        if lane == context.rank:
             for mate in mates:
-                if mate not in (link.rank, root):
-                    link.isend(piece, mate)
-        elif link.rank != root:
-            link.irecv(piece, lane)
+                if mate not in (context.rank, root):
+                    context.isend(piece, mate)
+        elif context.rank != root:
+            context.irecv(piece, lane)
 
 
 def _spread_pieces(

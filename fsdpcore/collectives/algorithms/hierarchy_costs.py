@@ -22,7 +22,7 @@ NAME = "hierarchical"
 _MEMORY = host_context.Carrier(algorithm.reduce_scatter, algorithm.all_gather, algorithm.broadcast)
 
 
-def establish(link: CollectiveContext, backend: Backend) -> dict[str, dict[str, Algorithm]]:
+def establish(context: CollectiveContext, backend: Backend) -> dict[str, dict[str, Algorithm]]:
     """Find out, in a group's first collective, whether its ranks share memory on every host.
 
     Returns:
@@ -31,7 +31,7 @@ def establish(link: CollectiveContext, backend: Backend) -> dict[str, dict[str, 
     Raises:
         ConfigError: some do not, though the transport was told that they have to.
     """
-    if host_context.establish(link, backend, _MEMORY):
+    if host_context.establish(context, backend, _MEMORY):
         return algorithms(backend.hosts, backend.root.policy.tuning)
     return {}
 

@@ -28,26 +28,26 @@ from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.reductions import Reduction
 
 
-def all_reduce(link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
     """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    plan = halving.plan(link.rank, link.size)
-    layout = halving.plan(0, link.size).order
-    bounds = bounds_of(split_sizes(data.size, link.size))
-    chunks = [data] * link.size
+    plan = halving.plan(context.rank, context.size)
+    layout = halving.plan(0, context.size).order
+    bounds = bounds_of(split_sizes(data.size, context.size))
+    chunks = [data] * context.size
     for number, chunk in enumerate(layout):
         chunks[chunk] = data[bounds[number] : bounds[number + 1]]
     at = plan.positions(chunks)
     result = data if plan.order == layout else np.empty_like(data)
     in_place = result is data and data.dtype == reduction.accumulator
     total = data if in_place else halving.load(plan, chunks, reduction)
-    own = halving.reduce(link, plan, total, at, reduction)
-    here = plan.order.index(link.rank)
-    reduction.store(own, result[at[here] : at[here + 1]], link.size)
+    own = halving.reduce(context, plan, total, at, reduction)
+    here = plan.order.index(context.rank)
+    reduction.store(own, result[at[here] : at[here + 1]], context.size)
     for merge in reversed(plan.merges):
-        arriving = [link.irecv(result[at[s.first] : at[s.end]], s.target) for s in merge.sends]
-        link.isend(result[at[merge.first] : at[merge.end]], merge.source)
-        link.wait(*arriving)
-    link.wait_all()
+        arriving = [context.irecv(result[at[s.first] : at[s.end]], s.target) for s in merge.sends]
+        context.isend(result[at[merge.first] : at[merge.end]], merge.source)
+        context.wait(*arriving)
+    context.wait_all()
     if result is not data:
         for number, chunk in enumerate(plan.order):
             np.copyto(chunks[chunk], result[at[number] : at[number + 1]])

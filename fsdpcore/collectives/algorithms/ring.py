@@ -25,13 +25,17 @@ from fsdpcore.core.reductions import Reduction
 
 
 def reduce_scatter(
-    link: CollectiveContext, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
+    context: CollectiveContext,
+    source: Array,
+    own: Array,
+    bounds: Sequence[int],
+    reduction: Reduction,
 ) -> None:
     """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]`` in ``own``.
 
     ``own`` may be that part of ``source``.
     """
-    me, p = link.rank, link.size
+    me, p = context.rank, context.size
 
     def chunk(index: int) -> Array:
         index %= p
@@ -42,18 +46,18 @@ def reduce_scatter(
     for step in range(p - 1):
         mine = chunk(me - 2 - step)
         received = room[: mine.size]
-        link.exchange(partial, (me + 1) % p, received, (me - 1) % p)
+        context.exchange(partial, (me + 1) % p, received, (me - 1) % p)
         partial = reduction.load(mine)
         reduction.combine(received, partial, partial)
     reduction.store(partial, own, p)
 
 
-def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
+def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks.
 
     ``own`` may be that part of ``out``.
     """
-    me, p = link.rank, link.size
+    me, p = context.rank, context.size
 
     def chunk(index: int) -> Array:
         index %= p
@@ -61,12 +65,12 @@ def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence
 
     np.copyto(chunk(me), own)
     for step in range(p - 1):
-        link.exchange(chunk(me - step), (me + 1) % p, chunk(me - 1 - step), (me - 1) % p)
+        context.exchange(chunk(me - step), (me + 1) % p, chunk(me - 1 - step), (me - 1) % p)
 
 
-def all_reduce(link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
     """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    bounds = bounds_of(split_sizes(data.size, link.size))
-    own = data[bounds[link.rank] : bounds[link.rank + 1]]
-    reduce_scatter(link, data, own, bounds, reduction)
-    all_gather(link, own, data, bounds)
+    bounds = bounds_of(split_sizes(data.size, context.size))
+    own = data[bounds[context.rank] : bounds[context.rank + 1]]
+    reduce_scatter(context, data, own, bounds, reduction)
+    all_gather(context, own, data, bounds)

@@ -24,10 +24,10 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 
 
-def broadcast(link: CollectiveContext, data: Array, root: int) -> None:
+def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
     """Copy ``data`` of the root into ``data`` of all ranks."""
-    p = link.size
-    place = (link.rank - root) % p
+    p = context.size
+    place = (context.rank - root) % p
     at = bounds_of(split_sizes(data.size, p))
 
     def subtree(top: int) -> Array:
@@ -40,16 +40,16 @@ def broadcast(link: CollectiveContext, data: Array, root: int) -> None:
         return [data[at[first] : at[first + count - front]], data[: at[front]]]
 
     if place:
-        link.recv(subtree(place), (place - (place & -place) + root) % p)
+        context.recv(subtree(place), (place - (place & -place) + root) % p)
     for child in reversed(tree.children(place, p)):
-        link.isend(subtree(child), (child + root) % p)
+        context.isend(subtree(child), (child + root) % p)
     distance = 1
     while distance < p:
         count = min(distance, p - distance)
         arriving = ranges(place + distance, count)
-        receives = [link.irecv(piece, (link.rank + distance) % p) for piece in arriving]
+        receives = [context.irecv(piece, (context.rank + distance) % p) for piece in arriving]
         for piece in ranges(place, count):
-            link.isend(piece, (link.rank - distance) % p)
-        link.wait(*receives)
+            context.isend(piece, (context.rank - distance) % p)
+        context.wait(*receives)
         distance *= 2
-    link.wait_all()
+    context.wait_all()

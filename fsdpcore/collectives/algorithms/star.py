@@ -34,83 +34,87 @@ SEGMENT = 256 * 1024  # elements
 
 
 def reduce(
-    link: CollectiveContext, source: Array, out: Array | None, root: int, reduction: Reduction
+    context: CollectiveContext, source: Array, out: Array | None, root: int, reduction: Reduction
 ) -> None:
     """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
     segments = [source[at : at + SEGMENT] for at in range(0, source.size, SEGMENT)]
-    if link.rank != root:
+    if context.rank != root:
         for segment in segments:
-            link.send(segment, root)
+            context.send(segment, root)
         return
     assert out is not None
-    room = np.empty((link.size, min(SEGMENT, source.size)), source.dtype)
+    room = np.empty((context.size, min(SEGMENT, source.size)), source.dtype)
     for number, segment in enumerate(segments):
         parts = [row[: segment.size] for row in room]
         parts[root] = segment
-        for rank in range(link.size):
+        for rank in range(context.size):
             if rank != root:
-                link.irecv(parts[rank], rank)
-        link.wait_all()
+                context.irecv(parts[rank], rank)
+        context.wait_all()
         reduction.reduce(parts, out[number * SEGMENT :][: segment.size])
 
 
-def broadcast(link: CollectiveContext, data: Array, root: int) -> None:
+def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
     """Copy ``data`` of the root into ``data`` of all ranks."""
-    if link.rank != root:
-        link.recv(data, root)
+    if context.rank != root:
+        context.recv(data, root)
         return
-    for rank in range(link.size):
+    for rank in range(context.size):
         if rank != root:
-            link.isend(data, rank)
-    link.wait_all()
+            context.isend(data, rank)
+    context.wait_all()
 
 
 def gather(
-    link: CollectiveContext, own: Array, out: Array | None, bounds: Sequence[int], root: int
+    context: CollectiveContext, own: Array, out: Array | None, bounds: Sequence[int], root: int
 ) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of the root."""
-    if link.rank != root:
-        link.send(own, root)
+    if context.rank != root:
+        context.send(own, root)
         return
     assert out is not None
-    for rank in range(link.size):
+    for rank in range(context.size):
         if rank != root:
-            link.irecv(out[bounds[rank] : bounds[rank + 1]], rank)
+            context.irecv(out[bounds[rank] : bounds[rank + 1]], rank)
     np.copyto(out[bounds[root] : bounds[root + 1]], own)
-    link.wait_all()
+    context.wait_all()
 
 
 def scatter(
-    link: CollectiveContext, source: Array | None, own: Array, bounds: Sequence[int], root: int
+    context: CollectiveContext, source: Array | None, own: Array, bounds: Sequence[int], root: int
 ) -> None:
     """Bring ``source[bounds[rank]:bounds[rank + 1]]`` of the root to every rank's ``own``."""
-    if link.rank != root:
-        link.recv(own, root)
+    if context.rank != root:
+        context.recv(own, root)
         return
     assert source is not None
-    for rank in range(link.size):
+    for rank in range(context.size):
         if rank != root:
-            link.isend(source[bounds[rank] : bounds[rank + 1]], rank)
+            context.isend(source[bounds[rank] : bounds[rank + 1]], rank)
     np.copyto(own, source[bounds[root] : bounds[root + 1]])
-    link.wait_all()
+    context.wait_all()
 
 
-def all_reduce(link: CollectiveContext, data: Array, reduction: Reduction) -> None:
+def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
     """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    reduce(link, data, data, CENTRE, reduction)
-    broadcast(link, data, CENTRE)
+    reduce(context, data, data, CENTRE, reduction)
+    broadcast(context, data, CENTRE)
 
 
 def reduce_scatter(
-    link: CollectiveContext, source: Array, own: Array, bounds: Sequence[int], reduction: Reduction
+    context: CollectiveContext,
+    source: Array,
+    own: Array,
+    bounds: Sequence[int],
+    reduction: Reduction,
 ) -> None:
     """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]``."""
-    total = np.empty_like(source) if link.rank == CENTRE else None
-    reduce(link, source, total, CENTRE, reduction)
-    scatter(link, total, own, bounds, CENTRE)
+    total = np.empty_like(source) if context.rank == CENTRE else None
+    reduce(context, source, total, CENTRE, reduction)
+    scatter(context, total, own, bounds, CENTRE)
 
 
-def all_gather(link: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
+def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks."""
-    gather(link, own, out, bounds, CENTRE)
-    broadcast(link, out, CENTRE)
+    gather(context, own, out, bounds, CENTRE)
+    broadcast(context, out, CENTRE)

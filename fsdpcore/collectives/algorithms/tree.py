@@ -48,35 +48,35 @@ def children(place: int, count: int) -> list[int]:
     return places
 
 
-def broadcast(link: CollectiveContext, data: Array, root: int) -> None:
+def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
     """Copy ``data`` of the root into ``data`` of all ranks."""
-    p = link.size
-    place = (link.rank - root) % p
+    p = context.size
+    place = (context.rank - root) % p
     if place:
-        link.recv(data, (place - (place & -place) + root) % p)
+        context.recv(data, (place - (place & -place) + root) % p)
     for child in reversed(children(place, p)):
-        link.isend(data, (child + root) % p)
-    link.wait_all()
+        context.isend(data, (child + root) % p)
+    context.wait_all()
 
 
 def reduce(
-    link: CollectiveContext, source: Array, out: Array | None, root: int, reduction: Reduction
+    context: CollectiveContext, source: Array, out: Array | None, root: int, reduction: Reduction
 ) -> None:
     """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
-    me, p = link.rank, link.size
+    me, p = context.rank, context.size
     total = reduction.load(source)
     received = np.empty_like(total)
     for child in children(me, p):
-        link.recv(received, child)
+        context.recv(received, child)
         reduction.combine(total, received, total)
     if me:
-        link.send(total, me - (me & -me))
+        context.send(total, me - (me & -me))
     elif root:
-        link.send(total, root)
+        context.send(total, root)
     if me == root:
         assert out is not None
         if root:
-            link.recv(total, 0)
+            context.recv(total, 0)
         reduction.store(total, out, p)
 
 
@@ -87,21 +87,21 @@ def _rotated(bounds: Sequence[int], root: int) -> list[int]:
 
 
 def gather(
-    link: CollectiveContext, own: Array, out: Array | None, bounds: Sequence[int], root: int
+    context: CollectiveContext, own: Array, out: Array | None, bounds: Sequence[int], root: int
 ) -> None:
     """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of the root."""
-    p = link.size
-    place = (link.rank - root) % p
+    p = context.size
+    place = (context.rank - root) % p
     at = _rotated(bounds, root)
     first = at[place]
     subtree = np.empty(at[place + span(place, p)] - first, own.dtype)
     np.copyto(subtree[: own.size], own)
     for child in children(place, p):
         piece = subtree[at[child] - first : at[child + span(child, p)] - first]
-        link.irecv(piece, (child + root) % p)
-    link.wait_all()
+        context.irecv(piece, (child + root) % p)
+    context.wait_all()
     if place:
-        link.send(subtree, (place - (place & -place) + root) % p)
+        context.send(subtree, (place - (place & -place) + root) % p)
     else:
         assert out is not None
         behind = bounds[-1] - bounds[root]  # the ranks from the root to the last one
@@ -110,21 +110,21 @@ def gather(
 
 
 def scatter(
-    link: CollectiveContext, source: Array | None, own: Array, bounds: Sequence[int], root: int
+    context: CollectiveContext, source: Array | None, own: Array, bounds: Sequence[int], root: int
 ) -> None:
     """Bring ``source[bounds[rank]:bounds[rank + 1]]`` of the root to every rank's ``own``."""
-    p = link.size
-    place = (link.rank - root) % p
+    p = context.size
+    place = (context.rank - root) % p
     at = _rotated(bounds, root)
     first = at[place]
     if place:
         subtree = np.empty(at[place + span(place, p)] - first, own.dtype)
-        link.recv(subtree, (place - (place & -place) + root) % p)
+        context.recv(subtree, (place - (place & -place) + root) % p)
     else:
         assert source is not None
         subtree = np.concatenate([source[bounds[root] :], source[: bounds[root]]])
     for child in reversed(children(place, p)):
         piece = subtree[at[child] - first : at[child + span(child, p)] - first]
-        link.isend(piece, (child + root) % p)
+        context.isend(piece, (child + root) % p)
     np.copyto(own, subtree[: own.size])
-    link.wait_all()
+    context.wait_all()
