@@ -49,11 +49,14 @@ def operand(array: ArrayLike, backend: Backend) -> tuple[Array, Backend]:
 
 def remembered(backend: Backend, make: Callable[..., CallSpec], *key: Any) -> CallSpec:
     """Return ``make(backend, *key)``, made once for equal keys."""
-    spec = recall(backend, (make, key))
-    if spec is None:
-        spec = make(backend, *key)
-        remember(backend, (make, key), spec)
-    return spec
+    try:
+        found: CallSpec = state_of(backend).calls[make, key]
+    except KeyError:
+        found = make(backend, *key)
+        remember(backend, (make, key), found)
+    except TypeError:  # what cannot be a key is wrong, and ``make`` says how
+        found = make(backend, *key)
+    return found
 
 
 def recall(backend: Backend, key: tuple[Any, ...]) -> CallSpec | None:
