@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import ConfigError, MissingDependencyError, UnknownTransportError
-from fsdpcore.core.text import nearest as nearest
+from fsdpcore.core.text import nearest
 
 GROUP = "fsdpcore.transports"
 ALGORITHMS_GROUP = "fsdpcore.algorithms"

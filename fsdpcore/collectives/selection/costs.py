@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdpcore.collectives.selection.overrides import check_collective, parse
-from fsdpcore.comm.registry import nearest
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRanges, Costs, MeasuredAlgorithms, Tuning
+from fsdpcore.core.text import nearest
 
 if sys.version_info >= (3, 11):
     import tomllib

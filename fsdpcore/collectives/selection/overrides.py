@@ -21,9 +21,10 @@ from itertools import pairwise
 
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.shared.algorithm import NAME as SHARED
-from fsdpcore.comm.registry import nearest, own_algorithms
+from fsdpcore.comm.registry import own_algorithms
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRange, AlgorithmRanges
+from fsdpcore.core.text import nearest
 
 _ITEM = re.compile(r"([A-Za-z_]\w*)\s*(?::\s*(\w+)\s*-\s*(\w+))?")
 _SIZE = re.compile(r"(\d+)(KiB|MiB|GiB|)")
