@@ -202,7 +202,7 @@ class SharedRegion:
         self.own_places = [ranks[rank] for ranks in places]
         self.all_places = [ranks.tobytes for ranks in places]
         self._staging = memory[flags : flags + 2 * size * STAGING].reshape(2, size, STAGING)
-        self._rank, self._size, self._peers = rank, size, peers
+        self._size, self._peers = size, peers
         self.looks = _LOOKS
         self.fence = None if platform.machine().lower() in _ORDERED else _Fence()
         at = [[(parity * size + r) * _FLAG // 8 for r in range(size)] for parity in (0, 1)]
@@ -283,11 +283,11 @@ class SharedRegion:
 
         return enter
 
-    def sync(self, caller: Caller, meanwhile: Callable[[], None] | None = None) -> None:
+    def sync(self, caller: Caller) -> None:
         """Enter the next step of a call that was begun, and tell the others its rows."""
         call = caller.call
         self.flags[self.own[(self.step + 1) & 1] + _ROWS] = call.rows
-        self.enter(call.digest, caller, None, meanwhile)
+        self.enter(call.digest, caller, None)
 
     def wait(self, at: int, step: int, caller: Caller, begin: Callable[[], None] | None) -> None:
         """Wait until the flag ``at`` shows ``step``; raises what ``enter`` does."""
@@ -360,14 +360,6 @@ class SharedRegion:
             self._views[dtype, count] = made
             self.empty_at_close(made)
             return made
-
-    def to_fill(self, dtype: np.dtype[Any], count: int) -> Array:
-        """The own buffer of the next step."""
-        return self.staging(dtype, count)[(self.step + 1) & 1][self._rank]
-
-    def to_read(self, dtype: np.dtype[Any], count: int) -> list[Array]:
-        """All ranks' buffers of the step that ``enter`` has entered."""
-        return self.staging(dtype, count)[self.step & 1]
 
     # Arrays in place.
 
