@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""Which ranks share a host, and the options that say so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import socket
 import uuid
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import ConfigError
 
 _LOG = logging.getLogger("fsdpcore")
@@ -17,6 +19,25 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = "/proc/self/ns/pid"
 _SEES = ", "
 MAX_BYTES = 64
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Options of transports whose ranks are processes.
+
+    Attributes:
+        shm: "auto" lets collectives among ranks of one host go through shared memory, where that
+            is to be had, and large messages if the transport says so; "on" makes it an error if
+            it is not; "off" leaves everything to messages.
+        host_id: ranks with equal ones count as being on one host, those with others as elsewhere;
+            by default the system tells.
+    """
+
+    shm: str = "auto"
+    host_id: str = ""
+
+    def __post_init__(self) -> None:
+        as_choice(self.shm, ("auto", "on", "off"), "shm", error=ConfigError)
 
 
 def identity(host_id: str = "") -> str:

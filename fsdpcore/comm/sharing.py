@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from fsdpcore.core.buffers import Array, Bytes
+from fsdpcore.core.errors import ConfigError
 
 
 class MappedRegion(Protocol):
@@ -77,3 +79,16 @@ class MemorySharing(Protocol):
 
     def close(self) -> None:
         """Let nobody map anything any more; arrays stay usable."""
+
+
+def cannot_share(ranks: Iterable[int], why: str) -> ConfigError:
+    """Return the error where shm=on, but some ranks cannot share memory with their host's others.
+
+    Args:
+        ranks: those that cannot; numbers in the job.
+        why: the reason, if it is known.
+    """
+    return ConfigError(
+        f"shm=on, but rank(s) {list(ranks)} of this host cannot share memory with the others"
+        f"{': ' + why if why else ''}; use shm=auto, which falls back to messages"
+    )

@@ -11,14 +11,14 @@ from fsdpcore.transports.mpi.wire import (
     MAX_MESSAGE,
     MpiFrameKind,
     pack,
-    pack_json,
+    pack_notice,
     unpack,
-    unpack_json,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fsdpcore as fc
+from fsdpcore.comm.notices import unpack_json
 from fsdpcore.core.buffers import MAX_SIGNATURE
 
 
@@ -73,7 +73,7 @@ def test_the_largest_message_fits_into_the_buffer():
 
 def test_json_payloads():
     content = {"text": "waits \u00fc", "entered": 3}
-    frame = unpack(received(pack_json(MpiFrameKind.STATUS, 1, content, 77)), 2)
+    frame = unpack(received(pack_notice(MpiFrameKind.STATUS, 1, content, 77)), 2)
     assert (frame.kind, frame.number) == (MpiFrameKind.STATUS, 77)
     assert unpack_json(frame) == content
 

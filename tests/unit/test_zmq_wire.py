@@ -13,16 +13,15 @@ from fsdpcore.transports.zmq.wire import (
     Frame,
     FrameKind,
     pack_header,
-    pack_json,
     pack_place,
     split_place,
     unpack,
-    unpack_json,
     unpack_next,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdpcore.comm.notices import pack_json, unpack_json
 from fsdpcore.core.errors import ProtocolError
 
 # magic, version, kind, signature length, channel, tag, message, size, offset

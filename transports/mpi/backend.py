@@ -16,18 +16,18 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.comm.hosts import MAX_BYTES, identity, number, warn_of_containers
+from fsdpcore.comm.hosts import MAX_BYTES, HostOptions, identity, number, warn_of_containers
+from fsdpcore.comm.notices import failure_as_json, failure_from_json, unpack_json
 from fsdpcore.comm.status_query import StatusQuery
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
-from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import (
     ClosedError,
     CommunicationError,
@@ -55,8 +55,7 @@ from .wire import (
     MpiFrame,
     MpiFrameKind,
     pack,
-    pack_json,
-    unpack_json,
+    pack_notice,
 )
 
 if TYPE_CHECKING:
@@ -69,25 +68,19 @@ _FAILED_SECONDS, _CLOSING_SECONDS = 0.5, 5.0
 
 
 @dataclass(frozen=True)
-class MpiOptions:
-    """Options of ``mpi://`` URLs.
+class MpiOptions(HostOptions):
+    """Options of ``mpi://`` URLs: those of ``HostOptions``, and this.
 
     Attributes:
         eager_bytes: messages up to this size are sent at once, and kept by the receiver.
-        shm: "auto" lets collectives among ranks of one host go through shared memory, where that
-            is to be had; "on" makes it an error if it is not; "off" leaves everything to MPI.
-        host_id: ranks with equal ones count as being on one host, those with others as elsewhere;
-            by default the system tells.
     """
 
     eager_bytes: int = 16 * 1024
-    shm: str = "auto"
-    host_id: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.eager_bytes <= MAX_INLINE:
             raise ConfigError(f"eager_bytes must be 0 to 64 KiB, got {self.eager_bytes}")
-        as_choice(self.shm, ("auto", "on", "off"), "shm", error=ConfigError)
 
 
 class MpiBackend(MpiTransport):
@@ -226,13 +219,7 @@ class MpiBackend(MpiTransport):
     # Failure and leaving.
 
     def _note_failure(self, frame: MpiFrame) -> None:
-        content = unpack_json(frame)
-        reason, culprit = str(content.get("reason", "no reason given")), content.get("rank")
-        error = CommunicationError(reason)
-        if content.get("kind") == MismatchError.__name__:
-            error = MismatchError(reason)
-        elif type(culprit) is int and 0 <= culprit < self.world_size:
-            error = PeerFailedError(reason, culprit)
+        error = failure_from_json(unpack_json(frame), self.world_size)
         self.peer_reported(frame.source, error)
 
     def _note_leaving(self, peer: int) -> None:
@@ -250,11 +237,8 @@ class MpiBackend(MpiTransport):
         self.engine.fail_all(error)
 
     def _tell(self, error: CommunicationError) -> None:
-        content: dict[str, Any] = {"kind": type(error).__name__, "reason": str(error)[:MAX_TEXT]}
-        if isinstance(error, PeerFailedError) and error.rank is not None:
-            content["rank"] = error.rank
         self._told = True
-        self._to_all(pack_json(MpiFrameKind.FAIL, self.rank, content))
+        self._to_all(pack_notice(MpiFrameKind.FAIL, self.rank, failure_as_json(error, MAX_TEXT)))
 
     def _to_all(self, message: bytes) -> None:
         with self.lock:
@@ -338,7 +322,7 @@ class MpiBackend(MpiTransport):
         content["text"] = status.text[:MAX_TEXT]
         if len(json.dumps(content)) > MAX_INLINE:  # groups of thousands of ranks
             content["waits"] = []
-        message = pack_json(MpiFrameKind.STATUS, self.rank, content, frame.number)
+        message = pack_notice(MpiFrameKind.STATUS, self.rank, content, frame.number)
         self.engine.control(frame.source, message)
 
     def _note_status(self, frame: MpiFrame) -> None:

@@ -19,10 +19,11 @@ SEEN    the answer to FAIL; also said by who heard of the failure from another, 
 from __future__ import annotations
 
 import enum
-import json
 import struct
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fsdpcore.comm.notices import pack_json
 from fsdpcore.core.buffers import MAX_SIGNATURE
 from fsdpcore.core.errors import ProtocolError
 
@@ -81,9 +82,11 @@ def pack(
     return b"".join((header, signature, payload))
 
 
-def pack_json(kind: MpiFrameKind, source: int, content: dict[str, Any], number: int = 0) -> bytes:
-    """Encode a control message whose payload is ``content``."""
-    payload = json.dumps(content).encode()
+def pack_notice(
+    kind: MpiFrameKind, source: int, content: Mapping[str, Any], number: int = 0
+) -> bytes:
+    """Encode a control message whose payload is ``content``, as JSON."""
+    payload = pack_json(content)
     return pack(kind, source, number=number, size=len(payload), payload=payload)
 
 
@@ -107,18 +110,3 @@ def unpack(data: memoryview, ranks: int) -> MpiFrame:
     return MpiFrame(
         kind, source, channel, tag, number, size, signature, data[start : start + inline]
     )
-
-
-def unpack_json(frame: MpiFrame) -> dict[str, Any]:
-    """Decode the payload of a FAIL or STATUS message.
-
-    Raises:
-        ProtocolError: it is no JSON object.
-    """
-    try:
-        content = json.loads(bytes(frame.payload))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the payload of a {frame.kind.name} message is not JSON") from error
-    if not isinstance(content, dict):
-        raise ProtocolError(f"the payload of a {frame.kind.name} message is no object")
-    return content

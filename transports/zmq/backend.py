@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, ClassVar
 import zmq
 
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.comm.hosts import identity, number, warn_of_containers
+from fsdpcore.comm.hosts import HostOptions, identity, number, warn_of_containers
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
-from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import (
     ClosedError,
     CommunicationError,
@@ -66,8 +65,10 @@ _CLOSING_SECONDS, _FAILED_SECONDS = 5.0, 0.5
 
 
 @dataclass(frozen=True)
-class ZmqOptions:
-    """Options of ``zmq://HOST:PORT`` URLs, where HOST:PORT is where rank 0 lets the others meet.
+class ZmqOptions(HostOptions):
+    """Options of ``zmq://HOST:PORT`` URLs: those of ``HostOptions``, and these.
+
+    HOST:PORT is where rank 0 lets the others meet. Large messages, too, go through shared memory.
 
     Attributes:
         interface: address of this host at which the ranks listen; by default loopback, or the
@@ -75,25 +76,18 @@ class ZmqOptions:
         segment_bytes: large messages travel in pieces of this size, between which others get
             their turn.
         eager_bytes: messages up to this size are sent at once, and kept by the receiver.
-        shm: "auto" lets collectives and large messages among ranks of one host go through shared
-            memory, where that is to be had; "on" makes it an error if it is not; "off" sends
-            everything over TCP.
-        host_id: ranks with equal ones count as being on one host, those with others as elsewhere;
-            by default the system tells.
     """
 
     interface: str = ""
     segment_bytes: int = 1 << 20
     eager_bytes: int = 64 * 1024
-    shm: str = "auto"
-    host_id: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1024 <= self.segment_bytes <= MAX_SEGMENT:
             raise ConfigError(f"segment_bytes must be 1 KiB to 16 MiB, got {self.segment_bytes}")
         if not 0 <= self.eager_bytes <= MAX_INLINE:
             raise ConfigError(f"eager_bytes must be 0 to 1 MiB, got {self.eager_bytes}")
-        as_choice(self.shm, ("auto", "on", "off"), "shm", error=ConfigError)
 
 
 class ZmqBackend(Transport):

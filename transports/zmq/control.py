@@ -15,12 +15,12 @@ from typing import Any
 
 import zmq
 
+from fsdpcore.comm.notices import failure_as_json, failure_from_json, pack_json, unpack_json
 from fsdpcore.comm.status_query import StatusQuery
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import (
     CommunicationError,
     ConfigError,
-    MismatchError,
     PeerFailedError,
     ProtocolError,
     in_words,
@@ -30,7 +30,7 @@ from fsdpcore.diagnostics.status import Status
 from .connect import proof
 from .messages import ConnectionState
 from .peer import Peer
-from .wire import Frame, FrameKind, pack_json, unpack, unpack_json
+from .wire import Frame, FrameKind, unpack
 
 _EVENTS = int(zmq.EVENTS)
 _POLLIN, _POLLOUT, _NOBLOCK = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK)
@@ -176,14 +176,8 @@ class Control:
     # Failure and leaving.
 
     def _note_failure(self, peer: Peer, frame: Frame) -> None:
-        content = unpack_json(frame)
-        reason, culprit = str(content.get("reason", "no reason given")), content.get("rank")
+        error = failure_from_json(unpack_json(frame), self._backend.world_size)
         peer.left = True
-        error = CommunicationError(reason)
-        if content.get("kind") == MismatchError.__name__:
-            error = MismatchError(reason)
-        elif type(culprit) is int and 0 <= culprit < self._backend.world_size:
-            error = PeerFailedError(reason, culprit)
         self._backend.peer_reported(peer.rank, error)
 
     def _note_progress(self, peer: Peer) -> None:
@@ -264,15 +258,13 @@ class Control:
 
     def say_failed(self, error: CommunicationError) -> None:
         """Tell all peers by what this rank is broken."""
-        content: dict[str, Any] = {"kind": type(error).__name__, "reason": str(error)[:_MAX_TEXT]}
-        if isinstance(error, PeerFailedError) and error.rank is not None:
-            content["rank"] = error.rank
+        payload = pack_json(failure_as_json(error, _MAX_TEXT))
         for peer in self.peers.values():
-            self.to(peer, Frame(FrameKind.FAIL, payload=pack_json(content)))
+            self.to(peer, Frame(FrameKind.FAIL, payload=payload))
 
     def note(self, rank: int, content: Mapping[str, Any]) -> None:
         """Say something to a rank that the transport built on this one understands."""
-        self.to(self.peers[rank], Frame(FrameKind.NOTE, payload=pack_json(dict(content))))
+        self.to(self.peers[rank], Frame(FrameKind.NOTE, payload=pack_json(content)))
 
     def to(self, peer: Peer, frame: Frame) -> None:
         """Send a frame to a peer that is still there."""

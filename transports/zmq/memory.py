@@ -19,8 +19,9 @@ from typing import Protocol
 import numpy as np
 
 from fsdpcore.comm.envelope import Envelope
+from fsdpcore.comm.sharing import cannot_share
 from fsdpcore.core.buffers import Bytes
-from fsdpcore.core.errors import CommunicationError, ConfigError, ProtocolError, in_words
+from fsdpcore.core.errors import CommunicationError, ProtocolError, in_words
 
 from ..memory.peer import MemoryPeer
 from ..memory.shared import SharedMemory
@@ -41,14 +42,6 @@ _PIECE_BYTES, _PIECES = 2 << 20, 2
 _AHEAD_BYTES, _MOST_AHEAD_BYTES = 2 << 20, 2 << 20
 # What is copied of lent arrays before other threads of this rank get their turn.
 _COPY_BYTES = 16 << 20
-
-
-def required(ranks: list[int], why: str) -> ConfigError:
-    """The error where memory was asked for and cannot be had."""
-    return ConfigError(
-        f"shm=on, but rank(s) {ranks} of this host cannot share memory with the others"
-        f"{': ' + why if why else ''}; use shm=auto, which falls back to messages"
-    )
 
 
 class MemoryChannel(MessageChannel, Protocol):
@@ -119,7 +112,7 @@ class Lending:
                 introduction = self._memory.introduce()
             except OSError as error:
                 if self._memory.required:
-                    raise required([self._peer_channel.state.rank], str(error)) from error
+                    raise cannot_share([self._peer_channel.state.rank], str(error)) from error
                 return False
             self._peer_channel.frame_socket.post(
                 [pack_header(FrameKind.MEMORY, signature=introduction)]
@@ -191,7 +184,7 @@ class Lending:
         self._refused = True
         peer_channel = self._peer_channel
         if self._memory.required:
-            error = required([peer_channel.rank], "")
+            error = cannot_share([peer_channel.rank], "")
             peer_channel.give_up(outgoing, error)
             peer_channel.state.fail(CommunicationError(in_words(error)))
             return
@@ -276,7 +269,7 @@ class Borrowing:
         peer_channel, memory = self._peer_channel, self._memory
         state = peer_channel.state
         if memory is not None and memory.required:
-            error = required([state.rank], why)
+            error = cannot_share([state.rank], why)
             incoming.finish(error)
             state.fail(CommunicationError(in_words(error)))
             return

@@ -33,7 +33,6 @@ REFUSE  instead of GRANT: the sender's memory is out of reach, send all of it as
 from __future__ import annotations
 
 import enum
-import json
 import struct
 from typing import Any, NamedTuple
 
@@ -199,23 +198,3 @@ def split_place(frame: Frame) -> tuple[SegmentOffset, bytes]:
         raise ProtocolError(f"a {frame.kind.name} frame does not say where the bytes are")
     segment, offset = _PLACE.unpack_from(frame.signature)
     return (segment, offset), frame.signature[_PLACE.size :]
-
-
-def pack_json(content: dict[str, Any]) -> bytes:
-    """Encode the payload of a frame that carries JSON."""
-    return json.dumps(content).encode()
-
-
-def unpack_json(frame: Frame) -> dict[str, Any]:
-    """Decode the payload of a frame that carries JSON.
-
-    Raises:
-        ProtocolError: it is no JSON object.
-    """
-    try:
-        content = json.loads(bytes(frame.payload))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the payload of a {frame.kind.name} frame is not JSON") from error
-    if not isinstance(content, dict):
-        raise ProtocolError(f"the payload of a {frame.kind.name} frame is no object")
-    return content

@@ -12,9 +12,8 @@ from fsdpcore.collectives.algorithms import doubling
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.shared.region import SharedRegion, nbytes
 from fsdpcore.comm.backend import Backend
-from fsdpcore.comm.sharing import MemorySharing, Segment
+from fsdpcore.comm.sharing import MemorySharing, Segment, cannot_share
 from fsdpcore.core.buffers import Bytes
-from fsdpcore.core.errors import ConfigError
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -57,10 +56,7 @@ def establish(context: CollectiveContext, backend: Backend) -> SharedRegion | No
         _report(backend, sharing, why)
     if sharing.required:
         without = [context.global_rank(rank) for rank in range(context.size) if not votes[rank]]
-        raise ConfigError(
-            f"shm=on, but rank(s) {without} of this host cannot share memory with the others"
-            f"{': ' + why if why else ''}; use shm=auto, which falls back to messages"
-        )
+        raise cannot_share(without, why)
     return None
 
 
