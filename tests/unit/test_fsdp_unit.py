@@ -83,6 +83,34 @@ def test_reduced_gradients_are_the_mean_over_ranks_and_add_up():
     assert flat[20] == 0  # missing counts as zero
 
 
+@pytest.mark.parametrize("kind", [WithoutWindow, WithWindow])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard", "shard_optimizer"])
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_an_update_waits_for_the_reduction_that_was_begun(
+    kind, strategy, offloaded, earlier, tmp_path
+):
+    def body(backend):
+        offload = fc.Offload(tmp_path) if offloaded else None
+        engine = engine_of(backend, 1, strategy=strategy, offload=offload)
+        unit = engine.units[0]
+        ours = np.full((3, 5), backend.rank + 1, np.float32)
+        for _ in range(earlier):
+            unit.reduce_gradients({"w": ours})
+        unit.reduce_gradients({"w": ours}, async_op=True)
+        unit.update(step=1, lr=None, grad_scale=1.0)
+        assert unit.grad_state.value == "none"
+        unit.unshard()
+        found = unit.params["w"].copy(), unit.params["b"].copy()
+        unit.reshard()
+        assert engine.held().buffers == 0
+        return found
+
+    for w, b in run_on(kind, body, world_size=3):
+        assert_array_equal(w, arrays()["w"] - np.float32(2 * (earlier + 1)), strict=True)
+        assert_array_equal(b, arrays()["b"], strict=True)
+
+
 def test_update_changes_what_the_next_gather_gives():
     def body(backend):
         engine = engine_of(backend)
