@@ -99,8 +99,8 @@ class FSDP:
             place in a buffer ("ring", MPI's own, NCCL) let them drift apart by rounding, 1e-8 after
             60 steps. States and ``full_params`` have the copy of the first rank of ``tensor``.
         seed: of the initialisers of deferred parameters (``Spec``).
-        algorithm: of all collectives; "auto", or one that every one of them has. On GPUs, one of
-            those that the transport has for their arrays.
+        algorithm: of all collectives; "auto", or one that every one of them has, the transport's
+            own too. On GPUs, one of those that the transport has for their arrays.
 
     Attributes:
         units: in order; verbs can be called on them directly.

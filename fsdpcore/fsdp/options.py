@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.device_transport import device_transport_of
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.checks import as_choice, as_instance, as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload
@@ -119,12 +119,18 @@ def _check_kinds(precision: object, offload: object, window: object) -> None:
 
 
 def _check_algorithm(algorithm: str, backend: Backend) -> None:
-    has: Mapping[str, Mapping[str, Any]] = ALGORITHMS
-    if not backend.device.on_host:
-        has = device_transport_of(backend).device_algorithms(backend)
+    """Raise ArgumentError for an algorithm that not all collectives of an engine have."""
     known = set.intersection(
-        *(set(has.get(name, ())) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+        *(_algorithms(name, backend) for name in ("all_gather", "reduce_scatter", "all_reduce"))
     )
     if algorithm != "auto" and algorithm not in known:
         names = ", ".join(repr(name) for name in ["auto", *sorted(known)])
         raise ArgumentError(f"unknown algorithm {algorithm!r}; known: {names}")
+
+
+def _algorithms(collective: str, backend: Backend) -> set[str]:
+    """Names of those that move the engine's arrays: the general ones and the transport's own."""
+    if backend.device.on_host:
+        own = transport_of(backend).algorithms(backend).get(collective, {})
+        return {*ALGORITHMS[collective], *own}
+    return {*device_transport_of(backend).device_algorithms(backend).get(collective, {})}

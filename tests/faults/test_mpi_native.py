@@ -19,6 +19,7 @@ from support.spmd import run
     bodies_.ragged,
     bodies_.groups_at_once,
     bodies_.advances_by_itself,
+    bodies_.training,
 )
 def test_native(body: Any, world_size: int) -> None:
     run(body, transport="mpi", world_size=world_size, deterministic=False)

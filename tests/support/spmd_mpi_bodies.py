@@ -167,6 +167,37 @@ def groups_at_once(backend: fc.Backend) -> None:
             check_same(work.wait(), expected, what)
 
 
+def training(backend: fc.Backend) -> None:
+    """Two steps of an engine whose collectives are MPI's own, in all groups of a strategy."""
+    full, hybrid = fc.Strategy("full_shard"), fc.Strategy("hybrid_shard", shard_group_size=2)
+    for strategy in [full, hybrid][: 1 if backend.world_size % 2 else 2]:
+        found = [_trained(backend, strategy, algorithm) for algorithm in ("direct", NATIVE)]
+        check_close(found[1], found[0], f"{strategy}", terms=2 * backend.world_size)
+    if backend.world_size > 1:
+        moved = [e for e in backend.root.recorder.entries() if "unit u" in e.call.label]
+        assert {e.call.operation for e in moved} >= {"all_gather", "reduce_scatter"}
+        assert moved[-1].carrier == NATIVE
+
+
+def _trained(backend: fc.Backend, strategy: fc.Strategy, algorithm: str) -> Array:
+    unit = fc.Unit("u", {"w": array_of(0, (13, 5))})
+    sgd = fc.optim.SGD(lr=0.1)
+    engine = fc.FSDP(
+        [unit], backend, strategy=strategy, optimizer=sgd, algorithm=algorithm, window=False
+    )
+    for _ in range(2):
+        with engine.step() as step:
+            with step.forward(unit):
+                pass
+            with step.backward(unit) as (params, grads):
+                grads["w"] = (backend.rank + 1) * params["w"]
+            step.update(clip=1.0)
+    with engine.full_params() as params:
+        trained: Array = params["u.w"].copy()
+    engine.close()
+    return trained
+
+
 def advances_by_itself(backend: fc.Backend) -> None:
     """Long messages arrive while nobody waits for them, and both sides compute."""
     me, p = backend.rank, backend.world_size
