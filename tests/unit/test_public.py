@@ -254,6 +254,33 @@ def test_repr_of_an_engine_says_how_far_it_is():
         ]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "held"),
+    [
+        ("full_shard", "sharded"),
+        ("shard_grad_op", "replicated"),
+        ("shard_optimizer", "replicated"),
+        (fc.Strategy("hybrid_shard", shard_group_size=2), "sharded"),
+        (fc.Strategy("hybrid_shard", shard_group_size=1), "replicated"),
+        ("no_shard", "replicated"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [False, True])
+def test_repr_of_a_unit_says_what_its_strategy_makes_of_it(strategy, held, window):
+    def body(backend):
+        unit = fc.Unit("a", {"w": np.ones((4, 2), np.float32)})
+        fc.FSDP([unit], backend, strategy=strategy, window=window)
+        texts = [repr(unit)]
+        unit.unshard()
+        texts.append(repr(unit))
+        unit.reshard()
+        return [*texts, repr(unit)]
+
+    between, used = (f"<Unit 'a' {word}, gradients none>" for word in (held, "unsharded"))
+    assert spmd.run_on(SimBackend, body, world_size=2) == [[between, used, between]] * 2
+
+
 def test_repr_of_what_holds_arrays_is_a_line():
     array = np.zeros((100, 100), np.float32)
     piece = fc.ArrayPiece(0, 100, array[0])

@@ -220,6 +220,14 @@ class ShardedUnit:
             )
         return owner.params[self.ties[name].param]
 
+    @property
+    def held_as(self) -> str:
+        """What the parameters are on this rank, in a word; between uses the strategy says it."""
+        replicated = self._binding.groups.placement.whole_parameters
+        if self.state is ParamState.SHARDED and replicated:
+            return "replicated"
+        return self.state.value
+
     def reshard(self, *, again: bool = False) -> None:
         """End the use of the gathered parameters; does nothing if they are sharded already.
 
