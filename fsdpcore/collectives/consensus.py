@@ -23,7 +23,7 @@ from fsdpcore.collectives.lines import scatter_lines, share_lines
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.digests import digest
-from fsdpcore.core.disagreement import Disagreement, check_same, grouped, name_ranks
+from fsdpcore.core.disagreement import Disagreement, check_same, grouped
 from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
@@ -35,6 +35,7 @@ from fsdpcore.core.errors import (
     StateError,
     in_words,
 )
+from fsdpcore.core.text import name_ranks
 
 # The first of these that any rank has is what all raise: a corrupt file counts for more than
 # trouble on the way to it, since load can go on with an older step.

@@ -14,6 +14,7 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
+from fsdpcore.core.text import rank_list
 from fsdpcore.core.work import Pending
 from fsdpcore.diagnostics.entries import OperationEntry
 
@@ -254,15 +255,9 @@ class CollectiveContext:
         backend = self._backend
         report = backend.root.missing_from(backend.ranks, backend.channel, self.sequence)
         return CommTimeoutError(
-            f"{self.name} on ranks {_shorten(backend.ranks)} timed out after "
+            f"{self.name} on ranks {rank_list(backend.ranks)} timed out after "
             f"{self._limit:g} s on rank {backend.root.rank}{report}"
         )
-
-
-def _shorten(ranks: tuple[int, ...]) -> str:
-    if len(ranks) > 8 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]}..{ranks[-1]}"
-    return str(list(ranks))
 
 
 _NOTHING = Pending()

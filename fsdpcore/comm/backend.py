@@ -35,6 +35,7 @@ from fsdpcore.core.errors import (
     in_one_line,
     in_words,
 )
+from fsdpcore.core.text import name_ranks
 from fsdpcore.core.work import Deadline, Work
 from fsdpcore.diagnostics.status import Group
 
@@ -389,8 +390,7 @@ class Backend(ABC):
 
     def __repr__(self) -> str:
         root = self.root
-        some = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.world_size > 8 else "")
-        of = f" (ranks {some} of the job)" if isinstance(self, SubBackend) else ""
+        of = f" ({name_ranks(self.ranks)} of the job)" if isinstance(self, SubBackend) else ""
         if self.order.closed or isinstance(root.failure, ClosedError):
             state = ", closed"
         else:

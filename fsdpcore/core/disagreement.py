@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fsdpcore.core.errors import MismatchError
+from fsdpcore.core.text import name_ranks
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,6 @@ def grouped(said: Iterable[Any], ranks: Iterable[int]) -> list[tuple[Any, list[i
     for each, rank in zip(said, ranks, strict=True):
         found.setdefault(each, []).append(rank)
     return list(found.items())
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return the numbers of ranks, as in "ranks 1, 3"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 _END = object()

@@ -1,4 +1,4 @@
-"""Numbers and names in words, columns of them, and hints at a word that was meant."""
+"""Numbers, names and ranks in words, columns of them, and hints at a word that was meant."""
 
 from __future__ import annotations
 
@@ -42,6 +42,21 @@ def listed(names: Sequence[str]) -> str:
     """Return the first of some names in words."""
     more = len(names) - _SHOWN
     return ", ".join(map(repr, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return a list of ranks, a long one in short: ``[0, 2]``, ``[0..7]``, ``[0, 2, ... 99]``."""
+    listed = list(ranks)
+    if len(listed) > 3 and listed == list(range(listed[0], listed[0] + len(listed))):
+        return f"[{listed[0]}..{listed[-1]}]"
+    if len(listed) > 2 * _SHOWN:
+        return f"[{', '.join(map(str, listed[:_SHOWN]))}, ... {listed[-1]}]"
+    return str(listed)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as the subject of a sentence: ``rank 2``, ``ranks 0, 1, 3``, ``ranks 0..7``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {rank_list(ranks).strip('[]')}"
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from fsdpcore.core.text import rank_list
 from fsdpcore.diagnostics.status import (
     WORLD_CHANNEL,
     Group,
     OpenOperation,
     Status,
     ordinal,
-    shorten,
 )
 
 # Asks ranks how far they are on a channel; those that do not answer are left out.
@@ -92,8 +92,8 @@ def _other_group(rank: int, wait: OpenOperation, group: Group, both: bool) -> st
     how = ""
     if other.ranks != group.ranks and not both:
         how = (
-            f"{shorten(other.ranks)} there and {shorten(group.ranks)} here: give sub() the ranks "
-            "in the same order everywhere"
+            f"{rank_list(other.ranks)} there and {rank_list(group.ranks)} here: give sub() the "
+            "ranks in the same order everywhere"
         )
     elif other.name != group.name and not both:
         how = f"named {other.name!r} there and {group.name!r} here: give both the same name"

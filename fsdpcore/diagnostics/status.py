@@ -6,15 +6,16 @@ they say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
+
+from fsdpcore.core.text import rank_list
 
 WORLD_CHANNEL = 0
 
 # A rank may run operations of many groups at once; the oldest say enough.
 MAX_WAITS = 4
-_MAX_NAMED = 8
 
 
 _DEVICE = "GPU arrays"
@@ -40,7 +41,7 @@ class Group(NamedTuple):
     def __str__(self) -> str:
         if self.channel == WORLD_CHANNEL:
             return "all ranks"
-        words = f"group {shorten(self.ranks)}"
+        words = f"group {rank_list(self.ranks)}"
         if self.name:
             words += f" {self.name!r}"
         return f"{words} (the {ordinal(self.position + 1)} of these)" if self.position else words
@@ -147,25 +148,7 @@ def _wait(content: Any) -> OpenOperation | None:
         return None
 
 
-def shorten(ranks: Sequence[int]) -> str:
-    """Write a list of ranks, a long one in short: ``[0, 2]``, ``[0..7]``, ``[0, 2, ... 99]``."""
-    listed = list(ranks)
-    if len(listed) > 3 and listed == list(range(listed[0], listed[0] + len(listed))):
-        return f"[{listed[0]}..{listed[-1]}]"
-    if len(listed) > 2 * _MAX_NAMED:
-        return f"[{', '.join(map(str, listed[:_MAX_NAMED]))}, ... {listed[-1]}]"
-    return str(listed)
-
-
 def ordinal(number: int) -> str:
     """1st, 2nd, 3rd, 4th, ..."""
     last = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{'th' if number % 100 in (11, 12, 13) else last}"
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Write ranks as the subject of a sentence: ``rank 2``, ``ranks 0, 1, 3``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    text = shorten(ranks)
-    return f"ranks {text.strip('[]')}"

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError, RendezvousError
+from fsdpcore.core.text import name_ranks
 from fsdpcore.core.work import Deadline
 
 RankInfo = dict[str, Any]
@@ -208,7 +209,7 @@ class _MeetingHost:
         if self._place.local_world_size < self._place.world_size and _is_loopback(host):
             hint = "; no other host reaches that address, name one that this host has"
         return (
-            f"{_ranks(missing)} of {self._place.world_size} did not come to the rendezvous at "
+            f"{name_ranks(missing)} of {self._place.world_size} did not come to the rendezvous at "
             f"{describe_address(host, port)} within {self._deadline.seconds:g} s{hint}"
         )
 
@@ -293,10 +294,6 @@ class _MeetingHost:
 
 def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _attend(

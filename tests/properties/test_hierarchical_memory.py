@@ -212,7 +212,7 @@ def _stop(backend: fc.Backend, hangs: bool, ended: list[int], all_ended: threadi
         ended.append(backend.rank)
         if len(ended) == 3:
             all_ended.set()
-    words = "all_reduce #2 on ranks [0, 1, 2, 3] timed out" if hangs else "rank 3 failed"
+    words = "all_reduce #2 on ranks [0..3] timed out" if hangs else "rank 3 failed"
     assert words in str(caught.value)
 
 

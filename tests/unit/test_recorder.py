@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import fsdpcore as fc
+from fsdpcore.core.text import name_ranks, rank_list
 from fsdpcore.diagnostics.recorder import Recorder
-from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status, named, ordinal, shorten
+from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status, ordinal
 from fsdpcore.launch.config import resolve
 
 F32 = np.dtype(np.float32)
@@ -250,12 +251,12 @@ def test_a_status_that_is_no_status_does_no_harm(content):
 
 
 def test_words_for_ranks():
-    assert shorten([0, 1]) == "[0, 1]"
-    assert shorten((2, 1, 0)) == "[2, 1, 0]"
-    assert shorten(range(3, 8)) == "[3..7]"
-    assert shorten(range(0, 200, 2)) == "[0, 2, 4, 6, 8, 10, 12, 14, ... 198]"
-    assert named([4]) == "rank 4"
-    assert named([0, 1, 3]) == "ranks 0, 1, 3"
+    assert rank_list([0, 1]) == "[0, 1]"
+    assert rank_list((2, 1, 0)) == "[2, 1, 0]"
+    assert rank_list(range(3, 8)) == "[3..7]"
+    assert rank_list(range(0, 200, 2)) == "[0, 2, 4, 6, 8, 10, 12, 14, ... 198]"
+    assert name_ranks([4]) == "rank 4"
+    assert name_ranks([0, 1, 3]) == "ranks 0, 1, 3"
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == (
         ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th"]
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.core.text import rank_list
 
 from .library import PROCESS
 
@@ -47,7 +48,7 @@ class BlockedCallGuard:
         if failure is not None and self._failed_at is None:
             self._failed_at = now
         for group, context in list(self.calls.items()):
-            call = f"{context.name} on ranks {list(group.ranks)}"
+            call = f"{context.name} on ranks {rank_list(group.ranks)}"
             if now > context.end + _LATE_SECONDS and group in self.calls:
                 PROCESS.abort(
                     f"rank {self._rank} failed: CommTimeoutError: {call} did not end in time "

@@ -31,6 +31,7 @@ from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.core.errors import CommTimeoutError
 from fsdpcore.core.reductions import ReduceOp, Reduction
+from fsdpcore.core.text import rank_list
 
 from .library import MPI, PROCESS
 from .transport import MpiTransport
@@ -157,8 +158,8 @@ class MpiCollectives:
                     self._transport.check_usable()
                 if not context.remaining():
                     raise CommTimeoutError(
-                        f"{context.name} on ranks {list(self.ranks)} timed out inside MPI on rank "
-                        f"{self._transport.rank}: a rank is stopped or lost"
+                        f"{context.name} on ranks {rank_list(self.ranks)} timed out inside MPI on "
+                        f"rank {self._transport.rank}: a rank is stopped or lost"
                     )
         except BaseException:
             # MPI cannot be made to forget them: what they use must not go away.

@@ -12,6 +12,7 @@ from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError, RendezvousError
+from fsdpcore.core.text import name_ranks
 
 from .missing import no_gpu
 
@@ -124,9 +125,7 @@ def check_distinct(group: Backend, mine: Gpu, share: bool, seconds: float) -> No
         owners.setdefault(gpu.place(group.hosts[rank]), []).append(rank)
     shared = [ranks for ranks in owners.values() if len(ranks) > 1]
     if shared and not share:
-        said = "; ".join(
-            f"ranks {', '.join(map(str, ranks))} have {gpus[ranks[0]]}" for ranks in shared
-        )
+        said = "; ".join(f"{name_ranks(ranks)} have {gpus[ranks[0]]}" for ranks in shared)
         raise RendezvousError(
             f"every rank needs a GPU of its own, but {said}: start fewer ranks per host, show "
             "every rank another GPU (CUDA_VISIBLE_DEVICES, or the option 'device'), or let them "

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, PeerFailedError, in_words
+from fsdpcore.core.text import rank_list
 from fsdpcore.core.work import Deadline
 from fsdpcore.diagnostics.deadlocks import SLOW
-from fsdpcore.diagnostics.status import shorten
 
 from .agree import Agreement
 from .communicators import BOUND, ERRORS, Communicators, translated
@@ -308,7 +308,7 @@ class Supervisor:
             report += _ELSEWHERE
         return CommTimeoutError(
             f"{flight.call.operation} #{flight.sequence} of GPU arrays on ranks "
-            f"{shorten(group.ranks)} had not ended {when} on rank {root.rank}{report}"
+            f"{rank_list(group.ranks)} had not ended {when} on rank {root.rank}{report}"
         )
 
     def _check_inside(self, context: CollectiveContext) -> None:
@@ -327,7 +327,7 @@ class Supervisor:
             if gone and self._is_open(flight):
                 raise PeerFailedError(
                     f"rank {min(gone)} has left the job, without {flight.call.operation} "
-                    f"#{flight.sequence} of GPU arrays on ranks {shorten(flight.group.ranks)}",
+                    f"#{flight.sequence} of GPU arrays on ranks {rank_list(flight.group.ranks)}",
                     min(gone),
                 )
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.diagnostics.status import WORLD_CHANNEL, Group, named
+from fsdpcore.core.text import name_ranks
+from fsdpcore.diagnostics.status import WORLD_CHANNEL, Group
 from fsdpcore.diagnostics.trace_file import TracedOperation, TraceDump, file_name
 
 # An operation that was running for less than this when the file was written may just be slow.
@@ -42,8 +43,8 @@ def _absent(dumps: Sequence[TraceDump]) -> Iterator[Finding]:
     if missing:
         names = ", ".join(file_name(rank) for rank in missing[:4]) + ", ..." * (len(missing) > 4)
         yield Finding(
-            f"{named(missing)}: no file ({names}): killed before it could write one, or it wrote "
-            "to another host's directory"
+            f"{name_ranks(missing)}: no file ({names}): killed before it could write one, or it "
+            "wrote to another host's directory"
         )
     latest = max(dump.started for dump in dumps)
     for dump in dumps:
@@ -61,7 +62,7 @@ def _failures(dumps: Sequence[TraceDump]) -> Iterator[Finding]:
         if dump.failure:
             said.setdefault(_one_line(dump.failure), []).append(dump.rank)
     for text, ranks in said.items():
-        yield Finding(f"{named(ranks)} failed: {text}")
+        yield Finding(f"{name_ranks(ranks)} failed: {text}")
 
 
 def _stuck(dumps: Sequence[TraceDump]) -> dict[int, list[TracedOperation]]:
@@ -100,8 +101,8 @@ def _collectives(
         elif not late and all(by_rank[rank].failure for rank, _ in waiters):
             yield Finding(_all_began(waiters, op))
         elif late:
-            who = named([rank for rank, _ in waiters])
-            yield Finding(f"{who} stopped in {op}; {named(late)} left no file that says more")
+            who = name_ranks([rank for rank, _ in waiters])
+            yield Finding(f"{who} stopped in {op}; {name_ranks(late)} left no file that says more")
 
 
 def _is_late(dump: TraceDump | None, key: tuple[int, int], op: TracedOperation) -> bool:
@@ -123,7 +124,7 @@ def _never_began(
 ) -> str:
     ranks = [rank for rank, _ in waiters]
     verb = "waits" if len(ranks) == 1 else "wait"
-    text = f"rank {dump.rank} never began {op} ({named(ranks)} {verb} in it since "
+    text = f"rank {dump.rank} never began {op} ({name_ranks(ranks)} {verb} in it since "
     text += f"{_clock(op.start)}); {_last_words(dump, op.start, stuck)}"
     other = _twin(dump, op.group)
     if op.group.channel not in dump.groups and other is not None:
@@ -167,7 +168,7 @@ def _all_began(waiters: Sequence[tuple[int, TracedOperation]], op: TracedOperati
     where = f"in {op}, which every rank had begun"
     if len(calls) > 1:
         where = f"where they called different things ({'; '.join(calls)})"
-    return f"{named(ranks)} stopped {where}" + f": {why}" * bool(why)
+    return f"{name_ranks(ranks)} stopped {where}" + f": {why}" * bool(why)
 
 
 def _messages(stuck: dict[int, list[TracedOperation]]) -> Iterator[Finding]:
@@ -194,8 +195,8 @@ def _cycles(
             links = path[path.index(rank) :]
             told = ", ".join(f"rank {r} in {waits[r][1]} for rank {waits[r][0]}" for r in links)
             yield Finding(
-                f"{named(sorted(links))} wait for each other: {told}; they call these operations "
-                "in different orders"
+                f"{name_ranks(sorted(links))} wait for each other: {told}; they call these "
+                "operations in different orders"
             )
         done.update(path)
 
