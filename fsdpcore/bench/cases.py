@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.collectives.operations import table
+from fsdpcore.collectives.spec import Operation
 from fsdpcore.core.buffers import DTYPES
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import Reduction
 from fsdpcore.core.text import nearest
 
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
-# The size of these is spread over the ranks: each contributes, or gets, an equal part.
-SPLIT = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 OPERATIONS = (
     "all_reduce",
     "all_gather",
@@ -70,28 +68,32 @@ class Case:
         return next(dtype for dtype in DTYPES if dtype.name == self.dtype)
 
     @property
+    def definition(self) -> Operation:
+        """The operation."""
+        return table.OPERATIONS[self.operation]
+
+    @property
     def size(self) -> int:
         """Bytes, by the convention of the module docstring."""
-        parts = self.world_size if self.operation in SPLIT else 1
-        return self.count * parts * self.numpy_dtype.itemsize
+        return self.count * _parts(self.definition, self.world_size) * self.numpy_dtype.itemsize
 
     def source_count(self, rank: int) -> int:
         """Elements of a rank's input; 0 where it has none."""
-        if self.operation in ("reduce_scatter", "all_to_all"):
-            return self.count * self.world_size
-        if self.operation == "scatter":
-            return self.count * self.world_size if rank == self.root else 0
-        return self.count
+        if not self.definition.splits:
+            return self.count
+        gives = not self.definition.rooted or rank == self.root
+        return self.count * self.world_size if gives else 0
 
     def output_count(self, rank: int) -> int:
         """Elements of a rank's output; 0 where it gets none."""
-        if self.operation in ("all_gather", "all_to_all"):
-            return self.count * self.world_size
-        if self.operation == "gather":
-            return self.count * self.world_size if rank == self.root else 0
-        if self.operation == "reduce":
-            return self.count if rank == self.root else 0
-        return self.count
+        if self.definition.to_root and rank != self.root:
+            return 0
+        return self.count * self.world_size if self.definition.joins else self.count
+
+
+def _parts(operation: Operation, world_size: int) -> int:
+    """Into how many parts a size is spread: each rank contributes, or gets, one."""
+    return world_size if operation.splits or operation.joins else 1
 
 
 def busbw_factor(operation: str, world_size: int) -> float:
@@ -169,14 +171,14 @@ def make_cases(
     """
     cases: list[Case] = []
     itemsize = next(d for d in DTYPES if d.name == dtype).itemsize
-    parts = world_size if operation in SPLIT else 1
+    definition = table.OPERATIONS[operation]
     for size in wanted:
         case = Case(
             operation,
-            max(1, size // itemsize // parts),
+            max(1, size // itemsize // _parts(definition, world_size)),
             dtype,
-            op if operation in REDUCTIONS else "none",
-            root if operation in ROOTED else -1,
+            op if definition.reduces else "none",
+            root if definition.rooted else -1,
             world_size,
             in_place,
         )

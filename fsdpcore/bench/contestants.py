@@ -12,7 +12,7 @@ import numpy as np
 
 import fsdpcore
 from fsdpcore import collectives
-from fsdpcore.bench.cases import REDUCTIONS, ROOTED, Case
+from fsdpcore.bench.cases import Case
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.buffers import Array
@@ -86,9 +86,9 @@ class Ours(Contestant):
 
     def step(self, case: Case, source: Array | None, output: Array | None) -> Step:
         keywords: dict[str, Any] = {"out": output, "algorithm": self._algorithm}
-        if case.operation in REDUCTIONS:
+        if case.definition.reduces:
             keywords["op"] = case.op
-        if case.operation in ROOTED:
+        if case.definition.rooted:
             keywords["root"] = case.root
         function = getattr(collectives, case.operation)
         return partial(function, source, self._backend, **keywords)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.bench.cases import REDUCTIONS, Case
+from fsdpcore.bench.cases import Case
 from fsdpcore.bench.contestants import Contestant, Step
 from fsdpcore.core.buffers import BFLOAT16, Array
 
@@ -112,7 +112,7 @@ class Gloo(Contestant):
         return getattr(self._dist.ReduceOp, _OPS[case.op])
 
     def _division(self, case: Case, taken: Any) -> Step | None:
-        if case.op != "mean" or case.operation not in REDUCTIONS or taken is None:
+        if case.op != "mean" or not case.definition.reduces or taken is None:
             return None
         return partial(taken.div_, case.world_size)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.bench.cases import REDUCTIONS, Case
+from fsdpcore.bench.cases import Case
 from fsdpcore.bench.contestants import Contestant, Step
 from fsdpcore.core.buffers import Array
 
@@ -30,7 +30,7 @@ _TYPES = {
 
 def refusal(case: Case) -> str:
     """Why MPI cannot do this; empty if it can."""
-    if case.operation in REDUCTIONS and case.dtype not in _TYPES:
+    if case.definition.reduces and case.dtype not in _TYPES:
         return f"MPI has no portable reduction of {case.dtype}"
     return ""
 
@@ -77,7 +77,7 @@ class Mpi(Contestant):
         comm, here, root = self._comm, self._mpi.IN_PLACE, case.root
         at_root = self.rank == root
         give, take = self._spec(case, source), self._spec(case, output)
-        if case.operation in REDUCTIONS:
+        if case.definition.reduces:
             op = getattr(self._mpi, _OPS[case.op])
             if case.operation == "all_reduce":
                 return partial(comm.Allreduce, here if case.in_place else give, take, op)

@@ -7,13 +7,14 @@ import pytest
 from support.oracle import reduced
 
 from fsdpcore.bench import oracle
-from fsdpcore.bench.cases import DTYPE_NAMES, OP_NAMES, OPERATIONS, REDUCTIONS, Case
+from fsdpcore.bench.cases import DTYPE_NAMES, OP_NAMES, OPERATIONS, Case
+from fsdpcore.collectives.operations import table
 
 P, COUNT, ROOT = 3, 7, 1
 
 
 def case(operation, dtype="float32", op="sum", count=COUNT, world_size=P):
-    op = op if operation in REDUCTIONS else "none"
+    op = op if table.OPERATIONS[operation].reduces else "none"
     return Case(operation, count, dtype, op, ROOT, world_size, in_place=False)
 
 
@@ -30,7 +31,7 @@ def results(one):
     """What every rank must get, from whole arrays instead of formulas of positions."""
     given, p, c = all_inputs(one), one.world_size, one.count
     nothing = np.zeros(0, one.numpy_dtype)
-    if one.operation in REDUCTIONS:
+    if one.definition.reduces:
         total = reduced(given, one.op)
         if one.operation == "reduce_scatter":
             return np.array_split(total, p)

@@ -265,6 +265,27 @@ def test_what_is_measured() -> None:
     assert all(gain[0] > 0 for gain in first.gains.values())
 
 
+def test_every_reduction_is_measured_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Algorithms are asked whether they have the sum that is measured, those of scan, too."""
+    asked: dict[str, set[str]] = {name: set() for name in ALGORITHMS}
+
+    def listening(collective: str, algorithm: Algorithm) -> Algorithm:
+        def supports(dtype: np.dtype[Any] | None, op: str) -> bool:
+            asked[collective].add(op)
+            return algorithm.supports(dtype, op)
+
+        return algorithm._replace(supports=supports)
+
+    for name, known in ALGORITHMS.items():
+        heard = {key: listening(name, algorithm) for key, algorithm in known.items()}
+        monkeypatch.setitem(ALGORITHMS, name, heard)
+    findings, _ = run(measure, transport="sim", world_size=2, args=(QUICK,), hosts=2)
+    sums = {name for name, ops in asked.items() if "sum" in ops}
+    assert sums == {"all_reduce", "reduce", "reduce_scatter", "scan", "exscan"}
+    assert all("" not in asked[name] for name in sums)
+    assert sums <= {row.collective for row in findings.timings}
+
+
 Tune = Callable[..., Finished]
 
 

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fsdpcore import collectives
 from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.selection.choose import candidates, predict
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.algorithm import Algorithm
@@ -286,7 +287,7 @@ def _measure_collective(backend: Backend, collective: str, nbytes: int, effort: 
 
 
 def _op(collective: str) -> str:
-    return "sum" if "reduce" in collective else ""
+    return "sum" if OPERATIONS[collective].reduces else ""
 
 
 def _call(backend: Backend, collective: str, count: int, algorithm: str) -> Callable[[], object]:
@@ -298,13 +299,14 @@ def _call(backend: Backend, collective: str, count: int, algorithm: str) -> Call
     first = backend.rank == 0
     array: NDArray[Any] | None = whole
     out: NDArray[Any] | None = result
-    if collective in ("all_gather", "gather"):
+    operation = OPERATIONS[collective]
+    if operation.joins and not operation.splits:
         array = whole[part]
-    if collective in ("reduce_scatter", "scatter"):
+    if operation.splits and not operation.joins:
         out = result[part]
-    if collective == "scatter" and not first:
+    if operation.splits and operation.rooted and not first:
         array = None
-    if collective in ("gather", "reduce") and not first:
+    if operation.to_root and not first:
         out = None
     function = getattr(collectives, collective)
     return lambda: function(array, backend, out=out, algorithm=algorithm)
