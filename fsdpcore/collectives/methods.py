@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 from fsdpcore.collectives.device_transport import DeviceTransport
 from fsdpcore.collectives.operations.all_gather import all_gather
 from fsdpcore.collectives.operations.barrier import barrier
+from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.shared.window import shared_window
 from fsdpcore.collectives.state import CollectiveState
 from fsdpcore.comm.backend import SubBackend
@@ -19,6 +20,8 @@ from fsdpcore.core.checks import as_int64
 
 class CollectiveMethods(CollectiveState):
     """The collectives of one group as ``Backend`` calls them; see its methods."""
+
+    operations = OPERATIONS
 
     def barrier(self, timeout: float | None) -> None:
         """Block until every rank of the group has called it."""

@@ -1,7 +1,8 @@
-"""What each collective moves, as data: from which parts of the ranks' arrays to which.
+"""What a collective moves, as data: from which parts of the ranks' arrays to which.
 
 Every rank has an input and an output, flat arrays. A collective may cut one of them, or both, into
-a chunk for each rank. ``shared.interpreter`` carries movements out, whatever they move.
+a chunk for each rank. Its file under ``operations`` has its movement, and ``shared.interpreter``
+carries movements out, whatever they move.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Move(NamedTuple):
 
     Attributes:
         targets: get what comes of the sources.
-        sources: several are reduced, in this order; a single one is copied.
+        sources: several are reduced, in this order; a single one is copied; of none, the value
+            comes that changes nothing in the reduction.
         divided: targets and sources are whole arrays, and the ranks divide the work: rank c does
             chunk c of it. Moves that are divided are done in the order of the list, so that one
             may overwrite what only those before it read.
@@ -54,43 +56,3 @@ def inputs(ranks: Iterable[int], chunk: int | None = None) -> tuple[ArrayPart, .
 def outputs(ranks: Iterable[int], chunk: int | None = None) -> tuple[ArrayPart, ...]:
     """The same part of several ranks' outputs."""
     return tuple(ArrayPart(OUTPUT, rank, chunk) for rank in ranks)
-
-
-def all_reduce(ranks: range, root: int) -> list[Move]:
-    """All inputs, reduced, to all outputs."""
-    return [Move(outputs(ranks), inputs(ranks), divided=True)]
-
-
-def reduce(ranks: range, root: int) -> list[Move]:
-    """All inputs, reduced, to the root."""
-    return [Move(outputs([root]), inputs(ranks), divided=True)]
-
-
-def reduce_scatter(ranks: range, root: int) -> list[Move]:
-    """Chunk r of all inputs, reduced, to each rank r."""
-    return [Move(outputs([rank]), inputs(ranks, rank)) for rank in ranks]
-
-
-def all_gather(ranks: range, root: int) -> list[Move]:
-    """The input of each rank r to chunk r of all outputs."""
-    return [Move(outputs(ranks, rank), inputs([rank])) for rank in ranks]
-
-
-def gather(ranks: range, root: int) -> list[Move]:
-    """The input of each rank r to chunk r of the root's output."""
-    return [Move(outputs([root], rank), inputs([rank])) for rank in ranks]
-
-
-def broadcast(ranks: range, root: int) -> list[Move]:
-    """The root's input to all outputs."""
-    return [Move(outputs(ranks), inputs([root]))]
-
-
-def scatter(ranks: range, root: int) -> list[Move]:
-    """Chunk r of the root's input to each rank r."""
-    return [Move(outputs([rank]), inputs([root], rank)) for rank in ranks]
-
-
-def all_to_all(ranks: range, root: int) -> list[Move]:
-    """Chunk r of the input of each rank s to chunk s of the output of each rank r."""
-    return [Move(outputs([r], s), inputs([s], r)) for r in ranks for s in ranks]

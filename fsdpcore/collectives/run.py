@@ -106,9 +106,9 @@ def _first(backend: Backend, context: CollectiveContext) -> None:
     context.region = establish(context, backend)
     if context.region is not None:
         backend.root.regions.add(context.region)
-        found = shared.ALGORITHMS
+        found = shared.algorithms(state.operations)
     else:
-        found = hierarchy_costs.establish(context, backend)
+        found = hierarchy_costs.establish(context, backend, state.operations)
     own = state.own_algorithms
     if found:
         state.own_algorithms = {

@@ -39,19 +39,41 @@ class Choice(NamedTuple):
 
     Attributes:
         name: of the algorithm.
-        function: carries the collective out.
+        module: has a function named like the collective.
+        move: carries any collective out by its movement; if None, the module's function does.
         agrees: it is the check that all ranks call the same, too, and needs none before it.
-        into: of an all_reduce that can write its result elsewhere than over its input, the
-            function that does: it takes an array more.
         staged: of an algorithm that uses arrays in place where all ranks can see them, the one
             that is faster for others.
     """
 
     name: str
-    function: Callable[..., Any]
+    module: object = None
+    move: Callable[..., None] | None = None
     agrees: bool = False
-    into: Callable[..., Any] | None = None
     staged: Choice | None = None
+
+    def start(
+        self,
+        context: Any,
+        operation: Operation,
+        layout: Layout,
+        source: Array | None,
+        out: Array | None,
+    ) -> None:
+        """Carry a collective out.
+
+        Args:
+            context: the ``CollectiveContext`` of the group, in which the call has begun.
+            operation: which collective.
+            layout: of the call.
+            source, out: flat and contiguous, and the same array or apart but for
+                ``Operation.own_parts``. The input is None on ranks that have none, ``out`` on those
+                that get no result.
+        """
+        if self.move is not None:
+            self.move(context, operation.movement, layout, source, out)
+        else:
+            operation.call(self.module, context, layout, source, out)
 
 
 class Layout(NamedTuple):
@@ -80,27 +102,26 @@ class Operation:
 
     Attributes:
         name: of the public function; algorithms carry it out under this name.
-        start: ``start(context, choice, layout, source, out)`` calls an algorithm of it. ``source``
-            and ``out`` are flat and contiguous, and the same array or apart but for
-            ``own_parts``. The input is None on ranks that have none, ``out`` on those that get no
-            result.
-        movement: what moves where in memory that the ranks share; None where they send messages
-            there, too.
+        call: ``call(module, context, layout, source, out)`` calls an algorithm's function of it;
+            the arguments are those of ``Choice.start``.
+        movement: what moves where in memory that the ranks share.
         splits: axis 0 of the input is split over the ranks.
         joins: the result joins along axis 0 what the ranks send.
         reduces: values of the ranks are combined by an op.
         rooted: one rank, the root, sends or receives all of it.
         to_root: only the root gets a result.
+        starts_empty: rank 0 gets what a reduction of nothing gives.
     """
 
     name: str
-    start: Callable[..., None]
-    movement: Movement | None = None
+    call: Callable[..., None]
+    movement: Movement
     splits: bool = False
     joins: bool = False
     reduces: bool = False
     rooted: bool = False
     to_root: bool = False
+    starts_empty: bool = False
 
     def gives(self, rank: int, layout: Layout) -> bool:
         """Whether a rank gets a result."""
@@ -159,11 +180,11 @@ class Operation:
         return nbytes * world_size if self.joins and not self.splits else nbytes
 
 
-def _unchosen(*args: Any) -> Any:
+def _unchosen(size: int) -> Choice:
     raise AssertionError("no algorithm was chosen for this call")
 
 
-UNCHOSEN = Choice("", _unchosen)
+UNCHOSEN = Choice("")
 
 
 class CallSpec:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdpcore.collectives.device_transport import device_transport_of
+from fsdpcore.collectives.spec import Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.algorithm import Algorithm
@@ -20,11 +21,14 @@ class CollectiveState:
     """The state of one group's collectives on this rank; ``backend.collectives`` is one.
 
     Attributes:
+        operations: all collectives that move data, by name.
         context: what algorithms see of the group; None before its first collective has run.
         calls: the kinds of calls that the group has seen, each a ``CallSpec``.
         device_twin: the same ranks as a group that moves arrays of the device, once there is one;
             see ``on_device.device_twin``.
     """
+
+    operations: ClassVar[Mapping[str, Operation]] = {}
 
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)  # which holds this

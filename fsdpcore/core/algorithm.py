@@ -30,7 +30,7 @@ class Algorithm(NamedTuple):
     """An algorithm for one collective.
 
     Attributes:
-        module: has a function named like the collective.
+        module: has a function named like the collective; None where ``move`` carries it out.
         cost: for p ranks, all on one host as far as that makes a difference.
         canonical: its reductions follow the canonical order.
         supports: whether it can handle a dtype (None where it is not known yet) and reduction.
@@ -38,6 +38,8 @@ class Algorithm(NamedTuple):
         agrees: it is the check that all ranks call the same, too, and needs none before it.
         publishes: above so many bytes it uses arrays in place if all ranks see them; 0 for never.
         besides: seconds that it takes beyond what ``cost`` tells, for so many bytes.
+        move: ``move(context, movement, layout, source, out)`` carries any collective out by its
+            movement.
     """
 
     module: object
@@ -48,3 +50,4 @@ class Algorithm(NamedTuple):
     agrees: bool = False
     publishes: int = 0
     besides: Callable[[int], float] | None = None
+    move: Callable[..., None] | None = None

@@ -299,8 +299,11 @@ class Reduction:
         """Reduce one flat array per rank into ``out``, in the canonical order.
 
         ``out`` may be one of ``parts``. Works block by block, so that scratch stays small and
-        partial results stay in cache.
+        partial results stay in cache. Of no parts, the result is ``identity``.
         """
+        if not parts:
+            out.fill(self.identity)
+            return
         self._reduce(parts, out, np.empty, BLOCK)
 
     def reduce_at_once(

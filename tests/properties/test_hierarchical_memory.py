@@ -21,6 +21,7 @@ from support.spmd import run, run_on
 
 import fsdpcore as fc
 from fsdpcore.collectives.algorithms import hierarchy_costs
+from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.selection.choose import cheapest
 from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.collectives.state import state_of
@@ -220,7 +221,7 @@ def _stop(backend: fc.Backend, hangs: bool, ended: list[int], all_ended: threadi
 
 
 def _group(hosts: list[int], capabilities: Capabilities, *, shares: bool) -> Any:
-    own = hierarchy_costs.algorithms(hosts, Tuning()) if shares else {}
+    own = hierarchy_costs.algorithms(hosts, Tuning(), OPERATIONS) if shares else {}
     return SimpleNamespace(
         world_size=len(hosts),
         rank=0,

@@ -8,22 +8,28 @@ chunks are handled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fsdpcore.collectives.algorithms import hierarchical
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.shared import algorithm, host_context
+from fsdpcore.collectives.shared.interpreter import move
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.policy import Costs, Tuning
 
 NAME = "hierarchical"
 
-_MEMORY = host_context.Carrier(algorithm.reduce_scatter, algorithm.all_gather, algorithm.broadcast)
 
-
-def establish(context: CollectiveContext, backend: Backend) -> dict[str, dict[str, Algorithm]]:
+def establish(
+    context: CollectiveContext, backend: Backend, operations: Mapping[str, Operation]
+) -> dict[str, dict[str, Algorithm]]:
     """Find out, in a group's first collective, whether its ranks share memory on every host.
+
+    Args:
+        context, backend: of the group.
+        operations: all collectives, by name.
 
     Returns:
         The algorithms that the group has because of that, by collective and name.
@@ -31,24 +37,35 @@ def establish(context: CollectiveContext, backend: Backend) -> dict[str, dict[st
     Raises:
         ConfigError: some do not, though the transport was told that they have to.
     """
-    if host_context.establish(context, backend, _MEMORY):
-        return algorithms(backend.hosts, backend.root.policy.tuning)
+    if host_context.establish(context, backend, _in_memory(operations)):
+        return algorithms(backend.hosts, backend.root.policy.tuning, operations)
     return {}
 
 
-def algorithms(hosts: Sequence[int], tuning: Tuning) -> dict[str, dict[str, Algorithm]]:
+def _in_memory(operations: Mapping[str, Operation]) -> host_context.Carrier:
+    """The collectives of ranks that share memory."""
+    names = "reduce_scatter", "all_gather", "broadcast"
+    scatter, gather, spread = (operations[name].movement for name in names)
+    return host_context.Carrier(
+        lambda context, source, own, bounds, reduction: move(
+            context, scatter, Layout(-1, reduction, bounds), source, own
+        ),
+        lambda context, own, out, bounds: move(context, gather, Layout(-1, None, bounds), own, out),
+        lambda context, data, root: move(context, spread, Layout(root), data, data),
+    )
+
+
+def algorithms(
+    hosts: Sequence[int], tuning: Tuning, operations: Mapping[str, Operation]
+) -> dict[str, dict[str, Algorithm]]:
     """Return ``hierarchical`` with its costs for a group whose ranks are on these hosts."""
     arrangement = hierarchical.arrange(tuple(hosts))
     scatter, gather = _scattering(arrangement), _gathering(arrangement)
     both = CostTerms(*(a + b for a, b in zip(scatter, gather, strict=True)))
     m = max(len(ranks) for ranks in arrangement.members.values())
     rounds = max(len(arrangement.slabs(host)) for host in arrangement.members)
-    memory = {
-        name: known[algorithm.NAME]
-        .cost(m)
-        ._replace(alpha=rounds * known[algorithm.NAME].cost(m).alpha)
-        for name, known in algorithm.ALGORITHMS.items()
-    }
+    memory = {name: algorithm.cost(known.movement, m) for name, known in operations.items()}
+    memory = {name: terms._replace(alpha=rounds * terms.alpha) for name, terms in memory.items()}
     inside = memory["reduce_scatter"], memory["all_gather"]
     parts = {
         "reduce_scatter": (scatter, inside[0]),
@@ -56,10 +73,7 @@ def algorithms(hosts: Sequence[int], tuning: Tuning) -> dict[str, dict[str, Algo
         "all_reduce": (both, CostTerms(*(a + b for a, b in zip(*inside, strict=True)))),
         "broadcast": (_broadcasting(arrangement), memory["broadcast"]),
     }
-    costs = (
-        tuning.own.get(algorithm.NAME) or algorithm.ALGORITHMS["all_reduce"][algorithm.NAME].costs
-    )
-    assert costs is not None
+    costs = tuning.own.get(algorithm.NAME) or algorithm.COSTS
     return {name: {NAME: _algorithm(*terms, costs)} for name, terms in parts.items()}
 
 

@@ -39,7 +39,7 @@ def _start(context: CollectiveContext, call: BatchedCall, choice: Choice) -> Non
     definition, out = call.spec.definition, call.output
     assert definition is not None
     target = None if out is None else out.flat
-    definition.start(context, choice, call.spec.layout, call.source, target)
+    choice.start(context, definition, call.spec.layout, call.source, target)
 
 
 def _separate(call: BatchedCall, calls: list[BatchedCall], group: Backend) -> BatchedCall:

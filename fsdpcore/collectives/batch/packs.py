@@ -105,13 +105,13 @@ class LoadedPack(NamedTuple):
         key, data, layout, rank = self.pack.key, self.data, self.layout, context.rank
         definition, out = key.definition, data
         if not definition.gives(rank, layout):
-            definition.start(context, choice, layout, data, None)
+            choice.start(context, definition, layout, data, None)
             return
         if definition.joins:
             out = np.empty((layout.arriving or layout.bounds)[-1], data.dtype)
         elif definition.splits:
             out = np.empty(layout.bounds[rank + 1] - layout.bounds[rank], data.dtype)
-        definition.start(context, choice, layout, data, out)
+        choice.start(context, definition, layout, data, out)
         # What is not joined lies one behind the other: that is like what one rank has sent.
         blocks = out.reshape(context.size if definition.joins else 1, -1)
         at = 0

@@ -6,22 +6,27 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import perform
 from fsdpcore.collectives.operations.rows import join_rows
-from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 
 
-def _start(
-    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
+def _movement(ranks: range, root: int) -> list[Move]:
+    """The input of each rank r to chunk r of all outputs."""
+    return [Move(outputs(ranks, rank), inputs([rank])) for rank in ranks]
+
+
+def _call(
+    algorithm: Any, context: CollectiveContext, layout: Layout, source: Array, out: Array
 ) -> None:
-    choice.function(context, source, out, layout.bounds)
+    algorithm.all_gather(context, source, out, layout.bounds)
 
 
-ALL_GATHER = Operation("all_gather", _start, movements.all_gather, joins=True)
+ALL_GATHER = Operation("all_gather", _call, _movement, joins=True)
 
 
 def all_gather(

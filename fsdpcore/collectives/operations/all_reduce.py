@@ -7,27 +7,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import perform
-from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.reductions import ReduceOp
 
 
-def _start(
-    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
+def _movement(ranks: range, root: int) -> list[Move]:
+    """All inputs, reduced, to all outputs."""
+    return [Move(outputs(ranks), inputs(ranks), divided=True)]
+
+
+def _call(
+    algorithm: Any, context: CollectiveContext, layout: Layout, source: Array, out: Array
 ) -> None:
-    if choice.into is not None and source is not out:  # it needs no copy of the input
-        choice.into(context, source, out, layout.reduction)
-        return
     if source is not out:
+        if hasattr(algorithm, "all_reduce_into"):  # it needs no copy of the input
+            algorithm.all_reduce_into(context, source, out, layout.reduction)
+            return
         np.copyto(out, source)
-    choice.function(context, out, layout.reduction)
+    algorithm.all_reduce(context, out, layout.reduction)
 
 
-ALL_REDUCE = Operation("all_reduce", _start, movements.all_reduce, reduces=True)
+ALL_REDUCE = Operation("all_reduce", _call, _movement, reduces=True)
 
 
 def all_reduce(

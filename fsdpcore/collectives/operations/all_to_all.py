@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives import movements
 from fsdpcore.collectives.algorithms import direct
 from fsdpcore.collectives.arguments import operand, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import carry_out, perform
 from fsdpcore.collectives.operations.rows import check_rows
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import run
-from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation, Shape
+from fsdpcore.collectives.spec import CallSpec, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, bounds_of, row_size
 from fsdpcore.core.checks import as_counts
@@ -26,13 +26,18 @@ from fsdpcore.core.errors import MismatchError
 _UNKNOWN = 1 << 20
 
 
-def _start(
-    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
+def _movement(ranks: range, root: int) -> list[Move]:
+    """Chunk r of the input of each rank s to chunk s of the output of each rank r."""
+    return [Move(outputs([r], s), inputs([s], r)) for r in ranks for s in ranks]
+
+
+def _call(
+    algorithm: Any, context: CollectiveContext, layout: Layout, source: Array, out: Array
 ) -> None:
-    choice.function(context, source, layout.bounds, out, layout.arriving)
+    algorithm.all_to_all(context, source, layout.bounds, out, layout.arriving)
 
 
-ALL_TO_ALL = Operation("all_to_all", _start, movements.all_to_all, splits=True, joins=True)
+ALL_TO_ALL = Operation("all_to_all", _call, _movement, splits=True, joins=True)
 
 
 def all_to_all(

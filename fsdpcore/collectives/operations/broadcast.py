@@ -7,23 +7,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import perform
-from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 
 
-def _start(
-    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
+def _movement(ranks: range, root: int) -> list[Move]:
+    """The root's input to all outputs."""
+    return [Move(outputs(ranks), inputs([root]))]
+
+
+def _call(
+    algorithm: Any, context: CollectiveContext, layout: Layout, source: Array, out: Array
 ) -> None:
     if context.rank == layout.root and source is not out:
         np.copyto(out, source)
-    choice.function(context, out, layout.root)
+    algorithm.broadcast(context, out, layout.root)
 
 
-BROADCAST = Operation("broadcast", _start, movements.broadcast, rooted=True)
+BROADCAST = Operation("broadcast", _call, _movement, rooted=True)
 
 
 def broadcast(

@@ -6,22 +6,27 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives.arguments import operand
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import perform
-from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.reductions import ReduceOp, Reduction
+from fsdpcore.core.reductions import ReduceOp
 
 
-def _start(
-    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
+def _movement(ranks: range, root: int) -> list[Move]:
+    """To each rank the inputs before it, reduced; the last rank first, as in ``scan``."""
+    return [Move(outputs([rank]), inputs(range(rank)), divided=True) for rank in reversed(ranks)]
+
+
+def _call(
+    algorithm: Any, context: CollectiveContext, layout: Layout, source: Array, out: Array
 ) -> None:
-    choice.function(context, source, out, layout.reduction)
+    algorithm.exscan(context, source, out, layout.reduction)
 
 
-EXSCAN = Operation("exscan", _start, reduces=True)
+EXSCAN = Operation("exscan", _call, _movement, reduces=True, starts_empty=True)
 
 
 def exscan(
@@ -74,6 +79,4 @@ def exscan(
 
         begins = fc.exscan(np.array(len(rows)), backend)  # how many rows are before this rank's
     """
-    source, backend = operand(array, backend)
-    _ = Reduction.of(op, source.dtype).identity  # refused on all ranks where rank 0 gets nothing
-    return perform(EXSCAN, source, backend, out, timeout, async_op, algorithm, label, op)
+    return perform(EXSCAN, array, backend, out, timeout, async_op, algorithm, label, op)

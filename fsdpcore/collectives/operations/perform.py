@@ -101,6 +101,8 @@ def spec_of(
     reduction = None
     if definition.reduces:
         reduction = Reduction.of(op, dtype, converts=backend.moves.on_host)
+        if definition.starts_empty:
+            _ = reduction.identity  # without one, all ranks refuse the call, not rank 0 alone
     # Of what is converted, the algorithm is chosen late: the fast path is for arrays as they are.
     late = reduction is not None and reduction.result is not None
     spec = spec_for(
@@ -131,11 +133,11 @@ def carry_out(
     """Run an algorithm from the input, if this rank has one, to its result, if it gets one."""
     flat = None if source is None else source.reshape(-1)
     if output is None:
-        definition.start(context, choice, layout, flat, None)
+        choice.start(context, definition, layout, flat, None)
         return None
     if flat is not None:
         flat = output.separate(flat, definition, layout, context.rank)
-    definition.start(context, choice, layout, flat, output.flat)
+    choice.start(context, definition, layout, flat, output.flat)
     return output.deliver()
 
 
@@ -152,11 +154,11 @@ def _convert_and_reduce(
     wide = reduction.load(source.reshape(-1))
     choice = context.choose(definition.size(wide.nbytes, context.size))
     if output is None:
-        definition.start(context, choice, layout, wide, None)
+        choice.start(context, definition, layout, wide, None)
         return None
     parts = definition.own_parts(layout, context.rank)
     assert parts is not None, "a reduction does not join"
     own = wide[parts[0]] if definition.splits else wide
-    definition.start(context, choice, layout, wide, own)
+    choice.start(context, definition, layout, wide, own)
     reduction.store(own, output.flat, 1)  # it is the mean already: only round it
     return output.deliver()

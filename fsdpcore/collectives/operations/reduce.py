@@ -6,22 +6,27 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives import movements
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import perform
-from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.reductions import ReduceOp
 
 
-def _start(
-    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array | None
+def _movement(ranks: range, root: int) -> list[Move]:
+    """All inputs, reduced, to the root."""
+    return [Move(outputs([root]), inputs(ranks), divided=True)]
+
+
+def _call(
+    algorithm: Any, context: CollectiveContext, layout: Layout, source: Array, out: Array | None
 ) -> None:
-    choice.function(context, source, out, layout.root, layout.reduction)
+    algorithm.reduce(context, source, out, layout.root, layout.reduction)
 
 
-REDUCE = Operation("reduce", _start, movements.reduce, reduces=True, rooted=True, to_root=True)
+REDUCE = Operation("reduce", _call, _movement, reduces=True, rooted=True, to_root=True)
 
 
 def reduce(

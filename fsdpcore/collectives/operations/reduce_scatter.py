@@ -7,27 +7,30 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives import movements
 from fsdpcore.collectives.arguments import operand
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import perform
 from fsdpcore.collectives.operations.rows import check_rows
-from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_counts
 from fsdpcore.core.reductions import ReduceOp
 
 
-def _start(
-    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
+def _movement(ranks: range, root: int) -> list[Move]:
+    """Chunk r of all inputs, reduced, to each rank r."""
+    return [Move(outputs([rank]), inputs(ranks, rank)) for rank in ranks]
+
+
+def _call(
+    algorithm: Any, context: CollectiveContext, layout: Layout, source: Array, out: Array
 ) -> None:
-    choice.function(context, source, out, layout.bounds, layout.reduction)
+    algorithm.reduce_scatter(context, source, out, layout.bounds, layout.reduction)
 
 
-REDUCE_SCATTER = Operation(
-    "reduce_scatter", _start, movements.reduce_scatter, splits=True, reduces=True
-)
+REDUCE_SCATTER = Operation("reduce_scatter", _call, _movement, splits=True, reduces=True)
 
 
 def reduce_scatter(

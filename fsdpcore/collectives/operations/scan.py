@@ -7,20 +7,31 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import perform
-from fsdpcore.collectives.spec import Choice, Layout, Operation
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.reductions import ReduceOp
 
 
-def _start(
-    context: CollectiveContext, choice: Choice, layout: Layout, source: Array, out: Array
+def _movement(ranks: range, root: int) -> list[Move]:
+    """To each rank the inputs up to it, reduced.
+
+    The last one first: where an array is both input and output, nobody needs that input after it.
+    """
+    return [
+        Move(outputs([rank]), inputs(range(rank + 1)), divided=True) for rank in reversed(ranks)
+    ]
+
+
+def _call(
+    algorithm: Any, context: CollectiveContext, layout: Layout, source: Array, out: Array
 ) -> None:
-    choice.function(context, source, out, layout.reduction)
+    algorithm.scan(context, source, out, layout.reduction)
 
 
-SCAN = Operation("scan", _start, reduces=True)
+SCAN = Operation("scan", _call, _movement, reduces=True)
 
 
 def scan(

@@ -8,30 +8,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fsdpcore.collectives import movements
 from fsdpcore.collectives.algorithms import tree
 from fsdpcore.collectives.arguments import check_backend, operand, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
+from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.broadcast import broadcast
 from fsdpcore.collectives.operations.perform import carry_out
 from fsdpcore.collectives.operations.rows import check_rows, sized
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import run
-from fsdpcore.collectives.spec import CallSpec, Choice, Layout, Operation, Shape
+from fsdpcore.collectives.spec import CallSpec, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import MAX_SIGNATURE, Array, pack_signature, unpack_signature
 from fsdpcore.core.checks import as_counts, as_rank
 from fsdpcore.core.errors import ArgumentError
 
 
-def _start(
-    context: CollectiveContext, choice: Choice, layout: Layout, source: Array | None, out: Array
+def _movement(ranks: range, root: int) -> list[Move]:
+    """Chunk r of the root's input to each rank r."""
+    return [Move(outputs([rank]), inputs([root], rank)) for rank in ranks]
+
+
+def _call(
+    algorithm: Any, context: CollectiveContext, layout: Layout, source: Array | None, out: Array
 ) -> None:
-    choice.function(context, source, out, layout.bounds, layout.root)
+    algorithm.scatter(context, source, out, layout.bounds, layout.root)
 
 
-SCATTER = Operation("scatter", _start, movements.scatter, splits=True, rooted=True)
+SCATTER = Operation("scatter", _call, _movement, splits=True, rooted=True)
 
 
 def scatter(

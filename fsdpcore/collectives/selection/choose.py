@@ -76,7 +76,7 @@ def choose(
                         f"{collective} of arrays on {backend.moves} has no algorithm for "
                         f"{_in_words(dtype, op)} that may be used; copy the array to the host"
                     )
-                return _choice(collective, next(iter(allowed)), known)
+                return _choice(next(iter(allowed)), known)
             algorithm = _measured(collective, nbytes, backend, allowed) or _cheapest(
                 allowed, nbytes, backend
             )
@@ -87,16 +87,15 @@ def choose(
         raise ArgumentError(
             f"algorithm {algorithm!r} of {collective} has no {_in_words(dtype, op)}; use 'auto'"
         )
-    choice = _choice(collective, algorithm, known)
+    choice = _choice(algorithm, known)
     if publisher is None or publisher == algorithm:
         return choice
-    return _choice(collective, publisher, known)._replace(staged=choice)
+    return _choice(publisher, known)._replace(staged=choice)
 
 
-def _choice(collective: str, name: str, known: dict[str, Algorithm]) -> Choice:
+def _choice(name: str, known: dict[str, Algorithm]) -> Choice:
     chosen = known[name]
-    function, into = getattr(chosen.module, collective), f"{collective}_into"
-    return Choice(name, function, chosen.agrees, getattr(chosen.module, into, None))
+    return Choice(name, chosen.module, chosen.move, chosen.agrees)
 
 
 def _in_words(dtype: np.dtype[Any] | None, op: str) -> str:

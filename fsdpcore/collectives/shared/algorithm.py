@@ -1,8 +1,8 @@
 """Shared: the ranks are on one host and use memory that all of them see (``SharedRegion``).
 
 What they move is data (``movements``), which ``interpreter`` carries out with arrays that are
-published, or staged. With p ranks and n bytes (per rank for all_reduce, reduce and broadcast, in
-total for the others), no messages are sent, and each rank copies
+published, or staged. With p ranks and n bytes (in total for reduce_scatter, all_gather, gather,
+scatter and all_to_all, per rank for the others), no messages are sent, and each rank copies
 
 ==============  ====================  ====================================================
 collective      published             staged
@@ -10,6 +10,7 @@ collective      published             staged
 all_reduce      ((p - 1) / p) n       (2 (p - 1) / p + 1 / p) n
 reduce          0                     ((p - 1) / p) n, the root n more
 reduce_scatter  0                     ((p - 1) / p) n
+scan, exscan    0                     (2 (p - 1) / p + 1 / p) n
 all_gather      n                     n / p in, n out
 broadcast       n, not on the root    n in on the root, n out on the others
 gather          n on the root         n / p in, n out on the root
@@ -17,130 +18,65 @@ scatter         n / p                 ((p - 1) / p) n in on the root, n / p out
 all_to_all      n                     ((p - 1) / p) n in, n out
 ==============  ====================  ====================================================
 
-Reductions reduce n/p from p arrays, in the canonical order.
+Reductions reduce n/p from p arrays, in the canonical order; scans n/p from every number of arrays
+up to p, or p - 1. What "staged" tells is computed from the movement: see ``cost``.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from functools import lru_cache, partial
 
-from fsdpcore.collectives import movements
-from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.shared.interpreter import SMALL, bound_movement, move
-from fsdpcore.collectives.spec import Layout
+from fsdpcore.collectives.movements import OUTPUT, ArrayPart, Movement
+from fsdpcore.collectives.shared.interpreter import SMALL, move
+from fsdpcore.collectives.shared.program import program
+from fsdpcore.collectives.spec import Operation
 from fsdpcore.core.algorithm import Algorithm, CostTerms
-from fsdpcore.core.buffers import Array
 from fsdpcore.core.policy import Costs
-from fsdpcore.core.reductions import Reduction
 
 NAME = "shared"
 
-
-def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
-    """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    all_reduce_into(context, data, data, reduction)
-
-
-def all_reduce_into(
-    context: CollectiveContext, source: Array, out: Array, reduction: Reduction
-) -> None:
-    """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
-    move(context, movements.all_reduce, Layout(-1, reduction), source, out)
-
-
-def reduce(
-    context: CollectiveContext, source: Array, out: Array | None, root: int, reduction: Reduction
-) -> None:
-    """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of the root."""
-    move(context, movements.reduce, Layout(root, reduction), source, out)
-
-
-def reduce_scatter(
-    context: CollectiveContext,
-    source: Array,
-    own: Array,
-    bounds: Sequence[int],
-    reduction: Reduction,
-) -> None:
-    """Reduce ``source``, of which each rank gets ``[bounds[rank]:bounds[rank + 1]]`` in ``own``.
-
-    ``own`` may be that part of ``source``.
-    """
-    move(context, movements.reduce_scatter, Layout(-1, reduction, bounds), source, own)
-
-
-def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Sequence[int]) -> None:
-    """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of all ranks.
-
-    ``own`` may be that part of ``out``.
-    """
-    move(context, movements.all_gather, Layout(-1, None, bounds), own, out)
-
-
-def gather(
-    context: CollectiveContext, own: Array, out: Array | None, bounds: Sequence[int], root: int
-) -> None:
-    """Bring every rank's ``own`` to ``out[bounds[rank]:bounds[rank + 1]]`` of the root."""
-    move(context, movements.gather, Layout(root, None, bounds), own, out)
-
-
-def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
-    """Copy ``data`` of the root into ``data`` of all ranks."""
-    move(context, movements.broadcast, Layout(root), data, data)
-
-
-def scatter(
-    context: CollectiveContext,
-    source: Array | None,
-    own: Array,
-    bounds: Sequence[int],
-    root: int,
-) -> None:
-    """Bring ``source[bounds[rank]:bounds[rank + 1]]`` of the root to every rank's ``own``."""
-    move(context, movements.scatter, Layout(root, None, bounds), source, own)
-
-
-def all_to_all(
-    context: CollectiveContext,
-    source: Array,
-    send_bounds: Sequence[int],
-    out: Array,
-    recv_bounds: Sequence[int],
-) -> None:
-    """Send ``source[send_bounds[r]:send_bounds[r + 1]]`` to each rank r.
-
-    What rank r sends arrives in ``out[recv_bounds[r]:recv_bounds[r + 1]]``; ``out`` and
-    ``source`` must not overlap. Where ranks send different sizes, they first find out the largest;
-    where not, all ranks have the same ``send_bounds``.
-    """
-    layout = Layout(-1, None, send_bounds, recv_bounds)
-    if context.call.ragged:
-        made = bound_movement(context, movements.all_to_all, layout, source, out)
-        made.run_unequal(context.call.digest, source, out)
-    else:
-        move(context, movements.all_to_all, layout, source, out)
-
-
 # One thread copies about 10 GB/s of what is not in its cache.
-_COSTS = Costs(alpha=1e-6, beta=0.1e-9, gamma=0.1e-9)
+COSTS = Costs(alpha=1e-6, beta=0.1e-9, gamma=0.1e-9)
 
 
-def _algorithm(steps: int, copies: Callable[[int], float], reduces: float = 0) -> Algorithm:
-    def cost(p: int) -> CostTerms:
-        return CostTerms(steps, copies(p), reduces)
-
-    return Algorithm(sys.modules[__name__], cost, costs=_COSTS, agrees=True, publishes=SMALL)
+def algorithms(operations: Mapping[str, Operation]) -> dict[str, dict[str, Algorithm]]:
+    """What a group whose ranks share memory has for each collective."""
+    return {name: {NAME: _algorithm(operation)} for name, operation in operations.items()}
 
 
-# Of arrays that are staged: others do not compete.
-ALGORITHMS: dict[str, dict[str, Algorithm]] = {
-    "all_reduce": {NAME: _algorithm(2, lambda p: (2 * p - 1) / p, 1)},
-    "reduce": {NAME: _algorithm(2, lambda p: (2 * p - 1) / p, 1)},
-    "reduce_scatter": {NAME: _algorithm(1, lambda p: (p - 1) / p, 1)},
-    "all_gather": {NAME: _algorithm(1, lambda p: (p + 1) / p)},
-    "broadcast": {NAME: _algorithm(1, lambda p: 1)},
-    "gather": {NAME: _algorithm(1, lambda p: 1)},
-    "scatter": {NAME: _algorithm(1, lambda p: 1)},
-    "all_to_all": {NAME: _algorithm(1, lambda p: (2 * p - 1) / p)},
-}
+def _algorithm(operation: Operation) -> Algorithm:
+    costs = partial(cost, operation.movement)
+    return Algorithm(None, costs, costs=COSTS, agrees=True, publishes=SMALL, move=move)
+
+
+@lru_cache(maxsize=1024)
+def cost(movement: Movement, p: int) -> CostTerms:
+    """The steps, and the bytes copied and reduced, of arrays that are staged.
+
+    Others do not compete. It is that of the first rank, as the root, or of the last one, whichever
+    is higher: in a movement that has no root, all ranks do the same, or the last one does most.
+    """
+    first, last = (_cost(movement, p, rank) for rank in (0, p - 1))
+    return CostTerms(*map(max, first, last))
+
+
+def _cost(movement: Movement, p: int, rank: int) -> CostTerms:
+    todo = program(movement, p, rank, 0)
+    cut = todo.splits and not todo.divided, todo.joins and not todo.divided
+
+    def size(part: ArrayPart) -> float:
+        """Of a part, as a multiple of n."""
+        whole = 1 / p if any(cut) and not cut[part.array == OUTPUT] else 1.0
+        return whole if part.chunk is None else whole / p
+
+    # A whole input is often the output, too: that it is copied there is not counted.
+    copied = sum(size(move.targets[0]) for move in todo.own if any(cut))
+    copied += sum(size(part) for part in todo.slots if part.rank == rank)
+    reduced = 0.0
+    for each in (each for moves in todo.staged for each in moves):
+        if len(each.sources) > 1:
+            reduced += sum(map(size, each.sources))
+        elif each.targets[0].array == OUTPUT:
+            copied += size(each.targets[0])
+    return CostTerms(len(todo.staged), copied, reduced)

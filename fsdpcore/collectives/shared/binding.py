@@ -86,11 +86,11 @@ def bind(
     writes: list[Callable[[Array], Any]] = []
     for place, spans, sources in moves[1]:
         targets, arrays = [find(span) for span in spans], [find(span) for span in sources]
-        size = arrays[0].size
+        size = next((array.size for array in (*arrays, *targets)), 1)  # of none: that of the output
         for low in range(0, size, block):
             high = min(low + block, size)
             parts = arrays if size <= block else [array[low:high] for array in arrays]
-            write = reduce(parts) if len(parts) > 1 else partial(_copy, parts[0])
+            write = partial(_copy, parts[0]) if len(parts) == 1 else reduce(parts)
             more = targets if size <= block else [target[low:high] for target in targets]
             if place is None:
                 writes.append(partial(_write, write, more))

@@ -117,7 +117,7 @@ def _ordinary(context: CollectiveContext, call: CallSpec, definition: Operation)
             if out is not None:
                 flat_out = flat if source is out else out.reshape(-1)
                 flat = separated(flat, flat_out, definition, call.layout, context.rank)
-            definition.start(context, call.choice, call.layout, flat, flat_out)
+            call.choice.start(context, definition, call.layout, flat, flat_out)
         finally:
             context.release()
 

@@ -374,7 +374,7 @@ class BoundMovement:
         assert other is not None
         assert definition is not None
         try:
-            definition.start(context, other, self._layout, source, out)
+            other.start(context, definition, self._layout, source, out)
         finally:
             context.release()
 
@@ -387,7 +387,7 @@ class BoundMovement:
                 target[...] = part
 
 
-def bound_movement(
+def _bound_movement(
     context: CollectiveContext,
     movement: Movement,
     layout: Layout,
@@ -421,8 +421,13 @@ def move(
 
     They may overlap as in ``Operation.own_parts`` only.
     """
-    made = bound_movement(context, movement, layout, source, out)
-    made.run(context.call.digest, None, source, out)
+    made = _bound_movement(context, movement, layout, source, out)
+    if layout.arriving and context.call.ragged:  # the ranks have different ``bounds``
+        assert source is not None
+        assert out is not None
+        made.run_unequal(context.call.digest, source, out)
+    else:
+        made.run(context.call.digest, None, source, out)
 
 
 def _in_buffers(buffers: Sequence[Array], span: ArraySpan) -> Array:

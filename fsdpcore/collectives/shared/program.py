@@ -159,27 +159,27 @@ def schedule(
             those are cut. An array that is not cut is as long as its rank's chunk of the other.
         arriving: of the outputs, where both are cut.
     """
-    program = _program(movement, size, rank, root)
-    chunks = _Chunks(program, size, count, bounds, arriving)
-    width = STAGING // program.slots_each // _LINE * _LINE // itemsize
-    own = [chunks.copy(move) for move in program.own]
+    todo = program(movement, size, rank, root)
+    chunks = _Chunks(todo, size, count, bounds, arriving)
+    width = STAGING // todo.slots_each // _LINE * _LINE // itemsize
+    own = [chunks.copy(move) for move in todo.own]
     return RankSchedule(
-        publishers=program.publishers,
+        publishers=todo.publishers,
         largest_input=chunks.inputs[-1] if chunks.inputs else chunks.largest,
         largest=chunks.largest,
         own=own,
-        whole=chunks.sorted(program.whole, rank),
-        published=chunks.sorted([move for move in program.published if not is_own(move)], rank),
-        in_order=[chunks.copy(move) for move in program.published if _copies(move)],
+        whole=chunks.sorted(todo.whole, rank),
+        published=chunks.sorted([move for move in todo.published if not is_own(move)], rank),
+        in_order=[chunks.copy(move) for move in todo.published if _copies(move)],
         fills=[
             (slot * width, place.start, place.stop)
-            for part, slot in program.slots.items()
+            for part, slot in todo.slots.items()
             if part.rank == rank
             for place in [chunks.cut(part)]
         ],
         staged=[
-            [chunks.pieces(move, program.slots, rank, width) for move in moves]
-            for moves in program.staged
+            [chunks.pieces(move, todo.slots, rank, width) for move in moves]
+            for moves in todo.staged
         ],
         width=width,
     )
@@ -268,8 +268,8 @@ class _Chunks:
         target, result = move.targets[0], -1
         if target.array == RESULT:
             assert target.chunk is not None
-            place, result = self.cut(move.sources[0]), target.chunk * width
-            place = slice(0, place.stop - place.start)
+            place, result = self.cut(ArrayPart(INPUT, rank, rank)), target.chunk * width
+            place = slice(0, place.stop - place.start)  # of the chunk that this rank does
         else:
             place = self.cut(target)
         sources = []
@@ -284,7 +284,7 @@ class _Chunks:
 
 
 @lru_cache(maxsize=1024)
-def _program(movement: Movement, size: int, rank: int, root: int) -> Program:
+def program(movement: Movement, size: int, rank: int, root: int) -> Program:
     """The program of ``rank``, one of ``size``. Not to be changed: it is cached."""
     ranks, moves = range(size), movement(range(size), root)
     found = Program(
@@ -306,14 +306,18 @@ def _program(movement: Movement, size: int, rank: int, root: int) -> Program:
             (found.own if is_own(pulled) else found.whole).append(pulled)
     used = [0] * size
     results = 0
+    read: set[ArrayPart] = set()  # by moves that are divided: a scan reads the same in all of them
     for move in moves:
-        for who, act in _performed(move, ranks):
-            if who == rank:
-                found.published.append(act)
-                if move.divided:
-                    found.staged[0].append(act._replace(targets=(ArrayPart(RESULT, who, results),)))
-                elif not is_own(act):
-                    found.staged[0].append(act)
+        for _, act in _performed(move, [rank]):
+            found.published.append(act)
+            if move.divided:
+                found.staged[0].append(act._replace(targets=(ArrayPart(RESULT, rank, results),)))
+            elif not is_own(act):
+                found.staged[0].append(act)
+        fresh = move._replace(sources=tuple(part for part in move.sources if part not in read))
+        if move.divided:
+            read.update(move.sources)
+        for who, act in _performed(fresh, ranks):
             for part in act.sources if not is_own(act) else ():
                 found.publishers.setdefault(part.rank, set()).add(INPUT)
                 if part.rank != who and part not in found.slots:
@@ -341,10 +345,11 @@ def is_own(move: Move) -> bool:
 
 
 def _performed(move: Move, ranks: Sequence[int]) -> Iterator[tuple[int, Move]]:
-    """Who does what of a move, where all arrays are published."""
+    """What each of some ranks does of a move, where all arrays are published."""
     if not move.divided:
         for target in move.targets:
-            yield target.rank, Move((target,), move.sources)
+            if target.rank in ranks:
+                yield target.rank, Move((target,), move.sources)
         return
     for chunk in ranks:  # a rank begins with its own array, and copies from there
         targets = sorted(move.targets, key=lambda part: part.rank != chunk)

@@ -21,11 +21,11 @@ def prepare(context: CollectiveContext, reduction: Reduction, parts: Sequence[Ar
     Args:
         context: its scratch memory is used.
         reduction: which one.
-        parts: one flat array per rank, at least two.
+        parts: one flat array per rank, at least two; or none.
     """
-    size, dtype = parts[0].size, reduction.dtype
-    if type(reduction) is not Reduction:  # it reduces in a way of its own
+    if not parts or type(reduction) is not Reduction:  # it reduces in a way of its own
         return partial(reduction.reduce, parts)
+    size, dtype = parts[0].size, reduction.dtype
     if reduction.accumulator is not dtype or (len(parts) > 2 and size > BLOCK):
         return partial(reduction.reduce, parts)
     combine, store = reduction.combine, reduction.store
