@@ -35,8 +35,8 @@ class Move(NamedTuple):
         sources: several are reduced, in this order; a single one is copied; of none, the value
             comes that changes nothing in the reduction.
         divided: targets and sources are whole arrays, and the ranks divide the work: rank c does
-            chunk c of it. Moves that are divided are done in the order of the list, so that one
-            may overwrite what only those before it read.
+            chunk c of it. All moves of a movement are divided, or none. Divided ones are done in
+            the order of the list, so that one may overwrite what only those before it read.
     """
 
     targets: tuple[ArrayPart, ...]

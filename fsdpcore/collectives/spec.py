@@ -30,8 +30,9 @@ class Declined(Enum):
 
 
 DECLINED = Declined.DECLINED
-# Input and ``out``, both of any shape and layout, to the result; DECLINED to go the ordinary way.
-FastPath = Callable[[Array, "Array | None"], "Array | Declined | None"]
+# Input and ``out``, both of any shape, to the result; DECLINED to go the ordinary way. The input is
+# None in a call that moves no data.
+FastPath = Callable[["Array | None", "Array | None"], "Array | Declined | None"]
 
 
 class Choice(NamedTuple):
@@ -204,7 +205,8 @@ class CallSpec:
         choose: gives the algorithm for a size in bytes, as the cost formulas count them.
         choice: the algorithm, chosen when the first such call runs.
         chosen, sized: what such calls have chosen and laid out, by what the ranks tell each other.
-        fast_path: a shorter way for blocking calls with the default deadline, if there is one.
+        fast_path: a shorter way for blocking calls with the default deadline, if there is one; that
+            of a call without ``definition`` lets all ranks agree on it, and does nothing else.
         chooses_late: there is no ``choice``: the body takes ``context.choose(size)``, or needs
             none.
         agreed: the ranks have agreed on such a call, and need not do so again before the next.

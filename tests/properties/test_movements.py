@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from support.spmd import run_on
 
 import fsdpcore as fc
 from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.movements import Move, inputs, outputs
+from fsdpcore.collectives.movements import Move, Movement, inputs, outputs
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.shared import region
 from fsdpcore.collectives.shared.interpreter import move
@@ -26,44 +27,59 @@ def _threads_let_each_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "_YIELDS", 0)
 
 
-def _scan(ranks: range, root: int) -> list[Move]:
-    """To each rank the reduction of all up to it; the last one first, as it may be in place."""
-    return [
-        Move(outputs([rank]), inputs(range(rank + 1)), divided=True) for rank in reversed(ranks)
-    ]
+def _neighbours(divided: bool, ranks: range, root: int) -> list[Move]:
+    """To each rank its own input and the next rank's, reduced; to the last one its own."""
+    last = ranks[-1]
+    pairs = [Move(outputs([r]), inputs([r, r + 1]), divided) for r in ranks[:-1]]
+    return [*pairs, Move(outputs([last]), inputs([last]), divided)]
 
 
-def _exscan(ranks: range, root: int) -> list[Move]:
-    """To each rank but the first the reduction of all before it."""
-    return [Move(outputs([rank]), inputs(range(rank)), divided=True) for rank in ranks[:0:-1]]
+_MOVEMENTS = [functools.partial(_neighbours, divided) for divided in (False, True)]
 
 
-def _prefixes(backend: fc.Backend, count: int, published: bool, in_place: bool) -> None:
+def _invented(backend: fc.Backend, movement: Movement, count: int, published: bool) -> None:
     me, dtype = backend.rank, np.dtype(np.int64)
     make = backend.empty if published else np.empty
     fc.all_reduce(np.zeros(count, dtype), backend, algorithm="shared")
     (spec,) = [spec for spec in state_of(backend).calls.values() if spec.collective]
-    layout = Layout(-1, Reduction.of("sum", dtype))
-    for movement, before in ((_scan, me + 1), (_exscan, me)):
-        for _ in range(3):
-            source = make((count,), dtype)
-            source[:] = np.arange(count) + me
-            out = source if in_place else make((count,), dtype)
-            if not in_place:
-                out[:] = -1
+    layout = Layout(0, Reduction.of("sum", dtype))
+    for turn in range(3):
+        source, out = make((count,), dtype), make((count,), dtype)
+        source[:] = np.arange(count) + me + turn
+        out[:] = -1
 
-            def body(
-                context: CollectiveContext,
-                movement: Any = movement,
-                source: Any = source,
-                out: Any = out,
-            ) -> None:
-                move(context, movement, layout, source, out)
+        def body(context: CollectiveContext, source: Any = source, out: Any = out) -> None:
+            move(context, movement, layout, source, out)
 
-            untouched = out.copy()
-            run(backend, spec, body, timeout=None, async_op=False)
-            expected = np.arange(count) * before + before * (before - 1) // 2
-            np.testing.assert_array_equal(out, expected if before else untouched)
+        run(backend, spec, body, timeout=None, async_op=False)
+        expected = np.arange(count) + me + turn
+        if me < backend.world_size - 1:
+            expected = 2 * expected + 1
+        np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("count", [0, 5, 1000, 70_001])
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_a_movement_of_no_collective(
+    world_size: int, divided: bool, count: int, published: bool
+) -> None:
+    args = (_MOVEMENTS[divided], count, published)
+    run_on(SharingSim, _invented, world_size=world_size, args=args)
+
+
+def _prefixes(backend: fc.Backend, count: int, published: bool, in_place: bool) -> None:
+    me = backend.rank
+    make = backend.empty if published else np.empty
+    for scan, before in ((fc.scan, me + 1), (fc.exscan, me)):
+        for turn in range(3):
+            source = make((count,), np.dtype(np.int64))
+            source[:] = np.arange(count) + me + turn
+            out = source if in_place else make((count,), np.dtype(np.int64))
+            assert scan(source, backend, out=out, algorithm="shared") is out
+            expected = (np.arange(count) + turn) * before + before * (before - 1) // 2
+            np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

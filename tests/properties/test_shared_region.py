@@ -15,7 +15,7 @@ import pytest
 from fsdpcore.transports.simulated.backend import SimBackend
 from support import oracle
 from support.arrays import arrays_of, check_same
-from support.bodies import asynchronous, layouts, movement, reductions
+from support.bodies import asynchronous, layouts, movement, reductions, scans
 from support.cases import only_if_asked_for
 from support.sharing import ReluctantSim, SharingSim, _OfRank
 from support.spmd import meet, run_on
@@ -42,8 +42,17 @@ def _shares(backend: fc.Backend) -> bool:
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("body", [reductions.every_shape, movement.every_shape])
+@pytest.mark.parametrize("body", [reductions.every_shape, movement.every_shape, scans.shapes])
 def test_auto_goes_through_the_region(body: Any, world_size: int) -> None:
+    run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize(
+    "body",
+    [scans.combinations, scans.exclusive, scans.exclusive_of_nothing, scans.where_results_go],
+)
+def test_scans_go_through_the_region(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
 
 

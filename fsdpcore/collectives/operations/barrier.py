@@ -7,7 +7,7 @@ from typing import Any
 from fsdpcore.collectives.arguments import check_backend, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.run import run
-from fsdpcore.collectives.spec import CallSpec
+from fsdpcore.collectives.spec import DECLINED, CallSpec, Choice
 from fsdpcore.comm.backend import Backend
 
 
@@ -40,11 +40,21 @@ def barrier(
     """
     check_backend(backend)
     spec = remembered(backend, _spec, label)
+    if timeout is None and spec.fast_path is not None and not async_op:
+        result = spec.fast_path(None, None)
+        if result is not DECLINED:
+            return result
     return run(backend, spec, _nothing, timeout=timeout, async_op=async_op)
 
 
 def _spec(backend: Backend, label: str) -> CallSpec:
-    return spec_for(backend, "barrier", label=label)
+    spec = spec_for(backend, "barrier", size=0, label=label)
+    spec.choose = _no_algorithm
+    return spec
+
+
+def _no_algorithm(size: int) -> Choice:
+    return Choice("auto")
 
 
 def _nothing(context: CollectiveContext) -> None:

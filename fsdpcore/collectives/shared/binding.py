@@ -86,7 +86,10 @@ def bind(
     writes: list[Callable[[Array], Any]] = []
     for place, spans, sources in moves[1]:
         targets, arrays = [find(span) for span in spans], [find(span) for span in sources]
-        size = next((array.size for array in (*arrays, *targets)), 1)  # of none: that of the output
+        if isinstance(place, slice):
+            size = place.stop - place.start
+        else:  # who reduces nothing into all of its output does it at once
+            size = next((array.size for array in (*arrays, *targets)), 1)
         for low in range(0, size, block):
             high = min(low + block, size)
             parts = arrays if size <= block else [array[low:high] for array in arrays]

@@ -17,7 +17,7 @@ import numpy as np
 from fsdpcore.collectives.output import separated
 from fsdpcore.collectives.shared.algorithm import NAME
 from fsdpcore.collectives.shared.interpreter import Begin, BoundMovement, Way
-from fsdpcore.collectives.shared.region import region_of
+from fsdpcore.collectives.shared.region import SharedRegion, region_of
 from fsdpcore.collectives.spec import DECLINED
 from fsdpcore.collectives.state import state_of
 from fsdpcore.core.buffers import Array
@@ -28,45 +28,47 @@ if TYPE_CHECKING:
     from fsdpcore.comm.backend import Backend
 
 
-def fast_path_for(backend: Backend, call: CallSpec) -> FastPath | None:
+def fast_path_for(backend: Backend, spec: CallSpec) -> FastPath | None:
     """Return the fast path of a call of a group that shares memory, if it has one."""
-    context, definition = state_of(backend).context, call.definition
+    context, definition = state_of(backend).context, spec.definition
     region = None if context is None else region_of(context)
-    if context is None or region is None or definition is None or definition.movement is None:
+    if context is None or region is None:
         return None
-    gives = definition.gives(context.rank, call.layout)
-    if call.choice.name != NAME:
-        return _around(backend, context, call, gives, _ordinary(context, call, definition))
-    assert call.dtype is not None
+    if definition is None:
+        return _around(backend, context, spec, False, _agreeing(context, region))
+    gives = definition.gives(context.rank, spec.layout)
+    if spec.choice.name != NAME:
+        return _around(backend, context, spec, gives, _ordinary(context, spec, definition))
+    assert spec.dtype is not None
     made = BoundMovement(
         context,
         definition.movement,
-        call.layout,
-        call.dtype,
-        math.prod(call.shape),
-        stages=call.choice.staged is None,
+        spec.layout,
+        spec.dtype,
+        math.prod(spec.shape),
+        stages=spec.choice.staged is None,
         operation=definition,
     )
-    return _around(backend, context, call, gives, made.run)
+    return _around(backend, context, spec, gives, made.run)
 
 
 def _around(
-    backend: Backend, context: CollectiveContext, call: CallSpec, gives: bool, move: Way
+    backend: Backend, context: CollectiveContext, spec: CallSpec, gives: bool, move: Way
 ) -> FastPath:
     """Return ``move`` with what stands before and after it in every call."""
-    root, record, begin_entry = backend.root, call.record, backend.root.recorder.begin
-    order, digest, limit = backend.order, call.digest, backend.timeout
+    root, record, begin_entry = backend.root, spec.record, backend.root.recorder.begin
+    order, digest, limit = backend.order, spec.digest, backend.timeout
     acquire, release = order.lock.acquire, order.lock.release
-    dtype, shape = call.dtype, call.out_shape
+    dtype, shape = spec.dtype, spec.out_shape
     empty, ndarray = np.empty, np.ndarray
 
     def begin() -> None:
         """Begin the call, if that was not done: only who has to wait needs its deadline."""
         sequence = order.issued
         if context.sequence != sequence:
-            context.begin(call, sequence, limit, False)
+            context.begin(spec, sequence, limit, False)
 
-    def go(source: Array, out: Array | None) -> Array | Declined | None:
+    def go(source: Array | None, out: Array | None) -> Array | Declined | None:
         if not gives:
             out = None
         elif out is None:
@@ -94,7 +96,7 @@ def _around(
                     raise
                 entry.end = monotonic_ns()
             except BaseException as error:
-                order.abandon(before, call.operation, error)
+                order.abandon(before, spec.operation, error)
                 raise
         finally:
             release()
@@ -103,7 +105,17 @@ def _around(
     return go
 
 
-def _ordinary(context: CollectiveContext, call: CallSpec, definition: Operation) -> Way:
+def _agreeing(context: CollectiveContext, region: SharedRegion) -> Way:
+    """Nothing but the step in which the ranks agree."""
+    enter = region.enter
+
+    def run(digest: int, begin: Begin | None, source: Array | None, out: Array | None) -> None:
+        enter(digest, context, begin)
+
+    return run
+
+
+def _ordinary(context: CollectiveContext, spec: CallSpec, definition: Operation) -> Way:
     """Any other algorithm, for arrays of any size."""
 
     def run(digest: int, begin: Begin | None, source: Array | None, out: Array | None) -> None:
@@ -111,13 +123,13 @@ def _ordinary(context: CollectiveContext, call: CallSpec, definition: Operation)
         assert source is not None
         begin()
         try:
-            if not call.choice.agrees:
+            if not spec.choice.agrees:
                 context.rows = context.agree()
             flat, flat_out = source.reshape(-1), None
             if out is not None:
                 flat_out = flat if source is out else out.reshape(-1)
-                flat = separated(flat, flat_out, definition, call.layout, context.rank)
-            call.choice.start(context, definition, call.layout, flat, flat_out)
+                flat = separated(flat, flat_out, definition, spec.layout, context.rank)
+            spec.choice.start(context, definition, spec.layout, flat, flat_out)
         finally:
             context.release()
 
