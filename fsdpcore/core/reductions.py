@@ -17,7 +17,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -32,6 +32,85 @@ BLOCK = 32 * 1024
 Combine = Callable[..., Any]
 
 
+class _Domain(NamedTuple):
+    """The dtypes that an op has a meaning for.
+
+    Attributes:
+        refused: the kinds of all others.
+        why: the words for them.
+    """
+
+    refused: str
+    why: str
+
+
+_ALL = _Domain("", "")
+_ORDERED = _Domain("c", "{op} is undefined for {dtype}: complex numbers have no order")
+_FRACTIONS = _Domain(
+    "biu",
+    "the mean of {dtype} values is not {dtype} in general; take op=ReduceOp.mean_as(np.float64), "
+    "or another float dtype",
+)
+_BITS = _Domain("fcV", "{op} of {dtype} is undefined: it is for the bits of bool and integers")
+_BOOL = _Domain(
+    "iufcV", "{op} of {dtype} is undefined: it is for bool alone: compare with zero first"
+)
+_INTEGERS = _Domain("fcV", "{op} is for integers and bool; of {dtype}, take 'mean'")
+
+
+class _Arithmetic(NamedTuple):
+    """What an op does.
+
+    Attributes:
+        function: combines two arrays into ``out``, as a ufunc does.
+        domain: what it has a meaning for.
+        identity: the value that changes none that it is combined with, or how to find it for a
+            dtype; None where there is none, or it is not known.
+        of_complex: combines complex numbers instead of ``function``.
+        own: the function is a user's, and returns what it makes of two arrays.
+        result: the dtype of the results; None where it is the input's.
+    """
+
+    function: Combine
+    domain: _Domain = _ALL
+    identity: Callable[[np.dtype[Any]], Any] | int | None = None
+    of_complex: Combine | None = None
+    own: bool = False
+    result: np.dtype[Any] | None = None
+
+
+_ADD = _Arithmetic(np.add, _ALL, 0)
+
+
+def _highest(dtype: np.dtype[Any]) -> Any:
+    if dtype.kind == "b":
+        return True
+    return np.iinfo(dtype).max if dtype.kind in "iu" else np.inf
+
+
+def _lowest(dtype: np.dtype[Any]) -> Any:
+    if dtype.kind == "b":
+        return False
+    return np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf
+
+
+def _all_bits(dtype: np.dtype[Any]) -> Any:
+    return ~dtype.type(0)
+
+
+def _multiply_complex(left: Array, right: Array, out: Array) -> None:
+    """Write the product into ``out``, which may be either factor.
+
+    NumPy's own multiplication fuses operations in some of its loops and not in others, so that
+    the bits would depend on how an array was cut into chunks.
+    """
+    real = left.real * right.real
+    real -= left.imag * right.imag
+    imaginary = left.real * right.imag
+    imaginary += left.imag * right.real
+    out.real, out.imag = real, imaginary
+
+
 class ReduceOp(enum.Enum):
     """How the values of the ranks are combined. Functions also take the names as strings.
 
@@ -42,27 +121,38 @@ class ReduceOp(enum.Enum):
     alone: compare with zero first. ``ReduceOp.create(name, function)`` makes one of your own.
     """
 
-    SUM = "sum"
-    MEAN = "mean"
-    MIN = "min"
-    MAX = "max"
-    PROD = "prod"
-    BAND = "band"
-    BOR = "bor"
-    BXOR = "bxor"
-    LAND = "land"
-    LOR = "lor"
-    LXOR = "lxor"
+    SUM = "sum", _ADD
+    MEAN = "mean", _Arithmetic(np.add, _FRACTIONS)
+    MIN = "min", _Arithmetic(np.minimum, _ORDERED, _highest)
+    MAX = "max", _Arithmetic(np.maximum, _ORDERED, _lowest)
+    PROD = "prod", _Arithmetic(np.multiply, _ALL, 1, _multiply_complex)
+    BAND = "band", _Arithmetic(np.bitwise_and, _BITS, _all_bits)
+    BOR = "bor", _Arithmetic(np.bitwise_or, _BITS, 0)
+    BXOR = "bxor", _Arithmetic(np.bitwise_xor, _BITS, 0)
+    LAND = "land", _Arithmetic(np.logical_and, _BOOL, 1)
+    LOR = "lor", _Arithmetic(np.logical_or, _BOOL, 0)
+    LXOR = "lxor", _Arithmetic(np.logical_xor, _BOOL, 0)
+
+    _value_: str
+    _arithmetic: _Arithmetic
+
+    # The default is for type checkers, who take ReduceOp("sum") for a call of this.
+    def __new__(cls, name: object, arithmetic: _Arithmetic = _ADD) -> ReduceOp:
+        """Make an op; its value is the name."""
+        made = object.__new__(cls)
+        made._value_ = str(name)
+        made._arithmetic = arithmetic
+        return made
 
     @property
     def own_function(self) -> Combine | None:
         """The function of a reduction that ``create`` has made."""
-        return vars(self).get("_own_function")
+        return self._arithmetic.function if self._arithmetic.own else None
 
     @property
     def result(self) -> np.dtype[Any] | None:
         """The dtype of the results of what ``mean_as`` has made; None where it is the input's."""
-        return vars(self).get("_result")
+        return self._arithmetic.result
 
     @classmethod
     def mean_as(cls, dtype: DTypeLike) -> ReduceOp:
@@ -108,9 +198,14 @@ class ReduceOp(enum.Enum):
             raise ArgumentError(f"there is a reduction {name!r} already; take another name")
         if not callable(function):
             raise ArgumentError(f"reduction {name!r}: {function!r} is no function of two arrays")
-        made = object.__new__(cls)  # as ``enum.Flag`` makes members that have no name in the class
+        return cls._make(name, _Arithmetic(function, own=True))
+
+    @classmethod
+    def _make(cls, name: str, arithmetic: _Arithmetic) -> ReduceOp:
+        """Make an op outside of the class, as ``enum.Flag`` makes members without a name there."""
+        made = object.__new__(cls)
         made._name_ = made._value_ = name
-        vars(made)["_own_function"] = function
+        made._arithmetic = arithmetic
         return made
 
 
@@ -119,45 +214,11 @@ def _mean_as(dtype: np.dtype[Any]) -> ReduceOp:
     if dtype not in _MEANS:
         known = ", ".join(known.name for known in _MEANS)
         raise ArgumentError(f"a mean is a float: mean_as takes one of {known}, got {dtype}")
-    made = object.__new__(ReduceOp)
-    made._name_ = made._value_ = f"mean_as({dtype.name})"
-    vars(made)["_result"] = dtype
-    return made
+    return ReduceOp._make(f"mean_as({dtype.name})", _Arithmetic(np.add, _INTEGERS, result=dtype))
 
 
 _FLOAT64 = np.dtype(np.float64)
 _MEANS = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), _FLOAT64)
-
-_UFUNCS: dict[ReduceOp, Combine] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PROD: np.multiply,
-    ReduceOp.BAND: np.bitwise_and,
-    ReduceOp.BOR: np.bitwise_or,
-    ReduceOp.BXOR: np.bitwise_xor,
-    ReduceOp.LAND: np.logical_and,
-    ReduceOp.LOR: np.logical_or,
-    ReduceOp.LXOR: np.logical_xor,
-}
-
-# But for those that depend on the dtype.
-_IDENTITIES: dict[ReduceOp, int] = {
-    ReduceOp.SUM: 0,
-    ReduceOp.PROD: 1,
-    ReduceOp.BOR: 0,
-    ReduceOp.BXOR: 0,
-    ReduceOp.LAND: 1,
-    ReduceOp.LOR: 0,
-    ReduceOp.LXOR: 0,
-}
-
-# The kinds of dtypes that the ops with a limited meaning are for, in words too.
-_LIMITED = {
-    **dict.fromkeys(("band", "bor", "bxor"), ("biu", "the bits of bool and integers")),
-    **dict.fromkeys(("land", "lor", "lxor"), ("b", "bool alone: compare with zero first")),
-}
 
 
 class _Quiet(threading.local):
@@ -212,41 +273,30 @@ class Reduction:
         except ValueError:
             names = ", ".join(repr(known.value) for known in ReduceOp)
             raise ArgumentError(f"unknown reduction {op!r}; known are {names}") from None
-        if op.result is not None:
-            if dtype.kind not in "biu":
-                raise ArgumentError(f"{op.value} is for integers and bool; of {dtype}, take 'mean'")
+        what = op._arithmetic
+        if dtype.kind in what.domain.refused:
+            raise ArgumentError(what.domain.why.format(op=op.value, dtype=dtype))
+        if what.result is not None:
             if not converts:
                 raise ArgumentError(
                     f"{op.value} is for single calls of all_reduce, reduce, reduce_scatter and "
                     "scan, with arrays of the host; elsewhere convert the array to float64 first"
                 )
-            return cls(ReduceOp.MEAN, _FLOAT64, _FLOAT64, np.add, result=op.result)
-        if op is ReduceOp.MEAN and dtype.kind in "biu":
-            raise ArgumentError(
-                f"the mean of {dtype} values is not {dtype} in general; "
-                "take op=ReduceOp.mean_as(np.float64), or another float dtype"
-            )
-        if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
-            raise ArgumentError(
-                f"{op.value} is undefined for {dtype}: complex numbers have no order"
-            )
-        kinds, what = _LIMITED.get(op.value, ("", ""))
-        if kinds and dtype.kind not in kinds:
-            raise ArgumentError(f"{op.value} of {dtype} is undefined: it is for {what}")
+            return cls(ReduceOp.MEAN, _FLOAT64, _FLOAT64, what.function, result=what.result)
         half = dtype in (np.dtype(np.float16), BFLOAT16)
         accumulator = np.dtype(np.float32) if half else dtype
-        product_of_complex = op is ReduceOp.PROD and accumulator.kind == "c"
-        own = op.own_function
-        if own is not None:
-            function = _own(op.value, own, accumulator)
-        else:
-            function = _multiply_complex if product_of_complex else _UFUNCS[op]
+        function = what.function
+        if what.own:
+            function = _own(op.value, function, accumulator)
+        elif what.of_complex is not None and dtype.kind == "c":
+            function = what.of_complex
         return cls(op, dtype, accumulator, function)
 
     @property
     def name(self) -> str:
         """The op's name, as users write it."""
-        return self.op.value if self.result is None else _mean_as(self.result).value
+        op = self.op if self.result is None else _mean_as(self.result)
+        return op._value_
 
     @property
     def identity(self) -> Any:
@@ -255,17 +305,9 @@ class Reduction:
         Raises:
             ArgumentError: there is none, or it is not known.
         """
-        if self.op in (ReduceOp.MIN, ReduceOp.MAX):
-            if self.dtype.kind == "b":
-                return self.op is ReduceOp.MIN
-            if self.dtype.kind in "iu":
-                limits = np.iinfo(self.dtype)
-                return limits.max if self.op is ReduceOp.MIN else limits.min
-            return np.inf if self.op is ReduceOp.MIN else -np.inf
-        if self.op is ReduceOp.BAND:
-            return ~self.dtype.type(0)
-        if self.op in _IDENTITIES:
-            return _IDENTITIES[self.op]
+        identity = self.op._arithmetic.identity
+        if identity is not None:
+            return identity(self.dtype) if callable(identity) else identity
         raise ArgumentError(
             f"no value is known that stands for the {self.name} of nothing; use scan(), or "
             "combine what you need by hand"
@@ -380,16 +422,3 @@ def _own(name: str, function: Combine, dtype: np.dtype[Any]) -> Combine:
         np.copyto(out, function(left, right), "same_kind")
 
     return combine
-
-
-def _multiply_complex(left: Array, right: Array, out: Array) -> None:
-    """Write the product into ``out``, which may be either factor.
-
-    NumPy's own multiplication fuses operations in some of its loops and not in others, so that
-    the bits would depend on how an array was cut into chunks.
-    """
-    real = left.real * right.real
-    real -= left.imag * right.imag
-    imaginary = left.real * right.imag
-    imaginary += left.imag * right.real
-    out.real, out.imag = real, imaginary
