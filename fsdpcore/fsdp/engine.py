@@ -35,7 +35,7 @@ from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.check_units import check_optimizers, check_units
-from fsdpcore.fsdp.units.needs import needs_of
+from fsdpcore.fsdp.units.held import held_of
 from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.precision import Precision, Scaler
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
@@ -168,9 +168,6 @@ class FSDP:
         """Make the memory of all units: in a window, in files, or of their own."""
         model, groups, options = self._model, self._model.groups, self._model.options
         window = options.window and options.offload is None
-        needs = [needs_of(unit, groups, model.optimizers) for unit in model.units]
-        stores = open_stores(options.offload, needs, groups)
-        self._file = stores.file
         parts = [part for unit in model.units for part in unit.flat_parameters]
         opened = open_window([part.layout for part in parts], groups.shards) if window else None
         self.windowed = self.all_windowed = opened is not None
@@ -178,6 +175,13 @@ class FSDP:
             told = all_gather(self.windowed, groups.everyone, label="windows")
             self.all_windowed = bool(told.all())
         self._window_bytes = opened.nbytes if opened is not None else 0
+        shard = groups.shards.rank
+        held = [
+            held_of(unit, groups.placement, shard, model.optimizers, windowed=self.windowed)
+            for unit in model.units
+        ]
+        stores = open_stores(options.offload, held, groups)
+        self._file = stores.file
         flats: Iterator[Array | None] = iter(opened.flats if opened else [None] * len(parts))
         binding = Binding(groups, self._pool, model.optimizers, options.algorithm, options.seed)
         for unit, sharded, store in zip(self.units, model.units, stores.each, strict=True):
@@ -500,8 +504,10 @@ class FSDP:
 
     def held(self) -> HeldMemory:
         """Measure what this rank holds now."""
-        pool = self._pool
-        return measure(self._model.units, pool.live_bytes, pool.spare_bytes, self._window_bytes)
+        model, pool = self._model, self._pool
+        return measure(
+            model.units, model.optimizers, pool.live_bytes, pool.spare_bytes, self._window_bytes
+        )
 
     def __repr__(self) -> str:
         sharded = ", in a window" if self.windowed else ""

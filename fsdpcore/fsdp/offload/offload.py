@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ConfigError
@@ -31,6 +31,20 @@ WRITTEN = (ArrayKind.FROZEN, ArrayKind.OWN, ArrayKind.MASTER)
 UPDATED = (ArrayKind.OWN, ArrayKind.MASTER, ArrayKind.STATE)
 GRADIENTS = (ArrayKind.GRADIENT,)
 INITIAL = (ArrayKind.FROZEN, ArrayKind.TRAINED, ArrayKind.MASTER, ArrayKind.STATE)
+
+
+class HeldArray(NamedTuple):
+    """An array that a rank holds of a unit all the time.
+
+    Attributes:
+        kind: what it is for.
+        nbytes: how large it is.
+        padding: how many of these bytes are padding.
+    """
+
+    kind: ArrayKind
+    nbytes: int
+    padding: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,23 +17,26 @@ disk page by page, and at the end of the step it goes back.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.fsdp.offload.mapped_file import FileSpan, MappedFile, joined, pages
-from fsdpcore.fsdp.offload.offload import ArrayKind, Offload, OffloadStats
-
-Needs = Mapping[ArrayKind, Sequence[int]]
-"""Sizes in bytes of a unit's arrays, by kind, in the order in which they are allocated."""
+from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray, Offload, OffloadStats
 
 
 class OffloadStore:
     """Arrays of one unit that its rank holds all the time, here in memory.
 
+    Args:
+        empty: makes them.
+        held: what they are, each kind in the order in which it is allocated. Parameters in a window
+            are among them, but are not allocated here.
+
     Attributes:
+        held: as given.
         depth: how many units are to be announced ahead of their use.
         away: kinds whose arrays are in the memory of the host, while a GPU computes.
     """
@@ -41,11 +44,26 @@ class OffloadStore:
     depth = 0
     away: Collection[ArrayKind] = ()
 
-    def __init__(self, empty: Allocate) -> None:
+    def __init__(self, empty: Allocate, held: Sequence[HeldArray]) -> None:
+        self.held = held
         self._empty = empty
+        self._due = {
+            kind: [each.nbytes for each in held if each.kind is kind] for kind in ArrayKind
+        }
 
     def allocate(self, kind: ArrayKind) -> Allocate:
-        """Return what makes arrays of a kind."""
+        """Return what makes arrays of a kind; they are as large as it was told."""
+        make, due = self._memory(kind), self._due[kind]
+
+        def allocated(size: int, dtype: np.dtype[Any]) -> Array:
+            array = make(size, dtype)
+            assert due.pop(0) == array.nbytes, f"{kind.value} were planned wrongly"
+            return array
+
+        return allocated
+
+    def _memory(self, kind: ArrayKind) -> Allocate:
+        """Return what makes arrays of a kind where they are to be."""
         return self._empty
 
     def mark(self, kind: ArrayKind, array: Array) -> None:
@@ -70,12 +88,14 @@ class OffloadStore:
 class HostOffloadStore(OffloadStore):
     """Arrays of a GPU, of which some are in the memory of the host."""
 
-    def __init__(self, policy: Offload, empty: Allocate, pinned: Allocate) -> None:
-        super().__init__(empty)
+    def __init__(
+        self, policy: Offload, empty: Allocate, pinned: Allocate, held: Sequence[HeldArray]
+    ) -> None:
+        super().__init__(empty, held)
         self.away = frozenset(policy.kinds)
         self._pinned = pinned
 
-    def allocate(self, kind: ArrayKind) -> Allocate:
+    def _memory(self, kind: ArrayKind) -> Allocate:
         return self._pinned if kind in self.away else self._empty
 
 
@@ -83,26 +103,29 @@ class FileOffloadStore(OffloadStore):
     """Arrays in a file, or some of them; made by ``OffloadFile``."""
 
     def __init__(
-        self, files: OffloadFile, policy: Offload, empty: Allocate, start: int, needs: Needs
+        self,
+        files: OffloadFile,
+        policy: Offload,
+        empty: Allocate,
+        start: int,
+        held: Sequence[HeldArray],
     ) -> None:
-        super().__init__(empty)
+        super().__init__(empty, held)
         self.depth = policy.ahead
         self._files = files
         self._kinds = policy.kinds
         self._spans: dict[ArrayKind, list[FileSpan]] = {kind: [] for kind in ArrayKind}
-        self._free: dict[ArrayKind, list[FileSpan]] = {}
-        for kind, sizes in needs.items():
-            self._free[kind] = []
-            for size in sizes:
-                self._free[kind].append(FileSpan(start, start + pages(size)))
-                start += pages(size)
+        self._free: dict[ArrayKind, list[FileSpan]] = {kind: [] for kind in ArrayKind}
+        for each in held:
+            if each.kind in policy.kinds:
+                self._free[each.kind].append(FileSpan(start, start + pages(each.nbytes)))
+                start += pages(each.nbytes)
         self._asked: set[FileSpan] = set()
         self._blank = set(ArrayKind)  # zeros, of which nothing is on the disk
 
-    def allocate(self, kind: ArrayKind) -> Allocate:
+    def _memory(self, kind: ArrayKind) -> Allocate:
         def mapped(size: int, dtype: np.dtype[Any]) -> Array:
             span = self._free[kind].pop(0)
-            assert pages(size * dtype.itemsize) == span.nbytes, f"{kind.value} were planned wrongly"
             self._spans[kind].append(span)
             return self._files.file.array(span.start, size, dtype)
 

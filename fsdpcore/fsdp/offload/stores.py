@@ -19,11 +19,10 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.text import size
 from fsdpcore.fsdp.offload.mapped_file import PAGE, MappedFile, check_system, in_memory, pages
-from fsdpcore.fsdp.offload.offload import Offload
+from fsdpcore.fsdp.offload.offload import HeldArray, Offload
 from fsdpcore.fsdp.offload.offload_store import (
     FileOffloadStore,
     HostOffloadStore,
-    Needs,
     OffloadFile,
     OffloadStore,
 )
@@ -46,14 +45,14 @@ class OffloadStores:
 
 def open_stores(
     policy: Offload | None,
-    needs: Sequence[Needs],
+    held: Sequence[Sequence[HeldArray]],
     groups: ProcessGroups,
 ) -> OffloadStores:
     """Make a store for each of several units; a collective if there is a policy.
 
     Args:
         policy: of the engine.
-        needs: what each unit needs; see ``needs_of``.
+        held: what a rank holds of each unit.
         groups: of ranks.
 
     Raises:
@@ -63,29 +62,26 @@ def open_stores(
     """
     empty, device = groups.shards.empty, groups.device
     if policy is None:
-        return OffloadStores([OffloadStore(empty) for _ in needs])
+        return OffloadStores([OffloadStore(empty, each) for each in held])
     if not device.on_host:
         if policy.directory is not None:
             raise ConfigError(
                 f"this engine computes on a GPU ({device}), where Offload keeps arrays in the "
                 "memory of the host, and has no files: leave out the directory, Offload()"
             )
-        return OffloadStores([HostOffloadStore(policy, empty, device.pinned) for _ in needs])
-    offloaded = [_offloaded(policy, each) for each in needs]
+        return OffloadStores(
+            [HostOffloadStore(policy, empty, device.pinned, each) for each in held]
+        )
     starts, total = [], 0
-    for each in offloaded:
+    for each in held:
         starts.append(total)
-        total += sum(pages(nbytes) for sizes in each.values() for nbytes in sizes)
+        total += sum(pages(array.nbytes) for array in each if array.kind in policy.kinds)
     file = OffloadFile(policy, _open(policy, groups.everyone, max(total, PAGE)))
     made = [
         FileOffloadStore(file, policy, empty, start, each)
-        for start, each in zip(starts, offloaded, strict=True)
+        for start, each in zip(starts, held, strict=True)
     ]
     return OffloadStores(made, file)
-
-
-def _offloaded(policy: Offload, needs: Needs) -> Needs:
-    return {kind: sizes for kind, sizes in needs.items() if kind in policy.kinds}
 
 
 def _open(policy: Offload, backend: Backend, nbytes: int) -> MappedFile:

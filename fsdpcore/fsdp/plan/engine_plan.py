@@ -13,6 +13,7 @@ from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.memory import HeldMemory
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import MeasuredStep, Report
+from fsdpcore.fsdp.plan.sizes import Persistent
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.units.unit import Unit
 
@@ -57,7 +58,7 @@ def plan_of(
         costs=backend.capabilities,
     )
     # By the optimizers themselves: not all have as many arrays for each parameter.
-    state = sum(update.nbytes for update in updates)
+    state = Persistent.of(each for unit in model.units for each in unit.store.held).optimizer
     held = replace(plan.persistent, optimizer=state)
     away = 0 if pinned is None else moved(held, pinned.what).total
     return replace(plan, persistent=held, pinned=away)

@@ -1,12 +1,17 @@
-"""What the engine holds between steps, measured on its arrays."""
+"""What the engine holds, by what it is for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdpcore.fsdp.offload.offload import ArrayKind
+from fsdpcore.fsdp.plan.sizes import Persistent
+from fsdpcore.fsdp.sharding.placement import Keep, Placement
+from fsdpcore.fsdp.units.held import held_of
+from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
+
+_ALONE = Placement(shards=1, replicas=1, regather=1, keep=Keep.UPDATE)
 
 
 @dataclass(frozen=True)
@@ -49,28 +54,28 @@ class HeldMemory:
         return self.total - self.pinned
 
 
-def measure(units: Iterable[ShardedUnit], buffers: int, spare: int, window: int) -> HeldMemory:
-    """Add up the arrays of ``units``; the other arguments are those of ``HeldMemory``."""
-    parameters = gradients = optimizer = padding = unsharded = pinned = 0
-    for unit in units:
-        master, grad = unit.dtypes.master.itemsize, unit.dtypes.grad.itemsize
-        update = unit.updater
-        states = 0 if update is None else len(update.state)
-        own = sum(part.nbytes for part in unit.flat_parameters)
-        reduced = unit.gradients.nbytes if unit.trainable else 0
-        state = 0 if update is None else update.nbytes
-        parameters, gradients, optimizer = parameters + own, gradients + reduced, optimizer + state
-        for kind, nbytes in (
-            (ArrayKind.OWN, own),
-            (ArrayKind.GRADIENT, reduced),
-            (ArrayKind.STATE, state),
-        ):
-            pinned += nbytes if kind in unit.store.away else 0
-        padding += sum(part.padding for part in unit.flat_parameters)
-        padding += unit.gradients.padding
-        rounded = unit.dtypes.param.itemsize if unit.dtypes.mixed else 0
-        unsharded += unit.layout.size * (master * (1 + states) + grad + rounded)
-        unsharded += 0 if update is None else update.whole_size * master
-        unsharded += sum(p.layout.size * p.layout.dtype.itemsize for p in unit.flat_parameters[1:])
-    held = (parameters, gradients, optimizer, padding, buffers, spare, window)
-    return HeldMemory(*held, unsharded, pinned)
+def measure(
+    units: Sequence[ShardedUnit],
+    optimizers: Optimizers | None,
+    buffers: int,
+    spare: int,
+    window: int,
+) -> HeldMemory:
+    """Add up the arrays of ``units``; the other arguments are those of ``HeldMemory``.
+
+    They were as large as they were told to be, when they were made.
+    """
+    held = [(each, unit.store) for unit in units for each in unit.store.held]
+    sums = Persistent.of(each for each, _ in held)
+    alone = [each for unit in units for each in held_of(unit, _ALONE, 0, optimizers)]
+    return HeldMemory(
+        sums.parameters,
+        sums.gradients,
+        sums.optimizer,
+        sum(each.padding for each, _ in held),
+        buffers,
+        spare,
+        window,
+        unsharded=sum(each.nbytes for each in alone),
+        pinned=sum(each.nbytes for each, store in held if each.kind in store.away),
+    )

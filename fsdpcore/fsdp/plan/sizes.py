@@ -6,7 +6,7 @@ Pure arithmetic: nothing is allocated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from numpy.typing import DTypeLike
 from fsdpcore.core.checks import as_dtype, as_finite, as_int, as_name
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray
 from fsdpcore.fsdp.sharding.placement import Placement
+from fsdpcore.fsdp.units.held import held_arrays
 from fsdpcore.fsdp.units.precision import Dtypes, Precision
 
 
@@ -128,11 +130,6 @@ class UnitBytes:
         """The full gradients, padding included."""
         return self.trained.padded_size * self.dtypes.grad.itemsize
 
-    @property
-    def master(self) -> int:
-        """The shard that the optimizer updates, padding included."""
-        return self.trained.shard_size * self.dtypes.master.itemsize
-
 
 def lay_out(
     units: Sequence[UnitSize], shards: int, precision: Precision | None
@@ -157,6 +154,15 @@ class Persistent:
     gradients: int
     optimizer: int
 
+    @classmethod
+    def of(cls, arrays: Iterable[HeldArray]) -> Persistent:
+        """Add up what a rank holds, by what it is for."""
+        sums = dict.fromkeys(ArrayKind, 0)
+        for each in arrays:
+            sums[each.kind] += each.nbytes
+        parameters = sums[ArrayKind.FROZEN] + sums[ArrayKind.TRAINED] + sums[ArrayKind.MASTER]
+        return cls(parameters, sums[ArrayKind.GRADIENT], sums[ArrayKind.STATE])
+
     @property
     def total(self) -> int:
         """All of it."""
@@ -172,16 +178,20 @@ def persistent(
     windowed: bool,
 ) -> Persistent:
     """Add up what ``rank`` holds between steps; see ``Plan`` for the rules."""
-    parameters = gradients = optimizer = 0
-    for unit in units:
-        for layout in unit.parts:
-            held = layout.shard_size if windowed else placement.parameters_held(layout)
-            parameters += held * layout.dtype.itemsize
-        parameters += unit.master if unit.dtypes.mixed else 0
-        gradients += placement.gradients_held(unit.trained) * unit.dtypes.grad.itemsize
-        valid = unit.trained.valid_size(rank % placement.shards)
-        optimizer += optimizer_states * valid * unit.dtypes.master.itemsize
-    return Persistent(parameters, gradients, optimizer)
+    shard = rank % placement.shards
+    return Persistent.of(
+        array
+        for unit in units
+        for array in held_arrays(
+            unit.trained,
+            unit.frozen,
+            unit.dtypes,
+            placement,
+            shard,
+            [unit.trained.valid_size(shard)] * optimizer_states,
+            windowed=windowed,
+        )
+    )
 
 
 def _flat(size: int, dtype: np.dtype[Any], shards: int) -> FlatLayout:

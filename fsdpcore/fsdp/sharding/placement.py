@@ -98,10 +98,6 @@ class Placement:
         """Whether a larger part than the shard stays between the two passes."""
         return self.regather < self.shards
 
-    def parameters_held(self, layout: FlatLayout) -> int:
-        """Elements of a flat buffer of parameters that each rank holds all the time."""
-        return layout.padded_size if self.whole_parameters else layout.shard_size
-
     # Gradients.
 
     @property
@@ -113,10 +109,6 @@ class Placement:
     def reduces_twice(self) -> bool:
         """Whether sums of shards are summed over the replicas, too."""
         return not self.whole_gradients and self.replicas > 1
-
-    def gradients_held(self, layout: FlatLayout) -> int:
-        """Elements of the reduced gradients of a flat buffer that each rank holds."""
-        return layout.padded_size if self.whole_gradients else layout.shard_size
 
     def reductions(self, layout: FlatLayout, rank: int) -> tuple[GradientReduction, ...]:
         """Return the collectives that sum a unit's gradients, in order; none for one rank alone."""

@@ -111,17 +111,6 @@ class FlatParameter:
         """The master shard, read-only."""
         return read_only(self.master) if self.mixed else self.storage.shard
 
-    @property
-    def nbytes(self) -> int:
-        """What this rank holds of these parameters all the time."""
-        return self.storage.nbytes + (self.master.nbytes if self.mixed else 0)
-
-    @property
-    def padding(self) -> int:
-        """How many of these bytes are padding."""
-        master = (self.master.size - self.valid_size) * self.master.itemsize
-        return self.storage.padding + (master if self.mixed else 0)
-
     def publish(self) -> None:
         """Round the master shard into what is gathered, after it was written."""
         if self.mixed:

@@ -296,7 +296,7 @@ class UnitGradients:
     def _own_buffer(self) -> Array:
         if self._buffer is None:
             allocate = self._store.allocate(ArrayKind.GRADIENT)
-            self._buffer = allocate(self._held, self._dtypes.grad)
+            self._buffer = allocate(self._range.stop - self._range.start, self._dtypes.grad)
         return self._buffer
 
     def zeros(self) -> Array:
@@ -332,22 +332,6 @@ class UnitGradients:
         if self._reduced is not None:
             self._store.discard(GRADIENTS)
         self._kept = self._reduced = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the reduced gradients that this rank keeps, also while there are none."""
-        return self._held * self._dtypes.grad.itemsize
-
-    @property
-    def padding(self) -> int:
-        """How many of these are padding."""
-        valid = max(0, min(self._range.stop, self._layout.size) - self._range.start)
-        return (self._held - valid) * self._dtypes.grad.itemsize
-
-    @property
-    def _held(self) -> int:
-        """How many elements this rank keeps."""
-        return self._placement.gradients_held(self._layout)
 
 
 def check_divisor(divisor: float | None) -> float | None:

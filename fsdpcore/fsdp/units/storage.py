@@ -46,16 +46,12 @@ class ParameterStorage(ABC):
         places: where each parameter lies.
         own: this rank's shard, flat, padding included; to be written after ``claim`` only.
         shard: the same, read-only.
-        nbytes: that this rank holds all the time.
-        padding: how many of these bytes are padding.
     """
 
     def __init__(self, places: Places, own: Array, rank: int) -> None:
         self.places = places
         self.own = own
         self.shard = read_only(own)
-        self.nbytes = own.nbytes
-        self.padding = (own.size - places.layout.valid_size(rank)) * own.itemsize
         own[places.layout.valid_size(rank) :] = 0
 
     @property

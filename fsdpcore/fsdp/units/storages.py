@@ -140,8 +140,6 @@ class ReplicatedStorage(ParameterStorage):
         shards = binding.groups.shards
         flat = allocate(places.layout.padded_size, places.layout.dtype)
         super().__init__(places, place_of(flat, places.layout, shards.rank), shards.rank)
-        self.nbytes = flat.nbytes
-        self.padding = places.layout.padding * flat.itemsize
         self._shards = shards
         self._algorithm = binding.algorithm
         self._flat = flat
@@ -201,8 +199,6 @@ class PinnedReplicaStorage(_PooledStorage):
         )
         own = place_of(home, places.layout, shards.rank)
         super().__init__(places, own, shards.rank, binding.pool)
-        self.nbytes = home.nbytes
-        self.padding = places.layout.padding * home.itemsize
         self._shards = shards
         self._algorithm = binding.algorithm
         self._home = home

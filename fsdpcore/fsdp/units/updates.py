@@ -74,23 +74,6 @@ class ShardUpdate:
             self._device.assign(named[name], values)
             start += values.size
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all state arrays."""
-        whole = [array for named in self.whole_state.values() for array in named.values()]
-        return sum(array.nbytes for array in (*self.state.values(), *whole))
-
-    @property
-    def whole_size(self) -> int:
-        """Elements of ``whole_state`` if one rank had all of it; of boxes theirs."""
-        shapes = [
-            spec.box.shape if spec.box is not None and shape == spec.shape else shape
-            for policy, specs in self.specs.items()
-            for spec in specs
-            for shape in policy.state_shapes(spec.shape).values()
-        ]
-        return sum(map(math.prod, shapes))
-
     def apply(self, grad: Array, *, step: int, lr: float | None, grad_scale: float) -> None:
         """Update the master shard by ``grad``, and what is gathered by that."""
         part = self._part

@@ -1,0 +1,73 @@
+"""What one rank holds of a unit all the time, told before anything of it is made.
+
+Stores, plans and measurements all ask here. What is made is as large as it was told: that is what
+``OffloadStore.allocate`` checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray
+from fsdpcore.fsdp.sharding.placement import Placement
+from fsdpcore.fsdp.units.optimizers import Optimizers
+from fsdpcore.fsdp.units.precision import Dtypes
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
+from fsdpcore.fsdp.units.updates import state_sizes
+
+
+def held_arrays(
+    trained: FlatLayout,
+    frozen: Iterable[FlatLayout],
+    dtypes: Dtypes,
+    placement: Placement,
+    shard: int,
+    states: Sequence[int],
+    *,
+    windowed: bool = False,
+) -> list[HeldArray]:
+    """Return what one rank holds of a unit, in the order in which it is made.
+
+    Args:
+        trained: what is trained, in the dtype that is gathered.
+        frozen: what is not.
+        dtypes: of what is trained.
+        placement: who keeps what.
+        shard: which of the shards the rank has.
+        states: elements of each array of the optimizer.
+        windowed: the parameters are in a window, of which a rank's part is its shard.
+    """
+    whole = placement.whole_parameters and not windowed
+    kinds = [*((ArrayKind.FROZEN, layout) for layout in frozen), (ArrayKind.TRAINED, trained)]
+    held = [_held(kind, layout, layout.dtype.itemsize, shard, whole) for kind, layout in kinds]
+    if dtypes.mixed:
+        held.append(_held(ArrayKind.MASTER, trained, dtypes.master.itemsize, shard, False))
+    held += [HeldArray(ArrayKind.STATE, size * dtypes.master.itemsize) for size in states]
+    whole = placement.whole_gradients
+    return [*held, _held(ArrayKind.GRADIENT, trained, dtypes.grad.itemsize, shard, whole)]
+
+
+def _held(kind: ArrayKind, layout: FlatLayout, itemsize: int, shard: int, whole: bool) -> HeldArray:
+    size, valid = layout.shard_size, layout.valid_size(shard)
+    if whole:
+        size, valid = layout.padded_size, layout.size
+    return HeldArray(kind, size * itemsize, (size - valid) * itemsize)
+
+
+def held_of(
+    unit: ShardedUnit,
+    placement: Placement,
+    shard: int,
+    optimizers: Optimizers | None,
+    *,
+    windowed: bool = False,
+) -> list[HeldArray]:
+    """Return what one rank holds of a unit of an engine; the arguments are as above."""
+    layouts = [replace(part.layout, world_size=placement.shards) for part in unit.flat_parameters]
+    trained, *frozen = layouts
+    states: Sequence[int] = ()
+    if optimizers is not None and unit.trainable:
+        states = state_sizes(trained, shard, optimizers.of_unit(unit.name), unit.boxes)
+    return held_arrays(trained, frozen, unit.dtypes, placement, shard, states, windowed=windowed)
