@@ -157,7 +157,7 @@ class SizedUnit:
         self._log = log
         self._storage = storage
         # An update has made them stale where all are kept; what is frozen then never is.
-        self._fresh = storage.shared or not placement.gathers
+        self._fresh = not storage.moves
         layouts = (sizes.trained,) if storage.keeps else sizes.parts
         self._from_shards = _gatherings(layouts, placement.shards)
         self._from_parts = _gatherings(layouts, placement.regather)

@@ -132,12 +132,14 @@ class StorageKind:
     Attributes:
         keeps: all of them are within this rank's reach all the time, not its shard alone.
         takes_buffer: while they are used they are in a buffer of the pool.
-        shared: the ranks of a host hold them together, in a window: no bytes move.
+        shared: the ranks of a host hold them together, in a window.
+        moves: a rank gets from the others what they have written; in a window no bytes move.
     """
 
     keeps: bool
     takes_buffer: bool
     shared: bool
+    moves: bool
 
 
 def storage_kind(placement: Placement, *, windowed: bool, pinned: bool) -> StorageKind:
@@ -149,7 +151,12 @@ def storage_kind(placement: Placement, *, windowed: bool, pinned: bool) -> Stora
         pinned: the memory of the host has them, while a GPU computes.
     """
     keeps = windowed or placement.whole_parameters
-    return StorageKind(keeps, takes_buffer=pinned or not keeps, shared=windowed)
+    return StorageKind(
+        keeps,
+        takes_buffer=pinned or not keeps,
+        shared=windowed,
+        moves=placement.gathers and not windowed,
+    )
 
 
 def all_gather_sends(layout: FlatLayout, ranks: int) -> int:

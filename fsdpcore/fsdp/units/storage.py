@@ -33,26 +33,41 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.work import Work
+from fsdpcore.fsdp.sharding.placement import StorageKind, all_gather_sends
 from fsdpcore.fsdp.units.views import Params, Places, read_only
 
 
 class ParameterStorage(ABC):
     """The parameters of one unit, or some of them, as one rank has them.
 
+    Args:
+        kind: where they are.
+        shards: the ranks that have different shards.
+        places: as the attribute, and ``own``.
+
     Attributes:
         places: where each parameter lies.
         own: this rank's shard, flat, padding included; to be written after ``claim`` only.
         shard: the same, read-only.
+        stale: ``gather`` would get data from other ranks.
+        gathered_bytes: what a gathering takes from the pool.
     """
 
-    def __init__(self, places: Places, own: Array, rank: int) -> None:
+    def __init__(self, kind: StorageKind, shards: Backend, places: Places, own: Array) -> None:
+        layout, rank = places.layout, shards.rank
         self.places = places
         self.own = own
         self.shard = read_only(own)
-        own[places.layout.valid_size(rank) :] = 0
+        self.stale = kind.moves
+        full = layout.padded_size * layout.dtype.itemsize
+        self.gathered_bytes = full if kind.takes_buffer else 0
+        self._kind = kind
+        self._shards = shards
+        own[layout.valid_size(rank) :] = 0
 
     @property
     def shown(self) -> Array | None:
@@ -62,27 +77,22 @@ class ParameterStorage(ABC):
     @property
     def fetched(self) -> bool:
         """Whether ``gather`` would move data, so that it pays to begin ahead."""
-        return False
-
-    @property
-    def stale(self) -> bool:
-        """Whether ``gather`` would get data from other ranks."""
-        return False
+        return self.stale or self._kind.takes_buffer
 
     @property
     def sends(self) -> int:
         """Bytes that this rank sends in ``gather``, at the least that is possible."""
-        return 0
+        return all_gather_sends(self.places.layout, self._group.world_size) if self.stale else 0
 
     @property
     def fills(self) -> bool:
         """Whether ``gather`` would write to what this rank holds all the time."""
-        return False
+        return self.stale and not self._kind.takes_buffer
 
     @property
-    def gathered_bytes(self) -> int:
-        """What a gathering takes from the pool."""
-        return 0
+    def _group(self) -> Backend:
+        """The ranks that gather together."""
+        return self._shards
 
     @abstractmethod
     def gather(self, *, async_op: bool) -> Work | None:

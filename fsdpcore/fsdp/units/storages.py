@@ -11,9 +11,8 @@ from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.core.work import Work
-from fsdpcore.fsdp.sharding.placement import all_gather_sends, storage_kind
+from fsdpcore.fsdp.sharding.placement import StorageKind, storage_kind
 from fsdpcore.fsdp.units.binding import Binding
-from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.storage import ParameterStorage, place_of
 from fsdpcore.fsdp.units.views import Params, Places
 
@@ -33,30 +32,22 @@ def make_storage(
     kind = storage_kind(binding.groups.placement, windowed=flat is not None, pinned=away)
     if kind.shared:
         assert flat is not None
-        return SharedWindowStorage(binding.groups.shards, places, flat)
+        return SharedWindowStorage(kind, places, binding, flat)
     if not kind.keeps:
-        return ShardedStorage(places, binding, allocate, away=away)
+        return ShardedStorage(kind, places, binding, allocate, away=away)
     if kind.takes_buffer:
-        return PinnedReplicaStorage(places, binding, allocate)
-    return ReplicatedStorage(places, binding, allocate)
+        return PinnedReplicaStorage(kind, places, binding, allocate)
+    return ReplicatedStorage(kind, places, binding, allocate)
 
 
 class _PooledStorage(ParameterStorage):
     """Parameters that are in a buffer of the pool while they are used."""
 
-    def __init__(self, places: Places, own: Array, rank: int, pool: BufferPool) -> None:
-        super().__init__(places, own, rank)
-        self._pool = pool
+    def __init__(self, kind: StorageKind, binding: Binding, places: Places, own: Array) -> None:
+        super().__init__(kind, binding.groups.shards, places, own)
+        self._pool = binding.pool
         self._flat: Array | None = None
         self._params: Params | None = None
-
-    @property
-    def fetched(self) -> bool:
-        return True
-
-    @property
-    def gathered_bytes(self) -> int:
-        return self.places.layout.padded_size * self.places.layout.dtype.itemsize
 
     @property
     def params(self) -> Params:
@@ -85,29 +76,32 @@ class _PooledStorage(ParameterStorage):
 class ShardedStorage(_PooledStorage):
     """A shard on each rank, gathered into a buffer of the pool."""
 
-    def __init__(self, places: Places, binding: Binding, allocate: Allocate, *, away: bool) -> None:
+    def __init__(
+        self,
+        kind: StorageKind,
+        places: Places,
+        binding: Binding,
+        allocate: Allocate,
+        *,
+        away: bool,
+    ) -> None:
         own = allocate(places.layout.shard_size, places.layout.dtype)
-        super().__init__(places, own, binding.groups.shards.rank, binding.pool)
-        self._groups = binding.groups
+        super().__init__(kind, binding, places, own)
+        self._regather_group = binding.groups.regather_group
         self._algorithm = binding.algorithm
         self._away = away
         # A larger part than the own shard, kept from the forward to the backward pass.
         self._kept_part: Array | None = None
 
     @property
-    def stale(self) -> bool:
-        return True
-
-    @property
-    def sends(self) -> int:
-        group = self._groups.shards if self._kept_part is None else self._groups.regather_group
-        return all_gather_sends(self.places.layout, group.world_size)
+    def _group(self) -> Backend:
+        return self._shards if self._kept_part is None else self._regather_group
 
     def gather(self, *, async_op: bool) -> Work | None:
-        source, group = self.own, self._groups.shards
+        source, group = self.own, self._shards
         label = f"unit {self.places.unit}"
         if self._kept_part is not None:
-            source, group, label = self._kept_part, self._groups.regather_group, f"{label}, again"
+            source, group, label = self._kept_part, self._regather_group, f"{label}, again"
         away = self._away and self._kept_part is None
         with self._filling() as flat:
             place = place_of(flat, self.places.layout, group.rank) if away else None
@@ -122,8 +116,8 @@ class ShardedStorage(_PooledStorage):
         super().free(again=again)
 
     def _keep_part(self, flat: Array) -> None:
-        group = self._groups.regather_group
-        if group is not self._groups.shards:
+        group = self._regather_group
+        if group is not self._shards:
             size = flat.size // group.world_size
             self._kept_part = self._pool.take(size, flat.dtype)
             self._kept_part[:] = flat[group.rank * size : (group.rank + 1) * size]
@@ -136,45 +130,28 @@ class ShardedStorage(_PooledStorage):
 class ReplicatedStorage(ParameterStorage):
     """All parameters on every rank; the own shard is a slice of them."""
 
-    def __init__(self, places: Places, binding: Binding, allocate: Allocate) -> None:
+    def __init__(
+        self, kind: StorageKind, places: Places, binding: Binding, allocate: Allocate
+    ) -> None:
         shards = binding.groups.shards
         flat = allocate(places.layout.padded_size, places.layout.dtype)
-        super().__init__(places, place_of(flat, places.layout, shards.rank), shards.rank)
-        self._shards = shards
+        super().__init__(kind, shards, places, place_of(flat, places.layout, shards.rank))
         self._algorithm = binding.algorithm
         self._flat = flat
         self._params = Params(flat, places)
-        self._stale = shards.world_size > 1
 
     @property
     def shown(self) -> Array | None:
         return self._flat
 
-    @property
-    def fetched(self) -> bool:
-        return self._stale
-
-    @property
-    def stale(self) -> bool:
-        return self._stale
-
-    @property
-    def fills(self) -> bool:
-        return self._stale
-
-    @property
-    def sends(self) -> int:
-        size = self._shards.world_size
-        return all_gather_sends(self.places.layout, size) if self._stale else 0
-
     def gather(self, *, async_op: bool) -> Work | None:
-        if not self._stale:
+        if not self.stale:
             return None
         label = f"unit {self.places.unit}"
         started = _gathering(
             self.own, self._shards, self._flat, None, self._algorithm, label, async_op=async_op
         )
-        self._stale = False
+        self.stale = False
         return started
 
     @property
@@ -186,38 +163,26 @@ class ReplicatedStorage(ParameterStorage):
 
     def claim(self) -> None:
         """Nothing to wait for: what the others read is their own copy."""
-        self._stale = self._shards.world_size > 1
+        self.stale = self._kind.moves
 
 
 class PinnedReplicaStorage(_PooledStorage):
     """All parameters on every rank, in the host's memory; copied to the GPU that uses them."""
 
-    def __init__(self, places: Places, binding: Binding, allocate: Allocate) -> None:
-        home, shards = (
-            allocate(places.layout.padded_size, places.layout.dtype),
-            binding.groups.shards,
-        )
-        own = place_of(home, places.layout, shards.rank)
-        super().__init__(places, own, shards.rank, binding.pool)
-        self._shards = shards
+    def __init__(
+        self, kind: StorageKind, places: Places, binding: Binding, allocate: Allocate
+    ) -> None:
+        home = allocate(places.layout.padded_size, places.layout.dtype)
+        own = place_of(home, places.layout, binding.groups.shards.rank)
+        super().__init__(kind, binding, places, own)
         self._algorithm = binding.algorithm
         self._home = home
-        self._stale = shards.world_size > 1
-
-    @property
-    def stale(self) -> bool:
-        return self._stale
-
-    @property
-    def sends(self) -> int:
-        size = self._shards.world_size
-        return all_gather_sends(self.places.layout, size) if self._stale else 0
 
     def gather(self, *, async_op: bool) -> Work:
         label = f"unit {self.places.unit}"
 
         def bring() -> None:
-            if not self._stale:
+            if not self.stale:
                 flat[...] = self._home
                 return
             source = place_of(flat, self.places.layout, self._shards.rank)
@@ -227,13 +192,13 @@ class PinnedReplicaStorage(_PooledStorage):
 
         with self._filling() as flat:
             started = in_background(self._shards, label, bring)
-        self._stale = False
+        self.stale = False
         return started
 
     def claim(self) -> None:
         """Nothing to wait for: what the others read is their own copy."""
         self.free(again=False)  # what was copied is about to be out of date
-        self._stale = self._shards.world_size > 1
+        self.stale = self._kind.moves
 
 
 class SharedWindowStorage(ParameterStorage):
@@ -244,11 +209,11 @@ class SharedWindowStorage(ParameterStorage):
             sharded; the same on all ranks.
     """
 
-    def __init__(self, shards: Backend, places: Places, flat: Array) -> None:
-        super().__init__(places, place_of(flat, places.layout, shards.rank), shards.rank)
+    def __init__(self, kind: StorageKind, places: Places, binding: Binding, flat: Array) -> None:
+        shards = binding.groups.shards
+        super().__init__(kind, shards, places, place_of(flat, places.layout, shards.rank))
         self.exposed = False
         self._flat = flat
-        self._shards = shards
         self._label = f"unit {places.unit}"
         self._params = Params(flat, places)
 
