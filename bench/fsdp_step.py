@@ -3,6 +3,7 @@
     python bench/fsdp_step.py                                      # ours, 2 ranks over zmq
     python bench/fsdp_step.py --against fsdp2 --json step.json     # beside PyTorch FSDP2 on Gloo
     python bench/fsdp_step.py --against no-prefetch                # beside ours, with no background
+    python bench/fsdp_step.py --against offload --dir /scratch     # beside ours, in files on a disk
 
 bench/README.md says what is measured, and how.
 """
@@ -49,6 +50,9 @@ def main(
     peer_setting: Annotated[
         str, typer.Option(help=f"Of the peer: auto (try all); {'; '.join(SETTINGS)}.")
     ] = "auto",
+    directory: Annotated[
+        Path, typer.Option("--dir", help="On a disk; for files of what is offloaded.")
+    ] = Path(),
     json: options.Json = None,
     plot: Annotated[Path | None, typer.Option(help="PNG of times and memory.")] = None,
 ) -> None:
@@ -70,6 +74,7 @@ def main(
             against=options.names(against),
             setting=peer_setting,
             threads=threads,
+            directory=directory,
             json=json,
             plot=plot,
         )

@@ -14,7 +14,15 @@ from fsdpcore.core.errors import ArgumentError
 
 PEER = "fsdp2"
 WITHOUT = "no-prefetch"  # ours, with nothing in the background
-PEERS = (PEER, WITHOUT)
+# Ours with arrays in files on a disk: the options of ``fc.Offload``.
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "offload": {"what": "all"},
+    "offload-params": {"what": "parameters"},
+    "offload-ahead-0": {"what": "all", "ahead": 0},
+    "offload-cached": {"what": "all", "evict": False},
+}
+VARIANTS = (WITHOUT, *OFFLOADS)
+PEERS = (PEER, *VARIANTS)
 ALONE = "compute only"
 
 # Of the peer: what its users get; one unit gathered ahead in both directions; begun without

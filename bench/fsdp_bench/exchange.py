@@ -9,7 +9,7 @@ import numpy as np
 
 import fsdpcore as fc
 from fsdp_bench.cases import Array, Exchange
-from fsdp_bench.job import StepJob
+from fsdp_bench.job import EngineJob
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,13 @@ class Still(fc.optim.Optimizer):
         """Never called."""
 
 
-class OurExchange(StepJob):
+class OurExchange(EngineJob):
     """A training step of the engine in which nobody computes."""
 
     def __init__(self, case: Exchange, backend: fc.Backend) -> None:
         self._case = case
-        self._backend = backend
         shape = (case.rows, case.columns)
-        self._engine = fc.FSDP(
+        engine = fc.FSDP(
             [
                 fc.Unit(f"unit{i}", {"weight": fc.Spec(shape, init=Pattern(case, i))})
                 for i in range(case.units)
@@ -58,9 +57,7 @@ class OurExchange(StepJob):
             optimizer=Still(),
             prefetch=case.prefetch,
         )
-
-    def barrier(self) -> None:
-        self._backend.barrier()
+        super().__init__(backend, engine)
 
     def step(self) -> None:
         """Gather and free each unit; gather it again, free it, and reduce its gradients."""

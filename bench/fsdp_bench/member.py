@@ -12,7 +12,7 @@ from gpt_model import keep_freed_memory
 from threadpoolctl import threadpool_limits
 
 import fsdpcore as fc
-from fsdp_bench.cases import ALONE, PEER, WITHOUT, Exchange, Training, from_order
+from fsdp_bench.cases import ALONE, OFFLOADS, PEER, WITHOUT, Exchange, Training, from_order
 from fsdp_bench.exchange import OurExchange
 from fsdp_bench.job import StepJob
 from fsdp_bench.training import Alone, OurTraining
@@ -22,6 +22,9 @@ from fsdpcore.bench.harness.member import Member, Options, become_rank
 
 def _ours(backend: fc.Backend, options: Options) -> Member:
     contestant = options["contestant"]
+    offload = None
+    if contestant in OFFLOADS:
+        offload = fc.Offload(options["directory"], **OFFLOADS[contestant])
 
     def make(order: Mapping[str, Any]) -> StepJob:
         case = from_order(order)
@@ -30,7 +33,7 @@ def _ours(backend: fc.Backend, options: Options) -> Member:
         if isinstance(case, Exchange):
             return OurExchange(case, backend)
         keep_freed_memory()  # as the example does
-        return OurTraining(case, backend)
+        return OurTraining(case, backend, offload=offload)
 
     return Member({contestant: make}, {contestant: versions_of_ours(backend)})
 

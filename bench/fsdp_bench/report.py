@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_bench.cases import ALONE, PEER, Case, Exchange, Training, to_order
+from fsdp_bench.job import Moved
 from fsdpcore import __version__
 from fsdpcore.bench.harness import picture, record
 from fsdpcore.bench.harness.measurements import OURS, Comparison, Measurement, Spread, compare
@@ -36,6 +37,7 @@ class Result:
         before: memory of each rank's process before it made its model, by contestant.
         trials: seconds of a step in the peer's fastest trial by setting, where these were tried.
         inside: per cent of our steps that are not in layers, loss and AdamW, one per round.
+        moved: between memory and files in a step, by contestant that offloads.
         versions: of libraries, by contestant.
     """
 
@@ -45,6 +47,7 @@ class Result:
     before: Mapping[str, Sequence[Memory]]
     trials: Mapping[str, float]
     inside: Sequence[float]
+    moved: Mapping[str, Moved]
     versions: Mapping[str, Mapping[str, str]]
 
     @property
@@ -126,6 +129,14 @@ def table(result: Result) -> list[str]:
             f"# outside of layers, loss and AdamW: {spread.median:.1f} % of our step "
             f"({spread.lowest:.1f} to {spread.highest:.1f})"
         )
+    for name, moved in result.moved.items():
+        mib = Moved(*(value / MIB for value in moved))
+        found.append(
+            f"# {name}: {mib.held:.1f} MiB of each rank in a file; a step reads {mib.read:.1f} "
+            f"({mib.disk_read:.1f} on disk), writes {mib.written:.1f} ({mib.disk_written:.1f}); "
+            f"{moved.ready:.0%} was there in time, {1e3 * moved.waited:.1f} ms waited for the "
+            f"rest, {1e3 * moved.flushed:.1f} ms for writing"
+        )
     return [*found, "#"]
 
 
@@ -173,6 +184,7 @@ def _result(result: Result) -> dict[str, Any]:
         "communication_percent": None if beside is None else beside.share._asdict(),
         "best_communication_percent": result.best_communication,
         "outside_layers_percent": Spread.of(result.inside)._asdict() if result.inside else None,
+        "moved": {name: moved._asdict() for name, moved in result.moved.items()},
     }
 
 
@@ -205,7 +217,9 @@ def _bars(axes: Any, values: Mapping[str, float], what: str) -> None:
     picture.style(axes)
     names = list(values)[::-1]
     widths = [values[name] for name in names]
-    bars = axes.barh(names, widths, height=0.6, color=[_COLOURS[name] for name in names])
+    bars = axes.barh(
+        names, widths, height=0.6, color=[_COLOURS.get(n, picture.GREEN) for n in names]
+    )
     axes.bar_label(bars, [f"{width:.3g}" for width in widths], padding=4, fontsize=9)
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, 1.15 * max(*widths, 0.001))

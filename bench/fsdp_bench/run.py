@@ -15,14 +15,17 @@ import gpt_model
 from fsdp_bench import report
 from fsdp_bench.cases import (
     ALONE,
+    OFFLOADS,
     PEER,
     PEERS,
     SETTINGS,
-    WITHOUT,
+    VARIANTS,
     Case,
+    Exchange,
     Training,
     to_order,
 )
+from fsdp_bench.job import Moved
 from fsdp_bench.report import Result
 from fsdpcore.bench.harness import field as contest
 from fsdpcore.bench.harness import options, picture, record
@@ -50,9 +53,10 @@ class StepRun:
         ranks: of every contestant.
         transport: scheme or URL of ours.
         plan: of each case.
-        against: peers; "fsdp2" or none.
+        against: some of ``PEERS``.
         setting: of the peer, or "auto" for the one that is the fastest in a few trials.
         threads: of each rank's arithmetic; 0 shares the cores evenly.
+        directory: where offloaded arrays are.
         json, plot: files to write.
     """
 
@@ -63,6 +67,7 @@ class StepRun:
     against: tuple[str, ...] = ()
     setting: str = "auto"
     threads: int = 0
+    directory: Path = Path()
     json: Path | None = None
     plot: Path | None = None
 
@@ -84,6 +89,8 @@ class StepRun:
             if isinstance(case, Training):
                 case.check_ranks(self.ranks)
         options.check_writable(self.json, self.plot)
+        if not self.directory.is_dir():
+            raise ArgumentError(f"--dir {self.directory} is no directory")
         if self.plot is not None:
             picture.check_installed()
         options.check_torch([peer for peer in self.against if peer == PEER])
@@ -139,23 +146,27 @@ def _measure(request: StepRun, case: Case) -> Result:
         inside = []
         if isinstance(case, Training):
             inside = _inside(entrants[0].team, case, rows[OURS].iterations, plan.rounds)
+        moved = {name: _moved(team, name, case) for name, team in entrants if name in OFFLOADS}
         before = {
             name: [Memory.read(answer) for answer in team.ask(name, "before")]
             for name, team in entrants
         }
         versions = versions_of(entrants)
-    return Result(case, request.ranks, rows, before, trials, inside, versions)
+    return Result(case, request.ranks, rows, before, trials, inside, moved, versions)
 
 
 def _starts(request: StepRun, case: Case) -> dict[str, Start]:
     """How to start each contestant's ranks, ours first."""
-    others = [ALONE] if isinstance(case, Training) else []
+    against, others = request.against, [ALONE]
+    if isinstance(case, Exchange):  # nothing is stored but parameters, and gradients are not set
+        against, others = tuple(name for name in against if name not in OFFLOADS), []
     return contest.starts(
         RankProgram.module("fsdp_bench.member", *FOLDERS, threads=request.threads_per_rank),
         request.ranks,
         request.transport,
-        [OURS, *(name for name in request.against if name == WITHOUT)],
-        [*others, *(name for name in request.against if name != WITHOUT)],
+        [OURS, *(name for name in against if name in VARIANTS)],
+        [*others, *(name for name in against if name not in VARIANTS)],
+        directory=str(request.directory.absolute()),
     )
 
 
@@ -186,6 +197,15 @@ def _inside(team: Team, case: Case, count: int, rounds: int) -> list[float]:
         found.append(mean(100 * (whole - computing) / whole for whole, computing in answers))
     team.ask(OURS, "release")
     return found
+
+
+def _moved(team: Team, name: str, case: Case) -> Moved:
+    """What a step moves to and from files, the mean over the ranks."""
+    team.ask(name, "prepare", case=to_order(case))
+    run_seconds(team, name, 2, 1)
+    answers = team.ask(name, "moved")
+    team.ask(name, "release")
+    return Moved(*map(mean, zip(*answers, strict=True)))
 
 
 def _wrong_losses(entrants: Sequence[Entrant], case: Training) -> dict[str, int]:

@@ -13,7 +13,7 @@ from gpt_model import Layer, build, cross_entropy
 
 import fsdpcore as fc
 from fsdp_bench.cases import Array, Training
-from fsdp_bench.job import StepJob
+from fsdp_bench.job import EngineJob, StepJob
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.step.norm import local_part
 
@@ -68,14 +68,14 @@ class _WatchedAdamW(fc.optim.AdamW):
             super().update(*arguments, **keywords)
 
 
-class OurTraining(StepJob):
+class OurTraining(EngineJob):
     """What ``examples/train_gpt.py`` does in a step.
 
     Args:
         case: the model.
         backend: this rank's.
         precision: of parameters and gradients.
-        offload: keep in the host's memory what nobody uses.
+        offload: where to keep what nobody uses.
         watched: tell computing apart, for ``split``.
     """
 
@@ -85,10 +85,10 @@ class OurTraining(StepJob):
         backend: fc.Backend,
         *,
         precision: fc.Precision | None = None,
-        offload: bool = False,
+        offload: fc.Offload | None = None,
         watched: bool = True,
     ) -> None:
-        self._case, self._backend = case, backend
+        self._case = case
         self._xp = backend.device.xp
         self._watch = Stopwatch()
         layers: list[tuple[str, Layer]] = build(case.model, self._xp)
@@ -97,21 +97,18 @@ class OurTraining(StepJob):
             layers = [(name, _WatchedLayer(layer, self._watch)) for name, layer in layers]
             optimizer = _WatchedAdamW(**vars(optimizer), watch=self._watch)
         self._stack = fc.LayerStack(layers)
-        self._engine = fc.FSDP(
+        engine = fc.FSDP(
             self._stack.units(np.random.default_rng(SEED)),
             backend,
             optimizer=optimizer,
             precision=precision,
             prefetch=case.prefetch,
-            window=not offload,
-            offload=fc.Offload() if offload else None,
+            window=offload is None,
+            offload=offload,
         )
+        super().__init__(backend, engine)
         rows = case.rows(backend.rank, backend.world_size)
         self._x, self._y = (self._xp.asarray(part) for part in rows)
-
-    def barrier(self) -> None:
-        self._backend.device.synchronize()
-        self._backend.barrier()
 
     def step(self) -> Any:
         """Forward, loss, backward, clipping, AdamW; the loss."""

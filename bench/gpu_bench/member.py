@@ -72,7 +72,7 @@ def _ours(backend: fc.Backend, options: Options) -> Member:
             return OnGpu(alone, barrier, peak)
         if contestant == WITHOUT:
             case = replace(case, prefetch=0)
-        offload = contestant == OFFLOAD
+        offload = fc.Offload() if contestant == OFFLOAD else None
         ours = OurTraining(case, backend, precision=precision, offload=offload, watched=False)
         return OnGpu(ours, barrier, peak)
 

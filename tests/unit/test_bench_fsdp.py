@@ -91,9 +91,25 @@ def test_both_modes_alone(step, transport, tmp_path):
     assert 0 < content["results"][1]["outside_layers_percent"]["median"] < 100
 
 
+def test_offloaded(step, tmp_path):
+    """Beside the engine as it comes, with what a step moves between memory and files."""
+    names = ["offload", "offload-params", "offload-ahead-0", "offload-cached"]
+    record = tmp_path / "step.json"
+    disk = ["--transport", "sim", "--dir", tmp_path, "--json", record]
+    done = step(*TINY, *disk, "--against", ",".join(names))
+    assert done.exit_code == 0, done.output
+    exchange, training = json.loads(record.read_text())["results"]
+    assert [row["contestant"] for row in exchange["rows"]] == ["fsdpcore"]
+    assert all(row["wrong"] == 0 for row in training["rows"])
+    assert list(training["moved"]) == names
+    assert all(moved["held"] > 0 for moved in training["moved"].values())
+    assert 0 < training["moved"]["offload"]["ready"] <= 1
+
+
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 def test_the_picture(step, tmp_path):
-    done = step(*TINY, "--transport", "sim", "--plot", tmp_path / "step.png")
+    picture = ["--plot", tmp_path / "step.png", "--against", "no-prefetch"]
+    done = step(*TINY, "--transport", "sim", *picture)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
@@ -126,6 +142,7 @@ def test_beside_fsdp2(step, mode, setting, names):
         (["--against", "fsdp"], "did you mean 'fsdp2'"),
         (["--peer-setting", "best"], "--peer-setting must be auto or one of"),
         (["--json", "none/step.json"], "there is no directory none"),
+        (["--dir", "none"], "--dir none is no directory"),
         (["--rounds", 0], "--rounds must be at least 1"),
         (["-n", 0], "-n must be at least 1"),
     ],

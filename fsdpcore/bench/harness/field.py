@@ -27,10 +27,11 @@ def starts(
         transport: of ours.
         ours: those on a backend.
         others: those that are started one by one.
-        options: of the others' ranks.
+        options: of all ranks.
     """
     found = {
-        name: program.under_our_launcher(world_size, transport, contestant=name) for name in ours
+        name: program.under_our_launcher(world_size, transport, contestant=name, **options)
+        for name in ours
     }
     for name in others:
         found[name] = program.one_by_one(world_size, contestant=name, **options)
