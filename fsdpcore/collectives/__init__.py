@@ -6,8 +6,9 @@
 ``run``, ``output``, ``on_device``    how a call runs: in order, checked, in time; its result
 ``context``                           the group, as an algorithm sees it during one call
 ``fingerprint``                       that the ranks agree, by messages
-``algorithms``                        one file per algorithm, with its cost formula; their table
+``algorithms``                        one file per algorithm that sends messages, with its formula
 ``shared``                            memory that ranks share: that they agree, and the algorithm
+``hierarchy``                         two levels: memory inside of hosts, messages between them
 ``selection``                         which algorithm "auto" takes; what users and tables say of it
 ``batch``                             many small operations in few messages
 ====================================  ============================================================

@@ -11,7 +11,7 @@ from fsdpcore.collectives.device_transport import DeviceTransport
 from fsdpcore.collectives.operations.all_gather import all_gather
 from fsdpcore.collectives.operations.barrier import barrier
 from fsdpcore.collectives.operations.table import OPERATIONS
-from fsdpcore.collectives.shared.window import shared_window
+from fsdpcore.collectives.operations.window import shared_window
 from fsdpcore.collectives.state import CollectiveState
 from fsdpcore.comm.backend import SubBackend
 from fsdpcore.core.buffers import Array

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fsdpcore.collectives import on_device
-from fsdpcore.collectives.algorithms import hierarchy_costs
 from fsdpcore.collectives.context import Body, CollectiveContext
+from fsdpcore.collectives.hierarchy import costs as hierarchy_costs
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.collectives.shared.establish import establish

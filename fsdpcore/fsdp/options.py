@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.device_transport import device_transport_of
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.checks import as_choice, as_instance, as_int

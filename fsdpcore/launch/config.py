@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.selection.costs import read_table, shipped
 from fsdpcore.collectives.selection.overrides import UNITS, check_collective, parse
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm import registry
 from fsdpcore.comm.config import Settings, TransportConfig
 from fsdpcore.comm.transport import Transport

@@ -17,8 +17,9 @@ from support.cases import only_if_asked_for
 from support.spmd import run
 
 import fsdpcore as fc
-from fsdpcore.collectives.algorithms import halving, hierarchical
-from fsdpcore.collectives.algorithms import table as algorithms
+from fsdpcore.collectives.algorithms import halving
+from fsdpcore.collectives.hierarchy import hierarchical
+from fsdpcore.collectives.selection import table as algorithms
 
 SETTINGS = settings(
     deadline=None,

@@ -20,7 +20,7 @@ from support.sharing import SharingSim
 from support.spmd import run, run_on
 
 import fsdpcore as fc
-from fsdpcore.collectives.algorithms import hierarchy_costs
+from fsdpcore.collectives.hierarchy import costs as hierarchy_costs
 from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.selection.choose import cheapest
 from fsdpcore.collectives.shared.region import SharedRegion

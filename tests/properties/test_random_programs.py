@@ -16,7 +16,7 @@ from support.cases import only_if_asked_for
 from support.program_steps import Batch, Call, Many, Split, Step, Sub
 from support.spmd import TRANSPORTS
 
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.selection.table import ALGORITHMS
 
 SIZES = (2, 3, 4, 5)
 

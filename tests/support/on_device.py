@@ -23,8 +23,8 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 import fsdpcore
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.on_device import device_twin
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.collectives.state import state_of
 from fsdpcore.core.buffers import DTYPES
 from fsdpcore.core.device import Device

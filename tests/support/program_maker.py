@@ -30,7 +30,7 @@ from support.program_steps import (
     Wait,
 )
 
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.selection.table import ALGORITHMS
 
 REDUCING = ["all_reduce", "reduce_scatter", "reduce", "reduce_scatter_v"]
 ROOTED = ["broadcast", "reduce", "gather", "scatter"]

@@ -15,7 +15,7 @@ from support.formulas import EXPECTED, depth
 from support.spmd import run_on
 
 import fsdpcore as fc
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.selection.table import ALGORITHMS
 
 # Around every power of two, and halfway; the others are a campaign.
 SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17]

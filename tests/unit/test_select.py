@@ -11,10 +11,10 @@ import pytest
 
 from fsdpcore import collectives
 from fsdpcore.collectives.algorithms import star
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.selection import choose as select
 from fsdpcore.collectives.selection.choose import candidates, choose
 from fsdpcore.collectives.selection.overrides import parse
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import HOST

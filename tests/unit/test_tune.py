@@ -14,7 +14,6 @@ from support.jobs import Finished, finished, fsdpcore
 from support.spmd import run
 
 from fsdpcore.collectives.algorithms import star
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.selection.choose import choose
 from fsdpcore.collectives.selection.costs import (
     format_table,
@@ -25,6 +24,7 @@ from fsdpcore.collectives.selection.costs import (
 )
 from fsdpcore.collectives.selection.measure import QUICK, Timing, fastest, fit, fit_own, measure
 from fsdpcore.collectives.selection.overrides import parse
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm import registry
 from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.errors import ConfigError

@@ -1,1 +1,1 @@
-"""The algorithms, one file each, with their costs; ``table`` lists them."""
+"""The algorithms that send messages, one file each; ``selection/table`` has their costs."""

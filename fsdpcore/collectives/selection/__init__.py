@@ -1,1 +1,1 @@
-"""Which algorithm ``auto`` takes: overrides, measured tables, cost formulas."""
+"""Which algorithm ``auto`` takes: all that there are, overrides, measured tables, costs."""

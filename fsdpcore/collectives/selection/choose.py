@@ -8,7 +8,7 @@ For ``algorithm="auto"``, the first of these that has an answer decides:
 3. the ranges that ``fsdpcore tune`` measured, where it did for a group of this size;
 4. the lowest cost by the formulas of the algorithms' docstrings, with the alpha, beta and gamma
    of the tuning table or, for a transport that it does not know, of ``Capabilities``. Where a
-   group spans several hosts, each of whose ranks share memory, ``hierarchy_costs`` has those of
+   group spans several hosts, each of whose ranks share memory, ``hierarchy.costs`` has those of
    ``hierarchical``; otherwise it takes as many messages as ``direct``.
 
 What is named but cannot be used (the group has no such algorithm, it does not support the dtype
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.collectives.spec import Choice
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend

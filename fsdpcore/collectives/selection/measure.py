@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fsdpcore import collectives
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.selection.choose import candidates, predict
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.algorithm import Algorithm
 from fsdpcore.core.policy import AlgorithmRange, AlgorithmRanges, Costs, MeasuredAlgorithms, Tuning

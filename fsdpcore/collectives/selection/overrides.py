@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection
 from itertools import pairwise
 
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.collectives.shared.algorithm import NAME as SHARED
 from fsdpcore.comm.registry import own_algorithms
 from fsdpcore.core.errors import ConfigError

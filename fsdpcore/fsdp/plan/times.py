@@ -9,8 +9,8 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fsdpcore.collectives.algorithms.table import ALGORITHMS
 from fsdpcore.collectives.selection.choose import predict
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.policy import Costs
 

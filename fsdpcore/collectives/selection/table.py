@@ -11,7 +11,6 @@ from fsdpcore.collectives.algorithms import (
     direct,
     doubling,
     halving,
-    hierarchical,
     rabenseifner,
     ring,
     scatter_gather,
@@ -19,6 +18,7 @@ from fsdpcore.collectives.algorithms import (
     traffic,
     tree,
 )
+from fsdpcore.collectives.hierarchy import hierarchical
 from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.reductions import ReduceOp
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdpcore.collectives.algorithms import hierarchical
 from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.shared import algorithm, host_context
+from fsdpcore.collectives.hierarchy import hierarchical, host_context
+from fsdpcore.collectives.shared import algorithm
 from fsdpcore.collectives.shared.interpreter import move
 from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend

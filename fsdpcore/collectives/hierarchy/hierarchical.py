@@ -48,7 +48,7 @@ cross while the next ones are reduced, or spread, inside.
 
 On one host this is ``direct``, and the table of algorithms knows that case only: with a single
 alpha and beta, two levels never pay. For groups on several hosts whose ranks share memory,
-``hierarchy_costs`` has the costs.
+``costs`` has them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ import numpy as np
 
 from fsdpcore.collectives.algorithms.traffic import left_half
 from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.shared.host_context import Carrier, within_host
+from fsdpcore.collectives.hierarchy.host_context import Carrier, within_host
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.reductions import ReduceOp, Reduction
 

@@ -1,0 +1,1 @@
+"""Two levels: ranks on several hosts, of which each shares memory inside."""
