@@ -25,8 +25,8 @@ from gpu_bench.facts import facts
 from gpu_bench.usable import in_words, why_not
 
 from fsdpcore.bench.harness import record
-from fsdpcore.commands.usage import one_line
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.usage import one_line
 
 _ALL = tuple(dict.fromkeys(name for name, _ in parts.SHARES))
 

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp import optim
     from fsdpcore.fsdp.engine import FSDP
     from fsdpcore.fsdp.offload.offload import Offload
-    from fsdpcore.fsdp.options import Prefetch
     from fsdpcore.fsdp.plan.estimate import MemoryEstimate, memory_estimate
     from fsdpcore.fsdp.plan.make_plan import make_plan
     from fsdpcore.fsdp.plan.plan import Plan
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.state.state import ArrayPiece, EngineState, ShardedArray
     from fsdpcore.fsdp.step.step import Step
     from fsdpcore.fsdp.units import initializers
+    from fsdpcore.fsdp.units.options import Prefetch
     from fsdpcore.fsdp.units.precision import LossScale, Precision
     from fsdpcore.fsdp.units.spec import Spec
     from fsdpcore.fsdp.units.special import Tied
@@ -151,7 +151,7 @@ _LATER = {
     "Offload": "fsdp.offload.offload",
     "Plan": "fsdp.plan.plan",
     "Precision": "fsdp.units.precision",
-    "Prefetch": "fsdp.options",
+    "Prefetch": "fsdp.units.options",
     "Report": "fsdp.plan.report",
     "ShardedArray": "fsdp.state.state",
     "ShardedLayers": "adapters.fully_shard",

@@ -15,8 +15,8 @@ from fsdpcore.bench.harness import options
 from fsdpcore.bench.harness.options import names, one_of
 from fsdpcore.bench.harness.turns import RoundPlan
 from fsdpcore.comm.backend import Backend
-from fsdpcore.commands.usage import one_line
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.usage import one_line
 from fsdpcore.launch.config import resolve
 from fsdpcore.launch.environment import detect, launched_threads
 from fsdpcore.launch.launch import launch

@@ -10,8 +10,8 @@ import typer
 
 from fsdpcore import __version__
 from fsdpcore.commands.later import CommandsLater
-from fsdpcore.commands.usage import one_line
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.usage import one_line
 from fsdpcore.launch.config import PREFIX, resolve
 from fsdpcore.launch.scripts import run_script, script_command
 

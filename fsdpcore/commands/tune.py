@@ -14,9 +14,9 @@ from rich.text import Text
 
 from fsdpcore.collectives.selection.costs import read_table, write_table
 from fsdpcore.collectives.selection.measure import FULL, KIB, MIB, QUICK, Findings, measure
-from fsdpcore.commands.usage import one_line
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRanges, Tuning
+from fsdpcore.core.usage import one_line
 from fsdpcore.launch.config import Config, resolve
 from fsdpcore.launch.environment import detect, launched_threads
 from fsdpcore.launch.launch import launch

@@ -10,11 +10,9 @@ from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.fsdp.model import EngineStatus, ShardedModel
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
 from fsdpcore.fsdp.offload.stores import open_stores
 from fsdpcore.fsdp.optim import Optimizer
-from fsdpcore.fsdp.options import EngineOptions, Prefetch
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.plan.make_plan import Sync
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
@@ -36,7 +34,9 @@ from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.check_units import check_optimizers, check_units
 from fsdpcore.fsdp.units.held import held_of
+from fsdpcore.fsdp.units.model import EngineStatus, ShardedModel
 from fsdpcore.fsdp.units.optimizers import Optimizers
+from fsdpcore.fsdp.units.options import EngineOptions, Prefetch
 from fsdpcore.fsdp.units.precision import Precision, Scaler
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit, hand_over

@@ -20,8 +20,8 @@ from rich.progress import (
 )
 
 from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback
-from fsdpcore.commands.usage import USAGE_ERROR
 from fsdpcore.core.errors import CorruptCheckpointError, FsdpcoreError, in_words
+from fsdpcore.core.usage import USAGE_ERROR
 
 DIFFERENT = 1
 """Exit code where a difference or damage was found."""

@@ -9,8 +9,8 @@ import typer
 
 from fsdpcore.commands.trace.findings import findings
 from fsdpcore.commands.trace.timeline import timeline
-from fsdpcore.commands.usage import one_line
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.usage import one_line
 from fsdpcore.diagnostics.trace_file import read_directory, write_json
 
 

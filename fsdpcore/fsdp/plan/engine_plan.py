@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpcore.core.errors import StateError
-from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.plan.estimate import moved
 from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.memory import HeldMemory
@@ -15,6 +14,7 @@ from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import MeasuredStep, Report
 from fsdpcore.fsdp.plan.sizes import Persistent
 from fsdpcore.fsdp.step.executor import StepExecutor
+from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.unit import Unit
 
 

@@ -13,7 +13,6 @@ from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.checks import as_choice, as_finite, as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
-from fsdpcore.fsdp.options import Prefetch
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.sizes import UnitSize, lay_out, persistent
 from fsdpcore.fsdp.plan.step_log import StepLog
@@ -22,6 +21,7 @@ from fsdpcore.fsdp.plan.units import sizes_of
 from fsdpcore.fsdp.plan.walk import PlannedStep, walk
 from fsdpcore.fsdp.sharding.placement import storage_kind
 from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.units.options import Prefetch
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
 

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdpcore.fsdp.options import Prefetch
 from fsdpcore.fsdp.plan.sized_unit import SizedUnit
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
 from fsdpcore.fsdp.sharding.placement import Placement, StorageKind
 from fsdpcore.fsdp.step.agreement import AGREED_BYTES
 from fsdpcore.fsdp.step.passes import UnitPasses
+from fsdpcore.fsdp.units.options import Prefetch
 
 _FORWARD = 1
 _BACKWARD = 2  # a backward pass computes twice as long as a forward pass

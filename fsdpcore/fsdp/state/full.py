@@ -17,9 +17,9 @@ from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.core.text import nearest
-from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries
 from fsdpcore.fsdp.state.save import gathered
+from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import ClosingArrays, UnknownParameterError, read_only

@@ -18,13 +18,13 @@ from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.text import listed
-from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.tensor_group import described
 from fsdpcore.fsdp.state.boxes import scatter_boxes
 from fsdpcore.fsdp.state.entries import StateEntry, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress, ShardedArray
 from fsdpcore.fsdp.state.writing import UNCHANGED, same_bits, set_ignored, set_progress
+from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
 Arrays = Mapping[str, "ShardedArray | Array"]

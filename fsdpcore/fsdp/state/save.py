@@ -8,11 +8,11 @@ from fsdpcore.collectives import all_gather_v, barrier, gather_v
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.state.boxes import gather_boxes, scatter_boxes
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, entries_of, ignored_of, ties_of
 from fsdpcore.fsdp.state.state import FORMAT, ArrayPiece, EngineState, ShardedArray
+from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.views import read_only
 
 

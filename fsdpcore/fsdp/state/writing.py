@@ -12,11 +12,11 @@ from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
 from fsdpcore.core.disagreement import check_same
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.state.entries import entries_of, ignored_of
 from fsdpcore.fsdp.state.save import info_of, sharded
 from fsdpcore.fsdp.state.state import EngineState, Progress, ShardedArray
 from fsdpcore.fsdp.units.loading import checked_shard, update_shard
+from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.views import locked, read_only
 

@@ -6,11 +6,11 @@ import time
 from collections import Counter
 
 from fsdpcore.core.errors import StateError
-from fsdpcore.fsdp.model import ShardedModel
 from fsdpcore.fsdp.offload.offload import GATHERED
 from fsdpcore.fsdp.offload.offload_store import OffloadFile
 from fsdpcore.fsdp.step.passes import UnitPasses
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.model import ShardedModel
 
 
 class StepExecutor(UnitPasses):

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from fsdpcore.fsdp.offload.offload import GATHERED, ArrayKind
-from fsdpcore.fsdp.options import Prefetch
 from fsdpcore.fsdp.sharding.placement import Placement
 from fsdpcore.fsdp.step.schedule import Phase, UnitOrder
 from fsdpcore.fsdp.step.stats import StepStats
+from fsdpcore.fsdp.units.options import Prefetch
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 
 

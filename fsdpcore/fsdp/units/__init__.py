@@ -1,1 +1,1 @@
-"""Units: what a user declares, and the parameters and gradients that a rank holds of it."""
+"""Units: what a user declares, what a rank holds of it, and all units and options of an engine."""

@@ -7,9 +7,9 @@ from functools import cached_property
 
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.fsdp.options import EngineOptions
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.optimizers import Optimizers
+from fsdpcore.fsdp.units.options import EngineOptions
 from fsdpcore.fsdp.units.precision import Scaler
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit

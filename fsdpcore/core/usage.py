@@ -1,4 +1,4 @@
-"""How a command tells its user that the call was wrong."""
+"""How a command tells its user that the call was wrong; for the command line and benches alone."""
 
 from __future__ import annotations
 
