@@ -1,9 +1,9 @@
 """Who drives MPI's progress on a rank: the thread that waits for a message, or one of its own.
 
-MPI moves messages only inside its calls. A thread that waits polls; other waiting threads follow,
-and the first of them takes over when it is done. While nobody waits a thread of the rank's own
-polls, so that transfers go on while Python computes, peers get answers, and calls that block
-inside MPI are watched. Whoever polls in vain does so more and more rarely: ranks may share cores.
+MPI moves messages only inside its calls. Of the threads that wait one polls (``comm/polled.py``).
+While nobody waits a thread of the rank's own polls, so that transfers go on while Python computes,
+peers get answers, and calls that block inside MPI are watched. Whoever polls in vain does so more
+and more rarely: ranks may share cores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from fsdpcore.comm.polled import PolledMessage
+from fsdpcore.comm.polled import MAX_SECONDS, LeaderFollowers, PolledMessage
 
 # Polls before the first pause, and seconds of yielding the core before the first sleep.
 _SPINS, _YIELD_SECONDS = 30, 0.002
@@ -22,7 +22,6 @@ _SPINS, _YIELD_SECONDS = 30, 0.002
 _PART, _LONGEST_SECONDS = 1 / 16, 0.001
 # The own thread's pauses: while something is under way, while nothing is, while others wait.
 _BUSY_SECONDS, _IDLE_SECONDS, _AWAY_SECONDS = 0.001, 0.005, 0.005
-_LONG_SECONDS = 1e6
 
 
 class _Pauses:
@@ -50,7 +49,18 @@ class _Pauses:
             time.sleep(max(min(waited * _PART, _LONGEST_SECONDS, limit), 0.0))
 
 
-class ProgressThread:
+class _Condition:
+    """What ``until`` waits for, in place of a message."""
+
+    def __init__(self, predicate: Callable[[], object]) -> None:
+        self._predicate = predicate
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._predicate())
+
+
+class ProgressThread(LeaderFollowers):
     """Polls, on the thread of whoever waits or on one of its own.
 
     Args:
@@ -67,13 +77,10 @@ class ProgressThread:
         tick: Callable[[], None],
         name: str,
     ) -> None:
+        super().__init__()
         self._poll = poll
         self._busy = busy
         self._tick = tick
-        # The right to poll instead of the own thread.
-        self._baton = threading.Lock()
-        self._followers: list[PolledMessage] = []
-        self._waits = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -87,31 +94,18 @@ class ProgressThread:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def wait(self, awaited: PolledMessage, seconds: float) -> None:
-        """Block until ``awaited`` has finished or the time is over."""
-        end = time.monotonic() + min(seconds, _LONG_SECONDS)
-        while not awaited.finished:
-            if self._baton.acquire(blocking=False):
-                try:
-                    self._lead(lambda: awaited.finished, end)
-                finally:
-                    self._step_down()
-            else:
-                self._follow(awaited, end)
-            if time.monotonic() >= end:
-                return
-
     def until(self, predicate: Callable[[], object], seconds: float) -> bool:
         """Block until ``predicate`` holds or the time is over, return whether it holds.
 
         For rare occasions: it polls beside whoever else does. The caller holds no lock.
         """
-        self._lead(predicate, time.monotonic() + min(seconds, _LONG_SECONDS))
-        return bool(predicate())
+        condition = _Condition(predicate)
+        self._lead(condition, time.monotonic() + min(seconds, MAX_SECONDS))
+        return condition.finished
 
-    def _lead(self, predicate: Callable[[], object], end: float) -> None:
+    def _lead(self, awaited: PolledMessage | _Condition, end: float) -> None:
         pauses = _Pauses()
-        while not predicate():
+        while not awaited.finished:
             if self._poll():
                 pauses.reset()
                 continue
@@ -119,21 +113,6 @@ class ProgressThread:
             if remaining <= 0:
                 return
             pauses.rest(remaining)
-
-    def _step_down(self) -> None:
-        self._waits += 1
-        self._baton.release()
-        for follower in self._followers[:1]:
-            follower.poke()
-
-    def _follow(self, awaited: PolledMessage, end: float) -> None:
-        self._followers.append(awaited)
-        try:
-            # Who leads looks for followers after it has put down the baton.
-            if self._baton.locked():
-                awaited.follow(max(end - time.monotonic(), 0.0))
-        finally:
-            self._followers.remove(awaited)
 
     def _run(self) -> None:
         seen, pause = 0, 0.0

@@ -1,10 +1,10 @@
 """Who looks after the sockets of a rank: the thread that waits for a message, or one of its own.
 
 A message that has to wake a watching thread, which then wakes the waiting one, costs two changes
-of thread and of the interpreter lock. So a thread that waits takes over and polls the sockets
-itself; other waiting threads follow, and the first of them takes over when it is done. The own
-thread steps aside as long as somebody waits, and a moment longer, since who has waited once will
-wait again. It comes back when the program computes, so that transfers go on meanwhile.
+of thread and of the interpreter lock. So of the threads that wait one takes over and polls the
+sockets itself (``comm/polled.py``). The own thread steps aside as long as somebody waits, and a
+moment longer, since who has waited once will wait again. It comes back when the program computes,
+so that transfers go on meanwhile.
 
 The descriptor of a ZeroMQ socket signals changes only, and any use of the socket may swallow such
 a signal. So whoever uses one, for sending too, goes on until nothing is left to do on it, or asks
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fsdpcore.comm.polled import PolledMessage
+from fsdpcore.comm.polled import MAX_SECONDS, LeaderFollowers, PolledMessage
 from fsdpcore.core.errors import CommunicationError
 
 # How long the own thread stays away after somebody has waited; twice as long for every time that
@@ -35,7 +35,6 @@ _AWAY_SECONDS, _LONGEST_AWAY_SECONDS = 0.002, 0.02
 _LOOK_SECONDS = 100e-6
 # What another thread needs to wake up and take the lock.
 _CHANCE_SECONDS = 50e-6
-_LONG_SECONDS = 1e6  # more than poll() can count in milliseconds would overflow it
 
 Lock = Any  # threading.RLock, which is a function in the type stubs of some versions
 
@@ -79,7 +78,7 @@ class AwaitedMessage(PolledMessage):
         self._poller.finished(self)
 
 
-class Poller:
+class Poller(LeaderFollowers):
     """Polls descriptors and calls what is registered for those that are ready.
 
     Args:
@@ -91,6 +90,7 @@ class Poller:
     """
 
     def __init__(self, lock: Lock, tick: Callable[[], float | None], name: str) -> None:
+        super().__init__()
         self._lock = lock
         self._tick = tick
         self._changed = threading.Condition(lock)
@@ -101,13 +101,9 @@ class Poller:
         self._leaders.add(self._waker.fileno(), self._waker.clear)
         self.add(self._own_waker.fileno(), self._own_waker.clear, rare=True)
         self._unfinished: list[Callable[[], None]] = []
-        # The right to poll the sockets instead of the own thread.
-        self._baton = threading.Lock()
-        self._followers: list[PolledMessage] = []
         self._awaited: PolledMessage | None = None
         self._leading = False
         self._leader = 0
-        self._waits = 0
         self._watching = False
         self._asleep = False
         self._rest = _AWAY_SECONDS
@@ -165,58 +161,33 @@ class Poller:
 
     # Waiting.
 
-    def wait(self, awaited: PolledMessage, seconds: float) -> None:
-        """Block until ``awaited`` has finished or the time is over."""
-        end = time.monotonic() + min(seconds, _LONG_SECONDS)
-        while not awaited.finished:
-            if self._baton.acquire(blocking=False):
-                try:
-                    self._lead(awaited, end)
-                except BaseException:  # Ctrl-C: what was ready then has to be looked at again
-                    with self._lock:
-                        self._unfinished += self._leaders.handlers()
-                    raise
-                finally:
-                    self._step_down()
-            else:
-                self._follow(awaited, end)
-            if time.monotonic() >= end:
-                return
-
     def _lead(self, awaited: PolledMessage, end: float) -> None:
-        self._leader = threading.get_ident()
-        self._leading = True
-        if self._watching:
-            self._own_waker.wake()
-        while not awaited.finished:
-            remaining = end - time.monotonic()
-            # First say what is awaited, then look: finished() does it the other way around.
-            self._awaited = awaited
-            limit = 0.0 if self._unfinished else max(remaining, 0.0)
-            ready = [] if awaited.finished else self._leaders.look(limit)
+        try:
+            self._leader = threading.get_ident()
+            self._leading = True
+            if self._watching:
+                self._own_waker.wake()
+            while not awaited.finished:
+                remaining = end - time.monotonic()
+                # First say what is awaited, then look: finished() does it the other way around.
+                self._awaited = awaited
+                limit = 0.0 if self._unfinished else max(remaining, 0.0)
+                ready = [] if awaited.finished else self._leaders.look(limit)
+                self._awaited = None
+                self._handle(ready)
+                if remaining <= 0:
+                    break
+        except BaseException:  # Ctrl-C: what was ready then has to be looked at again
+            with self._lock:
+                self._unfinished += self._leaders.handlers()
+            raise
+        finally:
             self._awaited = None
-            self._handle(ready)
-            if remaining <= 0:
-                break
+            self._leading = False
 
-    def _step_down(self) -> None:
-        self._awaited = None
-        self._leading = False
-        self._waits += 1
-        self._baton.release()
-        for follower in self._followers[:1]:
-            follower.poke()
+    def _stepped_down(self) -> None:
         if self._asleep or self._unfinished:
             self._own_waker.wake()
-
-    def _follow(self, awaited: PolledMessage, end: float) -> None:
-        self._followers.append(awaited)
-        try:
-            # Who leads looks for followers after it has put down the baton.
-            if self._baton.locked():
-                awaited.follow(max(end - time.monotonic(), 0.0))
-        finally:
-            self._followers.remove(awaited)
 
     def again(self, handler: Callable[[], None]) -> None:
         """Have ``handler`` called once more, after other threads got their chance at the lock.
@@ -237,7 +208,7 @@ class Poller:
         It is looked at under the lock whenever something has happened. Before ``start``, the
         calling thread polls.
         """
-        seconds = min(seconds, _LONG_SECONDS)
+        seconds = min(seconds, MAX_SECONDS)
         with self._lock:
             if self._thread.ident is None:
                 return self._poll_until(predicate, seconds)
