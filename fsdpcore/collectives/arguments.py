@@ -50,7 +50,7 @@ def operand(array: ArrayLike, backend: Backend) -> tuple[Array, Backend]:
 def remembered(backend: Backend, make: Callable[..., CallSpec], *key: Any) -> CallSpec:
     """Return ``make(backend, *key)``, made once for equal keys."""
     try:
-        found: CallSpec = state_of(backend).calls[make, key]
+        found: CallSpec = state_of(backend).specs[make, key]
     except KeyError:
         found = make(backend, *key)
         remember(backend, (make, key), found)
@@ -62,14 +62,14 @@ def remembered(backend: Backend, make: Callable[..., CallSpec], *key: Any) -> Ca
 def recall(backend: Backend, key: tuple[Any, ...]) -> CallSpec | None:
     """Return what ``remember`` has kept."""
     try:
-        return state_of(backend).calls.get(key)
+        return state_of(backend).specs.get(key)
     except TypeError:  # what cannot be a key is wrong, and whoever makes the spec says how
         return None
 
 
 def remember(backend: Backend, key: tuple[Any, ...], spec: CallSpec) -> None:
     """Keep a spec with the group, for the next call of its kind."""
-    known = state_of(backend).calls
+    known = state_of(backend).specs
     if len(known) >= _REMEMBERED:
         known.clear()
     known[key] = spec

@@ -46,7 +46,7 @@ class CollectiveContext:
         rank, size: this rank and the number of ranks, in the group.
         region: memory that all ranks of the group see, or None.
         inside: the context of the ranks on this host, where the group spans several.
-        call: what is called now; ``entry`` is its record.
+        spec: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
         staged: of the choice of an algorithm for this call.
         rows: the size of axis 0 of every rank's array, once they have agreed.
@@ -54,7 +54,7 @@ class CollectiveContext:
         background: this thread runs asynchronous operations, while others may compute.
     """
 
-    call: CallSpec
+    spec: CallSpec
     entry: OperationEntry
 
     def __init__(self, backend: Backend) -> None:
@@ -79,11 +79,11 @@ class CollectiveContext:
         contexts = [self] if self.inside is None else [self, self.inside]
         return [each.region for each in contexts if each.region is not None]
 
-    def begin(self, call: CallSpec, sequence: int, limit: float, background: bool) -> None:
+    def begin(self, spec: CallSpec, sequence: int, limit: float, background: bool) -> None:
         """Start a collective, which may take ``limit`` seconds."""
         self.background = background
-        self.call = call
-        self.staged = call.choice.staged
+        self.spec = spec
+        self.staged = spec.choice.staged
         self.sequence = sequence
         self._limit = limit
         self.end = time.monotonic() + limit
@@ -103,7 +103,7 @@ class CollectiveContext:
     @property
     def name(self) -> str:
         """The collective in words, for errors."""
-        return f"{self.call.operation} #{self.sequence}"
+        return f"{self.spec.operation} #{self.sequence}"
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -125,12 +125,12 @@ class CollectiveContext:
         Args:
             size: the n of the cost formulas, the same on all ranks.
         """
-        known = self.call.chosen
+        known = self.spec.chosen
         choice = known.get(size)
         if choice is None:
             if len(known) >= _CHOICES:
                 known.clear()
-            choice = known[size] = self.call.choose(size)
+            choice = known[size] = self.spec.choose(size)
         self.entry.algorithm = choice.name
         self.staged = choice.staged
         return choice
@@ -151,13 +151,13 @@ class CollectiveContext:
             MismatchError: they do not.
         """
         if self.region is None:
-            return compare_calls(self, self.call.fingerprint) if self.size > 1 else [self.call.rows]
+            return compare_calls(self, self.spec.fingerprint) if self.size > 1 else [self.spec.rows]
         self.region.sync(self)
         return self.region.rows()
 
     def disagree(self) -> None:
         """Raise the error of ranks whose fingerprints differ, once all know that they do."""
-        refuse_calls(self, self.call.fingerprint)
+        refuse_calls(self, self.spec.fingerprint)
 
     def isend(self, array: Array, dst: int) -> Pending:
         """Start sending ``array``, which must not change until the result was waited for."""

@@ -35,7 +35,7 @@ class DeviceTransport(Transport):
     def enqueued(
         self,
         group: Backend,
-        call: CallSpec,
+        spec: CallSpec,
         sequence: int,
         limit: float,
         ticket: Ticket | None,
@@ -44,7 +44,7 @@ class DeviceTransport(Transport):
         """Take note of a collective that was enqueued.
 
         Args:
-            group, call, sequence: which.
+            group, spec, sequence: which.
             limit: seconds within which it must end.
             ticket: of the background; None where it was enqueued with everything else.
             held: with a ticket, what keeps its arrays, to be kept until it is done.

@@ -23,7 +23,7 @@ class CollectiveState:
     Attributes:
         operations: all collectives that move data, by name.
         context: what algorithms see of the group; None before its first collective has run.
-        calls: the kinds of calls that the group has seen, each a ``CallSpec``.
+        specs: of the kinds of calls that the group has seen, each a ``CallSpec``.
         device_twin: the same ranks as a group that moves arrays of the device, once there is one;
             see ``on_device.device_twin``.
     """
@@ -33,7 +33,7 @@ class CollectiveState:
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)  # which holds this
         self.context: CollectiveContext | None = None
-        self.calls: dict[Any, Any] = {}
+        self.specs: dict[Any, Any] = {}
         self.device_twin: Backend | None = None
 
     @property

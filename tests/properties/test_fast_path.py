@@ -18,7 +18,7 @@ ROWS = 16 * 1024  # 64 KiB of float32: more than is staged as a whole
 
 
 def _all_go_fast(backend: Backend) -> bool:
-    found = [call for call in state_of(backend).calls.values() if call.collective]
+    found = [spec for spec in state_of(backend).specs.values() if spec.collective]
     return bool(found) and all(call.fast_path is not None for call in found)
 
 

@@ -41,7 +41,7 @@ def _invented(backend: fc.Backend, movement: Movement, count: int, published: bo
     me, dtype = backend.rank, np.dtype(np.int64)
     make = backend.empty if published else np.empty
     fc.all_reduce(np.zeros(count, dtype), backend, algorithm="shared")
-    (spec,) = [spec for spec in state_of(backend).calls.values() if spec.collective]
+    (spec,) = [spec for spec in state_of(backend).specs.values() if spec.collective]
     layout = Layout(0, Reduction.of("sum", dtype))
     for turn in range(3):
         source, out = make((count,), dtype), make((count,), dtype)

@@ -83,7 +83,7 @@ def _auto(backend: fc.Backend, body: Any, *args: int) -> None:
     body(backend, *args)
     if backend.world_size > 1:
         names = {
-            call.record.algorithm for call in state_of(backend).calls.values() if call.collective
+            spec.record.algorithm for spec in state_of(backend).specs.values() if spec.collective
         }
         assert shared.NAME in names
 
@@ -273,7 +273,7 @@ def _late(backend: fc.Backend, over: threading.Event, times: dict[str, float]) -
     array = np.zeros(2)
     fc.all_reduce(array, backend)
     assert {
-        call.fast_path is not None for call in state_of(backend).calls.values() if call.collective
+        spec.fast_path is not None for spec in state_of(backend).specs.values() if spec.collective
     } == {True}
     if backend.rank == 0:
         with pytest.raises(fc.CommTimeoutError, match=r"ranks? (1, )?2 (is|are) missing"):

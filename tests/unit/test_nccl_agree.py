@@ -130,7 +130,7 @@ def test_a_call_that_waits_for_others_is_compared(ranks: Ranks) -> None:
     ranks.call(2, 2)
     ranks.talk()
     side, waits_in = ranks.sides[1], Call(5)
-    side.collectives.context = SimpleNamespace(entry=Running(waits_in, 2), call=waits_in)
+    side.collectives.context = SimpleNamespace(entry=Running(waits_in, 2), spec=waits_in)
     with pytest.raises(MismatchError, match=r"#2 .*\n  rank 10: .*\(2,\)\)\n  rank 11: .*\(5,\)\)"):
         ranks.all[1].compare()
     side.collectives.context.entry.end = 1  # it has ended: it will be compared when it is noted

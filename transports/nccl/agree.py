@@ -53,7 +53,7 @@ class PeerCalls(NamedTuple):
 class _Past(NamedTuple):
     sequence: int
     sum: int
-    call: CallSpec
+    spec: CallSpec
 
 
 @dataclass
@@ -94,14 +94,14 @@ class Agreement:
         """Whether others have told of calls that this rank has not made yet."""
         return bool(self._heard or self._ahead)
 
-    def called(self, group: Backend, call: CallSpec, sequence: int) -> None:
+    def called(self, group: Backend, spec: CallSpec, sequence: int) -> None:
         """Note a call of this rank: the next one of its group."""
         ledger = self._ledgers.get(group.channel)
         if ledger is None:
             ledger = self._ledgers[group.channel] = _Ledger(group)
         ledger.sequence = sequence
-        ledger.sum = (ledger.sum * _MIX + call.digest) & _MASK
-        ledger.past.append(_Past(sequence, ledger.sum, call))
+        ledger.sum = (ledger.sum * _MIX + spec.digest) & _MASK
+        ledger.past.append(_Past(sequence, ledger.sum, spec))
 
     def sequence(self, channel: int) -> int:
         """How many calls this rank has made in a group; 0 for one that it does not know."""
@@ -141,7 +141,7 @@ class Agreement:
                     "channel": group.channel,
                     "sequence": ledger.sequence,
                     "sum": ledger.sum,
-                    "last": [[p.sequence, p.call.digest, str(p.call.fingerprint)] for p in last],
+                    "last": [[p.sequence, p.spec.digest, str(p.spec.fingerprint)] for p in last],
                 },
             )
 
@@ -201,20 +201,20 @@ class Agreement:
         Those that do not wait may have called something else long ago.
         """
         context = state_of(group).context
-        entry, call = getattr(context, "entry", None), getattr(context, "call", None)
-        if entry is None or call is None or entry.end or entry.call is not call.record:
+        entry, spec = getattr(context, "entry", None), getattr(context, "spec", None)
+        if entry is None or spec is None or entry.end or entry.call is not spec.record:
             return
         for told in ahead:
             for sequence, digest, words in told.last:
-                if sequence == entry.sequence and digest != call.digest:
-                    self._compare_words(sequence, told.rank, words, str(call.fingerprint))
+                if sequence == entry.sequence and digest != spec.digest:
+                    self._compare_words(sequence, told.rank, words, str(spec.fingerprint))
 
     def _refuse(self, ledger: _Ledger, told: PeerCalls) -> None:
         """Raise the error of a rank that called something else."""
         for sequence, digest, words in told.last:
             own = ledger.at(sequence)
-            if own is not None and own.call.digest != digest:
-                self._compare_words(sequence, told.rank, words, str(own.call.fingerprint))
+            if own is not None and own.spec.digest != digest:
+                self._compare_words(sequence, told.rank, words, str(own.spec.fingerprint))
         raise MismatchError(
             f"the collectives of GPU arrays in {ledger.group.group} do not fit together: those of "
             f"ranks {told.rank} and {self._rank} differ somewhere before #{told.last[0][0]}"

@@ -213,7 +213,7 @@ class NcclBackend(ZmqBackend, NcclTransport):
     def enqueued(
         self,
         group: Backend,
-        call: CallSpec,
+        spec: CallSpec,
         sequence: int,
         limit: float,
         ticket: Ticket | None,
@@ -222,19 +222,19 @@ class NcclBackend(ZmqBackend, NcclTransport):
         end = time.monotonic() + limit
         self.supervisor.leave(state_of(group).context)
         if isinstance(ticket, CudaTicket):
-            flight = Flight(ticket.event, False, group, call, sequence, limit, end, held)
+            flight = Flight(ticket.event, False, group, spec, sequence, limit, end, held)
             self.supervisor.add(self.gpu.stream.ptr, flight)
             return
         stream, event = cupy.cuda.get_current_stream(), self.gpu.take_event()
         try:
             event.record(stream)
         except ERRORS as error:
-            raise translated(error, f"{call.operation} #{sequence}") from error
-        flight = Flight(event, True, group, call, sequence, limit, end, None)
+            raise translated(error, f"{spec.operation} #{sequence}") from error
+        flight = Flight(event, True, group, spec, sequence, limit, end, None)
         self.supervisor.add(key_of(stream.ptr), flight)
         communicator = self.groups.find(group.channel)
-        if call.fast_path is None and communicator is not None:
-            call.fast_path = fast_path_for(self, group, call, communicator)
+        if spec.fast_path is None and communicator is not None:
+            spec.fast_path = fast_path_for(self, group, spec, communicator)
 
     def keep(self, ticket: Ticket, held: object) -> None:
         assert isinstance(ticket, CudaTicket)

@@ -57,7 +57,7 @@ class Flight(NamedTuple):
     Attributes:
         event: behind it, on its stream.
         again: the event may be used again.
-        group, call, sequence: which.
+        group, spec, sequence: which.
         limit: seconds that it has.
         end: of ``time.monotonic``, when these are over.
         held: what it needs until it has ended.
@@ -66,7 +66,7 @@ class Flight(NamedTuple):
     event: Any
     again: bool
     group: Backend
-    call: CallSpec
+    spec: CallSpec
     sequence: int
     limit: float
     end: float
@@ -208,7 +208,7 @@ class Supervisor:
         while self._new:
             stream, flight = self._new.popleft()
             self._flights.setdefault(stream, deque()).append(flight)
-            self._agreement.called(flight.group, flight.call, flight.sequence)
+            self._agreement.called(flight.group, flight.spec, flight.sequence)
         for stream in list(self._flights):
             flights = self._flights[stream]
             for _ in range(_count_ended(flights)):
@@ -307,7 +307,7 @@ class Supervisor:
         if report == SLOW:
             report += _ELSEWHERE
         return CommTimeoutError(
-            f"{flight.call.operation} #{flight.sequence} of GPU arrays on ranks "
+            f"{flight.spec.operation} #{flight.sequence} of GPU arrays on ranks "
             f"{rank_list(group.ranks)} had not ended {when} on rank {root.rank}{report}"
         )
 
@@ -326,7 +326,7 @@ class Supervisor:
             gone = left.intersection(flight.group.ranks)
             if gone and self._is_open(flight):
                 raise PeerFailedError(
-                    f"rank {min(gone)} has left the job, without {flight.call.operation} "
+                    f"rank {min(gone)} has left the job, without {flight.spec.operation} "
                     f"#{flight.sequence} of GPU arrays on ranks {rank_list(flight.group.ranks)}",
                     min(gone),
                 )

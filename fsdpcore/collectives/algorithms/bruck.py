@@ -62,7 +62,7 @@ def all_to_all(
     What rank r sends arrives in ``out[recv_bounds[r]:recv_bounds[r + 1]]``; ``out`` and
     ``source`` must not overlap. ``send_bounds`` are the same on all ranks.
     """
-    if context.call.ragged:  # here the sender makes a difference, too
+    if context.spec.ragged:  # here the sender makes a difference, too
         direct.all_to_all(context, source, send_bounds, out, recv_bounds)
         return
     me, p = context.rank, context.size

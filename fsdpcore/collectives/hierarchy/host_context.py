@@ -73,7 +73,7 @@ class HostContext(CollectiveContext):
     def follow(self) -> None:
         """Take part in what the whole group is doing."""
         whole = self._whole
-        self.call, self.sequence, self.entry = whole.call, whole.sequence, whole.entry
+        self.spec, self.sequence, self.entry = whole.spec, whole.sequence, whole.entry
         self.background, self.end = whole.background, whole.end
 
     def establish(self) -> None:

@@ -52,7 +52,7 @@ def perform(
     key = (definition, source.dtype, source.shape, algorithm, label, op, root, counts)
     spec: CallSpec | None
     try:
-        spec = backend.collectives.calls[key]  # type: ignore[attr-defined]
+        spec = backend.collectives.specs[key]  # type: ignore[attr-defined]
     except (AttributeError, KeyError, TypeError):
         spec = None
     if spec is None:

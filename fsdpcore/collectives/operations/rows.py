@@ -76,7 +76,7 @@ def sized(
         sizes: the rows of each rank's chunk.
         root: the root rank, or -1.
     """
-    known, rank = context.call.sized, context.rank
+    known, rank = context.spec.sized, context.rank
     found = known.get((shape, sizes))
     if found is None:
         if len(known) >= _SIZED:

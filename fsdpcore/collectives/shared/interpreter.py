@@ -370,7 +370,7 @@ class BoundMovement:
     def _leave_to_another(self, source: Array | None, out: Array | None) -> None:
         """Have another algorithm do it all, where that is faster than staging arrays."""
         context = self._context
-        other, definition = context.otherwise(), context.call.definition
+        other, definition = context.otherwise(), context.spec.definition
         assert other is not None
         assert definition is not None
         try:
@@ -422,12 +422,12 @@ def move(
     They may overlap as in ``Operation.own_parts`` only.
     """
     made = _bound_movement(context, movement, layout, source, out)
-    if layout.arriving and context.call.ragged:  # the ranks have different ``bounds``
+    if layout.arriving and context.spec.ragged:  # the ranks have different ``bounds``
         assert source is not None
         assert out is not None
-        made.run_unequal(context.call.digest, source, out)
+        made.run_unequal(context.spec.digest, source, out)
     else:
-        made.run(context.call.digest, None, source, out)
+        made.run(context.spec.digest, None, source, out)
 
 
 def _in_buffers(buffers: Sequence[Array], span: ArraySpan) -> Array:

@@ -37,7 +37,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import INPUT
+from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.errors import CommunicationError, PeerFailedError
 
@@ -60,52 +62,7 @@ NOT_PUBLISHED = (0, 1)
 
 _ORDERED = ("x86_64", "amd64")  # processors whose stores become visible in program order
 
-Place = tuple[int, int] | None  # see ``PeerMemory.locate``
-
-
-class PeerMemory(Protocol):
-    """How ranks find each other's arrays; a part of ``MemorySharing``."""
-
-    def locate(self, array: Array) -> tuple[int, int] | None:
-        """Return two numbers of 64 bits by which all ranks find an array; None if they cannot."""
-
-    def attach(self, number: int) -> Bytes:
-        """Return the memory that the first of these numbers stands for; the second is an offset."""
-
-
-class AgreedCall(Protocol):
-    """What a region needs of a ``CallSpec``."""
-
-    digest: int
-    rows: int
-
-
-class Caller(Protocol):
-    """What a region needs of the collective that takes a step: a ``CollectiveContext``.
-
-    Attributes:
-        rank: this rank.
-        background: this thread runs asynchronous operations, while others may compute.
-    """
-
-    rank: int
-    background: bool
-
-    @property
-    def call(self) -> AgreedCall:
-        """What is called."""
-
-    def check(self) -> None:
-        """Do what has to be done while waiting; raise if there is no point in waiting longer."""
-
-    def disagree(self) -> None:
-        """Raise the error of ranks whose digests differ."""
-
-    def departed(self, rank: int) -> bool:
-        """Whether a rank of the group has left the job."""
-
-    def global_rank(self, rank: int) -> int:
-        """The number that a rank of the group has in the whole job."""
+Place = tuple[int, int] | None  # see ``MemorySharing.locate``
 
 
 class Enter(Protocol):
@@ -114,7 +71,7 @@ class Enter(Protocol):
     def __call__(
         self,
         digest: int,
-        caller: Caller,
+        context: CollectiveContext,
         begin: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
@@ -122,13 +79,13 @@ class Enter(Protocol):
 
         Args:
             digest: of the call.
-            caller: the call.
+            context: the call.
             begin: begins the call, if that was not done; called where this rank waits for long.
             meanwhile: what to do before waiting.
 
         Raises:
             MismatchError: another rank is in another collective.
-            The errors of ``caller.check``.
+            The errors of ``context.check``.
         """
 
 
@@ -157,15 +114,10 @@ class Kept(list[Any]):
     """What somebody keeps as long as the memory is there."""
 
 
-class HasRegion(Protocol):
-    """What ``region_of`` needs of a ``CollectiveContext``."""
-
-    region: Any
-
-
-def region_of(context: HasRegion) -> SharedRegion | None:
+def region_of(context: CollectiveContext) -> SharedRegion | None:
     """The memory that the ranks of a group share, if they do."""
-    found: SharedRegion | None = context.region  # it comes from ``establish``
+    found = context.region
+    assert found is None or isinstance(found, SharedRegion), "it comes from ``establish``"
     return found
 
 
@@ -194,7 +146,7 @@ class SharedRegion:
     before: Callable[[], None] | None = None
     wake: Callable[[], None] | None = None
 
-    def __init__(self, memory: Bytes, rank: int, size: int, peers: PeerMemory) -> None:
+    def __init__(self, memory: Bytes, rank: int, size: int, peers: MemorySharing) -> None:
         flags = 2 * size * _FLAG
         self.flags = memoryview(memory.data)[:flags].cast("Q")
         words = memory[:flags].view(np.uint64).reshape(2, size, _FLAG // 8)
@@ -251,7 +203,7 @@ class SharedRegion:
 
         def enter(
             digest: int,
-            caller: Caller,
+            context: CollectiveContext,
             begin: Callable[[], None] | None = None,
             meanwhile: Callable[[], None] | None = None,
         ) -> None:
@@ -271,7 +223,7 @@ class SharedRegion:
             agreed = True
             for at in others[parity]:
                 if flags[at] != step:
-                    wait(at, step, caller, begin)
+                    wait(at, step, context, begin)
                 if flags[at + DIGEST] != digest:
                     agreed = False
             if fence is not None:
@@ -279,17 +231,19 @@ class SharedRegion:
             if not agreed:
                 if begin is not None:
                     begin()
-                caller.disagree()
+                context.disagree()
 
         return enter
 
-    def sync(self, caller: Caller) -> None:
+    def sync(self, context: CollectiveContext) -> None:
         """Enter the next step of a call that was begun, and tell the others its rows."""
-        call = caller.call
-        self.flags[self.own[(self.step + 1) & 1] + _ROWS] = call.rows
-        self.enter(call.digest, caller, None)
+        spec = context.spec
+        self.flags[self.own[(self.step + 1) & 1] + _ROWS] = spec.rows
+        self.enter(spec.digest, context, None)
 
-    def wait(self, at: int, step: int, caller: Caller, begin: Callable[[], None] | None) -> None:
+    def wait(
+        self, at: int, step: int, context: CollectiveContext, begin: Callable[[], None] | None
+    ) -> None:
         """Wait until the flag ``at`` shows ``step``; raises what ``enter`` does."""
         flags, sched_yield = self.flags, os.sched_yield
         for _ in range(self.looks):
@@ -299,29 +253,29 @@ class SharedRegion:
             begin()
         # Python code on other threads of this process waits for the interpreter while this one
         # looks; only a sleep lets it have its turn.
-        yields = 0 if caller.background else _YIELDS
+        yields = 0 if context.background else _YIELDS
         pause = 20e-6
         while True:
             for _ in range(min(yields, _LOOKS_BETWEEN_CHECKS)):
                 if flags[at] == step:
                     return
                 sched_yield()
-            if self.arrived(at, step, caller):
+            if self.arrived(at, step, context):
                 return
             yields = max(0, yields - _LOOKS_BETWEEN_CHECKS)
             if not yields:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_SLEEP)
 
-    def arrived(self, at: int, step: int, caller: Caller) -> bool:
+    def arrived(self, at: int, step: int, context: CollectiveContext) -> bool:
         """Whether the flag ``at`` shows ``step``; raises what ``enter`` does."""
-        caller.check()
+        context.check()
         rank = self.rank_of(at)
-        gone = caller.departed(rank)
+        gone = context.departed(rank)
         if self.flags[at] == step:  # looked at last: a rank may leave once it has set its flag
             return True
         if gone:
-            left = caller.global_rank(rank)
+            left = context.global_rank(rank)
             raise PeerFailedError(f"rank {left} has left the job", left)
         return False
 
@@ -335,10 +289,10 @@ class SharedRegion:
         """What every rank has entered the step with as its rows, through ``sync``."""
         return [self.flags[at + _ROWS] for at in self._all[self.step & 1]]
 
-    def exchange(self, caller: Caller, value: int) -> list[int]:
+    def exchange(self, context: CollectiveContext, value: int) -> list[int]:
         """Take a step, and return what every rank has brought to it: 64 bits each."""
         self.flags[self.own[(self.step + 1) & 1] + _PLACES] = value
-        self.sync(caller)
+        self.sync(context)
         return [self.flags[at + _PLACES] for at in self._all[self.step & 1]]
 
     # Staging buffers.
@@ -395,7 +349,12 @@ class SharedRegion:
         return self.flags[at] != 0 or self.flags[at + 1] == 0
 
     def peer_view(
-        self, caller: Caller, rank: int, dtype: np.dtype[Any], count: int, which: int = INPUT
+        self,
+        context: CollectiveContext,
+        rank: int,
+        dtype: np.dtype[Any],
+        count: int,
+        which: int = INPUT,
     ) -> Array:
         """The array of ``count`` elements that ``rank`` has published in this step.
 
@@ -410,22 +369,22 @@ class SharedRegion:
             if len(self._peer_views) >= _KEPT:
                 self._peer_views.clear()
             number, offset, nbytes = key[0], key[1], count * dtype.itemsize
-            memory = self._attach(caller, rank, number) if count else np.empty(0, np.uint8)
+            memory = self._attach(context, rank, number) if count else np.empty(0, np.uint8)
             array = self._peer_views[key] = memory[offset : offset + nbytes].view(dtype)
         return array
 
     def withdraw(self) -> None:
         """Forget what this rank published one step ago: all ranks have entered the next one."""
 
-    def _attach(self, caller: Caller, rank: int, number: int) -> Bytes:
+    def _attach(self, context: CollectiveContext, rank: int, number: int) -> Bytes:
         try:
             return self._peers.attach(number)
         except OSError as error:
             end = time.monotonic() + _TO_HEAR_OF_A_LOSS
             while time.monotonic() < end:  # which says more than that a file is not there
-                caller.check()
+                context.check()
                 time.sleep(_LONGEST_SLEEP)
             raise CommunicationError(
-                f"rank {caller.global_rank(caller.rank)} cannot map the memory that rank "
-                f"{caller.global_rank(rank)} publishes: {error}"
+                f"rank {context.global_rank(context.rank)} cannot map the memory that rank "
+                f"{context.global_rank(rank)} publishes: {error}"
             ) from error

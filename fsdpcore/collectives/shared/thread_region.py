@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import INPUT
-from fsdpcore.collectives.shared.region import Caller, PeerMemory, SharedRegion
+from fsdpcore.collectives.shared.region import SharedRegion
+from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
 
 _SLICE = 0.05  # seconds after which a sleeping rank sees whether something else has happened
@@ -54,7 +56,7 @@ class ThreadRegion(SharedRegion):
     addressed = False
 
     def __init__(
-        self, meeting: Meeting, rank: int, peers: PeerMemory, before: Callable[[], None] | None
+        self, meeting: Meeting, rank: int, peers: MemorySharing, before: Callable[[], None] | None
     ) -> None:
         """Take part in a meeting; ``before`` is called ahead of each step."""
         super().__init__(meeting.memory, rank, len(meeting.awaited), peers)
@@ -73,7 +75,12 @@ class ThreadRegion(SharedRegion):
         return True
 
     def peer_view(
-        self, caller: Caller, rank: int, dtype: np.dtype[Any], count: int, which: int = INPUT
+        self,
+        context: CollectiveContext,
+        rank: int,
+        dtype: np.dtype[Any],
+        count: int,
+        which: int = INPUT,
     ) -> Array:
         array = self._meeting.published[self.step & 1][rank][which]
         assert array is not None, "all ranks are in the same call"
@@ -82,7 +89,9 @@ class ThreadRegion(SharedRegion):
     def withdraw(self) -> None:
         self._meeting.published[(self.step - 1) & 1][self._rank] = _NOTHING
 
-    def wait(self, at: int, step: int, caller: Caller, begin: Callable[[], None] | None) -> None:
+    def wait(
+        self, at: int, step: int, context: CollectiveContext, begin: Callable[[], None] | None
+    ) -> None:
         if begin is not None:
             begin()
         meeting, rank, peer = self._meeting, self._rank, self.rank_of(at)
@@ -91,7 +100,7 @@ class ThreadRegion(SharedRegion):
             if self.flags[at] == step:
                 meeting.awaited[rank] = _NOBODY
                 return
-            if not meeting.alarms[rank].acquire(timeout=_SLICE) and self.arrived(at, step, caller):
+            if not meeting.alarms[rank].acquire(timeout=_SLICE) and self.arrived(at, step, context):
                 return
 
     def _wake(self) -> None:
