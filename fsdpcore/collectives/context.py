@@ -48,7 +48,7 @@ class CollectiveContext:
         inside: the context of the ranks on this host, where the group spans several.
         spec: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
-        staged: of the choice of an algorithm for this call.
+        fallback: of the choice of an algorithm for this call.
         rows: the size of axis 0 of every rank's array, once they have agreed.
         end: of ``time.monotonic``, by when the collective must have ended.
         background: this thread runs asynchronous operations, while others may compute.
@@ -63,7 +63,7 @@ class CollectiveContext:
         self.size = backend.world_size
         self.region: Region | None = None
         self.inside: CollectiveContext | None = None
-        self.staged: Choice | None = None
+        self.fallback: Choice | None = None
         self.sequence = 0
         self.rows: list[int] = []
         self.background = False
@@ -83,7 +83,7 @@ class CollectiveContext:
         """Start a collective, which may take ``limit`` seconds."""
         self.background = background
         self.spec = spec
-        self.staged = spec.choice.staged
+        self.fallback = spec.choice.fallback
         self.sequence = sequence
         self._limit = limit
         self.end = time.monotonic() + limit
@@ -132,14 +132,14 @@ class CollectiveContext:
                 known.clear()
             choice = known[size] = self.spec.choose(size)
         self.entry.algorithm = choice.name
-        self.staged = choice.staged
+        self.fallback = choice.fallback
         return choice
 
-    def otherwise(self) -> Choice | None:
+    def use_fallback(self) -> Choice | None:
         """What carries the call out if arrays are not published; None for the algorithm itself."""
-        if self.staged is not None:
-            self.entry.algorithm = self.staged.name
-        return self.staged
+        if self.fallback is not None:
+            self.entry.algorithm = self.fallback.name
+        return self.fallback
 
     def agree(self) -> list[int]:
         """Wait until all ranks have begun the collective, and check that they all call the same.

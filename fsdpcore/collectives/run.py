@@ -91,7 +91,7 @@ def _settle(backend: Backend, context: CollectiveContext, spec: CallSpec) -> Cho
         _first(backend, context)
     if not spec.chooses_late:
         spec.choice = spec.choose(spec.size)
-        context.staged = spec.choice.staged
+        context.fallback = spec.choice.fallback
         spec.record.algorithm = spec.choice.name
         spec.fast_path = fast_path_for(backend, spec) if backend.moves.on_host else None
     return spec.choice

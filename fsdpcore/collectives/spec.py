@@ -43,7 +43,7 @@ class Choice(NamedTuple):
         module: has a function named like the collective.
         move: carries any collective out by its movement; if None, the module's function does.
         agrees: it is the check that all ranks call the same, too, and needs none before it.
-        staged: of an algorithm that uses arrays in place where all ranks can see them, the one
+        fallback: of an algorithm that uses arrays in place where all ranks can see them, the one
             that is faster for others.
     """
 
@@ -51,7 +51,7 @@ class Choice(NamedTuple):
     module: object = None
     move: Callable[..., None] | None = None
     agrees: bool = False
-    staged: Choice | None = None
+    fallback: Choice | None = None
 
     def start(
         self,

@@ -289,7 +289,7 @@ def _carry_out(
         definition, dtype, op, _ = pack.key
         nbytes = definition.size(one.data.nbytes, context.size)
         choice = choose(definition.name, "auto", nbytes, backend, dtype, op.value if op else "")
-        loaded.append((one, choice.staged or choice))  # what is packed is not published
+        loaded.append((one, choice.fallback or choice))  # what is packed is not published
     for one, choice in loaded:
         one.move(context, choice)
     return {

@@ -90,7 +90,7 @@ def choose(
     choice = _choice(algorithm, known)
     if publisher is None or publisher == algorithm:
         return choice
-    return _choice(publisher, known)._replace(staged=choice)
+    return _choice(publisher, known)._replace(fallback=choice)
 
 
 def _choice(name: str, known: dict[str, Algorithm]) -> Choice:

@@ -46,7 +46,7 @@ def fast_path_for(backend: Backend, spec: CallSpec) -> FastPath | None:
         spec.layout,
         spec.dtype,
         math.prod(spec.shape),
-        stages=spec.choice.staged is None,
+        stages=spec.choice.fallback is None,
         operation=definition,
     )
     return _around(backend, context, spec, gives, made.run)

@@ -370,7 +370,7 @@ class BoundMovement:
     def _leave_to_another(self, source: Array | None, out: Array | None) -> None:
         """Have another algorithm do it all, where that is faster than staging arrays."""
         context = self._context
-        other, definition = context.otherwise(), context.spec.definition
+        other, definition = context.use_fallback(), context.spec.definition
         assert other is not None
         assert definition is not None
         try:
@@ -397,7 +397,7 @@ def _bound_movement(
     """Return what moves such arrays; the region keeps it for the next call of the kind."""
     array = source if source is not None else out
     assert array is not None, "a rank that neither gives nor takes anything"
-    region, stages = region_of(context), context.staged is None
+    region, stages = region_of(context), context.fallback is None
     assert region is not None, "chosen for groups that have one"
     root, reduction, bounds, arriving = layout
     key = (movement, root, reduction, tuple(bounds), tuple(arriving), array.dtype, array.size)
