@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fsdpcore.bench.tune import FULL, KIB, MIB, QUICK, Findings, measure
 from fsdpcore.collectives.selection.costs import read_table, write_table
-from fsdpcore.collectives.selection.measure import FULL, KIB, MIB, QUICK, Findings, measure
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRanges, Tuning
 from fsdpcore.core.usage import one_line

@@ -24,6 +24,18 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"bench"},
         {"commands"},
     ),
+    "fsdpcore.collectives": (
+        {"fingerprint", "lines", "movements"},
+        {"consensus", "spec"},
+        {"context", "device_transport", "output"},
+        {"algorithms", "state"},
+        {"on_device", "shared"},
+        {"hierarchy"},
+        {"run", "selection"},
+        {"arguments"},
+        {"operations"},
+        {"batch", "methods"},
+    ),
     "fsdpcore.fsdp": (
         {"gpu", "sharding"},
         {"offload", "optim"},

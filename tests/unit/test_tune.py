@@ -13,6 +13,7 @@ import pytest
 from support.jobs import Finished, finished, fsdpcore
 from support.spmd import run
 
+from fsdpcore.bench.tune import QUICK, Timing, fastest, fit, fit_own, measure
 from fsdpcore.collectives.algorithms import star
 from fsdpcore.collectives.selection.choose import choose
 from fsdpcore.collectives.selection.costs import (
@@ -22,7 +23,6 @@ from fsdpcore.collectives.selection.costs import (
     shipped,
     write_table,
 )
-from fsdpcore.collectives.selection.measure import QUICK, Timing, fastest, fit, fit_own, measure
 from fsdpcore.collectives.selection.overrides import parse
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm import registry
