@@ -103,7 +103,7 @@ def spec_for(
         operation,
         dtype,
         shape,
-        layout.reduction.name if layout.reduction else "",
+        layout.reduction.told if layout.reduction else "",
         layout.root,
         algorithm,
         counts,

@@ -33,7 +33,7 @@ class Fingerprint:
     Attributes:
         operation: name of the collective.
         dtype, shape: of the rank's input; of the root's, where only the root has one.
-        op: name of the reduction, or empty.
+        op: the reduction, as ``Reduction.told``, or empty.
         root: the root rank, or -1.
         algorithm: as asked for, so that ranks cannot choose differently.
         counts: the counts of a ragged collective that are the same on all ranks.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
 
 DIGEST_BYTES = 16
 """How long a digest is, unless a caller wants it shorter."""
@@ -16,3 +20,49 @@ def digest(data: bytes | bytearray | memoryview, size: int = DIGEST_BYTES) -> by
 def hex_digest(data: bytes | bytearray | memoryview, size: int = DIGEST_BYTES) -> str:
     """Return ``digest`` in hexadecimal digits, two for a byte."""
     return digest(data, size).hex()
+
+
+def function_digest(function: Callable[..., Any]) -> str:
+    """Hash what a function computes; the same in every process with this version of Python.
+
+    That is the code of a Python function, and of the functions that it has got from those around
+    it; the name of any other. Values, and what global names stand for, are not looked at.
+    """
+    text = "\n".join(_told(function, set()))
+    return hex_digest(text.encode(errors="backslashreplace"), 4)
+
+
+def _told(function: Any, seen: set[int]) -> Iterator[str]:
+    if id(function) in seen:  # it refers to itself
+        return
+    seen.add(id(function))
+    if isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if isinstance(type(function).__call__, types.FunctionType):  # of an object of a user's class
+        function = type(function).__call__
+    if not isinstance(function, types.FunctionType):
+        home = getattr(function, "__module__", None) or type(function).__module__
+        yield f"{home}.{getattr(function, '__name__', type(function).__qualname__)}"
+        return
+    yield _words(function.__code__)
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        if callable(value):
+            yield from _told(value, seen)
+
+
+def _words(constant: object) -> str:
+    """Say what stands in code, without what differs from process to process."""
+    if isinstance(constant, types.CodeType):
+        parts = [_words(each) for each in constant.co_consts]
+        return f"{constant.co_code.hex()} {constant.co_names} {parts}"
+    if isinstance(constant, tuple):
+        return f"({', '.join(map(_words, constant))})"
+    if isinstance(constant, frozenset):
+        return f"{{{', '.join(sorted(map(_words, constant)))}}}"
+    return repr(constant)

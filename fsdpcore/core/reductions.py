@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from fsdpcore.core.buffers import BFLOAT16, Array
+from fsdpcore.core.digests import function_digest
 from fsdpcore.core.errors import ArgumentError
 
 # 128 KiB of float32: the operands of one block stay in a core's second-level cache.
@@ -67,7 +68,7 @@ class _Arithmetic(NamedTuple):
         identity: the value that changes none that it is combined with, or how to find it for a
             dtype; None where there is none, or it is not known.
         of_complex: combines complex numbers instead of ``function``.
-        own: the function is a user's, and returns what it makes of two arrays.
+        own: the digest of a function that is a user's, and returns what it makes of two arrays.
         result: the dtype of the results; None where it is the input's.
     """
 
@@ -75,7 +76,7 @@ class _Arithmetic(NamedTuple):
     domain: _Domain = _ALL
     identity: Callable[[np.dtype[Any]], Any] | int | None = None
     of_complex: Combine | None = None
-    own: bool = False
+    own: str = ""
     result: np.dtype[Any] | None = None
 
 
@@ -177,8 +178,9 @@ class ReduceOp(enum.Enum):
         """Make a reduction of your own.
 
         Args:
-            name: tells the ranks whether they call the same. It is all that they compare, so that
-                two functions of one name are not told apart.
+            name: in errors. The ranks compare it, and the function: its code if it is written in
+                Python (of one version, on all ranks), else what it is called. Values that the
+                code takes from outside may differ unnoticed.
             function: combines two arrays of equal shape, the one of lower ranks first, into a new
                 one, element by element. It must be associative; it need not be commutative. For
                 float16 and bfloat16 it gets float32, for arrays of a GPU those of CuPy. It must
@@ -198,7 +200,7 @@ class ReduceOp(enum.Enum):
             raise ArgumentError(f"there is a reduction {name!r} already; take another name")
         if not callable(function):
             raise ArgumentError(f"reduction {name!r}: {function!r} is no function of two arrays")
-        return cls._make(name, _Arithmetic(function, own=True))
+        return cls._make(name, _Arithmetic(function, own=function_digest(function)))
 
     @classmethod
     def _make(cls, name: str, arithmetic: _Arithmetic) -> ReduceOp:
@@ -297,6 +299,12 @@ class Reduction:
         """The op's name, as users write it."""
         op = self.op if self.result is None else _mean_as(self.result)
         return op._value_
+
+    @property
+    def told(self) -> str:
+        """What the ranks tell each other of it: the name, and the digest of a user's function."""
+        own = self.op._arithmetic.own
+        return f"{self.name} (function {own})" if own else self.name
 
     @property
     def identity(self) -> Any:

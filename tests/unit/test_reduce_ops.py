@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -236,3 +237,94 @@ def test_the_refusal_of_a_mean_says_how_to_have_it() -> None:
     with pytest.raises(ArgumentError, match="take 'mean'"):
         Reduction.of(ReduceOp.mean_as("float16"), np.dtype(np.float32))
     assert ReduceOp.mean_as("float16") is ReduceOp.mean_as(np.float16)
+
+
+# Two functions of one name.
+
+
+def _make(larger: bool) -> Any:
+    """Functions that differ in one name, and in what they are called."""
+    if larger:
+        return lambda left, right: np.maximum(left, right)
+    return lambda left, right: np.minimum(left, right)
+
+
+def _through(inner: Any) -> Any:
+    return lambda left, right: inner(left, right)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (_make(True), _make(False)),
+        (lambda left, right: left + right, lambda left, right: left - right),
+        (lambda left, right: left + 2 * right, lambda left, right: left + 3 * right),
+        (np.maximum, np.minimum),
+        (np.maximum, _make(True)),
+        (_through(np.maximum), _through(np.minimum)),
+        (functools.partial(np.add), functools.partial(np.multiply)),
+    ],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_two_functions_of_one_name_are_told_apart(one: Any, other: Any, batched: bool) -> None:
+    def body(backend: fc.Backend) -> str:
+        op = ReduceOp.create("mine", (one, other)[backend.rank])
+        with pytest.raises(fc.MismatchError) as caught:
+            if batched:
+                with fc.coalesce(backend) as batch:
+                    batch.all_reduce(np.ones(3), op=op)
+            else:
+                fc.all_reduce(np.ones(3), backend, op=op)
+        return str(caught.value)
+
+    first, second = run_on(SimBackend, body, world_size=2)
+    assert first == second
+    assert first.count("mine (function ") == 2
+
+
+class _Latest:
+    """As ``_longer``, of objects that differ from rank to rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, left: Any, right: Any) -> Any:
+        return _longer(left, right)
+
+    def combine(self, left: Any, right: Any) -> Any:
+        return _longer(left, right)
+
+
+def _own_functions(rank: int) -> list[Any]:
+    """Equal on all ranks, but for what stands around them."""
+
+    def itself(left: Any, right: Any) -> Any:
+        assert callable(itself), rank
+        return np.where(right != 0, right, left)
+
+    return [
+        np.maximum,
+        _longer,
+        _make(True),
+        _through(_longer),
+        _Latest(rank),
+        _Latest(rank).combine,
+        functools.partial(_longer),
+        lambda left, right: _longer(left, right) if {"a", "b", "c"} else rank,
+        itself,
+    ]
+
+
+def _use_own_functions(backend: fc.Backend) -> None:
+    mine = np.full(2, backend.rank + 1.0)
+    for function in _own_functions(backend.rank):
+        op = ReduceOp.create("mine", function)
+        assert fc.all_reduce(mine, backend, op=op).tolist() == [2.0, 2.0]
+    op = ReduceOp.create("mine", (np.maximum, np.minimum)[backend.rank])
+    with pytest.raises(fc.MismatchError, match="mine"):
+        fc.all_reduce(mine, backend, op=op)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "zmq://?shm=off"])
+def test_equal_functions_are_one_in_every_process(transport: str) -> None:
+    fc.launch(_use_own_functions, world_size=2, transport=transport)
