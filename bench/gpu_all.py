@@ -15,24 +15,24 @@ be run, whatever it found, and 1 at once where there is no GPU.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tomllib
 
+sys.path.append(str(Path(__file__).parent))  # the parts, where this is not run as a script
+
+from gpu_bench import limited
+
 ROOT = Path(__file__).resolve().parents[1]
-_MARK = "GPU_ALL_STEP"  # a name that starts like ours would be taken for a setting
 # Those of one rank first, then those that NCCL may refuse or that may hang.
 # Each with its share of the time.
 TESTS = {
@@ -140,19 +140,11 @@ def environment(folder: Path, site: Path) -> dict[str, str]:
 
 def why_no_gpu(environ: dict[str, str], cwd: Path) -> str:
     """Why nothing can be run on a GPU here, in a line; empty if it can, or is not known."""
-    with contextlib.suppress(subprocess.TimeoutExpired):  # the probes say more of that
-        done = subprocess.run(  # noqa: S603 (it is our own)
-            [sys.executable, *_USABLE],
-            cwd=cwd,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_USABLE_SECONDS,
-        )
-        if done.returncode == _NOT_USABLE:
-            return done.stdout.strip()
-    return ""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        code = limited.python(_USABLE, _USABLE_SECONDS, output, environ=environ, cwd=cwd)
+        output.seek(0)
+        # Where its time was over, the probes say more of that.
+        return output.read().strip() if code == _NOT_USABLE else ""
 
 
 def steps(
@@ -183,61 +175,17 @@ def steps(
 
 def perform(step: Step, seconds: float, environ: dict[str, str], cwd: Path, log: Log) -> bool:
     """Run one step; return whether it could be run."""
-    mark = uuid.uuid4().hex
     limit = f"{_OWN_SHARE * seconds:.0f}"
     command = [limit if word == _SECONDS else word for word in step.command]
     log.say(f"=== {step.name}: at most {seconds:.0f} s")
     position, started = log.file.stat().st_size, time.monotonic()
     with log.file.open("a", encoding="utf-8") as output:
-        process = subprocess.Popen(  # noqa: S603 (it is our own)
-            [sys.executable, *command],
-            cwd=cwd,
-            env={**environ, _MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-            _interrupt(process)
-        finally:
-            _end(mark)
-            process.wait()
+        code = limited.python(command, seconds, output, environ=environ, cwd=cwd, patience=8)
     took = time.monotonic() - started
     ending = "was ended, its time was over" if code is None else f"code {code}"
     log.say(f"{log.tail(position, 45)}\n=== {step.name}: {ending}, {took:.1f} s")
     # pytest's 1 is that tests failed, 5 that there were none.
     return code in (0, 1, 5)
-
-
-def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Let pytest say what it has found so far."""
-    process.send_signal(signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(8)
-
-
-def _end(mark: str) -> None:
-    """End all processes that a step has started, wherever they are now."""
-    quiet, end = 0, time.monotonic() + 5.0
-    while quiet < 2 and time.monotonic() < end:  # twice, as one may have started another
-        quiet = 0 if _killed(f"{_MARK}={mark}".encode()) else quiet + 1
-        time.sleep(0.05)
-
-
-def _killed(wanted: bytes) -> int:
-    """Kill the processes with this in their environment; return how many there were."""
-    count = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if wanted in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    count += 1
-    return count
 
 
 def _names(text: str) -> list[str]:

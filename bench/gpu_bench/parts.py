@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -15,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_bench import limited
 from gpu_bench.part import PROGRAMS
 from gpu_bench.training import FOLDERS
 
@@ -89,7 +86,8 @@ def run(part: Part, rows: Path, *, quick: bool) -> dict[str, Any]:
     }
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        error = _finish([sys.executable, "-m", "gpu_bench.part", json.dumps(options)], part, output)
+        command = ["-m", "gpu_bench.part", json.dumps(options)]
+        code = limited.python(command, part.seconds, output, environ=_environ())
         output.seek(0)
         text = output.read()[-_TAIL:]
     result: dict[str, Any] = {
@@ -100,33 +98,13 @@ def run(part: Part, rows: Path, *, quick: bool) -> dict[str, Any]:
         "took_s": round(time.monotonic() - started, 1),
         "rows": [json.loads(line)["row"] for line in _since(rows, before)],
     }
-    if error:
-        result["error"] = error
-    if error or any("error" in row for row in result["rows"]):
+    if code is None:
+        result["error"] = f"not done after {part.seconds:.0f} s"
+    elif code:
+        result["error"] = f"ended with code {code}"
+    if code != 0 or any("error" in row for row in result["rows"]):
         result["output"] = text
     return result
-
-
-def _finish(command: list[str], part: Part, output: Any) -> str:
-    """Run a command; return what was wrong, or nothing."""
-    process = subprocess.Popen(  # noqa: S603 (it is our own)
-        command,
-        env=_environ(),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        code = process.wait(part.seconds)
-        return f"ended with code {code}" if code else ""
-    except subprocess.TimeoutExpired:
-        return f"not done after {part.seconds:.0f} s"
-    finally:
-        # Ranks that it started end with it; what was left would disturb the next part.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _environ() -> Mapping[str, str]:

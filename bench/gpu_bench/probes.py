@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from fsdpcore.bench.harness import record
+from gpu_bench import limited
 from gpu_bench.facts import facts
 from gpu_bench.probe_two import WAYS
 
@@ -54,24 +55,17 @@ def main(file: Path, seconds: float) -> None:
 
 def _answer(arguments: list[str], seconds: float) -> Any:
     start = time.monotonic()
-    process = subprocess.Popen(  # noqa: S603 (it is our own)
-        [sys.executable, *arguments],
-        env={"NCCL_DEBUG": "WARN", **os.environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        text, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        text, _ = process.communicate()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        environ = {"NCCL_DEBUG": "WARN", **os.environ}
+        code = limited.python(arguments, seconds, output, environ=environ)
+        output.seek(0)
+        text = output.read()
+    if code is None:
         return {"error": f"not done after {seconds:.0f} s", "output": text[-_TAIL:]}
     took = {"took_s": round(time.monotonic() - start, 1)}
     answers = [line for line in text.splitlines() if line.startswith("{")]
-    if process.returncode or not answers:
-        return {"error": f"ended with code {process.returncode}", "output": text[-_TAIL:], **took}
+    if code or not answers:
+        return {"error": f"ended with code {code}", "output": text[-_TAIL:], **took}
     other = "\n".join(line for line in text.splitlines() if line not in answers)
     return {**json.loads(answers[-1]), **({"output": other[-_TAIL:]} if other else {}), **took}
 
