@@ -27,7 +27,7 @@ import typer
 sys.path.append(str(Path(__file__).parent))  # the parts, where this is not run as a script
 
 from checkpoint_bench.cases import DEFAULT, NAMES, PEERS, SETTINGS, Case, chosen
-from checkpoint_bench.run import CheckpointRun, run
+from checkpoint_bench.run import CheckpointRun, measure
 
 from fsdpcore.bench.cases import parse_size
 from fsdpcore.bench.harness import options
@@ -80,7 +80,7 @@ def main(
             json=json,
         )
         request.check()
-        return run(request, typer.echo)
+        return measure(request, typer.echo)
 
     options.measure(bench)
 

@@ -69,8 +69,8 @@ def main(
             raise ArgumentError("--starts must be at least 1, and --rounds no fewer")
         options.check_writable(json)
         plan = RoundPlan(rounds // starts, seconds=seconds, warmup=3, check=False, fewest=1)
-        started, machine = record.started_now(), record.machine()
-        for line in table.heading(machine, f"old: {old}, new: {new}"):
+        run = record.RunRecord("compare_commits")
+        for line in table.heading(run.machine, f"old: {old}, new: {new}"):
             typer.echo(line)
         found: list[Compared] = []
         versions: dict[str, dict[str, str]] = {}
@@ -83,17 +83,12 @@ def main(
                 again = _measure(same, {OLD: old, NEW: new}, plan, starts, versions)
                 for one, other in zip(doubtful, again, strict=False):
                     one.again = other
-            if json is not None:
-                content = record.document(
-                    "compare_commits",
-                    command=options.command(),
-                    started=started,
-                    place=machine,
-                    versions=versions,
-                    settings={"plan": asdict(plan), "starts": starts},
-                    rows=[one.record() for one in found],
-                )
-                record.save(json, content)
+            run.save(
+                json,
+                versions=versions,
+                settings={"plan": asdict(plan), "starts": starts},
+                rows=[one.record() for one in found],
+            )
         for line in report.summary(found):
             typer.echo(line)
         return sum(one.slower for one in found)

@@ -19,7 +19,7 @@ import typer
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model
 
 from fsdp_bench.cases import PEERS, SETTINGS, Exchange, Training
-from fsdp_bench.run import StepRun, run
+from fsdp_bench.run import StepRun, measure
 
 from fsdpcore.bench.harness import options
 from fsdpcore.bench.harness.turns import RoundPlan
@@ -79,7 +79,7 @@ def main(
             plot=plot,
         )
         request.check()
-        return run(request, typer.echo)
+        return measure(request, typer.echo)
 
     options.measure(bench)
 

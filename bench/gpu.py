@@ -24,8 +24,7 @@ from gpu_bench import parts, report
 from gpu_bench.facts import facts
 from gpu_bench.usable import in_words, why_not
 
-from fsdpcore.bench.harness import record
-from fsdpcore.core.errors import ArgumentError
+from fsdpcore.bench.harness import options, record
 from fsdpcore.core.usage import one_line
 
 _ALL = tuple(dict.fromkeys(name for name, _ in parts.SHARES))
@@ -44,32 +43,23 @@ def main(
 ) -> None:
     """Measure on a GPU; what fails is recorded, and the rest goes on."""
     with one_line():
-        wanted = [name for name in names.split(",") if name]
-        for name in wanted:
-            if name not in _ALL:
-                raise ArgumentError(f"--parts knows no {name!r}; it knows {', '.join(_ALL)}")
+        wanted = options.names(names)
+        options.check_known("--parts", wanted, _ALL)
         if not without_gpu and (reason := why_not()):
             typer.echo(in_words(reason), err=True)
             raise typer.Exit(1)
         out.mkdir(parents=True, exist_ok=True)
-        started, machine = record.started_now(), facts()
-        gpus = len(machine.get("gpus", []))
+        run = record.RunRecord("gpu", place=facts())
+        gpus = len(run.machine.get("gpus", []))
         rows = out / "gpu.rows.jsonl"
         rows.unlink(missing_ok=True)
         found: list[dict[str, Any]] = []
         for part in parts.chosen(wanted, ranks, gpus, seconds):
             found.append(parts.run(part, rows, quick=quick))
-            document = {
-                "schema": "fsdpcore.bench.gpu/1",
-                "started": started,
-                "command": ["python", *sys.argv],
-                "machine": machine,
-                "quick": quick,
-                "parts": found,
-                "targets": report.targets(found),
-            }
-            record.save(out / "gpu.json", document)
-            (out / "gpu.txt").write_text(report.text(document), encoding="utf-8")
+            targets = report.targets(found)
+            run.save(out / "gpu.json", quick=quick, parts=found, targets=targets)
+            tables = report.text(run.machine, found, targets)
+            (out / "gpu.txt").write_text(tables, encoding="utf-8")
         if found:
             typer.echo((out / "gpu.txt").read_text(encoding="utf-8"))
 

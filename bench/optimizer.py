@@ -64,9 +64,9 @@ def main(
         peers = options.names(against)
         contestants.check(optimizer, peers)
         options.check_writable(json)
-        started, machine = record.started_now(), record.machine()
+        run = record.RunRecord("optimizer")
         for line in table.heading(
-            machine,
+            run.machine,
             f"fsdpcore {__version__}, {optimizer}, {elements} float32 parameters, "
             f"one thread; PyTorch's are {tensors} tensors",
             f"{rounds} rounds of {iterations} steps each; median over the rounds",
@@ -79,18 +79,13 @@ def main(
         columns = [*table.times(), each, *table.ratios(rows), *table.wrong()]
         for line in table.lines(rows, columns):
             typer.echo(line)
-        if json is not None:
-            content = record.document(
-                "optimizer",
-                command=options.command(),
-                started=started,
-                place=machine,
-                versions={name: one.versions for name, one in found.items()},
-                settings=settings,
-                rows=[_row(row) for row in rows.values()],
-                ratios=record.ratios(rows),
-            )
-            record.save(json, content)
+        run.save(
+            json,
+            versions={name: one.versions for name, one in found.items()},
+            settings=settings,
+            rows=[_row(row) for row in rows.values()],
+            ratios=record.ratios(rows),
+        )
         return wrong_in(rows)
 
     options.measure(bench)

@@ -88,9 +88,9 @@ class BlockRun:
 
     def measure(self, cases: Sequence[Case], json: Path | None) -> int:
         """Measure all cases; how many elements were wrong, over all contestants."""
-        started, machine = record.started_now(), record.machine()
+        run = record.RunRecord("tensor_parallel")
         first = f"fsdpcore {__version__}, transport {self.transport}, {self.ranks} ranks"
-        for line in table.heading(machine, f"{first}, {self.threads} threads each"):
+        for line in table.heading(run.machine, f"{first}, {self.threads} threads each"):
             typer.echo(line)
         program = RankProgram.module("tensor_bench.member", *_FOLDERS, threads=self.threads)
         wanted = field.starts(program, self.ranks, self.transport, [OURS], self.against)
@@ -103,17 +103,8 @@ class BlockRun:
                     typer.echo(line)
                 results.append((case, rows))
             versions = versions_of(entrants)
-        if json is not None:
-            content = record.document(
-                "tensor_parallel",
-                command=options.command(),
-                started=started,
-                place=machine,
-                versions=versions,
-                settings=asdict(self),
-                results=[_result(case, rows) for case, rows in results],
-            )
-            record.save(json, content)
+        content = [_result(case, rows) for case, rows in results]
+        run.save(json, versions=versions, settings=asdict(self), results=content)
         return sum(wrong_in(rows) for _, rows in results)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fsdpcore.bench.harness import options
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.text import nearest
 
 LIMIT = "plain files"  # each rank writes or reads one file, with no checksum and no agreement
 MEMCPY = "memcpy"  # of a rank's shard, for the stall
@@ -70,13 +70,9 @@ def chosen(text: str) -> list[tuple[str, str]]:
     Raises:
         ArgumentError: there is no such case, or none at all.
     """
-    wanted = [name.strip() for name in text.split(",") if name.strip()]
-    found = list(NAMES) if "all" in wanted else wanted
-    for name in found:
-        if name not in NAMES:
-            raise ArgumentError(
-                f"--cases knows no {name!r}{nearest(name, NAMES)}; it knows {', '.join(NAMES)}"
-            )
+    wanted = options.names(text)
+    found = NAMES if "all" in wanted else wanted
+    options.check_known("--cases", found, NAMES)
     if not found:
         raise ArgumentError(f"--cases needs at least one of {', '.join(NAMES)}")
-    return [(one.partition("-")[0], one.partition("-")[2]) for one in dict.fromkeys(found)]
+    return [(one.partition("-")[0], one.partition("-")[2]) for one in found]

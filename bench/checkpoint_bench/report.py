@@ -19,7 +19,6 @@ from fsdpcore.bench.harness.measurements import (
     compare,
 )
 from fsdpcore.bench.harness.memory import MIB
-from fsdpcore.bench.harness.options import command
 from fsdpcore.bench.harness.table import Column
 
 if TYPE_CHECKING:
@@ -143,21 +142,10 @@ def _notes(result: Result) -> list[str]:
     return found
 
 
-def document(
-    request: CheckpointRun,
-    results: Sequence[Result],
-    versions: Mapping[str, Mapping[str, str]],
-    started: str,
-    machine: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Everything about a run."""
-    return record.document(
-        "checkpoint",
-        command=command(),
-        started=started,
-        place=machine,
-        versions=versions,
-        settings={
+def content(request: CheckpointRun, results: Sequence[Result]) -> dict[str, Any]:
+    """What the record of a run holds, beside the versions."""
+    return {
+        "settings": {
             "cases": [case.name for case in request.cases],
             "transport": request.transport,
             "against": list(request.against),
@@ -165,8 +153,8 @@ def document(
             "rounds": request.rounds,
             "cold": request.cold,
         },
-        results=[_result(result) for result in results],
-    )
+        "results": [_result(result) for result in results],
+    }
 
 
 def _result(result: Result) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _option(case: Case) -> str:
     return "--dir" if case.place == DISK else "--shm"
 
 
-def run(request: CheckpointRun, echo: options.Echo) -> int:
+def measure(request: CheckpointRun, echo: options.Echo) -> int:
     """Measure all cases.
 
     Returns:
@@ -107,8 +107,8 @@ def run(request: CheckpointRun, echo: options.Echo) -> int:
     Raises:
         RankFailedError: a rank failed.
     """
-    started, machine = record.started_now(), record.machine()
-    for line in report.title(request, machine):
+    run = record.RunRecord("checkpoint")
+    for line in report.title(request, run.machine):
         echo(line)
     results = []
     versions: dict[str, dict[str, str]] = {}
@@ -118,8 +118,8 @@ def run(request: CheckpointRun, echo: options.Echo) -> int:
         for line in report.lines(result, cold=request.cold):
             echo(line)
         results.append(result)
-    if request.json is not None:
-        record.save(request.json, report.document(request, results, versions, started, machine))
+    content = report.content(request, results)
+    run.save(request.json, versions=versions, **content)
     return sum(wrong_in(result.rows) for result in results)
 
 

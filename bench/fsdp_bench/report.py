@@ -13,7 +13,6 @@ from fsdpcore import __version__
 from fsdpcore.bench.harness import picture, record
 from fsdpcore.bench.harness.measurements import OURS, Comparison, Measurement, Spread, compare
 from fsdpcore.bench.harness.memory import MIB, Memory, highest_rss, pss_per_rank
-from fsdpcore.bench.harness.options import command
 from fsdpcore.bench.harness.table import Column, heading, lines, ratios, times, wrong
 
 if TYPE_CHECKING:
@@ -151,18 +150,11 @@ def _memory_columns(result: Result) -> list[Column]:
     ]
 
 
-def document(
-    request: StepRun, results: Sequence[Result], started: str, machine: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Everything about a run; bench/README.md describes it."""
-    versions = {name: found for result in results for name, found in result.versions.items()}
-    return record.document(
-        "fsdp_step",
-        command=command(),
-        started=started,
-        place=machine,
-        versions=versions,
-        settings={
+def content(request: StepRun, results: Sequence[Result]) -> dict[str, Any]:
+    """What the record of a run holds; bench/README.md describes it."""
+    return {
+        "versions": {name: found for one in results for name, found in one.versions.items()},
+        "settings": {
             "ranks": request.ranks,
             "transport": request.transport,
             "threads": request.threads_per_rank,
@@ -170,8 +162,8 @@ def document(
             "against": list(request.against),
             "peer_setting": request.setting,
         },
-        results=[_result(result) for result in results],
-    )
+        "results": [_result(result) for result in results],
+    }
 
 
 def _result(result: Result) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class StepRun:
         return options.threads_per_rank(self.ranks, self.threads)
 
 
-def run(request: StepRun, echo: options.Echo) -> int:
+def measure(request: StepRun, echo: options.Echo) -> int:
     """Measure all cases.
 
     Returns:
@@ -110,8 +110,8 @@ def run(request: StepRun, echo: options.Echo) -> int:
     Raises:
         RankFailedError: a rank failed.
     """
-    started, machine = record.started_now(), record.machine()
-    for line in report.title(request, machine):
+    run = record.RunRecord("fsdp_step")
+    for line in report.title(request, run.machine):
         echo(line)
     results = []
     for case in request.cases:
@@ -119,10 +119,9 @@ def run(request: StepRun, echo: options.Echo) -> int:
         for line in report.table(result):
             echo(line)
         results.append(result)
-    if request.json is not None:
-        record.save(request.json, report.document(request, results, started, machine))
+    run.save(request.json, **report.content(request, results))
     if request.plot is not None:
-        report.save_png(request.plot, results, report.short_title(request, machine))
+        report.save_png(request.plot, results, report.short_title(request, run.machine))
     return sum(wrong_in(result.rows) for result in results)
 
 

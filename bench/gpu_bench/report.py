@@ -75,10 +75,12 @@ def _of_optimizer(part: Part) -> Iterator[dict[str, Any]]:
             }
 
 
-def text(document: Mapping[str, Any]) -> str:
-    """The whole document as tables."""
-    lines = [f"# {key}: {json.dumps(value)}" for key, value in document["machine"].items()]
-    for part in document["parts"]:
+def text(
+    machine: Mapping[str, Any], parts: Sequence[Part], targets: Sequence[Mapping[str, Any]]
+) -> str:
+    """All of it as tables."""
+    lines = [f"# {key}: {json.dumps(value)}" for key, value in machine.items()]
+    for part in parts:
         where = f"{part['ranks']} ranks" + (" on one GPU" if part["share_gpu"] else "")
         lines += ["#", f"# {part['part']}, {where}, {part['took_s']} s"]
         if part.get("error"):
@@ -91,7 +93,7 @@ def text(document: Mapping[str, Any]) -> str:
             if "error" in row:
                 lines.append(f"# {row.get('contestant')} FAILED: {row['error']}")
     lines.append("#")
-    for target in document["targets"]:
+    for target in targets:
         word = {True: "reached", False: "MISSED", None: "not measured"}[target["reached"]]
         more = [f"{k} {_short(v)}" for k, v in target.items() if k not in _WORDS and v]
         lines.append(f"# {word}: {'; '.join([target['target'], *more])}")

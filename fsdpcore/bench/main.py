@@ -21,7 +21,7 @@ from fsdpcore.bench.harness.table import heading
 from fsdpcore.bench.harness.team import LocalTeam, RemoteTeam
 from fsdpcore.bench.harness.turns import Entrant, RoundPlan, take_turns, versions_of
 from fsdpcore.bench.member import make_member
-from fsdpcore.bench.rows import Row, document
+from fsdpcore.bench.rows import Row, content
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ArgumentError, MissingDependencyError
 from fsdpcore.launch.config import parse_url
@@ -201,9 +201,9 @@ def _start_teams(request: CollectivesRun, stack: contextlib.ExitStack) -> list[E
 def _run_with(
     request: CollectivesRun, entrants: Sequence[Entrant], echo: Echo, *, save: bool = True
 ) -> int:
-    started, machine = record.started_now(), record.machine()
+    run = record.RunRecord("collectives", request.command)
     versions = versions_of(entrants)
-    for line in _title(request, machine, versions):
+    for line in _title(request, run.machine, versions):
         echo(line)
     results: Results = []
     for operation in cases.chosen_operations(request.operations):
@@ -215,7 +215,10 @@ def _run_with(
     for line in table.footer(rows):
         echo(line)
     if save:
-        _save(request, results, started, machine, versions)
+        settings = request.settings()
+        run.save(request.json, versions=versions, settings=settings, **content(results))
+        if request.plot is not None:
+            _draw(request.plot, request, results, run.machine)
     return sum(map(wrong_in, results))
 
 
@@ -299,25 +302,10 @@ def _cases(request: CollectivesRun, operation: str, place: str) -> list[Case]:
     )
 
 
-def _save(
-    request: CollectivesRun,
-    results: Results,
-    started: str,
-    machine: Mapping[str, Any],
-    versions: Mapping[str, Mapping[str, str]],
+def _draw(
+    path: Path, request: CollectivesRun, results: Results, machine: Mapping[str, Any]
 ) -> None:
-    if request.json is not None:
-        content = document(
-            results,
-            command=request.command,
-            started=started,
-            place=machine,
-            versions=versions,
-            settings=request.settings(),
-        )
-        record.save(request.json, content)
-    if request.plot is not None:
-        labels = {name: name for name in (OURS, *request.against)}
-        labels[OURS] = f"fsdpcore ({parse_url(request.transport).scheme})"
-        title = f"{request.world_size} ranks, {request.dtype}, {machine['cpu']}"
-        plot.save_png(request.plot, results, labels, title)
+    labels = {name: name for name in (OURS, *request.against)}
+    labels[OURS] = f"fsdpcore ({parse_url(request.transport).scheme})"
+    title = f"{request.world_size} ranks, {request.dtype}, {machine['cpu']}"
+    plot.save_png(path, results, labels, title)

@@ -28,19 +28,12 @@ class Row(Measurement):
         return self.algbw * busbw_factor(self.case.operation, self.case.world_size)
 
 
-def document(cases: Sequence[Mapping[str, Row]], **run: Any) -> dict[str, Any]:
-    """Everything about a run.
-
-    Args:
-        cases: for each of them, the rows by contestant.
-        run: as ``record.document`` takes it.
-    """
-    return record.document(
-        "collectives",
-        **run,
-        rows=[_row(row) for rows in cases for row in rows.values()],
-        comparisons=[item for rows in cases for item in _comparisons(rows)],
-    )
+def content(cases: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
+    """What the record of a run holds of these cases, each with its rows by contestant."""
+    return {
+        "rows": [_row(row) for rows in cases for row in rows.values()],
+        "comparisons": [item for rows in cases for item in _comparisons(rows)],
+    }
 
 
 def _row(row: Row) -> dict[str, Any]:

@@ -86,8 +86,7 @@ def test_tables_have_a_line_for_every_row_and_say_what_failed(module: Any) -> No
         "error": "not done after 3 s",
         "output": "first\nlast",
     }
-    document = {"machine": {"cpu": "x"}, "parts": [part], "targets": report.targets([part])}
-    text = report.text(document)
+    text = report.text({"cpu": "x"}, [part], report.targets([part]))
     for words in ("all_reduce            8  out", "FAILED: not done after 3 s", "| last"):
         assert words in text, text
     assert 'left out, for want of time: {"size": 16}' in text

@@ -11,7 +11,7 @@ from fsdpcore.bench.cases import Case
 from fsdpcore.bench.harness import record
 from fsdpcore.bench.harness.memory import MIB, Memory
 from fsdpcore.bench.harness.table import microseconds
-from fsdpcore.bench.rows import Row, document
+from fsdpcore.bench.rows import Row, content
 from fsdpcore.core.errors import MissingDependencyError
 
 
@@ -111,15 +111,12 @@ RESULTS = [
 
 
 def test_the_record(tmp_path):
-    content = document(
-        RESULTS,
-        command=["fsdpcore", "bench"],
-        started=record.started_now(),
-        place=record.machine(),
+    record.RunRecord("collectives", ["fsdpcore", "bench"]).save(
+        tmp_path / "results.json",
         versions={"fsdpcore": {"numpy": "2.0"}, "gloo": {"torch": "2.13"}},
         settings={"dtype": "float32"},
+        **content(RESULTS),
     )
-    record.save(tmp_path / "results.json", content)
     read = json.loads((tmp_path / "results.json").read_text())
     assert read["schema"] == "fsdpcore.bench.collectives/1"
     assert read["machine"]["cores"] >= 1

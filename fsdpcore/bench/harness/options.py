@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,11 +117,6 @@ def measure(bench: Callable[[], int]) -> NoReturn:
     with one_line(), ending_well_on_sigterm():
         wrong = bench()
     raise typer.Exit(WRONG_RESULTS if wrong else 0)
-
-
-def command() -> tuple[str, ...]:
-    """The command line of a script, for the record."""
-    return ("python", *sys.argv)
 
 
 @contextmanager

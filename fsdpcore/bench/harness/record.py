@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,41 +29,30 @@ def machine() -> dict[str, Any]:
     }
 
 
-def started_now() -> str:
-    """The time, in UTC."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def document(
-    bench: str,
-    *,
-    command: Sequence[str],
-    started: str,
-    place: Mapping[str, Any],
-    versions: Mapping[str, Mapping[str, str]],
-    settings: Mapping[str, Any],
-    **results: Any,
-) -> dict[str, Any]:
-    """Everything about a run, ready for ``save``.
+class RunRecord:
+    """The record of a run; made when it begins.
 
     Args:
         bench: its name in the schema.
-        command: the command line.
-        started: when.
-        place: what ``machine`` returned at the start.
-        versions: of libraries, by contestant.
-        settings: all options, those with default values too.
-        results: what was measured.
+        command: the command line; by default that of a script.
+        place: what it is measured on; by default ``machine``.
     """
-    return {
-        "schema": f"fsdpcore.bench.{bench}/1",
-        "started": started,
-        "command": list(command),
-        "machine": dict(place),
-        "versions": {name: dict(found) for name, found in versions.items()},
-        "settings": dict(settings),
-        **results,
-    }
+
+    def __init__(
+        self, bench: str, command: Sequence[str] = (), place: Mapping[str, Any] | None = None
+    ) -> None:
+        self.machine = dict(machine() if place is None else place)
+        self._begin = {
+            "schema": f"fsdpcore.bench.{bench}/1",
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": list(command or ("python", *sys.argv)),
+            "machine": self.machine,
+        }
+
+    def save(self, path: Path | None, **content: Any) -> None:
+        """Write it, unless there is no path; ``content`` is what was measured, and how."""
+        if path is not None:
+            save(path, {**self._begin, **content})
 
 
 def row(measured: Measurement, unit: str, **more: Any) -> dict[str, Any]:
