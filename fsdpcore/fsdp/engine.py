@@ -6,21 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
-from fsdpcore.fsdp.offload.stores import open_stores
 from fsdpcore.fsdp.optim import Optimizer
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.plan.make_plan import Sync
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import Report
-from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.strategy import Strategy
-from fsdpcore.fsdp.sharding.tensor_group import checked_tensor, everyone_of
 from fsdpcore.fsdp.state.full import full_params
 from fsdpcore.fsdp.state.load import load_params, load_state
 from fsdpcore.fsdp.state.save import full_state, sharded_state
@@ -29,18 +25,11 @@ from fsdpcore.fsdp.state.writing import set_progress, update_shards, writing_sta
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.step.step import Step
-from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
-from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
-from fsdpcore.fsdp.units.check_units import check_optimizers, check_units
-from fsdpcore.fsdp.units.held import held_of
-from fsdpcore.fsdp.units.model import EngineStatus, ShardedModel
-from fsdpcore.fsdp.units.optimizers import Optimizers
+from fsdpcore.fsdp.units.make_model import make_memory, make_model
 from fsdpcore.fsdp.units.options import EngineOptions, Prefetch
-from fsdpcore.fsdp.units.precision import Precision, Scaler
-from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
-from fsdpcore.fsdp.units.unit import Unit, hand_over
-from fsdpcore.fsdp.units.window import open_window
+from fsdpcore.fsdp.units.precision import Precision
+from fsdpcore.fsdp.units.unit import Unit
 
 
 class FSDP:
@@ -144,60 +133,11 @@ class FSDP:
         self.strategy, self.precision = options.strategy, options.precision
         self.prefetching, self.offload = options.prefetch, options.offload
         self.algorithm = options.algorithm
-        placement = self.strategy.place(backend.world_size)
-        tensor = checked_tensor(tensor, backend)
-        check_units(self.units, self.device, has_tensor=tensor is not None)
-        optimizers = None if optimizer is None else Optimizers(optimizer, self.units)
-        everyone = everyone_of(backend, tensor)
-        check_same(self.units, backend, everyone, repr((optimizers, options)))
-        groups = ProcessGroups.of(backend, placement, everyone, tensor)
-        if tensor is not None:
-            exchange_tilings(self.units, tensor, self.device)
-            check_optimizers(self.units, optimizers)
-        shards = groups.shards.world_size
-        sharded = tuple(ShardedUnit(unit, self.precision, shards) for unit in self.units)
-        scaler = Scaler(self.precision.scaling)
-        self._model = ShardedModel(sharded, groups, options, optimizers, scaler, EngineStatus())
         self._pool = BufferPool(backend)
-        self._bind()
-        self._executor = StepExecutor(
-            self._model, self._pool, self._file, keeps_params=self._keeps_params
-        )
-
-    def _bind(self) -> None:
-        """Make the memory of all units: in a window, in files, or of their own."""
-        model, groups, options = self._model, self._model.groups, self._model.options
-        window = options.window and options.offload is None
-        parts = [part for unit in model.units for part in unit.flat_parameters]
-        opened = open_window([part.layout for part in parts], groups.shards) if window else None
-        self.windowed = self.all_windowed = opened is not None
-        if window and groups.everyone is not groups.shards and self.device.on_host:
-            told = all_gather(self.windowed, groups.everyone, label="windows")
-            self.all_windowed = bool(told.all())
-        self._window_bytes = opened.nbytes if opened is not None else 0
-        shard = groups.shards.rank
-        held = [
-            held_of(unit, groups.placement, shard, model.optimizers, windowed=self.windowed)
-            for unit in model.units
-        ]
-        stores = open_stores(options.offload, held, groups)
-        self._file = stores.file
-        flats: Iterator[Array | None] = iter(opened.flats if opened else [None] * len(parts))
-        binding = Binding(groups, self._pool, model.optimizers, options.algorithm, options.seed)
-        for unit, sharded, store in zip(self.units, model.units, stores.each, strict=True):
-            sharded.bind(binding, [next(flats) for _ in sharded.flat_parameters], store)
-            hand_over(unit, sharded)
-        for sharded in model.units:
-            sharded.owners = {name: model[tie.unit] for name, tie in sharded.ties.items()}
-
-    @property
-    def _keeps_params(self) -> bool:
-        """See ``Step.keeps_params``."""
-        placement = self._model.groups.placement
-        if self.all_windowed or placement.keeps_for_backward:
-            return True
-        pinned = self.offload is not None and not self.device.on_host
-        return placement.whole_parameters and not pinned
+        self._model = make_model(self.units, backend, options, optimizer, tensor)
+        self._memory = make_memory(self._model, self.units, self._pool)
+        self.windowed, self.all_windowed = self._memory.windowed, self._memory.all_windowed
+        self._executor = StepExecutor(self._model, self._pool, self._memory)
 
     # Units.
 
@@ -247,23 +187,7 @@ class FSDP:
             ArgumentError: no unit of this engine.
             StateError: it is gathered, or on its way, already; or there is nothing to gather.
         """
-        member = self._model[unit]
-        if member.has_pending_prefetch:
-            raise StateError(
-                f"unit {member.name!r} is being gathered already; one prefetch is enough"
-            )
-        if member.state is ParamState.UNSHARDED:
-            raise StateError(
-                f"unit {member.name!r} is gathered already; nothing is left to prefetch"
-            )
-        if not member.fetched:
-            alone = not self._model.groups.placement.gathers
-            where = "on every rank" if alone or not self.windowed else "in a window of the host"
-            raise StateError(
-                f"there is nothing to prefetch of unit {member.name!r}: with strategy "
-                f"{self.strategy.name!r} its parameters are {where} already"
-            )
-        member.unshard(async_op=True)
+        self._model.prefetch(unit, windowed=self.windowed)
 
     # Steps.
 
@@ -500,14 +424,12 @@ class FSDP:
     @property
     def offload_stats(self) -> OffloadStats:
         """What moved between memory and files since the last step began; zeros without files."""
-        return OffloadStats() if self._file is None else self._file.stats
+        file = self._memory.file
+        return OffloadStats() if file is None else file.stats
 
     def held(self) -> HeldMemory:
         """Measure what this rank holds now."""
-        model, pool = self._model, self._pool
-        return measure(
-            model.units, model.optimizers, pool.live_bytes, pool.spare_bytes, self._window_bytes
-        )
+        return measure(self._model, self._pool, self._memory.window_bytes)
 
     def __repr__(self) -> str:
         sharded = ", in a window" if self.windowed else ""

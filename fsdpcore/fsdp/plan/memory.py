@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdpcore.fsdp.plan.sizes import Persistent
 from fsdpcore.fsdp.sharding.placement import Keep, Placement
+from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.held import held_of
-from fsdpcore.fsdp.units.optimizers import Optimizers
-from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
+from fsdpcore.fsdp.units.model import ShardedModel
 
 _ALONE = Placement(shards=1, replicas=1, regather=1, keep=Keep.UPDATE)
 
@@ -54,27 +53,24 @@ class HeldMemory:
         return self.total - self.pinned
 
 
-def measure(
-    units: Sequence[ShardedUnit],
-    optimizers: Optimizers | None,
-    buffers: int,
-    spare: int,
-    window: int,
-) -> HeldMemory:
-    """Add up the arrays of ``units``; the other arguments are those of ``HeldMemory``.
+def measure(model: ShardedModel, pool: BufferPool, window: int) -> HeldMemory:
+    """Add up what an engine holds; its arrays are as large as its stores were told.
 
-    They were as large as they were told to be, when they were made.
+    Args:
+        model: of the engine.
+        pool: of its buffers.
+        window: bytes of the host's window, 0 where there is none.
     """
-    held = [(each, unit.store) for unit in units for each in unit.store.held]
+    held = [(each, unit.store) for unit in model.units for each in unit.store.held]
     sums = Persistent.of(each for each, _ in held)
-    alone = [each for unit in units for each in held_of(unit, _ALONE, 0, optimizers)]
+    alone = [each for unit in model.units for each in held_of(unit, _ALONE, 0, model.optimizers)]
     return HeldMemory(
         sums.parameters,
         sums.gradients,
         sums.optimizer,
         sum(each.padding for each, _ in held),
-        buffers,
-        spare,
+        pool.live_bytes,
+        pool.spare_bytes,
         window,
         unsharded=sum(each.nbytes for each in alone),
         pinned=sum(each.nbytes for each, store in held if each.kind in store.away),

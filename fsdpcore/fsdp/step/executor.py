@@ -7,9 +7,9 @@ from collections import Counter
 
 from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.offload.offload import GATHERED
-from fsdpcore.fsdp.offload.offload_store import OffloadFile
 from fsdpcore.fsdp.step.passes import UnitPasses
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
+from fsdpcore.fsdp.units.make_model import ModelMemory
 from fsdpcore.fsdp.units.model import ShardedModel
 
 
@@ -19,25 +19,21 @@ class StepExecutor(UnitPasses):
     Args:
         model: has the units.
         pool: of their buffers.
-        file: where they are offloaded to; None in memory.
+        memory: where their arrays are.
+
+    Attributes:
+        model: as given.
         keeps_params: see ``Step.keeps_params``.
     """
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        pool: BufferPool,
-        file: OffloadFile | None,
-        *,
-        keeps_params: bool,
-    ) -> None:
+    def __init__(self, model: ShardedModel, pool: BufferPool, memory: ModelMemory) -> None:
         backend, ahead = model.groups.whole, model.options.prefetch
         overlaps = ahead.overlaps(backend.hosts, on_host=model.device.on_host)
         super().__init__(model.units, model.groups.placement, ahead, overlaps=overlaps)
         self.model = model
-        self.keeps_params = keeps_params
+        self.keeps_params = memory.all_windowed or _keeps_params(model)
         self._pool = pool
-        self._file = file
+        self._file = memory.file
 
     def begin(self, step: object, awaiting: Counter[str]) -> None:
         """Begin a step.
@@ -72,3 +68,10 @@ class StepExecutor(UnitPasses):
             for unit in self.model.units:
                 unit.store.forget()
         self.stats.peak_buffers = self._pool.peak_bytes
+
+
+def _keeps_params(model: ShardedModel) -> bool:
+    """Whether parameters that are in no window stay where they are between the two passes."""
+    placement = model.groups.placement
+    pinned = model.options.offload is not None and not model.device.on_host
+    return placement.keeps_for_backward or (placement.whole_parameters and not pinned)
