@@ -75,12 +75,8 @@ def show_bench(
             Path.cwd(),
             default_transport="zmq",
         )
-        launched = detect(os.environ)
-        size = launched.world_size if launched else launched_threads(os.environ)
-        inside = size > 0
-        if ranks is not None and inside and ranks != size:
-            raise ConfigError(f"-n {ranks} contradicts the launcher, which started {size} ranks")
-        size = size or config.world_size
+        inside = _launched(ranks)
+        size = inside or config.world_size
         if not size:
             raise ConfigError("how many ranks? Say so with -n, as in 'fsdpcore bench -n 2'")
         request = bench.CollectivesRun(
@@ -102,17 +98,30 @@ def show_bench(
             plot=plot,
             command=("fsdpcore", *sys.argv[1:]),
         )
-        request.check()
-        if inside:
-            request.check_inside()
-            wrong = _inside(request)
-        else:
-            with options.ending_well_on_sigterm():
-                wrong = bench.run(request, typer.echo)
+        wrong = _inside(request) if inside else _beside(request)
     raise typer.Exit(options.WRONG_RESULTS if wrong else 0)
 
 
+def _launched(wanted: int | None) -> int:
+    """Return how many ranks a launcher has started; 0 without one."""
+    launched = detect(os.environ)
+    size = launched.world_size if launched else launched_threads(os.environ)
+    if wanted is not None and size and wanted != size:
+        raise ConfigError(f"-n {wanted} contradicts the launcher, which started {size} ranks")
+    return size
+
+
+def _beside(request: bench.CollectivesRun) -> int:
+    """Measure with ranks of our own; return how many results were wrong."""
+    request.check()
+    with options.ending_well_on_sigterm():
+        return bench.run(request, typer.echo)
+
+
 def _inside(request: bench.CollectivesRun) -> int:
+    """Measure as one rank of a job that a launcher has started."""
+    request.check()
+    request.check_inside()
     (wrong, *_) = launch(_rank, transport=request.transport, args=(request,))
     return int(wrong)
 

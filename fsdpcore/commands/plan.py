@@ -5,6 +5,8 @@ from __future__ import annotations
 import json as json_format
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -94,22 +96,107 @@ def show_plan(
             sync=cast(Sync, sync),  # make_plan refuses what is none
             costs=None if transport is None else _costs(transport),
         )
-        limit = None if memory is None else parse_memory(memory)
-        plan = training.plan(wanted)
-        others = [training.plan(other) for other in candidates(world, wanted)]
-    best = None if limit is None else cheapest(others, limit)
-    closest = min(others, key=lambda other: other.peak_bytes)
-    helps: list[Change] = []
-    if limit is not None and best is None:
-        helps = changes(training, closest.strategy, limit)
+        answer = _Answer.to(training, wanted, None if memory is None else parse_memory(memory))
     if json:
-        typer.echo(json_format.dumps(_as_dict(plan, others, limit, best, helps), indent=2))
+        typer.echo(json_format.dumps(answer.as_dict(), indent=2))
     else:
-        parts = [str(plan), *([plan.table()] if operations else []), _compared(others, limit)]
-        if limit is not None:
-            parts.append(_verdict(limit, best, closest, helps))
-        typer.echo("\n\n".join(parts))
-    raise typer.Exit(NOTHING_FITS if limit is not None and best is None else 0)
+        typer.echo("\n\n".join(answer.paragraphs(operations=operations)))
+    raise typer.Exit(NOTHING_FITS if answer.fails else 0)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What the command has to say.
+
+    Attributes:
+        plan: of the wanted strategy.
+        others: of all strategies.
+        limit: bytes of memory; None if any will do.
+        best: the cheapest that fits.
+        closest: the one that needs least memory.
+        helps: what would make that fit, where none does.
+    """
+
+    plan: Plan
+    others: tuple[Plan, ...]
+    limit: int | None
+    best: Plan | None
+    closest: Plan
+    helps: Sequence[Change]
+
+    @classmethod
+    def to(cls, training: Training, wanted: Strategy, limit: int | None) -> _Answer:
+        """Work the plans out.
+
+        Raises:
+            ArgumentError: they make no sense.
+        """
+        plan = training.plan(wanted)
+        others = tuple(training.plan(o) for o in candidates(training.world_size, wanted))
+        best = None if limit is None else cheapest(others, limit)
+        closest = min(others, key=lambda other: other.peak_bytes)
+        helps: list[Change] = []
+        if limit is not None and best is None:
+            helps = changes(training, closest.strategy, limit)
+        return cls(plan, others, limit, best, closest, helps)
+
+    @property
+    def fails(self) -> bool:
+        """Whether there is a limit, and nothing fits it."""
+        return self.limit is not None and self.best is None
+
+    def paragraphs(self, *, operations: bool) -> list[str]:
+        """Return it as text."""
+        parts = [str(self.plan), *([self.plan.table()] if operations else []), self._compared()]
+        return parts if self.limit is None else [*parts, self._verdict(self.limit)]
+
+    def _compared(self) -> str:
+        rows = [
+            (
+                in_words(plan.strategy),
+                text.size(plan.persistent.total),
+                text.size(plan.peak_bytes),
+                text.size(plan.bytes_sent),
+                text.duration(plan.seconds),
+                "" if self.limit is None else "yes" if plan.peak_bytes <= self.limit else "no",
+            )
+            for plan in self.others
+        ]
+        header = ("strategy", "between steps", "peak", "sent", "communication", "fits")
+        return text.columns(header, rows)
+
+    def _verdict(self, limit: int) -> str:
+        memory = text.size(limit)
+        if self.best is not None:
+            return f"cheapest that fits {memory}: {in_words(self.best.strategy)}"
+        name, missing = in_words(self.closest.strategy), text.size(self.closest.peak_bytes - limit)
+        lines = [f"nothing fits {memory}; {name} comes closest, {missing} more"]
+        for change in self.helps:
+            fits = "which fits" if change.peak_bytes <= limit else "not enough alone"
+            lines.append(f"  with {change.words}: {text.size(change.peak_bytes)}, {fits}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "plan": self.plan.as_dict(),
+            "strategies": [
+                {
+                    "strategy": in_words(other.strategy),
+                    "persistent_bytes": other.persistent.total,
+                    "peak_bytes": other.peak_bytes,
+                    "bytes_sent": other.bytes_sent,
+                    "seconds": other.seconds,
+                    "fits": None if self.limit is None else other.peak_bytes <= self.limit,
+                }
+                for other in self.others
+            ],
+            "memory": self.limit,
+            "cheapest": None if self.best is None else in_words(self.best.strategy),
+            "changes": [
+                {"change": change.words, "peak_bytes": change.peak_bytes} for change in self.helps
+            ],
+        }
 
 
 def parse_memory(text: str) -> int:
@@ -160,53 +247,3 @@ def _costs(transport: str) -> Costs:
             f"what messages over {transport!r} cost is not known; measure it with 'fsdpcore tune'"
         )
     return costs
-
-
-def _compared(plans: list[Plan], limit: int | None) -> str:
-    rows = [
-        (
-            in_words(plan.strategy),
-            text.size(plan.persistent.total),
-            text.size(plan.peak_bytes),
-            text.size(plan.bytes_sent),
-            text.duration(plan.seconds),
-            "" if limit is None else "yes" if plan.peak_bytes <= limit else "no",
-        )
-        for plan in plans
-    ]
-    header = ("strategy", "between steps", "peak", "sent", "communication", "fits")
-    return text.columns(header, rows)
-
-
-def _verdict(limit: int, best: Plan | None, closest: Plan, helps: list[Change]) -> str:
-    memory = text.size(limit)
-    if best is not None:
-        return f"cheapest that fits {memory}: {in_words(best.strategy)}"
-    missing = text.size(closest.peak_bytes - limit)
-    lines = [f"nothing fits {memory}; {in_words(closest.strategy)} comes closest, {missing} more"]
-    for change in helps:
-        fits = "which fits" if change.peak_bytes <= limit else "not enough alone"
-        lines.append(f"  with {change.words}: {text.size(change.peak_bytes)}, {fits}")
-    return "\n".join(lines)
-
-
-def _as_dict(
-    plan: Plan, plans: list[Plan], limit: int | None, best: Plan | None, helps: list[Change]
-) -> dict[str, Any]:
-    return {
-        "plan": plan.as_dict(),
-        "strategies": [
-            {
-                "strategy": in_words(other.strategy),
-                "persistent_bytes": other.persistent.total,
-                "peak_bytes": other.peak_bytes,
-                "bytes_sent": other.bytes_sent,
-                "seconds": other.seconds,
-                "fits": None if limit is None else other.peak_bytes <= limit,
-            }
-            for other in plans
-        ],
-        "memory": limit,
-        "cheapest": None if best is None else in_words(best.strategy),
-        "changes": [{"change": change.words, "peak_bytes": change.peak_bytes} for change in helps],
-    }

@@ -6,7 +6,8 @@ Pure arithmetic on a plan: nothing is allocated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -129,40 +130,32 @@ def memory_estimate(
     Raises:
         ArgumentError: something of this makes no sense.
     """
-    if isinstance(params, Iterable):
-        units = sizes_of(params)
-        if layers is not None:
-            raise ArgumentError("layers belongs to a number of parameters; units have their own")
-    else:
-        units = even_units(params, 1 if layers is None else layers)
+    units = _units(params, layers)
     as_choice(offload, OFFLOADS, "offload")
     if windowed and offload != "none":
         raise ArgumentError(
             "what is in a window is in use at any time; leave out either windowed or offload"
         )
-    plan, plain = (
-        make_plan(
-            units,
-            world_size,
-            strategy=which,
-            precision=precision,
-            optimizer_states=optimizer_states,
-            prefetch=prefetch,
-            prefetch_bytes=prefetch_bytes,
-            overlap=overlap,
-            microbatches=microbatches,
-            sync=sync,
-            windowed=windowed,
-            rank=rank,
-        )
-        for which in (strategy, "no_shard")
+    planned = functools.partial(
+        make_plan,
+        units,
+        world_size,
+        precision=precision,
+        optimizer_states=optimizer_states,
+        prefetch=prefetch,
+        prefetch_bytes=prefetch_bytes,
+        overlap=overlap,
+        microbatches=microbatches,
+        sync=sync,
+        windowed=windowed,
+        rank=rank,
     )
+    plan, plain = planned(strategy=strategy), planned(strategy="no_shard")
     layouts = lay_out(units, plan.placement.shards, precision)
     host = moved(plan.persistent, offload)
     live = plan.peak_live.parameters
     if offload != "none" and plan.placement.whole_parameters:
-        sizes = [unit.gathered for unit in layouts]
-        live = max((sum(sizes[n : n + 1 + prefetch]) for n in range(len(sizes))), default=0)
+        live = _most_in_a_row([unit.gathered for unit in layouts], 1 + prefetch)
     shards = plan.persistent.gradients - host.gradients
     full = plan.peak_live.gradients
     gradients = shards
@@ -180,6 +173,20 @@ def memory_estimate(
         host=host,
         unsharded=plain.peak_bytes,
     )
+
+
+def _units(params: float | Iterable[UnitSize | Unit], layers: int | None) -> tuple[UnitSize, ...]:
+    if not isinstance(params, Iterable):
+        return even_units(params, 1 if layers is None else layers)
+    units = sizes_of(params)
+    if layers is not None:
+        raise ArgumentError("layers belongs to a number of parameters; units have their own")
+    return units
+
+
+def _most_in_a_row(sizes: Sequence[int], units: int) -> int:
+    """The largest sum of so many sizes that follow each other."""
+    return max((sum(sizes[n : n + units]) for n in range(len(sizes))), default=0)
 
 
 def moved(held: Persistent, offload: Offloaded) -> Persistent:

@@ -79,10 +79,7 @@ def make_plan(
     sizes = sizes_of(units)
     if isinstance(strategy, str):
         strategy = Strategy(strategy)
-    world_size = as_int(world_size, "world_size", minimum=1)
-    rank = as_int(rank, "rank", minimum=0)
-    if rank >= world_size:
-        raise ArgumentError(f"rank {rank} is outside of a world of {world_size} ranks")
+    world_size, rank = _checked_world(world_size, rank)
     as_choice(sync, get_args(Sync), "sync")
     states = as_int(optimizer_states, "optimizer_states", minimum=0)
     place = strategy.place(world_size)
@@ -115,6 +112,14 @@ def make_plan(
         compute_seconds=None if compute is None else 3 * step.microbatches * sum(compute),
     )
     return plan if costs is None else _timed(plan, log, costs, compute)
+
+
+def _checked_world(world_size: int, rank: int) -> tuple[int, int]:
+    world_size = as_int(world_size, "world_size", minimum=1)
+    rank = as_int(rank, "rank", minimum=0)
+    if rank >= world_size:
+        raise ArgumentError(f"rank {rank} is outside of a world of {world_size} ranks")
+    return world_size, rank
 
 
 def _compute(given: Sequence[float], units: Sequence[UnitSize]) -> list[float]:
