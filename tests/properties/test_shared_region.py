@@ -361,7 +361,9 @@ scatter = "star:0-max"
 
 
 @pytest.mark.parametrize("ranks", [SharingSim, SimBackend])
-def test_lanes_and_the_ordinary_way_mix_whatever_the_table_says(ranks: Any, tmp_path: Path) -> None:
+def test_the_fast_path_and_the_ordinary_way_mix_whatever_the_table_says(
+    ranks: Any, tmp_path: Path
+) -> None:
     """Which way a rank goes is its own affair: here every third call has a deadline."""
     table = tmp_path / "table.toml"
     table.write_text(_TABLE)

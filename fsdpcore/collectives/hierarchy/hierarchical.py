@@ -1,9 +1,10 @@
-"""Two levels, for ranks on several hosts: inside every host, and across hosts in parallel lanes.
+"""Two levels, for ranks on several hosts: inside every host, and across hosts by many leaders.
 
-A chunk's lane on a host is the rank there with the owner's number on its own host (modulo the
-ranks of that host, where hosts differ). Reductions combine a host's contributions on the chunk's
-lane and send the owner what came of it; all_gather goes the same way back. A broadcast spreads the
-array inside the root's host, whose ranks each send their piece to its lane on all other hosts.
+Every rank of a host leads some chunks there: a chunk's leader is the rank with the owner's number
+on its own host (modulo the ranks of that host, where hosts differ). Reductions combine a host's
+contributions at the chunk's leader, which sends the owner what came of it; all_gather goes the same
+way back. A broadcast spreads the array inside the root's host, whose ranks each send their piece to
+its leader on all other hosts.
 
 What crosses between hosts are messages. Inside of a host it is ``shared`` where the ranks of that
 host share memory, and messages (``direct``) where they do not; the other hosts cannot tell. With
@@ -78,13 +79,13 @@ class Slab(NamedTuple):
     """Chunks that the ranks of a host handle together.
 
     Attributes:
-        owners: of the chunks, in the order of their lanes.
-        lanes: for each rank of the host, from where to where in ``owners`` its own are; so one
-            number more than there are ranks.
+        owners: of the chunks, in the order of their leaders.
+        led: for each rank of the host, from where to where in ``owners`` those are that it leads;
+            so one number more than there are ranks.
     """
 
     owners: list[int]
-    lanes: list[int]
+    led: list[int]
 
     @property
     def together(self) -> bool:
@@ -117,14 +118,14 @@ class Arrangement:
         }
         self._slabs: dict[tuple[int, bool], list[Slab]] = {}
 
-    def lane(self, owner: int, host: int) -> int:
-        """The rank of ``host`` that handles ``owner``'s chunk there."""
+    def leader(self, owner: int, host: int) -> int:
+        """The rank of ``host`` that leads ``owner``'s chunk there."""
         ranks = self.members[host]
         return ranks[self.place[owner] % len(ranks)]
 
-    def owners(self, lane: int, host: int) -> list[int]:
-        """The owners of the chunks that rank ``lane`` of ``host`` handles there."""
-        return [owner for owner in range(len(self.place)) if self.lane(owner, host) == lane]
+    def owners(self, leader: int, host: int) -> list[int]:
+        """The owners of the chunks that rank ``leader`` of ``host`` leads there."""
+        return [owner for owner in range(len(self.place)) if self.leader(owner, host) == leader]
 
     def slabs(self, host: int, packed: bool = False) -> list[Slab]:
         """All chunks, as ``host`` handles them; first its own, then those of the next hosts.
@@ -138,8 +139,8 @@ class Arrangement:
         return self._slabs[host, packed]
 
     def _packed(self, host: int) -> list[Slab]:
-        lanes = [self.owners(rank, host) for rank in self.members[host]]
-        return [Slab([*itertools.chain(*lanes)], bounds_of([len(lane) for lane in lanes]))]
+        led = [self.owners(rank, host) for rank in self.members[host]]
+        return [Slab([*itertools.chain(*led)], bounds_of([len(owners) for owners in led]))]
 
     def _by_host(self, host: int) -> list[Slab]:
         m, order, slabs = len(self.members[host]), list(self.members), []
@@ -148,7 +149,7 @@ class Arrangement:
             ranks = self.members[other]
             for first in range(0, len(ranks), m):
                 owners = ranks[first : first + m]
-                slabs.append(Slab(owners, [min(lane, len(owners)) for lane in range(m + 1)]))
+                slabs.append(Slab(owners, [min(place, len(owners)) for place in range(m + 1)]))
         return slabs
 
 
@@ -217,17 +218,17 @@ def reduce_scatter(
     for host, blocks in hosts.blocks.items():
         for block in blocks if host != here else []:
             pieces[block] = np.empty(own.size, reduction.accumulator)
-            context.irecv(pieces[block], hosts.lane(me, host))
+            context.irecv(pieces[block], hosts.leader(me, host))
     blocks, in_blocks = hosts.blocks[here], _InBlocks.on(here, hosts, reduction)
     with within_host(context) as (local, carrier):
         first, *others = hosts.slabs(here, carrier.sends or source.nbytes <= _PACKED)
         for slab in [*others, first]:  # what has to travel comes first
             at = slab.bounds(bounds)
-            low, high = slab.lanes[local.rank], slab.lanes[local.rank + 1]
+            low, high = slab.led[local.rank], slab.led[local.rank + 1]
             partials = np.empty((len(blocks), at[high] - at[low]), reduction.accumulator)
             flat = _view(source, slab, bounds) if slab.together else _pack(source, slab, bounds)
-            lanes = [at[lane] for lane in slab.lanes]
-            carrier.reduce_scatter(local, flat, partials.T, lanes, in_blocks)
+            led = [at[number] for number in slab.led]
+            carrier.reduce_scatter(local, flat, partials.T, led, in_blocks)
             for number in range(low, high):
                 owner = slab.owners[number]
                 for block, partial in zip(blocks, partials, strict=True):
@@ -253,12 +254,12 @@ def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Seque
     }
     for host in hosts.members:
         if host != here:
-            context.isend(own, hosts.lane(me, host))
+            context.isend(own, hosts.leader(me, host))
     np.copyto(out[bounds[me] : bounds[me + 1]], own)
     with within_host(context) as (local, carrier):
         packed = carrier.sends or out.nbytes <= _PACKED
         for slab in hosts.slabs(here, packed) if local.size > 1 else []:
-            low, high = slab.lanes[local.rank], slab.lanes[local.rank + 1]
+            low, high = slab.led[local.rank], slab.led[local.rank + 1]
             context.wait(*(arriving[owner] for owner in slab.owners[low:high] if owner != me))
             _spread(local, carrier, out, slab, bounds)
     context.wait_all()
@@ -267,20 +268,20 @@ def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Seque
 def _spread(
     local: CollectiveContext, carrier: Carrier, out: Array, slab: Slab, bounds: Sequence[int]
 ) -> None:
-    """Bring the chunks of a slab, which are in ``out`` of their lanes, to all ranks of the host."""
+    """Bring the chunks of a slab from their leaders' ``out`` to all ranks of the host."""
     at = slab.bounds(bounds)
-    lanes = [at[lane] for lane in slab.lanes]
-    mine = slice(lanes[local.rank], lanes[local.rank + 1])
+    led = [at[number] for number in slab.led]
+    mine = slice(led[local.rank], led[local.rank + 1])
     if slab.together:
         flat = _view(out, slab, bounds)
-        carrier.all_gather(local, flat[mine], flat, lanes)
+        carrier.all_gather(local, flat[mine], flat, led)
         return
     flat = np.empty(at[-1], out.dtype)
-    own = range(slab.lanes[local.rank], slab.lanes[local.rank + 1])
+    own = range(slab.led[local.rank], slab.led[local.rank + 1])
     for number, owner in enumerate(slab.owners):
         if number in own:
             np.copyto(flat[at[number] : at[number + 1]], out[bounds[owner] : bounds[owner + 1]])
-    carrier.all_gather(local, flat[mine], flat, lanes)
+    carrier.all_gather(local, flat[mine], flat, led)
     for number, owner in enumerate(slab.owners):
         if number not in own:
             np.copyto(out[bounds[owner] : bounds[owner + 1]], flat[at[number] : at[number + 1]])
@@ -317,11 +318,11 @@ def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
     helpers = hosts.members[context.hosts[root]]
     bounds = bounds_of(split_sizes(data.size, len(helpers)))
     pieces = [data[low:high] for low, high in itertools.pairwise(bounds)]
-    lanes = [hosts.lane(helper, here) for helper in helpers]  # where the pieces come to this host
+    leaders = [hosts.leader(helper, here) for helper in helpers]  # of the pieces, on this host
     with within_host(context) as (local, carrier):
         if me not in helpers:
-            for piece, helper, lane in zip(pieces, helpers, lanes, strict=True):
-                if lane == me:
+            for piece, helper, leader in zip(pieces, helpers, leaders, strict=True):
+                if leader == me:
                     context.irecv(piece, helper)
             context.wait_all()
         elif carrier.broadcast is not None:
@@ -334,9 +335,9 @@ def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
             context.recv(pieces[hosts.place[me]], root)
         for host in hosts.members if me in helpers else []:
             if host != here:
-                context.isend(pieces[hosts.place[me]], hosts.lane(me, host))
+                context.isend(pieces[hosts.place[me]], hosts.leader(me, host))
         if carrier.sends:
-            _share(context, pieces, lanes, hosts.members[here], root)
+            _share(context, pieces, leaders, hosts.members[here], root)
         elif me not in helpers:
             _spread_pieces(local, carrier, data, bounds)
     context.wait_all()
@@ -345,26 +346,26 @@ def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
 def _share(
     context: CollectiveContext,
     pieces: Sequence[Array],
-    lanes: Sequence[int],
+    leaders: Sequence[int],
     mates: Sequence[int],
     root: int,
 ) -> None:
-    """Send every piece from its lane to all ranks of a host; the root has them."""
-    for piece, lane in zip(pieces, lanes, strict=True):
-        if lane == context.rank:
+    """Send every piece from its leader to all ranks of a host; the root has them."""
+    for piece, leader in zip(pieces, leaders, strict=True):
+        if leader == context.rank:
             for mate in mates:
                 if mate not in (context.rank, root):
                     context.isend(piece, mate)
         elif context.rank != root:
-            context.irecv(piece, lane)
+            context.irecv(piece, leader)
 
 
 def _spread_pieces(
     local: CollectiveContext, carrier: Carrier, data: Array, bounds: Sequence[int]
 ) -> None:
-    """Bring every piece from its lane to all ranks of a host, through their memory."""
+    """Bring every piece from its leader to all ranks of a host, through their memory."""
     m, count = local.size, len(bounds) - 1
     for first in range(0, count, m):
-        at = [bounds[min(first + lane, count)] for lane in range(m + 1)]
-        some, lanes = data[at[0] : at[-1]], [low - at[0] for low in at]
-        carrier.all_gather(local, some[lanes[local.rank] : lanes[local.rank + 1]], some, lanes)
+        at = [bounds[min(first + place, count)] for place in range(m + 1)]
+        some, led = data[at[0] : at[-1]], [low - at[0] for low in at]
+        carrier.all_gather(local, some[led[local.rank] : led[local.rank + 1]], some, led)
