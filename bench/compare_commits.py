@@ -30,9 +30,9 @@ from commits_bench.cases import Setting
 from commits_bench.report import NEW, OLD, Compared
 
 from fsdpcore.bench.cases import parse_size
-from fsdpcore.bench.harness import field, options, record, table
+from fsdpcore.bench.harness import options, record, table
 from fsdpcore.bench.harness.start import RankProgram, Start
-from fsdpcore.bench.harness.turns import RoundPlan, take_turns, versions_of
+from fsdpcore.bench.harness.turns import RoundPlan, start_all, take_turns, versions_of
 from fsdpcore.core.errors import ArgumentError, RankFailedError
 
 _MEMBER = str(Path(__file__).parent / "commits_bench" / "member.py")
@@ -111,7 +111,7 @@ def _measure(
         try:
             with ExitStack() as stack:
                 wanted = {name: _start(name, setting, pythons[name]) for name in order}
-                entrants = field.start_all(stack, setting.ranks, wanted)
+                entrants = start_all(stack, setting.ranks, wanted)
                 versions.update(versions_of(entrants))
                 for case, compared in found.items():
                     with tempfile.TemporaryDirectory(prefix="bench-", dir=_memory()) as folder:

@@ -27,7 +27,7 @@ from optimizer_bench.contestants import PEERS, POLICIES, Updated
 from fsdpcore import __version__
 from fsdpcore.bench.harness import options, record, table
 from fsdpcore.bench.harness.measurements import OURS, Measurement, wrong_in
-from fsdpcore.bench.harness.member import timed_calls
+from fsdpcore.bench.harness.member import timed
 from fsdpcore.bench.harness.turns import alternate
 from fsdpcore.core.errors import ArgumentError
 
@@ -95,21 +95,17 @@ def _measured(found: Mapping[str, Updated], rounds: int, iterations: int) -> dic
     wrong = _wrong(found)
 
     def turn(name: str, _: int) -> list[float]:
-        took = timed_calls(_nothing, found[name].update, _nothing, 0, iterations)
-        return [took / iterations]
+        return [timed(found[name], 0, iterations) / iterations]
 
     samples = alternate(found, rounds, turn)
     return {name: Measurement(name, iterations, wrong[name], samples[name]) for name in found}
-
-
-def _nothing() -> None: ...
 
 
 def _wrong(found: Mapping[str, Updated]) -> dict[str, int | None]:
     """After a few steps, count the elements on which the others do not agree with ours."""
     for contestant in found.values():
         for _ in range(_CHECKED_STEPS):
-            contestant.update()
+            contestant.step()
     ours = found[OURS].param
     wrong: dict[str, int | None] = dict.fromkeys(found)
     for name, contestant in found.items():

@@ -22,10 +22,10 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the unsharded bl
 from tensor_bench.cases import PEERS, Case
 
 from fsdpcore import __version__
-from fsdpcore.bench.harness import field, options, record, table
+from fsdpcore.bench.harness import options, record, table
 from fsdpcore.bench.harness.measurements import OURS, Measurement, wrong_in
 from fsdpcore.bench.harness.start import RankProgram
-from fsdpcore.bench.harness.turns import RoundPlan, take_turns, versions_of
+from fsdpcore.bench.harness.turns import RoundPlan, start_all, take_turns, versions_of
 
 _FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "examples")
 _MODES = ("both", "whole", "sequence")
@@ -93,10 +93,10 @@ class BlockRun:
         for line in table.heading(run.machine, f"{first}, {self.threads} threads each"):
             typer.echo(line)
         program = RankProgram.module("tensor_bench.member", *_FOLDERS, threads=self.threads)
-        wanted = field.starts(program, self.ranks, self.transport, [OURS], self.against)
+        wanted = program.starts(self.ranks, self.transport, [OURS], self.against)
         results = []
         with contextlib.ExitStack() as stack:
-            entrants = field.start_all(stack, self.ranks, wanted)
+            entrants = start_all(stack, self.ranks, wanted)
             for case in cases:
                 rows = take_turns(entrants, self.plan, asdict(case))
                 for line in _table(case, rows):

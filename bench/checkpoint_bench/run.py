@@ -26,11 +26,11 @@ from checkpoint_bench.cases import (
 )
 from checkpoint_bench.folders import Folders, check_room
 from checkpoint_bench.report import Result, StateRow
-from fsdpcore.bench.harness import field, options, record
+from fsdpcore.bench.harness import options, record
 from fsdpcore.bench.harness.measurements import OURS, wrong_in
 from fsdpcore.bench.harness.start import RankProgram
 from fsdpcore.bench.harness.team import Team
-from fsdpcore.bench.harness.turns import alternate, versions_of
+from fsdpcore.bench.harness.turns import alternate, start_all, versions_of
 from fsdpcore.core.errors import ArgumentError
 
 _FOLDER = Path(__file__).parents[1]  # of the modules that a rank needs, which nobody installs
@@ -222,9 +222,9 @@ class _Measuring:
         threads = options.threads_per_rank(ranks, 0)
         program = RankProgram.module("checkpoint_bench.member", _FOLDER, threads=threads)
         request = self._request
-        wanted = field.starts(program, ranks, request.transport, [OURS], request.against)
+        wanted = program.starts(ranks, request.transport, [OURS], request.against)
         with contextlib.ExitStack() as stack:
-            entrants = field.start_all(stack, ranks, wanted)
+            entrants = start_all(stack, ranks, wanted)
             teams: dict[str, Team] = dict(entrants)
             for name in self._contestants:
                 teams.get(name, teams[OURS]).ask(name, "prepare", case=vars(self._case))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fsdpcore as fc
 from fsdpcore.bench.harness.member import CaseRunner
@@ -14,6 +15,10 @@ _STEPS_FOR_MEMORY = 2
 
 class StepJob(CaseRunner):
     """Makes its model when it is made."""
+
+    @abstractmethod
+    def step(self) -> Any:
+        """What is timed; the loss, where something is trained."""
 
     def memory(self) -> list[float]:
         """Memory in steps as they are timed; that of making the model does not count."""
@@ -27,8 +32,8 @@ class StepJob(CaseRunner):
         return Memory(now.process, now.peak_rss, max(sampler.highest, now.pss)).as_answer()
 
     def losses(self, count: int) -> list[float]:
-        """Make ``count`` steps; this rank's loss in each, in nats."""
-        raise NotImplementedError(f"{type(self).__name__} trains nothing")
+        """Make ``count`` steps, which return their losses; this rank's, in nats."""
+        return [float(self.step()) for _ in range(count)]
 
     def split(self, count: int) -> list[float]:
         """Make ``count`` steps; their seconds, and how many of these went into computing."""

@@ -95,15 +95,8 @@ class PeerTraining(StepJob):
     def barrier(self) -> None:
         self._group.barrier()
 
-    def step(self) -> None:
-        """Forward, loss, backward, clipping, AdamW."""
-        self._train()
-
-    def losses(self, count: int) -> list[float]:
-        """Make steps; their losses on this rank's sequences."""
-        return [float(self._train()) for _ in range(count)]
-
-    def _train(self) -> Any:
+    def step(self) -> Any:
+        """Forward, loss, backward, clipping, AdamW; the loss."""
         logits = self._model(self._x)
         loss = functional.cross_entropy(logits.view(-1, logits.shape[-1]), self._y)
         loss.backward()

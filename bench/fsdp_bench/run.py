@@ -27,13 +27,19 @@ from fsdp_bench.cases import (
 )
 from fsdp_bench.job import Moved
 from fsdp_bench.report import Result
-from fsdpcore.bench.harness import field as contest
 from fsdpcore.bench.harness import options, picture, record
 from fsdpcore.bench.harness.measurements import OURS, wrong_in
 from fsdpcore.bench.harness.memory import Memory
 from fsdpcore.bench.harness.start import RankProgram, Start
 from fsdpcore.bench.harness.team import RemoteTeam, Team
-from fsdpcore.bench.harness.turns import Entrant, RoundPlan, run_seconds, take_turns, versions_of
+from fsdpcore.bench.harness.turns import (
+    Entrant,
+    RoundPlan,
+    run_seconds,
+    start_all,
+    take_turns,
+    versions_of,
+)
 from fsdpcore.core.errors import ArgumentError
 
 # Where a rank finds the modules of its program, which are in no package that is installed.
@@ -134,7 +140,7 @@ def _measure(request: StepRun, case: Case) -> Result:
             trials = _trials(request, case)
             case = replace(case, setting=min(trials, key=lambda name: trials[name]))
     with contextlib.ExitStack() as stack:
-        entrants = contest.start_all(stack, request.ranks, _starts(request, case))
+        entrants = start_all(stack, request.ranks, _starts(request, case))
         plan, wrong = request.plan, {}
         if isinstance(case, Training) and plan.check:
             wrong = _wrong_losses(entrants, case)
@@ -159,8 +165,8 @@ def _starts(request: StepRun, case: Case) -> dict[str, Start]:
     against, others = request.against, [ALONE]
     if isinstance(case, Exchange):  # nothing is stored but parameters, and gradients are not set
         against, others = tuple(name for name in against if name not in OFFLOADS), []
-    return contest.starts(
-        RankProgram.module("fsdp_bench.member", *FOLDERS, threads=request.threads_per_rank),
+    program = RankProgram.module("fsdp_bench.member", *FOLDERS, threads=request.threads_per_rank)
+    return program.starts(
         request.ranks,
         request.transport,
         [OURS, *(name for name in against if name in VARIANTS)],

@@ -120,10 +120,6 @@ class OurTraining(EngineJob):
             step.update(clip=self._case.clip)
         return loss
 
-    def losses(self, count: int) -> list[float]:
-        """Make steps; their losses on this rank's sequences."""
-        return [float(self.step()) for _ in range(count)]
-
     def split(self, count: int) -> list[float]:
         """Make steps; their seconds, and those inside layers, loss and AdamW."""
         self.barrier()
@@ -171,7 +167,7 @@ class Alone(StepJob):
         """Nobody is waited for; all ranks get their orders at the same time."""
 
     def step(self) -> Any:
-        """Forward, loss, backward, clipping, AdamW; the loss."""
+        """The same step; gradients are this rank's own, so only the first loss is ours."""
         x, saved = self._x, []
         for (_, layer), unit in zip(self._layers, self._units, strict=True):
             x, kept = layer.forward(unit.params, x)
@@ -193,10 +189,6 @@ class Alone(StepJob):
                 out=unit.rounded,
             )
         return loss
-
-    def losses(self, count: int) -> list[float]:
-        """Make steps; their losses. Gradients are this rank's own, so only the first is ours."""
-        return [float(self.step()) for _ in range(count)]
 
 
 class _PlainUnit:

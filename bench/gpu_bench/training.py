@@ -14,12 +14,11 @@ from typing import Any
 import gpt_model
 from fsdp_bench.cases import PEER
 
-from fsdpcore.bench.harness import field
 from fsdpcore.bench.harness.measurements import OURS, Measurement, compare
 from fsdpcore.bench.harness.memory import Memory, highest_rss
 from fsdpcore.bench.harness.start import RankProgram
 from fsdpcore.bench.harness.team import Team
-from fsdpcore.bench.harness.turns import Entrant, RoundPlan, take_turns
+from fsdpcore.bench.harness.turns import Entrant, RoundPlan, start_all, take_turns
 from fsdpcore.core.errors import RankFailedError
 from gpu_bench.cases import CONTESTANTS, PLAIN, GpuTraining
 
@@ -66,12 +65,12 @@ def measure(
     program = RankProgram.module("gpu_bench.member", *FOLDERS)
     peers = [PEER] if importlib.util.find_spec("torch") is not None else []
     share = cases[0].share_gpu
-    wanted = field.starts(program, ranks, transport, [OURS], peers, share_gpu=share)
+    wanted = program.starts(ranks, transport, [OURS], peers, share_gpu=share)
     with contextlib.ExitStack() as stack:
         teams: dict[str, Team] = {}
         for name, start in wanted.items():
             try:
-                teams.update(field.start_all(stack, ranks, {name: start}))
+                teams.update(start_all(stack, ranks, {name: start}))
             except (RankFailedError, OSError) as error:
                 tell({"contestant": name, "error": str(error)})
         if OURS not in teams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from importlib.metadata import version
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import fsdpcore as fc
 from fsdpcore import __version__
 from fsdpcore.bench.harness.measurements import OURS
+from fsdpcore.bench.harness.member import CaseRunner
 from fsdpcore.bench.harness.options import check_known, check_torch
 from fsdpcore.core.errors import ArgumentError
 
@@ -33,14 +34,13 @@ POLICIES: dict[str, tuple[fc.optim.Optimizer, str, dict[str, Any]]] = {
 Array = NDArray[np.float32]
 
 
-class Updated(ABC):
-    """Owns a copy of the parameters and its optimizer state."""
+class Updated(CaseRunner):
+    """Owns a copy of the parameters and its optimizer state; the gradient is always the same."""
 
     versions: dict[str, str]
 
-    @abstractmethod
-    def update(self) -> None:
-        """Take a step; the gradient is always the same."""
+    def barrier(self) -> None:
+        """There are no other ranks."""
 
     @property
     @abstractmethod
@@ -59,7 +59,7 @@ class Ours(Updated):
         if getattr(policy, "fused", False):
             self.versions["numba"] = version("numba")
 
-    def update(self) -> None:
+    def step(self) -> None:
         self._steps += 1
         self._policy.update(self._param, self._grad, self._state, step=self._steps)
 
@@ -86,7 +86,7 @@ class Torch(Updated):
         self._optimizer = getattr(torch.optim, name)(self._params, **options)
         self.versions = {"torch": torch.__version__}
 
-    def update(self) -> None:
+    def step(self) -> None:
         self._optimizer.step()
 
     @property

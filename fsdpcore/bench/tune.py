@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fsdpcore import collectives
+from fsdpcore.bench.harness.member import timed_calls
+from fsdpcore.bench.harness.turns import alternate
 from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.selection.choose import candidates, predict
 from fsdpcore.collectives.selection.table import ALGORITHMS
@@ -319,21 +320,19 @@ def _rounds(
     for call in calls.values():
         call()  # the first call prepares things
     trial = _slowest(backend, [_time(backend, call, 1) for call in calls.values()])
-    repeats = [max(1, min(_MAX_CALLS, int(effort.seconds / max(t, 1e-9)))) for t in trial]
-    times = [
-        [_time(backend, call, n) for call, n in zip(calls.values(), repeats, strict=True)]
-        for _ in range(effort.rounds)
-    ]
-    least = _slowest(backend, times).min(axis=0)
+    repeats = {
+        name: max(1, min(_MAX_CALLS, int(effort.seconds / max(seconds, 1e-9))))
+        for name, seconds in zip(calls, trial, strict=True)
+    }
+    times = alternate(
+        calls, effort.rounds, lambda name, _: _time(backend, calls[name], repeats[name])
+    )
+    least = _slowest(backend, list(times.values())).min(axis=1)
     return dict(zip(calls, map(float, least), strict=True))
 
 
 def _time(backend: Backend, call: Callable[[], object], repeats: int) -> float:
-    backend.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
+    return timed_calls(backend.barrier, call, lambda: None, 0, repeats) / repeats
 
 
 def _slowest(backend: Backend, seconds: object) -> NDArray[np.float64]:

@@ -86,6 +86,31 @@ class RankProgram:
 
         return start
 
+    def starts(
+        self,
+        world_size: int,
+        transport: str,
+        ours: Sequence[str],
+        others: Sequence[str],
+        **options: Any,
+    ) -> dict[str, Start]:
+        """How to start each contestant's ranks, which get its name as ``contestant``.
+
+        Args:
+            world_size: number of ranks of each.
+            transport: of ours.
+            ours: those on a backend.
+            others: those that are started one by one.
+            options: of all ranks.
+        """
+        found: dict[str, Start] = {}
+        for name in ours:
+            given = {"contestant": name, **options}
+            found[name] = self.under_our_launcher(world_size, transport, **given)
+        for name in others:
+            found[name] = self.one_by_one(world_size, contestant=name, **options)
+        return found
+
     def _start(
         self, launcher: Sequence[str], environ: Mapping[str, str], options: Mapping[str, Any]
     ) -> Start:

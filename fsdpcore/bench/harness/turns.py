@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from fsdpcore.bench.harness.measurements import Measurement
 from fsdpcore.bench.harness.memory import Memory
-from fsdpcore.bench.harness.team import Team
+from fsdpcore.bench.harness.start import Start
+from fsdpcore.bench.harness.team import RemoteTeam, Team
 from fsdpcore.core.errors import ArgumentError
 
 MIN_ITERATIONS = 5
@@ -57,6 +59,14 @@ class Entrant(NamedTuple):
 
     contestant: str
     team: Team
+
+
+def start_all(stack: ExitStack, world_size: int, wanted: Mapping[str, Start]) -> list[Entrant]:
+    """Start them one after the other; those that are up sleep meanwhile, and end with the stack."""
+    return [
+        Entrant(name, stack.enter_context(RemoteTeam(name, world_size, start)))
+        for name, start in wanted.items()
+    ]
 
 
 def alternate(
