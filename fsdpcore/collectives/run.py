@@ -70,7 +70,8 @@ def _perform(
         if not (choice.agrees or spec.agreed):
             context.rows = context.agree()
             # Among GPUs the host does not wait for the others at every call: see ``on_device``.
-            spec.agreed = not (backend.moves.on_host or spec.ragged or spec.chooses_late)
+            late = spec.ragged or spec.chooses_late
+            spec.agreed = not (backend.moves.on_host or late or spec.definition is None)
         result = body(context)
     except BaseException as error:
         context.broke(entry, error)
