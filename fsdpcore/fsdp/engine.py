@@ -24,7 +24,7 @@ from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress
 from fsdpcore.fsdp.state.writing import set_progress, update_shards, writing_state
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.stats import StepStats
-from fsdpcore.fsdp.step.step import Step
+from fsdpcore.fsdp.step.step import EngineSteps, Step
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.make_model import make_memory, make_model
 from fsdpcore.fsdp.units.options import EngineOptions, Prefetch
@@ -137,7 +137,7 @@ class FSDP:
         self._model = make_model(self.units, backend, options, optimizer, tensor)
         self._memory = make_memory(self._model, self.units, self._pool)
         self.windowed, self.all_windowed = self._memory.windowed, self._memory.all_windowed
-        self._executor = StepExecutor(self._model, self._pool, self._memory)
+        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory))
 
     # Units.
 
@@ -204,16 +204,16 @@ class FSDP:
             StateError: on entering it, inside of another step or of ``full_params``; or an update
                 was left half done, and nothing was loaded since.
         """
-        return Step(self._executor, divisor, training=True)
+        return Step(self._steps, divisor, training=True)
 
     def evaluation(self) -> Step:
         """Like ``step``, for forward passes only: no gradients, and no update."""
-        return Step(self._executor, None, training=False)
+        return Step(self._steps, None, training=False)
 
     @property
     def stats(self) -> StepStats:
         """What the last step did, and how long it waited."""
-        return self._executor.stats
+        return self._steps.executor.stats
 
     def close(self) -> None:
         """Close the groups of ranks that were made for this engine.
@@ -411,7 +411,8 @@ class FSDP:
 
     def report(self) -> Report:
         """Compare the last step with its plan, on this rank; it can be printed."""
-        return report_of(self.units, self._executor, self.held(), windowed=self.windowed)
+        executor = self._steps.executor
+        return report_of(self.units, executor, self.held(), windowed=self.windowed)
 
     @property
     def gathered_peak(self) -> int:
@@ -446,5 +447,4 @@ def check_idle(engine: FSDP, what: str) -> None:
 
 def open_step(engine: FSDP) -> Step | None:
     """Return the step that is open."""
-    step = engine._model.status.step
-    return step if isinstance(step, Step) else None
+    return engine._steps.open

@@ -35,15 +35,14 @@ class StepExecutor(UnitPasses):
         self._pool = pool
         self._file = memory.file
 
-    def begin(self, step: object, awaiting: Counter[str]) -> None:
+    def begin(self, awaiting: Counter[str]) -> None:
         """Begin a step.
 
         Args:
-            step: the step.
             awaiting: how many of its forward passes of a unit wait for their backward pass.
         """
         status = self.model.status
-        if status.step is not None:
+        if status.in_step:
             raise StateError("a step is open already; leave it before you begin another one")
         status.check_whole()
         status.check_idle("a step")
@@ -51,12 +50,12 @@ class StepExecutor(UnitPasses):
             self._file.restart()
             self.model.units[0].store.ahead(GATHERED)
         self._pool.reset_peak()
-        status.step = step
+        status.in_step = True
         self.begin_passes(awaiting)
 
     def end(self) -> None:
         """End a step: reshard all units and drop the gradients."""
-        self.model.status.step = None
+        self.model.status.in_step = False
         self.end_passes()
         for unit in self.model.units:
             unit.in_use = False

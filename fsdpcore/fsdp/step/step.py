@@ -28,6 +28,19 @@ class BackwardUnit(NamedTuple):
     grads: Gradients
 
 
+class EngineSteps:
+    """The steps of an engine.
+
+    Attributes:
+        executor: of their passes.
+        open: the one that was entered and not left; there is one at most.
+    """
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self.executor = executor
+        self.open: Step | None = None
+
+
 class Step:
     """Made by ``engine.step()`` (or ``engine.evaluation()``) and used in a ``with`` statement.
 
@@ -41,12 +54,13 @@ class Step:
         skipped: the update was left out, because gradients were inf or nan.
     """
 
-    def __init__(self, executor: StepExecutor, divisor: float | None, training: bool) -> None:
+    def __init__(self, steps: EngineSteps, divisor: float | None, training: bool) -> None:
         self.divisor = check_divisor(divisor)
         self.training = training
         self.skipped = False
-        self._executor = executor
-        self._model = executor.model
+        self._steps = steps
+        self._executor = steps.executor
+        self._model = steps.executor.model
         self._state = StepState(training)
         self._synchronising = True
 
@@ -54,7 +68,8 @@ class Step:
         state = self._state
         state.check_first()
         # An evaluation keeps nothing for a backward pass.
-        self._executor.begin(self, state.forwards if self.training else Counter())
+        self._executor.begin(state.forwards if self.training else Counter())
+        self._steps.open = self
         state.begin()
         return self
 
@@ -65,6 +80,7 @@ class Step:
         traceback: TracebackType | None,
     ) -> None:
         self._state.active = False
+        self._steps.open = None
         self._executor.end()
         if error is None:
             self._state.check_applied()

@@ -23,13 +23,13 @@ class EngineStatus:
         steps: number of updates so far.
         partially_updated: an update was left half done, for instance by an interrupt.
         full_params_open: inside of ``full_params``.
-        step: the ``Step`` that is open.
+        in_step: inside of a step.
     """
 
     steps: int = 0
     partially_updated: bool = False
     full_params_open: bool = False
-    step: object = None
+    in_step: bool = False
 
     def check_whole(self) -> None:
         """Raise StateError if an update was left half done, and nothing was loaded since."""
@@ -41,7 +41,7 @@ class EngineStatus:
 
     def check_idle(self, what: str) -> None:
         """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
-        if self.step is not None or self.full_params_open:
+        if self.in_step or self.full_params_open:
             where = "full_params()" if self.full_params_open else "a step"
             raise StateError(f"{what} inside of {where}; leave that first")
 
