@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Sequence
 
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -55,8 +56,17 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as the subject of a sentence: ``rank 2``, ``ranks 0, 1, 3``, ``ranks 0..7``."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {rank_list(ranks).strip('[]')}"
+    """Return all of some ranks as the subject of a sentence: ``rank 2``, ``ranks 0, 1, 3``.
+
+    Many are written as runs: ``ranks 0..15, 17, 20..30``.
+    """
+    parts = list(map(str, ranks))
+    if len(parts) > 2 * _SHOWN:
+        # In a run, numbers and their places grow alike.
+        runs = itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0])
+        ends = [(run[0][1], run[-1][1]) for run in (list(found) for _, found in runs)]
+        parts = [f"{low}..{high}" if low < high else f"{low}" for low, high in ends]
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

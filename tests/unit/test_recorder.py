@@ -257,6 +257,8 @@ def test_words_for_ranks():
     assert rank_list(range(0, 200, 2)) == "[0, 2, 4, 6, 8, 10, 12, 14, ... 198]"
     assert name_ranks([4]) == "rank 4"
     assert name_ranks([0, 1, 3]) == "ranks 0, 1, 3"
+    assert name_ranks(range(16)).endswith("12, 13, 14, 15")
+    assert name_ranks([*range(16), 17, 20, 21]) == "ranks 0..15, 17, 20..21"
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == (
         ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th"]
     )
