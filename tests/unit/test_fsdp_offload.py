@@ -19,7 +19,8 @@ from support.mappings import unnamed
 import fsdpcore as fc
 from fsdpcore.fsdp.offload import mapped_file, stores
 from fsdpcore.fsdp.offload.mapped_file import PAGE, FileSpan, MappedFile, joined
-from fsdpcore.fsdp.offload.offload import ArrayKind
+from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray
+from fsdpcore.fsdp.offload.offload_store import OffloadStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
 
@@ -378,6 +379,14 @@ def test_options_that_make_no_sense(options):
 
 
 # The file.
+
+
+def test_a_store_makes_what_it_was_told_and_nothing_else():
+    held = [HeldArray(ArrayKind.STATE, 8), HeldArray(ArrayKind.STATE, 12)]
+    make = OffloadStore(np.empty, held).allocate(ArrayKind.STATE)
+    assert make(2, np.dtype(np.float32)).nbytes == 8
+    with pytest.raises(AssertionError, match="optimizer state were planned wrongly"):
+        make(2, np.dtype(np.float32))
 
 
 def test_spans_are_joined():

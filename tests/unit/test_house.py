@@ -44,6 +44,13 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"plan"},
         {"engine"},
     ),
+    "fsdpcore.checkpoint": (
+        {"format"},
+        {"storage", "memory"},
+        {"plan"},
+        {"save", "load"},
+        {"interchange"},
+    ),
 }
 LEVELS = {
     house: {room: level for level, rooms in enumerate(floors) for room in rooms}
