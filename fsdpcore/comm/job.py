@@ -195,8 +195,7 @@ class Job(ABC):
         broken = self._failure
         if broken is not None:
             self.fail(broken, tell=True)  # in case that nobody has heard of it
-        for executor in self._executors:
-            executor.close(self.default_timeout if broken is None else 1.0)
+        self._close_executors()
         self._executors.clear()
         if not isinstance(self._failure, ClosedError):
             self.recorder.save()
@@ -217,6 +216,11 @@ class Job(ABC):
         executor.close(self.default_timeout)
         with contextlib.suppress(ValueError):  # it was ended before
             self._executors.remove(executor)
+
+    def _close_executors(self) -> None:
+        """Let asynchronous operations end; for a moment only where the job is broken."""
+        for executor in self._executors:
+            executor.close(self.default_timeout if self._failure is None else 1.0)
 
     def unexpected(self, src: int, channel: int) -> list[int]:
         """The tags of messages from ``src`` that have come and that nobody has asked for."""

@@ -67,6 +67,14 @@ class MatchTable(Generic[Receive, Message]):
         for queue in self._messages.values():
             yield from queue
 
+    def awaits(self, src: int) -> bool:
+        """Whether a receive waits for a message from ``src``."""
+        return any(sender == src for sender, _, _ in self._receives)
+
+    def unexpected(self, src: int, channel: int) -> list[int]:
+        """The tags of messages from ``src`` on ``channel`` that wait for a receive."""
+        return [tag for sender, where, tag in self._messages if (sender, where) == (src, channel)]
+
     def clear(self) -> None:
         """Forget everything."""
         self._receives.clear()

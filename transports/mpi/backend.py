@@ -180,8 +180,7 @@ class MpiBackend(MpiTransport):
 
     def unexpected(self, src: int, channel: int) -> list[int]:
         with self.lock:
-            keys = [arrival.key for arrival in self.table.messages()]
-        return [tag for source, its_channel, tag in keys if (source, its_channel) == (src, channel)]
+            return self.table.unexpected(src, channel)
 
     def _refuse(self, peer: int) -> None:
         """Raise because of a message to or from a rank that has left, or by one that leaves."""
@@ -225,8 +224,7 @@ class MpiBackend(MpiTransport):
     def _note_leaving(self, peer: int) -> None:
         """A peer posts no more messages; break the backend if any is needed from it."""
         self._left.add(peer)
-        awaited = any(receive.key[0] == peer for receive in self.table.receives())
-        if awaited or self.engine.offered_to(peer):
+        if self.table.awaits(peer) or self.engine.offered_to(peer):
             self._miss(peer)
 
     def _miss(self, peer: int) -> None:
@@ -262,8 +260,7 @@ class MpiBackend(MpiTransport):
     def close(self) -> None:
         if self.forked:
             return
-        for executor in self._executors:  # what they still run needs the messages
-            executor.close(self.default_timeout if self.failure is None else 1.0)
+        self._close_executors()  # what they still run needs the messages
         with self.lock:
             leaves = self.failure is None and not self._leaving
             if leaves:

@@ -226,8 +226,7 @@ class SimBackend(Transport):
 
     def unexpected(self, src: int, channel: int) -> list[int]:
         with self.inbox.lock:
-            keys = [message.key for message in self.inbox.table.messages()]
-        return [tag for sender, where, tag in keys if (sender, where) == (src, channel)]
+            return self.inbox.table.unexpected(src, channel)
 
     def _release(self, flush: bool) -> None:
         """Nothing to free; peers that wait for this rank learn that it has left."""
@@ -239,7 +238,7 @@ class SimBackend(Transport):
         error = PeerFailedError(f"rank {self.rank} {how}", self.rank)
         for peer in self._world:
             with peer.inbox.lock:
-                waits = any(receive.key[0] == self.rank for receive in peer.inbox.table.receives())
+                waits = peer.inbox.table.awaits(self.rank)
             if waits:
                 peer.fail(error, tell=True)
         with self.inbox.lock:

@@ -253,8 +253,7 @@ class ZmqBackend(Transport):
 
     def unexpected(self, src: int, channel: int) -> list[int]:
         with self.lock:
-            keys = [arrival.key for arrival in self.table.messages()]
-        return [tag for sender, where, tag in keys if (sender, where) == (src, channel)]
+            return self.table.unexpected(src, channel)
 
     # What the ranks tell each other.
 
@@ -286,8 +285,7 @@ class ZmqBackend(Transport):
     def close(self) -> None:
         if self.forked:
             return
-        for executor in self._executors:  # what they still run needs the connections
-            executor.close(self.default_timeout if self._failure is None else 1.0)
+        self._close_executors()  # what they still run needs the connections
         with self.lock:
             if self._failure is None and not self.control.leaving:
                 # Said first, so that nobody waits for a receive that will never be posted, while

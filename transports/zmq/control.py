@@ -202,10 +202,8 @@ class Control:
     def _note_leaving(self, peer: Peer) -> None:
         """A peer posts no more messages; break the backend if any is needed from it."""
         peer.left = True
-        wanted = any(
-            wait.peer_channel is peer.peer_channel for wait in self._state.table.receives()
-        )
-        if wanted or (peer.peer_channel is not None and peer.peer_channel.unwanted()):
+        unwanted = peer.peer_channel is not None and peer.peer_channel.unwanted()
+        if unwanted or self._state.table.awaits(peer.rank):
             self.miss(peer)
 
     def miss(self, peer: Peer) -> None:
