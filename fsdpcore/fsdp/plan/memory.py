@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdpcore.fsdp.plan.sizes import Persistent
-from fsdpcore.fsdp.sharding.placement import Keep, Placement
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
-from fsdpcore.fsdp.units.held import held_of
 from fsdpcore.fsdp.units.model import ShardedModel
-
-_ALONE = Placement(shards=1, replicas=1, regather=1, keep=Keep.UPDATE)
 
 
 @dataclass(frozen=True)
@@ -63,15 +59,14 @@ def measure(model: ShardedModel, pool: BufferPool, window: int) -> HeldMemory:
     """
     held = [(each, unit.store) for unit in model.units for each in unit.store.held]
     sums = Persistent.of(each for each, _ in held)
-    alone = [each for unit in model.units for each in held_of(unit, _ALONE, 0, model.optimizers)]
     return HeldMemory(
-        sums.parameters,
-        sums.gradients,
-        sums.optimizer,
-        sum(each.padding for each, _ in held),
-        pool.live_bytes,
-        pool.spare_bytes,
-        window,
-        unsharded=sum(each.nbytes for each in alone),
+        parameters=sums.parameters,
+        gradients=sums.gradients,
+        optimizer=sums.optimizer,
+        padding=sum(each.padding for each, _ in held),
+        buffers=pool.live_bytes,
+        spare=pool.spare_bytes,
+        window=window,
+        unsharded=model.unsharded,
         pinned=sum(each.nbytes for each, store in held if each.kind in store.away),
     )

@@ -64,8 +64,13 @@ def held_of(
     *,
     windowed: bool = False,
 ) -> list[HeldArray]:
-    """Return what one rank holds of a unit of an engine; the arguments are as above."""
-    layouts = [replace(part.layout, world_size=placement.shards) for part in unit.flat_parameters]
+    """Return what one rank would hold of a unit; the arguments are as above.
+
+    The engine's own ``placement`` says what it holds; another one what it would hold with that.
+    """
+    layouts = [part.layout for part in unit.flat_parameters]
+    if unit.layout.world_size != placement.shards:
+        layouts = [replace(layout, world_size=placement.shards) for layout in layouts]
     trained, *frozen = layouts
     states: Sequence[int] = ()
     if optimizers is not None and unit.trainable:

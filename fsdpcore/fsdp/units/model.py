@@ -7,12 +7,16 @@ from functools import cached_property
 
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.fsdp.sharding.placement import Keep, Placement
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
+from fsdpcore.fsdp.units.held import held_of
 from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.options import EngineOptions
 from fsdpcore.fsdp.units.precision import Scaler
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
+
+_ALONE = Placement(shards=1, replicas=1, regather=1, keep=Keep.UPDATE)
 
 
 @dataclass
@@ -69,6 +73,12 @@ class ShardedModel:
     @cached_property
     def _by_name(self) -> dict[str, ShardedUnit]:
         return {unit.name: unit for unit in self.units}
+
+    @cached_property
+    def unsharded(self) -> int:
+        """Bytes that one rank alone would hold all the time."""
+        held = [each for unit in self.units for each in held_of(unit, _ALONE, 0, self.optimizers)]
+        return sum(each.nbytes for each in held)
 
     def __getitem__(self, unit: Unit | str) -> ShardedUnit:
         """Return a unit by name, or what became of one that was declared."""
