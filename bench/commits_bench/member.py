@@ -29,9 +29,7 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _SPLIT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _UNITS = 8
 _BLOCKS = 4
-# Of memory held between arrays: what is smaller goes into gaps and moves nothing, what is larger
-# gets pages of its own.
-_PAD = 96 << 10
+_EMPTY = np.empty
 _OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": fc.optim.Adam,
     "adamw": fc.optim.AdamW,
@@ -150,9 +148,9 @@ def _shapes(engine: fc.FSDP) -> dict[str, Array]:
 def _update(name: str, nbytes: int) -> Job:
     """An update of one shard, for each block at other addresses.
 
-    It takes up to an eighth longer where arrays do not begin at a cache line, those included that
-    the optimizer makes on its way. Where they begin depends on all that the process has done
-    before, its imports too, and is the same in every process of a commit.
+    It takes up to an eighth longer where arrays do not begin at a cache line, the optimizer's own
+    scratch included. Where NumPy puts them depends on all that the process has done before, its
+    imports too, and is the same in every process of a commit.
     """
     policy = _OPTIMIZERS[name]()
     values = np.random.default_rng(0).standard_normal((2, max(1, nbytes // 4)), np.float32)
@@ -161,26 +159,38 @@ def _update(name: str, nbytes: int) -> Job:
 
 
 class _Update:
-    """Updates arrays of its own, between which memory is held."""
+    """Updates arrays of its own, all of them at addresses that are drawn, but for whole pages."""
 
     def __init__(self, policy: Any, values: Array, drawn: random.Random) -> None:
-        self._held = [_pad(drawn)]
-        self._param = values[0].copy()
-        self._held.append(_pad(drawn))
-        self._grad = values[1].copy()
-        self._held.append(_pad(drawn))
-        self._state = policy.init_state(self._param.size, self._param.dtype)
-        self._held.append(_pad(drawn))
-        self._policy = policy
+        self._policy, self._drawn = policy, drawn
+        self._param, self._grad = (_placed(row, drawn) for row in values)
+        made = policy.init_state(self._param.size, self._param.dtype)
+        self._state = {name: _placed(array, drawn) for name, array in made.items()}
+        self._scratch = np.empty(0)
         self._steps = 0
 
     def __call__(self) -> None:
         self._steps += 1
-        self._policy.update(self._param, self._grad, self._state, step=self._steps)
+        vars(np)["empty"] = self._empty
+        try:
+            self._policy.update(self._param, self._grad, self._state, step=self._steps)
+        finally:
+            vars(np)["empty"] = _EMPTY
+
+    def _empty(self, shape: Any, dtype: Any = float) -> Array:
+        """What ``np.empty`` gives the optimizer: its scratch, which is two blocks."""
+        if shape != self._scratch.shape:
+            self._scratch = _placed(_EMPTY(shape, dtype), self._drawn)
+        return self._scratch
 
 
-def _pad(drawn: random.Random) -> Array:
-    return np.empty(_PAD + 16 * drawn.randrange(256), np.uint8)
+def _placed(values: Array, drawn: random.Random) -> Array:
+    """Return a copy."""
+    memory = _EMPTY(values.nbytes + 4096, np.uint8)
+    start = (16 * drawn.randrange(256) - memory.ctypes.data) % 4096
+    copy = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
 
 
 def _checkpoint(name: str, case: Mapping[str, Any], backend: fc.Backend) -> Job:
