@@ -178,11 +178,11 @@ class Poller(LeaderFollowers):
                 if remaining <= 0:
                     break
         except BaseException:  # Ctrl-C: what was ready then has to be looked at again
+            self._awaited = None
             with self._lock:
                 self._unfinished += self._leaders.handlers()
             raise
         finally:
-            self._awaited = None
             self._leading = False
 
     def _stepped_down(self) -> None:
