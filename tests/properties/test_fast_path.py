@@ -174,3 +174,36 @@ def _interrupted_before_it_runs(backend: Backend, options: dict[str, Any]) -> No
 def test_a_call_that_has_a_number_and_never_runs(transport: str, options: dict[str, Any]) -> None:
     """Nobody but the order of the group knows yet that it has begun."""
     run(_interrupted_before_it_runs, transport=transport, world_size=2, args=(options,))
+
+
+def _barriers(backend: Backend) -> None:
+    for _ in range(2):
+        backend.barrier()
+    (spec,) = state_of(backend).specs.values()
+    assert spec.fast_path is not None
+    for late in range(backend.world_size):
+        if backend.rank == late:
+            time.sleep(0.02)
+        came = time.monotonic()
+        backend.barrier()
+        left = time.monotonic()
+        assert left >= fc.all_reduce(came, backend, op="max")
+    if backend.rank:
+        work = fc.barrier(backend, async_op=True)
+        assert not work.done()  # rank 0 waits for the array
+        backend.send(np.ones(1), 0)
+        work.wait()
+    else:
+        for rank in range(1, backend.world_size):
+            backend.recv(np.empty(1), rank)
+        backend.barrier()
+    time.sleep(1.2 * backend.timeout)
+    if backend.rank == 0:
+        time.sleep(0.2)  # the others have the whole deadline of this call
+    backend.barrier()
+
+
+@pytest.mark.parametrize("transport", ["sim", "zmq"])
+def test_a_barrier_that_comes_again(transport: str) -> None:
+    """Is left when all have come; it may be a work; and its deadline is its own."""
+    run(_barriers, transport=transport, world_size=3, op_timeout=2)

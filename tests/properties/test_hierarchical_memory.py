@@ -27,7 +27,7 @@ from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.collectives.state import state_of
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import HOST
-from fsdpcore.core.policy import Policy, Tuning
+from fsdpcore.core.policy import Costs, Policy, Tuning
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
@@ -268,6 +268,28 @@ def test_every_subtree_of_a_host_counts() -> None:
     for hosts, taken in (([rank % 8 for rank in range(16)], False), (LAYOUTS["two"], True)):
         name = cheapest("reduce_scatter", 10**7, _group(hosts, NETWORK, shares=True))
         assert (name == "hierarchical") == taken
+
+
+def test_what_memory_costs_beside_the_messages() -> None:
+    """The busiest host's slabs, each in the steps of one; and the bytes of the largest host."""
+    hosts = [0, 0, 1, 1, 1, 1]  # so host 0 takes a slab of its own and two of the other's
+
+    def seconds(collective: str, *costs: float) -> float:
+        tuning = Tuning(own={"shared": Costs(*costs)})
+        known = hierarchy_costs.algorithms(hosts, tuning, OPERATIONS)[collective]
+        besides = known[hierarchy_costs.NAME].besides
+        assert besides is not None
+        return besides(100)
+
+    for collective, steps, copied, reduced in (
+        ("reduce_scatter", 1, 75, 100),
+        ("all_gather", 1, 125, 0),
+        ("all_reduce", 2, 200, 100),
+        ("broadcast", 1, 100, 0),
+    ):
+        assert seconds(collective, 1, 0, 0) == 3 * steps
+        assert seconds(collective, 0, 1, 0) == copied
+        assert seconds(collective, 0, 0, 1) == reduced
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 2], [0, 1, 1, 0, 2]])

@@ -390,6 +390,36 @@ def _mixed_ways(backend: fc.Backend) -> None:
             assert part.size == count // p + (me < count % p)
 
 
+def test_arrays_in_memory_of_a_rank_alone_go_by_the_fallback(tmp_path: Path) -> None:
+    """From the first call on, also where the ranks choose once they know all sizes."""
+    table = tmp_path / "table.toml"
+    table.write_text(_TABLE)
+    run_on(SharingSim, _by_fallback, world_size=3, tuning=str(table))
+
+
+def _by_fallback(backend: fc.Backend) -> None:
+    source = np.ones(3000)
+    for _ in range(2):
+        fc.all_reduce(source, backend)
+        fc.all_gather_v(source, backend)
+    found = [(each.call.operation, each.carrier) for each in backend.root.recorder.entries()]
+    assert found == 2 * [("all_reduce", "direct"), ("all_gather_v", "direct")]
+
+
+def test_a_thread_lets_go_of_what_it_has_published() -> None:
+    run_on(SimBackend, _lets_go, world_size=3)
+
+
+def _lets_go(backend: fc.Backend) -> None:
+    for _ in range(2):
+        source = np.ones(3000)
+        kept = weakref.ref(source)
+        fc.all_reduce(source, backend)
+        del source
+        meet()
+        assert kept() is None
+
+
 def test_a_rank_whose_failure_has_no_words_keeps_all_from_sharing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,9 @@ from support.formulas import EXPECTED, depth
 from support.spmd import run_on
 
 import fsdpcore as fc
+from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.selection.table import ALGORITHMS
+from fsdpcore.collectives.shared import algorithm as shared
 
 # Around every power of two, and halfway; the others are a campaign.
 SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17]
@@ -193,6 +195,30 @@ def test_half_precision_across_hosts() -> None:
     """Inside of a host what travels is the input, across hosts partial sums as float32."""
     narrow = measure("reduce_scatter", "hierarchical", 4, dtype=np.float16, hosts=2)
     assert {rank.out for rank in narrow} == {Fraction(1, 2) + 2 * Fraction(1, 4)}
+
+
+# In memory: the steps, what the busiest rank copies as p-th parts of n, and what it reduces.
+IN_MEMORY = {
+    "all_reduce": lambda p: (2, 2 * p - 1, p),
+    "reduce": lambda p: (2, 2 * p - 1, p),
+    "reduce_scatter": lambda p: (1, p - 1, p),
+    "scan": lambda p: (2, 2 * p - 1, sum(range(2, p + 1))),
+    "exscan": lambda p: (2, 2 * p - 1, sum(range(2, p))),
+    "all_gather": lambda p: (1, p + 1, 0),
+    "broadcast": lambda p: (1, p, 0),
+    "gather": lambda p: (1, p, 0),
+    "scatter": lambda p: (1, p, 0),
+    "all_to_all": lambda p: (1, 2 * p - 1, 0),
+}
+
+
+@pytest.mark.parametrize("p", SIZES)
+@pytest.mark.parametrize("collective", OPERATIONS)
+def test_shared_memory(collective: str, p: int) -> None:
+    """What is computed from a movement is what the docstring of ``shared`` says."""
+    steps, copied, reduced = IN_MEMORY[collective](p)
+    found = shared.algorithms(OPERATIONS)[collective][shared.NAME].cost(p)
+    assert found == pytest.approx((steps, copied / p, reduced / p))
 
 
 def test_star_in_segments() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -285,6 +286,20 @@ def test_a_batch_may_be_the_first_call_of_a_group(machine: Machine) -> None:
         return float(works[0].result()[0] + works[1].result()[0])
 
     assert on_ranks(body) == [4.0] * P
+
+
+def test_a_barrier_of_gpus_waits_every_time(machine: Machine) -> None:
+    def body(backend: Any) -> None:
+        twin = device_twin(backend)
+        for late in (0, 1, 2):
+            if backend.rank == late:
+                time.sleep(0.02)
+            came = time.monotonic()
+            fc.barrier(twin)
+            left = time.monotonic()
+            assert left >= fc.all_reduce(came, backend, op="max")
+
+    on_ranks(body)
 
 
 # Ways.
