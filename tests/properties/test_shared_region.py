@@ -17,6 +17,7 @@ from support import oracle
 from support.arrays import arrays_of, check_same
 from support.bodies import asynchronous, layouts, movement, reductions, scans
 from support.cases import only_if_asked_for
+from support.counting import CountingSim, counters
 from support.sharing import ReluctantSim, SharingSim, _OfRank
 from support.spmd import meet, run_on
 
@@ -143,6 +144,11 @@ def _ragged(backend: fc.Backend) -> None:
     sources = [_counting(sum(row), r) for r, row in enumerate(counts)]
     result = fc.all_to_all_v(sources[me], backend, counts[me])
     check_same(result, oracle.exchanged(sources, counts, me), "all_to_all_v")
+    for turn in range(3):  # rank 0 sends the same every time, and gets something else
+        counts = [[2 + turn * r] * p for r in range(p)]
+        sources = [_counting(sum(row), r) for r, row in enumerate(counts)]
+        result = fc.all_to_all_v(sources[me], backend, counts[me], algorithm="shared")
+        check_same(result, oracle.exchanged(sources, counts, me), "all_to_all_v, again")
 
 
 def test_who_exchanges_little_takes_as_many_turns_as_the_others() -> None:
@@ -394,7 +400,11 @@ def test_arrays_in_memory_of_a_rank_alone_go_by_the_fallback(tmp_path: Path) -> 
     """From the first call on, also where the ranks choose once they know all sizes."""
     table = tmp_path / "table.toml"
     table.write_text(_TABLE)
-    run_on(SharingSim, _by_fallback, world_size=3, tuning=str(table))
+    run_on(_CountingSharing, _by_fallback, world_size=3, tuning=str(table))
+
+
+class _CountingSharing(CountingSim, SharingSim):
+    pass
 
 
 def _by_fallback(backend: fc.Backend) -> None:
@@ -404,6 +414,10 @@ def _by_fallback(backend: fc.Backend) -> None:
         fc.all_gather_v(source, backend)
     found = [(each.call.operation, each.carrier) for each in backend.root.recorder.entries()]
     assert found == 2 * [("all_reduce", "direct"), ("all_gather_v", "direct")]
+    sent = counters(backend)[0]
+    with fc.coalesce(backend) as batch:
+        batch.all_reduce(source)
+    assert counters(backend)[0] > sent
 
 
 def test_a_thread_lets_go_of_what_it_has_published() -> None:
