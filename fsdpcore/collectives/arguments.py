@@ -113,14 +113,15 @@ def spec_for(
     )
     spec = CallSpec(fingerprint, definition, size, layout=layout, out_shape=out_shape)
     if definition is not None:
-        spec.choose = _chooser(backend, definition.name, fingerprint)
+        op = layout.reduction.name if layout.reduction else ""
+        spec.choose = _chooser(backend, definition.name, fingerprint, op)
         if algorithm != SHARED or not _memory_is_open(backend):
             spec.choose(spec.size)  # refuses an unknown algorithm before anything is sent
     return spec
 
 
 def _chooser(
-    backend: Backend, collective: str, fingerprint: Fingerprint
+    backend: Backend, collective: str, fingerprint: Fingerprint, op: str
 ) -> Callable[[int], Choice]:
     group = weakref.ref(backend)  # which remembers the spec
 
@@ -133,7 +134,7 @@ def _chooser(
             size,
             backend,
             fingerprint.dtype,
-            fingerprint.op,
+            op,
         )
 
     return choose_for

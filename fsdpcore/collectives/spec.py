@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.movements import Movement
+from fsdpcore.core.algorithm import Algorithm
 from fsdpcore.core.buffers import Array, bounds_of, row_size, split_sizes
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import Reduction
@@ -40,18 +41,19 @@ class Choice(NamedTuple):
 
     Attributes:
         name: of the algorithm.
-        module: has a function named like the collective.
-        move: carries any collective out by its movement; if None, the module's function does.
-        agrees: it is the check that all ranks call the same, too, and needs none before it.
+        algorithm: the algorithm; None for a call that needs none.
         fallback: of an algorithm that uses arrays in place where all ranks can see them, the one
             that is faster for others.
     """
 
     name: str
-    module: object = None
-    move: Callable[..., None] | None = None
-    agrees: bool = False
+    algorithm: Algorithm | None = None
     fallback: Choice | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it is the check that all ranks call the same, too, and needs none before it."""
+        return self.algorithm is not None and self.algorithm.agrees
 
     def start(
         self,
@@ -71,10 +73,12 @@ class Choice(NamedTuple):
                 ``Operation.own_parts``. The input is None on ranks that have none, ``out`` on those
                 that get no result.
         """
-        if self.move is not None:
-            self.move(context, operation.movement, layout, source, out)
+        algorithm = self.algorithm
+        assert algorithm is not None, "no algorithm was chosen for this call"
+        if algorithm.move is not None:
+            algorithm.move(context, operation.movement, layout, source, out)
         else:
-            operation.call(self.module, context, layout, source, out)
+            operation.call(algorithm.module, context, layout, source, out)
 
 
 class Layout(NamedTuple):
@@ -205,8 +209,8 @@ class CallSpec:
         choose: gives the algorithm for a size in bytes, as the cost formulas count them.
         choice: the algorithm, chosen when the first such call runs.
         chosen, sized: what such calls have chosen and laid out, by what the ranks tell each other.
-        fast_path: a shorter way for blocking calls with the default deadline, if there is one; that
-            of a call without ``definition`` lets all ranks agree on it, and does nothing else.
+        fast_path: a shorter way for blocking calls with the default deadline, if there is one.
+        agrees_only: that all ranks agree on it is all that the call does.
         chooses_late: there is no ``choice``: the body takes ``context.choose(size)``, or needs
             none.
         agreed: the ranks have agreed on such a call, and need not do so again before the next.
@@ -252,6 +256,7 @@ class CallSpec:
         self.sized: dict[tuple[Shape, tuple[int, ...]], tuple[Layout, Shape]] = {}
         self.fast_path: FastPath | None = None
         self.agreed = False
+        self.agrees_only = False
         self.chooses_late = size is None
 
     @property

@@ -28,7 +28,8 @@ class CollectiveState:
             see ``on_device.device_twin``.
     """
 
-    operations: ClassVar[Mapping[str, Operation]] = {}
+    # ``CollectiveMethods`` has them: their files import ``run``, which imports this one.
+    operations: ClassVar[Mapping[str, Operation]]
 
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)  # which holds this

@@ -80,9 +80,6 @@ class _Arithmetic(NamedTuple):
     result: np.dtype[Any] | None = None
 
 
-_ADD = _Arithmetic(np.add, _ALL, 0)
-
-
 def _highest(dtype: np.dtype[Any]) -> Any:
     if dtype.kind == "b":
         return True
@@ -122,7 +119,7 @@ class ReduceOp(enum.Enum):
     alone: compare with zero first. ``ReduceOp.create(name, function)`` makes one of your own.
     """
 
-    SUM = "sum", _ADD
+    SUM = "sum", _Arithmetic(np.add, _ALL, 0)
     MEAN = "mean", _Arithmetic(np.add, _FRACTIONS)
     MIN = "min", _Arithmetic(np.minimum, _ORDERED, _highest)
     MAX = "max", _Arithmetic(np.maximum, _ORDERED, _lowest)
@@ -138,8 +135,10 @@ class ReduceOp(enum.Enum):
     _arithmetic: _Arithmetic
 
     # The default is for type checkers, who take ReduceOp("sum") for a call of this.
-    def __new__(cls, name: object, arithmetic: _Arithmetic = _ADD) -> ReduceOp:
+    def __new__(cls, name: object, arithmetic: _Arithmetic | None = None) -> ReduceOp:
         """Make an op; its value is the name."""
+        if arithmetic is None:
+            raise TypeError(f"reduction {name!r} needs its arithmetic")
         made = object.__new__(cls)
         made._value_ = str(name)
         made._arithmetic = arithmetic

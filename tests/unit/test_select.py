@@ -117,7 +117,7 @@ def test_choose_by_name() -> None:
     backend = _backend(4)
     for collective, known in ALGORITHMS.items():
         for name, algorithm in known.items():
-            assert choose(collective, name, 100, backend).module is algorithm.module
+            assert choose(collective, name, 100, backend).algorithm is algorithm
         auto = choose(collective, "auto", 100, backend)
         assert auto == choose(collective, cheapest(collective, 100, backend), 100, backend)
 

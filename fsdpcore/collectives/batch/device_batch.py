@@ -6,7 +6,6 @@ from fsdpcore.collectives.batch.packs import BatchedCall
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.device_transport import device_transport_of
 from fsdpcore.collectives.spec import Choice
-from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 
@@ -23,9 +22,9 @@ def carry_out_on_device(
     for call in [_separate(call, calls, group) for call in calls]:
         spec = call.spec
         choice = spec.choose(spec.size)
-        canonical = state_of(group).own_algorithms[spec.collective][choice.name].canonical
+        assert choice.algorithm is not None
         # Canonical ones compute between their messages, which in a group come at its end.
-        alone = canonical and spec.reduction is not None
+        alone = choice.algorithm.canonical and spec.reduction is not None
         (single if alone else grouped).append((call, choice))
     with device_transport_of(group).device_group():
         for call, choice in grouped:

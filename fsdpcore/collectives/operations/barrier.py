@@ -49,7 +49,7 @@ def barrier(
 
 def _spec(backend: Backend, label: str) -> CallSpec:
     spec = spec_for(backend, "barrier", size=0, label=label)
-    spec.choose = _no_algorithm
+    spec.choose, spec.agrees_only = _no_algorithm, True
     return spec
 
 

@@ -94,8 +94,7 @@ def choose(
 
 
 def _choice(name: str, known: dict[str, Algorithm]) -> Choice:
-    chosen = known[name]
-    return Choice(name, chosen.module, chosen.move, chosen.agrees)
+    return Choice(name, known[name])
 
 
 def _in_words(dtype: np.dtype[Any] | None, op: str) -> str:

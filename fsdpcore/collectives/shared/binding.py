@@ -88,7 +88,7 @@ def bind(
         targets, arrays = [find(span) for span in spans], [find(span) for span in sources]
         if isinstance(place, slice):
             size = place.stop - place.start
-        else:  # who reduces nothing into all of its output does it at once
+        else:  # no array gives the size of rank 0's output in exscan, which is filled at once
             size = next((array.size for array in (*arrays, *targets)), 1)
         for low in range(0, size, block):
             high = min(low + block, size)

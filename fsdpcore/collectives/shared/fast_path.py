@@ -34,8 +34,10 @@ def fast_path_for(backend: Backend, spec: CallSpec) -> FastPath | None:
     region = None if context is None else region_of(context)
     if context is None or region is None:
         return None
-    if definition is None:
+    if spec.agrees_only:
         return _around(backend, context, spec, False, _agreeing(context, region))
+    if definition is None:
+        return None
     gives = definition.gives(context.rank, spec.layout)
     if spec.choice.name != NAME:
         return _around(backend, context, spec, gives, _ordinary(context, spec, definition))

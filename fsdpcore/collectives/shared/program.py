@@ -287,6 +287,7 @@ class _Chunks:
 def program(movement: Movement, size: int, rank: int, root: int) -> Program:
     """The program of ``rank``, one of ``size``. Not to be changed: it is cached."""
     ranks, moves = range(size), movement(range(size), root)
+    assert len({move.divided for move in moves}) == 1, "all moves are divided, or none"
     found = Program(
         splits=any(part.chunk is not None for move in moves for part in move.sources),
         joins=any(part.chunk is not None for move in moves for part in move.targets),
