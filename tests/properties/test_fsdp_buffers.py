@@ -106,7 +106,9 @@ def test_once_warm_a_step_allocates_scratch_only(windowed, monkeypatch):
     monkeypatch.setattr("fsdpcore.fsdp.units.gradients.reduce_scatter", of_one_rank)
     monkeypatch.setattr("fsdpcore.fsdp.units.storages.all_gather", of_one_rank)
     if not windowed:
-        monkeypatch.setattr("fsdpcore.fsdp.units.make_model.open_window", lambda layouts, backend: None)
+        monkeypatch.setattr(
+            "fsdpcore.fsdp.units.make_model.open_window", lambda layouts, backend: None
+        )
 
     def walk(engine):
         with engine.step() as step:

@@ -52,12 +52,14 @@ class OffloadStore:
         }
 
     def allocate(self, kind: ArrayKind) -> Allocate:
-        """Return what makes arrays of a kind; they are as large as it was told."""
+        """Return what makes arrays of a kind; all but state are as large as it was told."""
         make, due = self._memory(kind), self._due[kind]
 
         def allocated(size: int, dtype: np.dtype[Any]) -> Array:
             array = make(size, dtype)
-            assert due.pop(0) == array.nbytes, f"{kind.value} were planned wrongly"
+            if kind is not ArrayKind.STATE:  # an optimizer may make more than it declares
+                told = due.pop(0)
+                assert told == array.nbytes, f"{kind.value} were planned wrongly"
             return array
 
         return allocated
