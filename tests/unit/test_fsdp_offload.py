@@ -20,7 +20,7 @@ import fsdpcore as fc
 from fsdpcore.fsdp.offload import mapped_file, stores
 from fsdpcore.fsdp.offload.mapped_file import PAGE, FileSpan, MappedFile, joined
 from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray
-from fsdpcore.fsdp.offload.offload_store import OffloadStore
+from fsdpcore.fsdp.offload.offload_store import FileOffloadStore, OffloadFile, OffloadStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
 
@@ -392,6 +392,18 @@ def test_a_store_makes_what_it_was_told_and_nothing_else():
 def test_an_optimizer_may_make_more_state_than_it_declares():
     make = OffloadStore(np.empty, [HeldArray(ArrayKind.STATE, 8)]).allocate(ArrayKind.STATE)
     assert [make(size, np.dtype(np.float32)).nbytes for size in (3, 2)] == [12, 8]
+
+
+def test_a_file_has_no_room_for_state_that_was_not_declared(disk):
+    policy = fc.Offload(disk, what="all")
+    file = OffloadFile(policy, MappedFile(disk, 2 * PAGE))
+    held = [HeldArray(ArrayKind.STATE, 8)]
+    make = FileOffloadStore(file, policy, np.empty, 0, held).allocate(ArrayKind.STATE)
+    with pytest.raises(fc.ArgumentError, match="makes more of it than"):
+        make(PAGE, np.dtype(np.float32))
+    assert make(2, np.dtype(np.float32)).nbytes == 8
+    with pytest.raises(fc.ArgumentError, match="makes more of it than"):
+        make(2, np.dtype(np.float32))
 
 
 def test_spans_are_joined():

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.core.buffers import Allocate, Array
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.mapped_file import FileSpan, MappedFile, joined, pages
 from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray, Offload, OffloadStats
 
@@ -127,7 +128,13 @@ class FileOffloadStore(OffloadStore):
 
     def _memory(self, kind: ArrayKind) -> Allocate:
         def mapped(size: int, dtype: np.dtype[Any]) -> Array:
-            span = self._free[kind].pop(0)
+            room, nbytes = self._free[kind], size * np.dtype(dtype).itemsize
+            if not room or nbytes > room[0].nbytes:
+                raise ArgumentError(
+                    f"the file has no room for {nbytes} more bytes of {kind.value}: an optimizer "
+                    "makes more of it than its state_names and state_shapes declare"
+                )
+            span = room.pop(0)
             self._spans[kind].append(span)
             return self._files.file.array(span.start, size, dtype)
 
