@@ -18,9 +18,9 @@ from support.mappings import unnamed
 
 import fsdpcore as fc
 from fsdpcore.fsdp.offload import mapped_file, stores
+from fsdpcore.fsdp.offload.arrays import ArrayKind, PersistentArray
 from fsdpcore.fsdp.offload.mapped_file import PAGE, FileSpan, MappedFile, joined
-from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray
-from fsdpcore.fsdp.offload.offload_store import FileOffloadStore, OffloadFile, OffloadStore
+from fsdpcore.fsdp.offload.offload_store import OffloadStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
 
@@ -382,8 +382,8 @@ def test_options_that_make_no_sense(options):
 
 
 def test_a_store_makes_what_it_was_told_and_nothing_else():
-    held = [HeldArray(ArrayKind.MASTER, 8), HeldArray(ArrayKind.MASTER, 12)]
-    make = OffloadStore(np.empty, held).allocate(ArrayKind.MASTER)
+    told = [PersistentArray(ArrayKind.STATE, 8), PersistentArray(ArrayKind.STATE, 12)]
+    make = OffloadStore(np.empty, told).allocate(ArrayKind.STATE)
     assert make(2, np.dtype(np.float32)).nbytes == 8
     with pytest.raises(AssertionError, match="were planned wrongly"):
         make(2, np.dtype(np.float32))

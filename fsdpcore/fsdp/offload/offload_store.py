@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.core.buffers import Allocate, Array
-from fsdpcore.core.errors import ArgumentError
+from fsdpcore.fsdp.offload.arrays import ArrayKind, PersistentArray
 from fsdpcore.fsdp.offload.mapped_file import FileSpan, MappedFile, joined, pages
-from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray, Offload, OffloadStats
+from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
 
 
 class OffloadStore:
@@ -33,11 +33,11 @@ class OffloadStore:
 
     Args:
         empty: makes them.
-        held: what they are, each kind in the order in which it is allocated. Parameters in a window
-            are among them, but are not allocated here.
+        persistent: what they are, each kind in the order in which it is allocated. Parameters in a
+            window are among them, but are not allocated here.
 
     Attributes:
-        held: as given.
+        persistent: as given.
         depth: how many units are to be announced ahead of their use.
         away: kinds whose arrays are in the memory of the host, while a GPU computes.
     """
@@ -45,11 +45,11 @@ class OffloadStore:
     depth = 0
     away: Collection[ArrayKind] = ()
 
-    def __init__(self, empty: Allocate, held: Sequence[HeldArray]) -> None:
-        self.held = held
+    def __init__(self, empty: Allocate, persistent: Sequence[PersistentArray]) -> None:
+        self.persistent = persistent
         self._empty = empty
         self._due = {
-            kind: [each.nbytes for each in held if each.kind is kind] for kind in ArrayKind
+            kind: [each.nbytes for each in persistent if each.kind is kind] for kind in ArrayKind
         }
 
     def allocate(self, kind: ArrayKind) -> Allocate:
@@ -92,9 +92,13 @@ class HostOffloadStore(OffloadStore):
     """Arrays of a GPU, of which some are in the memory of the host."""
 
     def __init__(
-        self, policy: Offload, empty: Allocate, pinned: Allocate, held: Sequence[HeldArray]
+        self,
+        policy: Offload,
+        empty: Allocate,
+        pinned: Allocate,
+        persistent: Sequence[PersistentArray],
     ) -> None:
-        super().__init__(empty, held)
+        super().__init__(empty, persistent)
         self.away = frozenset(policy.kinds)
         self._pinned = pinned
 
@@ -111,15 +115,15 @@ class FileOffloadStore(OffloadStore):
         policy: Offload,
         empty: Allocate,
         start: int,
-        held: Sequence[HeldArray],
+        persistent: Sequence[PersistentArray],
     ) -> None:
-        super().__init__(empty, held)
+        super().__init__(empty, persistent)
         self.depth = policy.ahead
         self._files = files
         self._kinds = policy.kinds
         self._spans: dict[ArrayKind, list[FileSpan]] = {kind: [] for kind in ArrayKind}
         self._free: dict[ArrayKind, list[FileSpan]] = {kind: [] for kind in ArrayKind}
-        for each in held:
+        for each in persistent:
             if each.kind in policy.kinds:
                 self._free[each.kind].append(FileSpan(start, start + pages(each.nbytes)))
                 start += pages(each.nbytes)

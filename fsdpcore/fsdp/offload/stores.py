@@ -18,8 +18,9 @@ from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.text import size
+from fsdpcore.fsdp.offload.arrays import PersistentArray
 from fsdpcore.fsdp.offload.mapped_file import PAGE, MappedFile, check_system, in_memory, pages
-from fsdpcore.fsdp.offload.offload import HeldArray, Offload
+from fsdpcore.fsdp.offload.offload import Offload
 from fsdpcore.fsdp.offload.offload_store import (
     FileOffloadStore,
     HostOffloadStore,
@@ -45,14 +46,14 @@ class OffloadStores:
 
 def open_stores(
     policy: Offload | None,
-    held: Sequence[Sequence[HeldArray]],
+    persistent: Sequence[Sequence[PersistentArray]],
     groups: ProcessGroups,
 ) -> OffloadStores:
     """Make a store for each of several units; a collective if there is a policy.
 
     Args:
         policy: of the engine.
-        held: what a rank holds of each unit.
+        persistent: what a rank holds of each unit.
         groups: of ranks.
 
     Raises:
@@ -62,7 +63,7 @@ def open_stores(
     """
     empty, device = groups.shards.empty, groups.device
     if policy is None:
-        return OffloadStores([OffloadStore(empty, each) for each in held])
+        return OffloadStores([OffloadStore(empty, each) for each in persistent])
     if not device.on_host:
         if policy.directory is not None:
             raise ConfigError(
@@ -70,16 +71,16 @@ def open_stores(
                 "memory of the host, and has no files: leave out the directory, Offload()"
             )
         return OffloadStores(
-            [HostOffloadStore(policy, empty, device.pinned, each) for each in held]
+            [HostOffloadStore(policy, empty, device.pinned, each) for each in persistent]
         )
     starts, total = [], 0
-    for each in held:
+    for each in persistent:
         starts.append(total)
         total += sum(pages(array.nbytes) for array in each if array.kind in policy.kinds)
     file = OffloadFile(policy, _open(policy, groups.everyone, max(total, PAGE)))
     made = [
         FileOffloadStore(file, policy, empty, start, each)
-        for start, each in zip(starts, held, strict=True)
+        for start, each in zip(starts, persistent, strict=True)
     ]
     return OffloadStores(made, file)
 

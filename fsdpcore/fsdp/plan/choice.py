@@ -79,12 +79,12 @@ def candidates(world_size: int, wanted: Strategy) -> tuple[Strategy, ...]:
         else:
             found += [Strategy(name, False)] if kind.keep is None else []
             found.append(Strategy(name))
-    found.sort(key=lambda strategy: _held(strategy.place(world_size)), reverse=True)
+    found.sort(key=lambda strategy: _persistence(strategy.place(world_size)), reverse=True)
     unique = {in_words(strategy): strategy for strategy in (*found, wanted)}
     return tuple(unique.values())
 
 
-def _held(placement: Placement) -> tuple[bool | float, ...]:
+def _persistence(placement: Placement) -> tuple[bool | float, ...]:
     """Order placements by how much a rank holds."""
     keeps = placement.keeps_for_backward
     return placement.whole_parameters, placement.whole_gradients, 1 / placement.shards, keeps

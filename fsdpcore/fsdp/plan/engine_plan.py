@@ -58,10 +58,10 @@ def plan_of(
         costs=backend.capabilities,
     )
     # By the optimizers themselves: not all have as many arrays for each parameter.
-    state = Persistent.of(each for unit in model.units for each in unit.store.held).optimizer
-    held = replace(plan.persistent, optimizer=state)
-    away = 0 if pinned is None else moved(held, pinned.what).total
-    return replace(plan, persistent=held, pinned=away)
+    state = Persistent.of(each for unit in model.units for each in unit.store.persistent).optimizer
+    persistent = replace(plan.persistent, optimizer=state)
+    away = 0 if pinned is None else moved(persistent, pinned.what).total
+    return replace(plan, persistent=persistent, pinned=away)
 
 
 def report_of(

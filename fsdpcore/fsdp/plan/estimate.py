@@ -189,8 +189,8 @@ def _most_in_a_row(sizes: Sequence[int], units: int) -> int:
     return max((sum(sizes[n : n + units]) for n in range(len(sizes))), default=0)
 
 
-def moved(held: Persistent, offload: Offloaded) -> Persistent:
+def moved(persistent: Persistent, offload: Offloaded) -> Persistent:
     """Return what is offloaded of what a rank holds."""
     if offload == "all":
-        return held
-    return Persistent(held.parameters if offload == "parameters" else 0, 0, 0)
+        return persistent
+    return Persistent(persistent.parameters if offload == "parameters" else 0, 0, 0)

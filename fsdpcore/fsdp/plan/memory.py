@@ -57,7 +57,7 @@ def measure(model: ShardedModel, pool: BufferPool, window: int) -> HeldMemory:
         pool: of its buffers.
         window: bytes of the host's window, 0 where there is none.
     """
-    held = [(each, unit.store) for unit in model.units for each in unit.store.held]
+    held = [(each, unit.store) for unit in model.units for each in unit.store.persistent]
     sums = Persistent.of(each for each, _ in held)
     return HeldMemory(
         parameters=sums.parameters,

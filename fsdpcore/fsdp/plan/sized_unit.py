@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.offload.offload import ArrayKind
+from fsdpcore.fsdp.offload.arrays import ArrayKind
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
 from fsdpcore.fsdp.sharding.placement import (

@@ -16,9 +16,9 @@ from numpy.typing import DTypeLike
 from fsdpcore.core.checks import as_dtype, as_finite, as_int, as_name
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray
+from fsdpcore.fsdp.offload.arrays import ArrayKind, PersistentArray
 from fsdpcore.fsdp.sharding.placement import Placement
-from fsdpcore.fsdp.units.held import held_arrays
+from fsdpcore.fsdp.units.persistent import persistent_arrays
 from fsdpcore.fsdp.units.precision import Dtypes, Precision
 
 
@@ -155,7 +155,7 @@ class Persistent:
     optimizer: int
 
     @classmethod
-    def of(cls, arrays: Iterable[HeldArray]) -> Persistent:
+    def of(cls, arrays: Iterable[PersistentArray]) -> Persistent:
         """Add up what a rank holds, by what it is for."""
         sums = dict.fromkeys(ArrayKind, 0)
         for each in arrays:
@@ -182,7 +182,7 @@ def persistent(
     return Persistent.of(
         array
         for unit in units
-        for array in held_arrays(
+        for array in persistent_arrays(
             unit.trained,
             unit.frozen,
             unit.dtypes,

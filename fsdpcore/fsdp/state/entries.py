@@ -11,7 +11,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
-from fsdpcore.fsdp.offload.offload import WRITTEN, ArrayKind
+from fsdpcore.fsdp.offload.arrays import WRITTEN, ArrayKind
 from fsdpcore.fsdp.state.state import optimizer_name
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.updates import ShardUpdate

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 from fsdpcore.core.errors import StateError
-from fsdpcore.fsdp.offload.offload import GATHERED
+from fsdpcore.fsdp.offload.arrays import GATHERED
 from fsdpcore.fsdp.step.passes import UnitPasses
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.make_model import ModelMemory

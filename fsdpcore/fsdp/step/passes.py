@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from fsdpcore.fsdp.offload.offload import GATHERED, ArrayKind
+from fsdpcore.fsdp.offload.arrays import GATHERED, ArrayKind
 from fsdpcore.fsdp.sharding.placement import Placement
 from fsdpcore.fsdp.step.schedule import Phase, UnitOrder
 from fsdpcore.fsdp.step.stats import StepStats

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from fsdpcore.core.buffers import Array
-from fsdpcore.fsdp.offload.offload import GRADIENTS, ArrayKind
+from fsdpcore.fsdp.offload.arrays import GRADIENTS, ArrayKind
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 

@@ -11,7 +11,7 @@ from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import NonFiniteGradientError
 from fsdpcore.fsdp.gpu import inplace
-from fsdpcore.fsdp.offload.offload import GRADIENTS, UPDATED
+from fsdpcore.fsdp.offload.arrays import GRADIENTS, UPDATED
 from fsdpcore.fsdp.step.agreement import AGREED_BYTES, UpdateArguments, compare_updates
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.norm import NormPart, all_finite, joined, local_part

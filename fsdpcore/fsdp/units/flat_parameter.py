@@ -10,7 +10,7 @@ import numpy as np
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.offload.offload import ArrayKind
+from fsdpcore.fsdp.offload.arrays import ArrayKind
 from fsdpcore.fsdp.offload.offload_store import OffloadStore
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.declaration import UnitDeclaration

@@ -28,7 +28,7 @@ from fsdpcore.core.errors import CommunicationError, StateError
 from fsdpcore.core.reductions import BLOCK
 from fsdpcore.core.work import Work
 from fsdpcore.fsdp.gpu import inplace
-from fsdpcore.fsdp.offload.offload import GRADIENTS, ArrayKind
+from fsdpcore.fsdp.offload.arrays import GRADIENTS, ArrayKind
 from fsdpcore.fsdp.offload.offload_store import OffloadStore
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.precision import Dtypes

@@ -17,10 +17,10 @@ from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.check_units import check_optimizers, check_units
-from fsdpcore.fsdp.units.held import held_of
 from fsdpcore.fsdp.units.model import EngineStatus, ShardedModel
 from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.options import EngineOptions
+from fsdpcore.fsdp.units.persistent import persistent_of
 from fsdpcore.fsdp.units.precision import Scaler
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit, hand_over
@@ -89,11 +89,13 @@ def make_memory(model: ShardedModel, units: Sequence[Unit], pool: BufferPool) ->
     windowed = all_windowed = window is not None
     if wanted and groups.everyone is not groups.shards and groups.device.on_host:
         all_windowed = bool(all_gather(windowed, groups.everyone, label="windows").all())
-    held = [
-        held_of(unit, groups.placement, groups.shards.rank, model.optimizers, windowed=windowed)
+    persistent = [
+        persistent_of(
+            unit, groups.placement, groups.shards.rank, model.optimizers, windowed=windowed
+        )
         for unit in model.units
     ]
-    stores = open_stores(options.offload, held, groups)
+    stores = open_stores(options.offload, persistent, groups)
     flats: Iterator[Array | None] = iter(window.flats if window else [None] * len(parts))
     binding = Binding(groups, pool, model.optimizers, options.algorithm, options.seed)
     for unit, sharded, store in zip(units, model.units, stores.each, strict=True):

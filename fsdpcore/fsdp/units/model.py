@@ -9,9 +9,9 @@ from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.sharding.placement import Keep, Placement
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
-from fsdpcore.fsdp.units.held import held_of
 from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.options import EngineOptions
+from fsdpcore.fsdp.units.persistent import persistent_of
 from fsdpcore.fsdp.units.precision import Scaler
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
@@ -77,8 +77,11 @@ class ShardedModel:
     @cached_property
     def unsharded(self) -> int:
         """Bytes that one rank alone would hold all the time."""
-        held = [each for unit in self.units for each in held_of(unit, _ALONE, 0, self.optimizers)]
-        return sum(each.nbytes for each in held)
+        return sum(
+            each.nbytes
+            for unit in self.units
+            for each in persistent_of(unit, _ALONE, 0, self.optimizers)
+        )
 
     def __getitem__(self, unit: Unit | str) -> ShardedUnit:
         """Return a unit by name, or what became of one that was declared."""

@@ -25,7 +25,7 @@ from fsdpcore.core.buffers import DTYPES, Array
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.errors import CommunicationError, StateError
 from fsdpcore.core.work import AllOf, Work
-from fsdpcore.fsdp.offload.offload import (
+from fsdpcore.fsdp.offload.arrays import (
     GATHERED,
     GRADIENTS,
     INITIAL,
@@ -221,7 +221,7 @@ class ShardedUnit:
         return owner.params[self.ties[name].param]
 
     @property
-    def held_as(self) -> str:
+    def state_word(self) -> str:
         """What the parameters are on this rank, in a word; between uses the strategy says it."""
         replicated = self._binding.groups.placement.whole_parameters
         if self.state is ParamState.SHARDED and replicated:

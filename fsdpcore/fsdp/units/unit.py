@@ -289,8 +289,8 @@ class Unit(UnitDeclaration):
         self._taken.update(step=step, lr=lr, grad_scale=grad_scale)
 
     def __repr__(self) -> str:
-        held = self.state.value if self._sharded is None else self._sharded.held_as
-        return f"<Unit {self.name!r} {held}, gradients {self.grad_state.value}>"
+        state = self.state.value if self._sharded is None else self._sharded.state_word
+        return f"<Unit {self.name!r} {state}, gradients {self.grad_state.value}>"
 
 
 def hand_over(unit: Unit, sharded: ShardedUnit) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.fsdp.offload.offload import ArrayKind, HeldArray
+from fsdpcore.fsdp.offload.arrays import ArrayKind, PersistentArray
 from fsdpcore.fsdp.sharding.placement import Placement
 from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.precision import Dtypes
@@ -18,7 +18,7 @@ from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.updates import state_sizes
 
 
-def held_arrays(
+def persistent_arrays(
     trained: FlatLayout,
     frozen: Iterable[FlatLayout],
     dtypes: Dtypes,
@@ -27,7 +27,7 @@ def held_arrays(
     states: Sequence[int],
     *,
     windowed: bool = False,
-) -> list[HeldArray]:
+) -> list[PersistentArray]:
     """Return what one rank holds of a unit, in the order in which it is made.
 
     Args:
@@ -41,29 +41,33 @@ def held_arrays(
     """
     whole = placement.whole_parameters and not windowed
     kinds = [*((ArrayKind.FROZEN, layout) for layout in frozen), (ArrayKind.TRAINED, trained)]
-    held = [_held(kind, layout, layout.dtype.itemsize, shard, whole) for kind, layout in kinds]
+    found = [
+        _persistent(kind, layout, layout.dtype.itemsize, shard, whole) for kind, layout in kinds
+    ]
     if dtypes.mixed:
-        held.append(_held(ArrayKind.MASTER, trained, dtypes.master.itemsize, shard, False))
-    held += [HeldArray(ArrayKind.STATE, size * dtypes.master.itemsize) for size in states]
+        found.append(_persistent(ArrayKind.MASTER, trained, dtypes.master.itemsize, shard, False))
+    found += [PersistentArray(ArrayKind.STATE, size * dtypes.master.itemsize) for size in states]
     whole = placement.whole_gradients
-    return [*held, _held(ArrayKind.GRADIENT, trained, dtypes.grad.itemsize, shard, whole)]
+    return [*found, _persistent(ArrayKind.GRADIENT, trained, dtypes.grad.itemsize, shard, whole)]
 
 
-def _held(kind: ArrayKind, layout: FlatLayout, itemsize: int, shard: int, whole: bool) -> HeldArray:
+def _persistent(
+    kind: ArrayKind, layout: FlatLayout, itemsize: int, shard: int, whole: bool
+) -> PersistentArray:
     size, valid = layout.shard_size, layout.valid_size(shard)
     if whole:
         size, valid = layout.padded_size, layout.size
-    return HeldArray(kind, size * itemsize, (size - valid) * itemsize)
+    return PersistentArray(kind, size * itemsize, (size - valid) * itemsize)
 
 
-def held_of(
+def persistent_of(
     unit: ShardedUnit,
     placement: Placement,
     shard: int,
     optimizers: Optimizers | None,
     *,
     windowed: bool = False,
-) -> list[HeldArray]:
+) -> list[PersistentArray]:
     """Return what one rank would hold of a unit; the arguments are as above.
 
     The engine's own ``placement`` says what it holds; another one what it would hold with that.
@@ -75,4 +79,6 @@ def held_of(
     states: Sequence[int] = ()
     if optimizers is not None and unit.trainable:
         states = state_sizes(trained, shard, optimizers.of_unit(unit.name), unit.boxes)
-    return held_arrays(trained, frozen, unit.dtypes, placement, shard, states, windowed=windowed)
+    return persistent_arrays(
+        trained, frozen, unit.dtypes, placement, shard, states, windowed=windowed
+    )
