@@ -187,7 +187,7 @@ class FSDP:
             ArgumentError: no unit of this engine.
             StateError: it is gathered, or on its way, already; or there is nothing to gather.
         """
-        self._model.prefetch(unit, windowed=self.windowed)
+        self._model[unit].prefetch()
 
     # Steps.
 

@@ -17,6 +17,7 @@ class Binding:
         groups: of ranks.
         pool: of gathered parameters and full gradients.
         optimizers: which optimizer updates which parameter; None without one.
+        strategy: its name.
         algorithm: of the collectives.
         seed: of the initialisers.
     """
@@ -24,5 +25,6 @@ class Binding:
     groups: ProcessGroups
     pool: BufferPool
     optimizers: Optimizers | None
+    strategy: str
     algorithm: str
     seed: int

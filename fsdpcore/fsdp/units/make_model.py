@@ -97,7 +97,14 @@ def make_memory(model: ShardedModel, units: Sequence[Unit], pool: BufferPool) ->
     ]
     stores = open_stores(options.offload, persistent, groups)
     flats: Iterator[Array | None] = iter(window.flats if window else [None] * len(parts))
-    binding = Binding(groups, pool, model.optimizers, options.algorithm, options.seed)
+    binding = Binding(
+        groups,
+        pool,
+        model.optimizers,
+        options.strategy.name,
+        options.algorithm,
+        options.seed,
+    )
     for unit, sharded, store in zip(units, model.units, stores.each, strict=True):
         sharded.bind(binding, [next(flats) for _ in sharded.flat_parameters], store)
         hand_over(unit, sharded)

@@ -13,7 +13,7 @@ from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.options import EngineOptions
 from fsdpcore.fsdp.units.persistent import persistent_of
 from fsdpcore.fsdp.units.precision import Scaler
-from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
+from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
 
 _ALONE = Placement(shards=1, replicas=1, regather=1, keep=Keep.UPDATE)
@@ -102,23 +102,3 @@ class ShardedModel:
     def host_algorithm(self) -> str:
         """The algorithm of collectives that move arrays of the host."""
         return self.options.algorithm if self.device.on_host else "auto"
-
-    def prefetch(self, unit: Unit | str, *, windowed: bool) -> None:
-        """Begin to gather a unit by hand; see ``FSDP.prefetch``."""
-        member = self[unit]
-        if member.has_pending_prefetch:
-            raise StateError(
-                f"unit {member.name!r} is being gathered already; one prefetch is enough"
-            )
-        if member.state is ParamState.UNSHARDED:
-            raise StateError(
-                f"unit {member.name!r} is gathered already; nothing is left to prefetch"
-            )
-        if not member.fetched:
-            alone = not self.groups.placement.gathers
-            where = "on every rank" if alone or not windowed else "in a window of the host"
-            raise StateError(
-                f"there is nothing to prefetch of unit {member.name!r}: with strategy "
-                f"{self.options.strategy.name!r} its parameters are {where} already"
-            )
-        member.unshard(async_op=True)

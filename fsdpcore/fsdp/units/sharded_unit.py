@@ -167,6 +167,24 @@ class ShardedUnit:
             self.state = ParamState.UNSHARDED
         return AllOf(self._gathers) if async_op else None
 
+    def prefetch(self) -> None:
+        """Begin to gather by hand; see ``FSDP.prefetch``."""
+        if self.has_pending_prefetch:
+            raise StateError(
+                f"unit {self.name!r} is being gathered already; one prefetch is enough"
+            )
+        if self.state is ParamState.UNSHARDED:
+            raise StateError(f"unit {self.name!r} is gathered already; nothing is left to prefetch")
+        if not self.fetched:
+            gathers = self._binding.groups.placement.gathers
+            windowed = gathers and self.trained_parameter.storage.windowed
+            where = "in a window of the host" if windowed else "on every rank"
+            raise StateError(
+                f"there is nothing to prefetch of unit {self.name!r}: with strategy "
+                f"{self._binding.strategy!r} its parameters are {where} already"
+            )
+        self.unshard(async_op=True)
+
     @property
     def has_pending_prefetch(self) -> bool:
         """Whether a gathering was begun that nobody has waited for."""

@@ -75,6 +75,11 @@ class ParameterStorage(ABC):
         return None
 
     @property
+    def windowed(self) -> bool:
+        """Whether the ranks of a host hold the parameters together, in a window."""
+        return self._kind.shared
+
+    @property
     def fetched(self) -> bool:
         """Whether ``gather`` would move data, so that it pays to begin ahead."""
         return self.stale or self._kind.takes_buffer
