@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,8 @@ from support.mappings import unnamed
 
 import fsdpcore as fc
 from fsdpcore.fsdp.offload import mapped_file, stores
-from fsdpcore.fsdp.offload.arrays import ArrayKind, PersistentArray
+from fsdpcore.fsdp.offload.arrays import ArrayKind
 from fsdpcore.fsdp.offload.mapped_file import PAGE, FileSpan, MappedFile, joined
-from fsdpcore.fsdp.offload.offload_store import OffloadStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
 
@@ -378,32 +378,57 @@ def test_options_that_make_no_sense(options):
         fc.Offload(**options)
 
 
+class Hoarding(fc.optim.Adafactor):
+    """Makes more state than it declares."""
+
+    def init_pieces(self, specs, dtype):
+        states = super().init_pieces(specs, dtype)
+        for spec in specs:
+            states[spec.name]["more"] = np.zeros(spec.size, dtype)
+        return states
+
+    def update_pieces(self, pieces, **options):
+        declared = []
+        for piece in pieces:
+            state = dict(piece.state)
+            state.pop("more")[:] += 1
+            declared.append(replace(piece, state=state))
+        super().update_pieces(declared, **options)
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_state_that_was_not_declared_is_measured_and_not_planned(window):
+    def body(backend):
+        options = {"backend": backend, "window": window}
+        plain = fc.FSDP(model(), optimizer=fc.optim.Adafactor(), **options)
+        engine = fc.FSDP(model(), optimizer=Hoarding(), **options)
+        one_step(engine, np.random.default_rng(backend.rank))
+        more = 4 * sum(unit.valid_size for unit in engine.units)
+        assert engine.held().optimizer == plain.held().optimizer + more
+        assert engine.plan().persistent == plain.plan().persistent
+        report = engine.report()
+        assert report.measured.peak_bytes == report.plan.peak_bytes + more
+        return more
+
+    assert sum(run(body)) > 0
+
+
+def test_state_that_was_not_declared_has_no_room_in_a_file(disk):
+    def body(backend):
+        offload = fc.Offload(disk, what="all")
+        with pytest.raises(fc.ArgumentError) as error:
+            fc.FSDP(model(), backend, optimizer=Hoarding(), offload=offload)
+        return str(error.value)
+
+    (text,) = run(body, world_size=1)
+    declared = 4 * (40 + 31 + 31)  # rows and columns of u0.w, and u0.b
+    made = declared + 4 * (40 * 31 + 31)
+    assert f"unit 'u0': the optimizer's state takes {made} bytes" in text
+    assert f"has {declared} for it" in text
+    assert "state_shapes of Hoarding" in text
+
+
 # The file.
-
-
-def test_a_store_makes_what_it_was_told_and_nothing_else():
-    told = [PersistentArray(ArrayKind.STATE, 8), PersistentArray(ArrayKind.STATE, 12)]
-    make = OffloadStore(np.empty, told).allocate(ArrayKind.STATE)
-    assert make(2, np.dtype(np.float32)).nbytes == 8
-    with pytest.raises(AssertionError, match="were planned wrongly"):
-        make(2, np.dtype(np.float32))
-
-
-def test_an_optimizer_may_make_more_state_than_it_declares():
-    make = OffloadStore(np.empty, [HeldArray(ArrayKind.STATE, 8)]).allocate(ArrayKind.STATE)
-    assert [make(size, np.dtype(np.float32)).nbytes for size in (3, 2)] == [12, 8]
-
-
-def test_a_file_has_no_room_for_state_that_was_not_declared(disk):
-    policy = fc.Offload(disk, what="all")
-    file = OffloadFile(policy, MappedFile(disk, 2 * PAGE))
-    held = [HeldArray(ArrayKind.STATE, 8)]
-    make = FileOffloadStore(file, policy, np.empty, 0, held).allocate(ArrayKind.STATE)
-    with pytest.raises(fc.ArgumentError, match="makes more of it than"):
-        make(PAGE, np.dtype(np.float32))
-    assert make(2, np.dtype(np.float32)).nbytes == 8
-    with pytest.raises(fc.ArgumentError, match="makes more of it than"):
-        make(2, np.dtype(np.float32))
 
 
 def test_spans_are_joined():

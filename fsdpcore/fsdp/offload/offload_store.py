@@ -33,11 +33,12 @@ class OffloadStore:
 
     Args:
         empty: makes them.
-        persistent: what they are, each kind in the order in which it is allocated. Parameters in a
-            window are among them, but are not allocated here.
+        persistent: what is planned, each kind in the order in which it is allocated. Parameters in
+            a window are among them, but are not allocated here.
 
     Attributes:
         persistent: as given.
+        held: bytes that were made, by kind; an optimizer may make more than was planned.
         depth: how many units are to be announced ahead of their use.
         away: kinds whose arrays are in the memory of the host, while a GPU computes.
     """
@@ -47,23 +48,27 @@ class OffloadStore:
 
     def __init__(self, empty: Allocate, persistent: Sequence[PersistentArray]) -> None:
         self.persistent = persistent
+        self.held = dict.fromkeys(ArrayKind, 0)
         self._empty = empty
-        self._due = {
-            kind: [each.nbytes for each in persistent if each.kind is kind] for kind in ArrayKind
-        }
 
     def allocate(self, kind: ArrayKind) -> Allocate:
-        """Return what makes arrays of a kind; all but state are as large as it was told."""
-        make, due = self._memory(kind), self._due[kind]
+        """Return what makes arrays of a kind."""
+        make = self._memory(kind)
 
         def allocated(size: int, dtype: np.dtype[Any]) -> Array:
             array = make(size, dtype)
-            if kind is not ArrayKind.STATE:  # an optimizer may make more than it declares
-                told = due.pop(0)
-                assert told == array.nbytes, f"{kind.value} were planned wrongly"
+            self.note(kind, array)
             return array
 
         return allocated
+
+    def note(self, kind: ArrayKind, array: Array) -> None:
+        """Count an array; for one that was made elsewhere, in a window."""
+        self.held[kind] += array.nbytes
+
+    def room(self, kind: ArrayKind) -> int | None:
+        """Return the bytes for all arrays of a kind; None if any number can be made."""
+        return None
 
     def _memory(self, kind: ArrayKind) -> Allocate:
         """Return what makes arrays of a kind where they are to be."""
@@ -132,17 +137,17 @@ class FileOffloadStore(OffloadStore):
 
     def _memory(self, kind: ArrayKind) -> Allocate:
         def mapped(size: int, dtype: np.dtype[Any]) -> Array:
-            room, nbytes = self._free[kind], size * np.dtype(dtype).itemsize
-            if not room or nbytes > room[0].nbytes:
-                raise ArgumentError(
-                    f"the file has no room for {nbytes} more bytes of {kind.value}: an optimizer "
-                    "makes more of it than its state_names and state_shapes declare"
-                )
-            span = room.pop(0)
+            span = self._free[kind].pop(0)
+            assert size * dtype.itemsize <= span.nbytes, f"too little room for {kind.value}"
             self._spans[kind].append(span)
             return self._files.file.array(span.start, size, dtype)
 
         return mapped if kind in self._kinds else self._empty
+
+    def room(self, kind: ArrayKind) -> int | None:
+        if kind not in self._kinds:
+            return None
+        return sum(each.nbytes for each in self.persistent if each.kind is kind)
 
     def mark(self, kind: ArrayKind, array: Array) -> None:
         if kind in self._kinds:

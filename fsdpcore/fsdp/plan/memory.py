@@ -50,23 +50,23 @@ class HeldMemory:
 
 
 def measure(model: ShardedModel, pool: BufferPool, window: int) -> HeldMemory:
-    """Add up what an engine holds; its arrays are as large as its stores were told.
+    """Add up the arrays that an engine has made; padding is what was planned of them.
 
     Args:
         model: of the engine.
         pool: of its buffers.
         window: bytes of the host's window, 0 where there is none.
     """
-    held = [(each, unit.store) for unit in model.units for each in unit.store.persistent]
-    sums = Persistent.of(each for each, _ in held)
+    held = [(unit.store, *each) for unit in model.units for each in unit.held.items()]
+    sums = Persistent.by_kind((kind, nbytes) for _, kind, nbytes in held)
     return HeldMemory(
         parameters=sums.parameters,
         gradients=sums.gradients,
         optimizer=sums.optimizer,
-        padding=sum(each.padding for each, _ in held),
+        padding=sum(each.padding for unit in model.units for each in unit.store.persistent),
         buffers=pool.live_bytes,
         spare=pool.spare_bytes,
         window=window,
         unsharded=model.unsharded,
-        pinned=sum(each.nbytes for each, store in held if each.kind in store.away),
+        pinned=sum(nbytes for store, kind, nbytes in held if kind in store.away),
     )

@@ -156,10 +156,15 @@ class Persistent:
 
     @classmethod
     def of(cls, arrays: Iterable[PersistentArray]) -> Persistent:
-        """Add up what a rank holds, by what it is for."""
+        """Add up what a rank is planned to hold, by what it is for."""
+        return cls.by_kind((each.kind, each.nbytes) for each in arrays)
+
+    @classmethod
+    def by_kind(cls, sizes: Iterable[tuple[ArrayKind, int]]) -> Persistent:
+        """Add up bytes, planned or measured."""
         sums = dict.fromkeys(ArrayKind, 0)
-        for each in arrays:
-            sums[each.kind] += each.nbytes
+        for kind, nbytes in sizes:
+            sums[kind] += nbytes
         parameters = sums[ArrayKind.FROZEN] + sums[ArrayKind.TRAINED] + sums[ArrayKind.MASTER]
         return cls(parameters, sums[ArrayKind.GRADIENT], sums[ArrayKind.STATE])
 

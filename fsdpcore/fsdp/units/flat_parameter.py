@@ -72,6 +72,8 @@ class FlatParameter:
         self.storage = make_storage(
             self.places, binding, store.allocate(kind), flat, away=kind in store.away
         )
+        if flat is not None:
+            store.note(kind, self.storage.own)
         if trained:
             store.mark(ArrayKind.OWN, self.storage.own)
         if self._master_dtype == self.layout.dtype:

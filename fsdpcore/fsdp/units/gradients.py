@@ -95,6 +95,7 @@ class UnitGradients:
         self.sends = sum(each.sent for each in reductions) * dtypes.grad.itemsize
         # Of the full gradients, what is kept; and of that, the shard.
         self._range = slice(0, places.layout.padded_size) if whole else shard
+        self._kept_size = self._range.stop - self._range.start
         self._shard = shard if whole else slice(None)
         self._algorithm = binding.algorithm
         self._pool = binding.pool
@@ -121,6 +122,11 @@ class UnitGradients:
     def shard(self) -> Array | None:
         """This rank's shard of the reduced gradients, while there are any."""
         return None if self._reduced is None else self._reduced[self._shard]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the reduced gradients that this rank keeps, from the first reduction on."""
+        return self._kept_size * self._dtypes.grad.itemsize
 
     @property
     def kept(self) -> bool:
@@ -296,7 +302,7 @@ class UnitGradients:
     def _own_buffer(self) -> Array:
         if self._buffer is None:
             allocate = self._store.allocate(ArrayKind.GRADIENT)
-            self._buffer = allocate(self._range.stop - self._range.start, self._dtypes.grad)
+            self._buffer = allocate(self._kept_size, self._dtypes.grad)
         return self._buffer
 
     def zeros(self) -> Array:

@@ -1,7 +1,7 @@
 """What one rank holds of a unit all the time, told before anything of it is made.
 
-Stores, plans and measurements all ask here. What is made is as large as it was told: that is what
-``OffloadStore.allocate`` checks.
+Stores and plans ask here. What was made is counted by ``OffloadStore``: the two differ where an
+optimizer makes more state than its ``state_shapes`` say.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class ShardedUnit:
                 trained,
                 binding,
                 binding.optimizers.of_unit(self.name),
-                store.allocate(ArrayKind.STATE),
+                store,
                 self.boxes,
             )
         store.end(INITIAL, written=True)
@@ -134,6 +134,11 @@ class ShardedUnit:
     def shard(self) -> Array:
         """This rank's part of the trained parameters at full precision; read-only."""
         return self.trained_parameter.shard
+
+    @property
+    def held(self) -> dict[ArrayKind, int]:
+        """Bytes of the arrays that were made, by kind; and of gradients before they are made."""
+        return {**self.store.held, ArrayKind.GRADIENT: self.gradients.nbytes}
 
     @property
     def valid_size(self) -> int:

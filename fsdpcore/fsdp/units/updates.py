@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 
 from fsdpcore.collectives import all_reduce, broadcast
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import Allocate, Array
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.fsdp.offload.arrays import ArrayKind
+from fsdpcore.fsdp.offload.offload_store import OffloadStore
 from fsdpcore.fsdp.optim import Optimizer
 from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
 from fsdpcore.fsdp.optim.pieces import PieceSpec, ShardPiece
@@ -36,7 +39,7 @@ class ShardUpdate:
         part: FlatParameter,
         binding: Binding,
         policies: Mapping[str, Optimizer],
-        allocate: Allocate,
+        store: OffloadStore,
         boxes: Mapping[str, ArrayBox],
     ) -> None:
         groups = binding.groups
@@ -51,6 +54,7 @@ class ShardUpdate:
         self.specs = whole_parameter_specs(part.layout, part.rank, found, boxes)
         dtype, size = part.master.dtype, part.valid_size
         self.state: dict[str, Array] = {}
+        allocate = store.allocate(ArrayKind.STATE)
         for name in _elementwise_names(found):
             array = self.state[name] = allocate(size, dtype)
             array.fill(0)
@@ -60,19 +64,32 @@ class ShardUpdate:
         self.whole_state: dict[str, dict[str, NDArray[Any]]] = {}
         for policy, specs in self.specs.items():
             self.whole_state.update(policy.init_pieces(specs, dtype))
-        self._move_whole_state(allocate, dtype)
+        self._move_whole_state(store, dtype)
 
-    def _move_whole_state(self, allocate: Allocate, dtype: np.dtype[Any]) -> None:
+    def _move_whole_state(self, store: OffloadStore, dtype: np.dtype[Any]) -> None:
         """Have these arrays, many of which are small, in one that was allocated as it should be."""
         arrays = [(named, name) for named in self.whole_state.values() for name in named]
         size = sum(named[name].size for named, name in arrays)
+        self._check_room(store, size * dtype.itemsize)
         # Where there is nothing to allocate, empty arrays still have to be of this device.
-        flat, start = allocate(size, dtype) if size else self._device.empty(0, dtype), 0
+        allocate = store.allocate(ArrayKind.STATE) if size else self._device.empty
+        flat, start = allocate(size, dtype), 0
         for named, name in arrays:
             values = named[name]
             named[name] = flat[start : start + values.size]
             self._device.assign(named[name], values)
             start += values.size
+
+    def _check_room(self, store: OffloadStore, nbytes: int) -> None:
+        """Raise ArgumentError if the store has no place for so much more state."""
+        room, nbytes = store.room(ArrayKind.STATE), nbytes + store.held[ArrayKind.STATE]
+        if room is not None and nbytes > room:
+            names = ", ".join(sorted({type(policy).__name__ for policy in self.specs}))
+            raise ArgumentError(
+                f"unit {self._part.places.unit!r}: the optimizer's state takes {nbytes} bytes, but "
+                f"the file of Offload has {room} for it, as it was declared; let state_shapes of "
+                f"{names} name all that init_pieces makes"
+            )
 
     def apply(self, grad: Array, *, step: int, lr: float | None, grad_scale: float) -> None:
         """Update the master shard by ``grad``, and what is gathered by that."""
