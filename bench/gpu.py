@@ -25,7 +25,7 @@ from gpu_bench.facts import facts
 from gpu_bench.usable import in_words, why_not
 
 from fsdpcore.bench.harness import options, record
-from fsdpcore.core.usage import one_line
+from fsdpcore.bench.harness.usage import one_line
 
 _ALL = tuple(dict.fromkeys(name for name, _ in parts.SHARES))
 

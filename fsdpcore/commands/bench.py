@@ -14,9 +14,9 @@ from fsdpcore.bench.cases import DTYPE_NAMES, OPERATIONS, PLACES, parse_size
 from fsdpcore.bench.harness import options
 from fsdpcore.bench.harness.options import names, one_of
 from fsdpcore.bench.harness.turns import RoundPlan
+from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.core.usage import one_line
 from fsdpcore.launch.config import resolve
 from fsdpcore.launch.environment import detect, launched_threads
 from fsdpcore.launch.launch import launch

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from fsdpcore import __version__
+from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.commands.later import CommandsLater
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.core.usage import one_line
 from fsdpcore.launch.config import PREFIX, resolve
 from fsdpcore.launch.scripts import run_script, script_command
 

@@ -15,10 +15,10 @@ import numpy as np
 import typer
 from numpy.typing import DTypeLike
 
+from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.core import text
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.core.policy import Costs
-from fsdpcore.core.usage import one_line
 from fsdpcore.fsdp.plan.choice import (
     Change,
     Training,

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.bench.tune import FULL, KIB, MIB, QUICK, Findings, measure
 from fsdpcore.collectives.selection.costs import read_table, write_table
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRanges, Tuning
-from fsdpcore.core.usage import one_line
 from fsdpcore.launch.config import Config, resolve
 from fsdpcore.launch.environment import detect, launched_threads
 from fsdpcore.launch.launch import launch

@@ -12,9 +12,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.core.errors import ArgumentError, ConfigError, MissingDependencyError
 from fsdpcore.core.text import nearest
-from fsdpcore.core.usage import one_line
 from fsdpcore.launch.blas import available_cores
 
 WRONG_RESULTS = 1

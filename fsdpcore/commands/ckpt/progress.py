@@ -19,9 +19,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from fsdpcore.bench.harness.usage import USAGE_ERROR
 from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback
 from fsdpcore.core.errors import CorruptCheckpointError, FsdpcoreError, in_words
-from fsdpcore.core.usage import USAGE_ERROR
 
 DIFFERENT = 1
 """Exit code where a difference or damage was found."""

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.commands.trace.findings import findings
 from fsdpcore.commands.trace.timeline import timeline
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.usage import one_line
 from fsdpcore.diagnostics.trace_file import read_directory, write_json
 
 

@@ -1,4 +1,4 @@
-"""How a command tells its user that the call was wrong; for the command line and benches alone."""
+"""How a command, or a bench, tells its user that the call was wrong."""
 
 from __future__ import annotations
 
