@@ -25,6 +25,7 @@ from gpu_bench.facts import facts
 from gpu_bench.usable import in_words, why_not
 
 from fsdpcore.bench.harness import options, record
+from fsdpcore.bench.harness.measurements import OURS
 from fsdpcore.bench.harness.usage import one_line
 
 _ALL = tuple(dict.fromkeys(name for name, _ in parts.SHARES))
@@ -57,7 +58,13 @@ def main(
         for part in parts.chosen(wanted, ranks, gpus, seconds):
             found.append(parts.run(part, rows, quick=quick))
             targets = report.targets(found)
-            run.save(out / "gpu.json", quick=quick, parts=found, targets=targets)
+            run.save(
+                out / "gpu.json",
+                versions={OURS: run.machine["packages"]},
+                settings={"parts": wanted, "ranks": ranks, "seconds": seconds, "quick": quick},
+                parts=found,
+                targets=targets,
+            )
             tables = report.text(run.machine, found, targets)
             (out / "gpu.txt").write_text(tables, encoding="utf-8")
         if found:

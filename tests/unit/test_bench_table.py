@@ -110,6 +110,15 @@ RESULTS = [
 ]
 
 
+def test_a_record_has_what_the_schema_says(tmp_path):
+    run, path = record.RunRecord("collectives"), tmp_path / "results.json"
+    with pytest.raises(TypeError, match="settings"):
+        run.save(path, versions={}, rows=[])
+    with pytest.raises(ValueError, match="machine"):
+        run.save(path, versions={}, settings={}, machine={})
+    assert not path.exists()
+
+
 def test_the_record(tmp_path):
     record.RunRecord("collectives", ["fsdpcore", "bench"]).save(
         tmp_path / "results.json",

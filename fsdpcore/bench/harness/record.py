@@ -49,10 +49,27 @@ class RunRecord:
             "machine": self.machine,
         }
 
-    def save(self, path: Path | None, **content: Any) -> None:
-        """Write it, unless there is no path; ``content`` is what was measured, and how."""
+    def save(
+        self,
+        path: Path | None,
+        *,
+        versions: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        **results: Any,
+    ) -> None:
+        """Write it, unless there is no path.
+
+        Args:
+            path: of the document.
+            versions: of libraries.
+            settings: how it was measured.
+            results: what was measured; nothing that every record has.
+        """
+        how = {**self._begin, "versions": versions, "settings": settings}
+        if taken := how.keys() & results.keys():
+            raise ValueError(f"every record has its own {', '.join(sorted(taken))}")
         if path is not None:
-            save(path, {**self._begin, **content})
+            save(path, {**how, **results})
 
 
 def row(measured: Measurement, unit: str, **more: Any) -> dict[str, Any]:
