@@ -44,29 +44,34 @@ class Job:
     """A case on this rank.
 
     Args:
-        step: what is timed.
+        make: makes the step, which is what is timed.
         after: what follows each step untimed; the fastest step is then what counts.
-        elsewhere: makes the step for each block anew, on arrays at other addresses.
+        anew: each block has a step of its own.
     """
 
     def __init__(
-        self, step: Step, after: Step | None = None, elsewhere: Callable[[], Step] | None = None
+        self, make: Callable[[], Step], after: Step | None = None, *, anew: bool = False
     ) -> None:
-        self.step = step
         self.after = after
-        self.elsewhere = elsewhere
+        self.anew = anew
+        self._make = make
+        self._made = None if anew else make()
+
+    def step(self) -> Step:
+        """Return the step for a block."""
+        return self._make() if self._made is None else self._made
 
 
 def make_job(case: Mapping[str, Any], backend: fc.Backend) -> Job:
     """Prepare a case of ``cases``."""
     name, _, detail = case["name"].partition(".")
     if name == "step":
-        return Job(_training(detail, case["size"], backend))
+        return Job(lambda: _training(detail, case["size"], backend))
     if name == "optimizer":
         return _update(detail, case["size"])
     if name in ("save", "load"):
         return _checkpoint(name, case, backend)
-    return Job(_collective(name, case, backend))
+    return Job(lambda: _collective(name, case, backend))
 
 
 def _collective(name: str, case: Mapping[str, Any], backend: fc.Backend) -> Step:
@@ -155,7 +160,7 @@ def _update(name: str, nbytes: int) -> Job:
     policy = _OPTIMIZERS[name]()
     values = np.random.default_rng(0).standard_normal((2, max(1, nbytes // 4)), np.float32)
     drawn = random.Random(0)  # noqa: S311 (no secret)
-    return Job(_Update(policy, values, drawn), elsewhere=lambda: _Update(policy, values, drawn))
+    return Job(lambda: _Update(policy, values, drawn), anew=True)
 
 
 class _Update:
@@ -197,16 +202,23 @@ def _checkpoint(name: str, case: Mapping[str, Any], backend: fc.Backend) -> Job:
     engine = _engine("full_shard", case["size"], backend)
     folder = Path(case["folder"])
     folder.mkdir(exist_ok=True)
-    if name == "load":
+
+    def load() -> None:
+        fc.checkpoint.load(folder, engine, backend, step=1)
+
+    def save() -> None:
         fc.checkpoint.save(folder, engine, backend, step=1)
-        return Job(lambda: fc.checkpoint.load(folder, engine, backend, step=1), lambda: None)
+
+    if name == "load":
+        save()
+        return Job(lambda: load, lambda: None)
 
     def remove() -> None:
         if backend.rank == 0:
             shutil.rmtree(folder)
             folder.mkdir()
 
-    return Job(lambda: fc.checkpoint.save(folder, engine, backend, step=1), remove)
+    return Job(lambda: save, remove)
 
 
 def timed(backend: fc.Backend, job: Job, warmup: int, iterations: int) -> float:
@@ -221,28 +233,27 @@ def timed(backend: fc.Backend, job: Job, warmup: int, iterations: int) -> float:
     gc.disable()
     try:
         for _ in range(blocks):
-            if job.elsewhere is not None:
-                job.step = job.elsewhere()
-            if job.elsewhere is not None or not took:
-                _block(backend, job, warmup)
-            took.append(_block(backend, job, each))
+            if job.anew or not took:
+                step = job.step()
+                _block(backend, step, job.after, warmup)
+            took.append(_block(backend, step, job.after, each))
         return min(took) / each * iterations
     finally:
         if enabled:
             gc.enable()
 
 
-def _block(backend: fc.Backend, job: Job, iterations: int) -> float:
+def _block(backend: fc.Backend, step: Step, after: Step | None, iterations: int) -> float:
     """Seconds of steps back to back; where something follows each, there is one."""
-    step, turns = job.step, range(iterations)
+    turns = range(iterations)
     backend.barrier()
     started = time.perf_counter()
     for _ in turns:
         step()
     took = time.perf_counter() - started
-    if job.after is not None and iterations:
+    if after is not None and iterations:
         backend.barrier()
-        job.after()
+        after()
         backend.barrier()
     return took
 
