@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fsdpcore import collectives
+from fsdpcore.bench.cases import Case, make_cases
 from fsdpcore.bench.harness.member import timed_calls
 from fsdpcore.bench.harness.turns import alternate
 from fsdpcore.collectives.operations.table import OPERATIONS
@@ -283,34 +283,24 @@ def _measure_collective(backend: Backend, collective: str, nbytes: int, effort: 
     p = backend.world_size
     count = max(1, round(nbytes / _DTYPE.itemsize / p)) * p
     names = candidates(collective, backend, _DTYPE, _op(collective))
-    calls = {name: _call(backend, collective, count, name) for name in names}
-    return Timing(collective, count * _DTYPE.itemsize, _rounds(backend, calls, effort))
+    size = count * _DTYPE.itemsize
+    (case,) = make_cases(collective, [size], p, dtype=_DTYPE.name, op="sum", root=0, in_place=False)
+    calls = {name: _call(backend, case, name) for name in names}
+    return Timing(collective, size, _rounds(backend, calls, effort))
 
 
 def _op(collective: str) -> str:
     return "sum" if OPERATIONS[collective].reduces else ""
 
 
-def _call(backend: Backend, collective: str, count: int, algorithm: str) -> Callable[[], object]:
-    """A call of a collective whose n is ``count`` elements."""
-    # Plain arrays: for those that all ranks see in place there is nothing to choose.
-    whole, result = np.empty(count, _DTYPE), np.empty(count, _DTYPE)
-    whole.fill(1)
-    part = slice(0, count // backend.world_size)
-    first = backend.rank == 0
-    array: NDArray[Any] | None = whole
-    out: NDArray[Any] | None = result
-    operation = OPERATIONS[collective]
-    if operation.joins and not operation.splits:
-        array = whole[part]
-    if operation.splits and not operation.joins:
-        out = result[part]
-    if operation.splits and operation.rooted and not first:
-        array = None
-    if operation.to_root and not first:
-        out = None
-    function = getattr(collectives, collective)
-    return lambda: function(array, backend, out=out, algorithm=algorithm)
+def _call(backend: Backend, case: Case, algorithm: str) -> Callable[[], object]:
+    """A call of a collective, on plain arrays: of those that all ranks see there is no choice."""
+    source, out = (
+        np.ones(size, _DTYPE) if size else None
+        for size in (case.source_count(backend.rank), case.output_count(backend.rank))
+    )
+    function = getattr(collectives, case.operation)
+    return lambda: function(source, backend, out=out, algorithm=algorithm)
 
 
 def _rounds(
