@@ -129,10 +129,10 @@ def table(result: Result) -> list[str]:
             f"({spread.lowest:.1f} to {spread.highest:.1f})"
         )
     for name, moved in result.moved.items():
-        mib = Moved(*(value / MIB for value in moved))
         found.append(
-            f"# {name}: {mib.held:.1f} MiB of each rank in a file; a step reads {mib.read:.1f} "
-            f"({mib.disk_read:.1f} on disk), writes {mib.written:.1f} ({mib.disk_written:.1f}); "
+            f"# {name}: {moved.held / MIB:.1f} MiB of each rank in a file; a step reads "
+            f"{moved.read / MIB:.1f} ({moved.disk_read / MIB:.1f} on disk), writes "
+            f"{moved.written / MIB:.1f} ({moved.disk_written / MIB:.1f}); "
             f"{moved.ready:.0%} was there in time, {1e3 * moved.waited:.1f} ms waited for the "
             f"rest, {1e3 * moved.flushed:.1f} ms for writing"
         )
