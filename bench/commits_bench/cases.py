@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from fsdpcore.bench.cases import OPERATIONS
+from fsdpcore.bench.cases import MEASURED
 
 RAGGED = ("all_gather_v", "reduce_scatter_v", "all_to_all_v")
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 OPTIMIZERS = ("adam", "adamw", "lion", "sgd", "rmsprop", "adagrad")
 MEMORIES = ("plain", "backend")
-COLLECTIVES = ("barrier", *OPERATIONS, *RAGGED)
+COLLECTIVES = ("barrier", *MEASURED, *RAGGED)
 ENGINE = (*(f"step.{name}" for name in STRATEGIES), "save", "load")
 UPDATES = tuple(f"optimizer.{name}" for name in OPTIMIZERS)
 NAMES = (*COLLECTIVES, *ENGINE, *UPDATES)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import fsdpcore as fc
-from fsdpcore.bench.cases import OPERATIONS, Case, algbw, busbw_factor, make_cases
+from fsdpcore.bench.cases import MEASURED, Case, algbw, busbw_factor, make_cases
 from fsdpcore.bench.contestants import Ours
 from fsdpcore.bench.harness.measurements import OURS
 from fsdpcore.bench.harness.turns import alternate
@@ -95,7 +95,7 @@ def _nccl_even_alone() -> Iterator[None]:
 
 def _cases(ranks: int, largest: int) -> Iterator[Case]:
     sizes = [size for size in (SIZES if ranks == 1 else _FEW) if size <= largest]
-    for operation in OPERATIONS:
+    for operation in MEASURED:
         for in_place in (False, True) if operation == "all_reduce" and ranks > 1 else (False,):
             yield from make_cases(
                 operation, sizes, ranks, dtype="float32", op="sum", root=0, in_place=in_place

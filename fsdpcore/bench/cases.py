@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.collectives.operations import table
+from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.spec import Operation
 from fsdpcore.core.buffers import DTYPES
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import Reduction
 from fsdpcore.core.text import nearest
 
-OPERATIONS = (
+MEASURED = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -45,7 +45,7 @@ class Case:
     """One line of a table: an operation on one size.
 
     Attributes:
-        operation: one of ``OPERATIONS``.
+        operation: one of ``MEASURED``.
         count: elements that one rank contributes or, where it is split, that one rank gets.
         dtype: name of one of ``DTYPE_NAMES``.
         op: name of the reduction, "none" where nothing is reduced.
@@ -70,7 +70,7 @@ class Case:
     @property
     def definition(self) -> Operation:
         """The operation."""
-        return table.OPERATIONS[self.operation]
+        return OPERATIONS[self.operation]
 
     @property
     def size(self) -> int:
@@ -145,12 +145,12 @@ def chosen_operations(names: Sequence[str]) -> list[str]:
     """
     wanted: list[str] = []
     for name in names:
-        if name != "all" and name not in OPERATIONS:
-            known = ("all", *OPERATIONS)
+        if name != "all" and name not in MEASURED:
+            known = ("all", *MEASURED)
             raise ArgumentError(
                 f"no operation {name!r}{nearest(name, known)}; there are {', '.join(known)}"
             )
-        wanted += OPERATIONS if name == "all" else [name]
+        wanted += MEASURED if name == "all" else [name]
     return list(dict.fromkeys(wanted))
 
 
@@ -171,7 +171,7 @@ def make_cases(
     """
     cases: list[Case] = []
     itemsize = next(d for d in DTYPES if d.name == dtype).itemsize
-    definition = table.OPERATIONS[operation]
+    definition = OPERATIONS[operation]
     for size in wanted:
         case = Case(
             operation,

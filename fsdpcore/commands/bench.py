@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fsdpcore.bench import main as bench
-from fsdpcore.bench.cases import DTYPE_NAMES, OPERATIONS, PLACES, parse_size
+from fsdpcore.bench.cases import DTYPE_NAMES, MEASURED, PLACES, parse_size
 from fsdpcore.bench.harness import options
 from fsdpcore.bench.harness.options import names, one_of
 from fsdpcore.bench.harness.turns import RoundPlan
@@ -28,7 +28,7 @@ _MEMORY = ("backend", "numpy")
 def show_bench(
     operations: Annotated[
         list[str] | None,
-        typer.Argument(help=f"{', '.join(OPERATIONS)}; or all (default: all_reduce)."),
+        typer.Argument(help=f"{', '.join(MEASURED)}; or all (default: all_reduce)."),
     ] = None,
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", help="Number of ranks.")] = None,
     transport: Annotated[

@@ -15,7 +15,7 @@ from support.jobs import clean_environ, finished, python
 from typer.testing import CliRunner
 
 from fsdpcore import collectives
-from fsdpcore.bench.cases import OPERATIONS
+from fsdpcore.bench.cases import MEASURED
 from fsdpcore.comm import registry
 from fsdpcore.commands.main import app
 
@@ -78,9 +78,9 @@ def test_a_small_run(bench, transport):
 def test_every_operation_among_ranks_that_a_launcher_started(bench):
     result = bench("all", *TINY, **IN_THREADS)
     assert result.exit_code == 0, result.output
-    shown = [line[2:] for line in result.output.splitlines() if line[2:] in OPERATIONS]
-    assert shown == list(OPERATIONS)
-    assert len(lines(result)) == len(OPERATIONS)
+    shown = [line[2:] for line in result.output.splitlines() if line[2:] in MEASURED]
+    assert shown == list(MEASURED)
+    assert len(lines(result)) == len(MEASURED)
     assert [line[-1] for line in lines(result)] == [*["0"] * 7, "N/A"]
 
 
@@ -205,7 +205,7 @@ def compared(bench, *arguments):
     result = bench("all", "-n", 2, *TINY, *arguments)
     assert result.exit_code == 0, result.output
     assert "# Wrong values      : 0 OK" in result.output
-    assert len(lines(result)) == 2 * len(OPERATIONS) - 1
+    assert len(lines(result)) == 2 * len(MEASURED) - 1
     for line in lines(result):
         assert all(float(number) > 0 for number in (line[5], line[7], line[9]))
     return result
