@@ -31,17 +31,19 @@ class Move(NamedTuple):
     """One step of a movement; they do not depend on each other's results.
 
     Attributes:
-        targets: get what comes of the sources.
+        targets: all get what comes of the sources.
         sources: several are reduced, in this order; a single one is copied; of none, the value
             comes that changes nothing in the reduction.
         divided: targets and sources are whole arrays, and the ranks divide the work: rank c does
-            chunk c of it. All moves of a movement are divided, or none. Divided ones are done in
-            the order of the list, so that one may overwrite what only those before it read.
+            chunk c of it. All moves of a movement are divided, or none.
+        prefixes: the last target alone gets what comes of all sources, the one before it what
+            comes of all but the last source, and so on. Such a move is divided.
     """
 
     targets: tuple[ArrayPart, ...]
     sources: tuple[ArrayPart, ...]
     divided: bool = False
+    prefixes: bool = False
 
 
 # The ranks, and the root (-1 for none), to the moves.

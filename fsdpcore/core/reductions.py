@@ -389,6 +389,41 @@ class Reduction:
             self._combine_tree(values, room, None if rounds else target)
             self.store(values[0], target, len(parts))
 
+    def scan(self, parts: Sequence[Array], outs: Sequence[Array]) -> None:
+        """Reduce the parts up to each one, with the bits of ``reduce`` of these parts alone.
+
+        The last of ``outs`` gets what comes of all parts, the one before it what comes of all but
+        the last part, and so on; of no parts, ``identity`` comes. ``outs`` may be the ``parts``.
+
+        Every prefix is combined within its aligned block of 2, 4, 8, ... parts first; where that is
+        the right half of the next block, all of the left half then comes before it (J. Sklansky,
+        "Conditional-sum addition logic", 1960). Blocks are those of the canonical tree.
+        """
+        count, size = len(parts), outs[-1].size
+        rounds = self.accumulator is not self.dtype
+        block = max(1, 4 * BLOCK // count)  # of all arrays together, it stays in cache
+        scratch = np.empty((count if rounds else 0, min(block, size)), self.accumulator)
+        for start in range(0, size, block):
+            place = slice(start, min(start + block, size))
+            totals = [part[place] for part in parts]
+            results = [out[place] for out in outs]
+            room = results
+            if rounds:
+                room = list(scratch[:, : results[-1].size])
+                totals = [self.load(total, row) for total, row in zip(totals, room, strict=True)]
+            stride = 1
+            while stride < count:
+                for i in (i for i in range(count) if i & stride):
+                    self.combine(totals[i // stride * stride - 1], totals[i], room[i])
+                    totals[i] = room[i]
+                stride *= 2
+            # Backwards: a result may stand where the one behind it was combined.
+            for result, ends in zip(reversed(results), range(count, -1, -1), strict=False):
+                if ends:
+                    self.store(totals[ends - 1], result, ends)
+                else:
+                    result.fill(self.identity)
+
     def _combine_tree(self, values: list[Array], scratch: Array, last: Array | None) -> None:
         """Combine ``values`` bottom up into ``values[0]``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from support.spmd import run_on
 import fsdpcore as fc
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import Move, Movement, inputs, outputs
+from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.shared import region
-from fsdpcore.collectives.shared.interpreter import move
+from fsdpcore.collectives.shared.interpreter import BoundMovement, move
+from fsdpcore.collectives.shared.program import program
 from fsdpcore.collectives.spec import Layout
 from fsdpcore.collectives.state import state_of
 from fsdpcore.core.reductions import Reduction
@@ -89,3 +92,39 @@ def _prefixes(backend: fc.Backend, count: int, published: bool, in_place: bool) 
 def test_scans(world_size: int, count: int, published: bool, in_place: bool) -> None:
     args = (count, published, in_place)
     run_on(SharingSim, _prefixes, world_size=world_size, args=args)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_one_rank_does_grows_like_the_ranks(name: str) -> None:
+    """Threads of one interpreter work it out one after the other, in the deadline of a call."""
+
+    def parts(ranks: int) -> int:
+        todo = program(OPERATIONS[name].movement, ranks, ranks - 1, 0)
+        moves = [
+            *todo.own,
+            *todo.whole,
+            *todo.published,
+            *(m for part in todo.staged for m in part),
+        ]
+        return sum(len(move.targets) + len(move.sources) for move in moves)
+
+    assert parts(128) <= 2 * parts(64) + 4
+
+
+def _ragged(backend: fc.Backend) -> None:
+    again = np.ones(7)
+    for turn in range(3):
+        for size in range(100 * turn + 1, 100 * turn + 101):
+            fc.all_reduce(np.ones(size), backend)
+            fc.all_reduce(again, backend)
+    gc.collect()
+    mine = state_of(backend).context
+    assert mine is not None
+    made = [each for each in gc.get_objects() if type(each) is BoundMovement]
+    kept = [each for each in made if each._context is mine]
+    assert len(kept) <= 64 + 1
+
+
+def test_a_size_that_comes_once_does_not_stay() -> None:
+    """Of the kinds that a group has called once, it keeps what it has made for the last ones."""
+    run_on(SharingSim, _ragged, world_size=2)

@@ -197,13 +197,18 @@ def test_half_precision_across_hosts() -> None:
     assert {rank.out for rank in narrow} == {Fraction(1, 2) + 2 * Fraction(1, 4)}
 
 
+def _set_bits(end: int) -> int:
+    """How many bits are set in all numbers below ``end``."""
+    return sum(bin(number).count("1") for number in range(end))
+
+
 # In memory: the steps, what the busiest rank copies as p-th parts of n, and what it reduces.
 IN_MEMORY = {
     "all_reduce": lambda p: (2, 2 * p - 1, p),
     "reduce": lambda p: (2, 2 * p - 1, p),
     "reduce_scatter": lambda p: (1, p - 1, p),
-    "scan": lambda p: (2, 2 * p - 1, sum(range(2, p + 1))),
-    "exscan": lambda p: (2, 2 * p - 1, sum(range(2, p))),
+    "scan": lambda p: (2, 2 * p - 1, _set_bits(p)),
+    "exscan": lambda p: (2, 2 * p - 1, _set_bits(p - 1)),
     "all_gather": lambda p: (1, p + 1, 0),
     "broadcast": lambda p: (1, p, 0),
     "gather": lambda p: (1, p, 0),

@@ -48,6 +48,25 @@ def test_blocks_are_seamless() -> None:
             check_same(out, oracle.reduced(parts, "mean"), f"{size} elements")
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
+def test_scan(count: int) -> None:
+    """Of all parts up to each one, or before each one; into new arrays, or in place."""
+    for dtype, op in oracle.COMBINATIONS:
+        reduction = Reduction.of(op, dtype)
+        for size in (0, 37, 4 * BLOCK // count + 3):
+            parts = arrays_of(count, (size,), dtype)
+            expected = [oracle.reduced(parts[: end + 1], op) for end in range(count)]
+            for before in (0, 1) if op != "mean" else (0,):
+                new = [np.empty(size, dtype) for _ in range(count + before)]
+                in_place = [part.copy() for part in [*parts, *parts[:before]]]
+                for outs, sources in ((new, parts), (in_place, in_place[:count])):
+                    reduction.scan(sources, outs)
+                    for end, (out, value) in enumerate(zip(outs[before:], expected, strict=True)):
+                        check_same(out, value, f"{op} of {dtype}, {size} of {end + 1} parts")
+                    if before:
+                        assert (outs[0] == np.full((), reduction.identity, dtype)).all()
+
+
 class _Scratch:
     """What a prepared reduction needs of a context."""
 

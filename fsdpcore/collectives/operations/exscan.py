@@ -16,8 +16,8 @@ from fsdpcore.core.reductions import ReduceOp
 
 
 def _movement(ranks: range, root: int) -> list[Move]:
-    """To each rank the inputs before it, reduced; the last rank first, as in ``scan``."""
-    return [Move(outputs([rank]), inputs(range(rank)), divided=True) for rank in reversed(ranks)]
+    """To each rank the inputs before its own, reduced."""
+    return [Move(outputs(ranks), inputs(ranks[:-1]), divided=True, prefixes=True)]
 
 
 def _call(

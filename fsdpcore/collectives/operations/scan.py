@@ -16,13 +16,8 @@ from fsdpcore.core.reductions import ReduceOp
 
 
 def _movement(ranks: range, root: int) -> list[Move]:
-    """To each rank the inputs up to it, reduced.
-
-    The last one first: where an array is both input and output, nobody needs that input after it.
-    """
-    return [
-        Move(outputs([rank]), inputs(range(rank + 1)), divided=True) for rank in reversed(ranks)
-    ]
+    """To each rank the inputs up to its own, reduced."""
+    return [Move(outputs(ranks), inputs(ranks), divided=True, prefixes=True)]
 
 
 def _call(

@@ -18,8 +18,9 @@ scatter         n / p                 ((p - 1) / p) n in on the root, n / p out
 all_to_all      n                     ((p - 1) / p) n in, n out
 ==============  ====================  ====================================================
 
-Reductions reduce n/p from p arrays, in the canonical order; scans n/p from every number of arrays
-up to p, or p - 1. What "staged" tells is computed from the movement: see ``cost``.
+Reductions reduce n/p from p arrays, in the canonical order. Scans combine n/p as often as there are
+bits set in the numbers below p, or p - 1: p lg p / 2 times where p is a power of two. What "staged"
+tells is computed from the movement: see ``cost``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from functools import lru_cache, partial
 
 from fsdpcore.collectives.movements import OUTPUT, ArrayPart, Movement
 from fsdpcore.collectives.shared.interpreter import SMALL, move
-from fsdpcore.collectives.shared.program import program
+from fsdpcore.collectives.shared.program import exchange, program
 from fsdpcore.collectives.spec import Operation
 from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.policy import Costs
@@ -62,8 +63,8 @@ def cost(movement: Movement, p: int) -> CostTerms:
 
 
 def _cost(movement: Movement, p: int, rank: int) -> CostTerms:
-    todo = program(movement, p, rank, 0)
-    cut = todo.splits and not todo.divided, todo.joins and not todo.divided
+    every, todo = exchange(movement, p, 0), program(movement, p, rank, 0)
+    cut = every.splits and not every.divided, every.joins and not every.divided
 
     def size(part: ArrayPart) -> float:
         """Of a part, as a multiple of n."""
@@ -72,10 +73,13 @@ def _cost(movement: Movement, p: int, rank: int) -> CostTerms:
 
     # A whole input is often the output, too: that it is copied there is not counted.
     copied = sum(size(move.targets[0]) for move in todo.own if any(cut))
-    copied += sum(size(part) for part in todo.slots if part.rank == rank)
+    copied += sum(map(size, every.slots[rank]))
     reduced = 0.0
     for each in (each for moves in todo.staged for each in moves):
-        if len(each.sources) > 1:
+        if each.prefixes:  # every time that something is combined with what comes before it
+            combined = sum(number.bit_count() for number in range(len(each.sources)))
+            reduced += combined * size(each.sources[0])
+        elif len(each.sources) > 1:
             reduced += sum(map(size, each.sources))
         elif each.targets[0].array == OUTPUT:
             copied += size(each.targets[0])

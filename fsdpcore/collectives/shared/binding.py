@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fsdpcore.collectives.shared.program import (
+from fsdpcore.collectives.shared.reducing import Reduce, prepare
+from fsdpcore.collectives.shared.region import STAGING, SharedRegion
+from fsdpcore.collectives.shared.schedule import (
     ArraySpan,
     BlockMove,
     OutputCopy,
     Place,
     RankSchedule,
 )
-from fsdpcore.collectives.shared.region import STAGING, SharedRegion
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.reductions import Reduction
 
+if TYPE_CHECKING:
+    from fsdpcore.collectives.context import CollectiveContext
+
 Find = Callable[[ArraySpan], Array]
-# Writes the reduction of arrays to the one that it is given.
-Write = Callable[[Array], Any]
 
 
 class BoundStep(NamedTuple):
@@ -31,14 +33,15 @@ class BoundStep(NamedTuple):
         fills: what to fill with which part of the own input, before the step.
         copies: places in the own flat output, and what goes there.
         writes: what else there is to do; they take the own flat output.
-        pieces: reductions and copies of pieces: where they go, a place in the own output or what to
-            fill; with the sources: what others have staged, or parts of the own input.
+        pieces: reductions and copies of pieces: where they go, places in the own output or what to
+            fill (several for prefixes); with the sources: what others have staged, or parts of the
+            own input.
     """
 
     fills: list[tuple[Array, slice]]
     copies: list[tuple[Place, Array]]
     writes: list[Callable[[Array], Any]]
-    pieces: list[tuple[slice | Array, list[slice | Array]]]
+    pieces: list[tuple[list[slice | Array], list[slice | Array]]]
 
     def fill(self, source: Array | None) -> None:
         """Stage parts of the input."""
@@ -51,16 +54,21 @@ class BoundStep(NamedTuple):
             out[place] = array  # type: ignore[index]
         for write in self.writes:
             write(out)  # type: ignore[arg-type]
-        for target, sources in self.pieces:
+        for targets, sources in self.pieces:
             arrays = [
                 source[part] if isinstance(part, slice) else part  # type: ignore[index]
                 for part in sources
             ]
-            result = out[target] if isinstance(target, slice) else target  # type: ignore[index]
-            if len(arrays) == 1:
-                result[...] = arrays[0]
+            results = [
+                out[part] if isinstance(part, slice) else part  # type: ignore[index]
+                for part in targets
+            ]
+            if len(results) > 1:
+                reduction.scan(arrays, results)  # type: ignore[union-attr]
+            elif len(arrays) == 1:
+                results[0][...] = arrays[0]
             else:
-                reduction.reduce(arrays, result)  # type: ignore[union-attr]
+                reduction.reduce(arrays, results[0])  # type: ignore[union-attr]
 
     def clear(self) -> None:
         """Let go of the arrays."""
@@ -71,7 +79,8 @@ class BoundStep(NamedTuple):
 def bind(
     moves: tuple[Sequence[OutputCopy], Sequence[BlockMove]],
     find: Find,
-    reduce: Callable[[Sequence[Array]], Write],
+    context: CollectiveContext,
+    reduction: Reduction | None,
     block: int,
 ) -> BoundStep:
     """Bind moves to arrays.
@@ -79,12 +88,13 @@ def bind(
     Args:
         moves: what to do.
         find: gives the array of a span.
-        reduce: makes what reduces arrays.
+        context: its scratch memory is used.
+        reduction: of the call, if it has one.
         block: elements that are reduced at once.
     """
     copies = [(place, find(source)) for place, source in moves[0]]
     writes: list[Callable[[Array], Any]] = []
-    for place, spans, sources in moves[1]:
+    for place, spans, sources, prefixes in moves[1]:
         targets, arrays = [find(span) for span in spans], [find(span) for span in sources]
         if isinstance(place, slice):
             size = place.stop - place.start
@@ -93,8 +103,12 @@ def bind(
         for low in range(0, size, block):
             high = min(low + block, size)
             parts = arrays if size <= block else [array[low:high] for array in arrays]
-            write = partial(_copy, parts[0]) if len(parts) == 1 else reduce(parts)
             more = targets if size <= block else [target[low:high] for target in targets]
+            if prefixes:
+                assert reduction is not None
+                writes.append(partial(_scan, reduction, parts, more))
+                continue
+            write = _reduce(context, reduction, parts)
             if place is None:
                 writes.append(partial(_write, write, more))
             elif isinstance(place, slice):
@@ -107,18 +121,31 @@ def bind(
     return BoundStep([], copies, writes, [])
 
 
+def _reduce(
+    context: CollectiveContext, reduction: Reduction | None, parts: Sequence[Array]
+) -> Reduce:
+    if len(parts) == 1:
+        return partial(_copy, parts[0])
+    assert reduction is not None, "several sources are reduced"
+    return prepare(context, reduction, parts)
+
+
+def _scan(reduction: Reduction, parts: Sequence[Array], targets: Sequence[Array], out: Any) -> None:
+    reduction.scan(parts, targets)
+
+
 def _copy(source: Array, target: Array) -> None:
     target[...] = source
 
 
-def _write(write: Write, targets: Sequence[Array], out: Array) -> None:
+def _write(write: Reduce, targets: Sequence[Array], out: Array) -> None:
     first, *others = targets
     write(first)
     for target in others:
         target[...] = first
 
 
-def _write_own(write: Write, place: slice, copies: Sequence[Array], out: Array) -> None:
+def _write_own(write: Reduce, place: slice, copies: Sequence[Array], out: Array) -> None:
     target = out[place]
     write(target)
     for copy in copies:
@@ -153,7 +180,7 @@ def staged_steps(
                 if size > 0:
                     part = slice(start + low, start + low + size)
                     made.fills.append((staged[me][at : at + size], part))
-            for start, stop, result, sources in moves:
+            for start, stop, results, sources in moves:
                 size = min(width, stop - start - low)
                 if size <= 0:
                     continue
@@ -161,13 +188,13 @@ def staged_steps(
                     slice(at + low, at + low + size) if rank < 0 else staged[rank][at : at + size]
                     for rank, at in sources
                 ]
-                if result >= 0:
-                    made.pieces.append((own[result : result + size], parts))
+                if results:
+                    made.pieces.append(([own[at : at + size] for at in results], parts))
                     continue
                 place, first = slice(start + low, start + low + size), parts[0]
                 if len(parts) == 1 and not isinstance(first, slice):
                     made.copies.append((place, first))
                 else:
-                    made.pieces.append((place, parts))
+                    made.pieces.append(([place], parts))
             yield made
             parity = 1 - parity

@@ -41,17 +41,23 @@ def fast_path_for(backend: Backend, spec: CallSpec) -> FastPath | None:
     gives = definition.gives(context.rank, spec.layout)
     if spec.choice.name != NAME:
         return _around(backend, context, spec, gives, _ordinary(context, spec, definition))
-    assert spec.dtype is not None
-    made = BoundMovement(
-        context,
-        definition.movement,
-        spec.layout,
-        spec.dtype,
-        math.prod(spec.shape),
-        stages=spec.choice.fallback is None,
-        operation=definition,
-    )
-    return _around(backend, context, spec, gives, made.run)
+
+    def bind(digest: int, begin: Begin | None, source: Array | None, out: Array | None) -> None:
+        """The way of the second call: many kinds of calls, as of ragged sizes, come only once."""
+        assert spec.dtype is not None
+        made = BoundMovement(
+            context,
+            definition.movement,
+            spec.layout,
+            spec.dtype,
+            math.prod(spec.shape),
+            stages=spec.choice.fallback is None,
+            operation=definition,
+        )
+        spec.fast_path = _around(backend, context, spec, gives, made.run)
+        made.run(digest, begin, source, out)
+
+    return _around(backend, context, spec, gives, bind)
 
 
 def _around(

@@ -21,14 +21,13 @@ import numpy as np
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import INPUT, OUTPUT, Movement
 from fsdpcore.collectives.output import separated
-from fsdpcore.collectives.shared.binding import BoundStep, Find, Write, bind, staged_steps
-from fsdpcore.collectives.shared.program import ArraySpan, BlockMove, OutputCopy, schedule
-from fsdpcore.collectives.shared.reducing import prepare
+from fsdpcore.collectives.shared.binding import BoundStep, Find, bind, staged_steps
 from fsdpcore.collectives.shared.region import (
     NOT_PUBLISHED,
     Kept,
     region_of,
 )
+from fsdpcore.collectives.shared.schedule import ArraySpan, BlockMove, OutputCopy, schedule
 from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.core.buffers import Array
 
@@ -301,11 +300,8 @@ class BoundMovement:
     def _bind(
         self, moves: tuple[Sequence[OutputCopy], Sequence[BlockMove]], find: Find, nbytes: int
     ) -> BoundStep:
-        def reduce(arrays: Sequence[Array]) -> Write:
-            assert self._layout.reduction is not None
-            return prepare(self._context, self._layout.reduction, arrays)
-
-        return bind(moves, find, reduce, max(1, nbytes // self._dtype.itemsize))
+        context, reduction = self._context, self._layout.reduction
+        return bind(moves, find, context, reduction, max(1, nbytes // self._dtype.itemsize))
 
     # Staged.
 
