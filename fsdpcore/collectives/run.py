@@ -7,6 +7,7 @@ from typing import Any
 from fsdpcore.collectives import on_device
 from fsdpcore.collectives.context import Body, CollectiveContext
 from fsdpcore.collectives.hierarchy import costs as hierarchy_costs
+from fsdpcore.collectives.hierarchy import host_context
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.collectives.shared.establish import establish
@@ -108,8 +109,11 @@ def _first(backend: Backend, context: CollectiveContext) -> None:
     if context.region is not None:
         backend.root.regions.add(context.region)
         found = shared.algorithms(state.operations)
+    elif host_context.establish(context, backend, state.operations):
+        tuning = backend.root.policy.tuning
+        found = hierarchy_costs.algorithms(backend.hosts, tuning, state.operations)
     else:
-        found = hierarchy_costs.establish(context, backend, state.operations)
+        found = {}
     own = state.own_algorithms
     if found:
         state.own_algorithms = {

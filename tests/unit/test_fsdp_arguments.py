@@ -40,8 +40,14 @@ def gathered(backend):
         (lambda b: fc.FSDP(["u"], b), "must be Unit objects, got str"),
         (lambda b: engine_of(b, strategy="zero9"), "unknown strategy 'zero9'; known: 'full_shard'"),
         (lambda b: engine_of(b, prefetch=-1), "prefetch .in units. must be at least 0, got -1"),
-        (lambda b: engine_of(b, algorithm="tree"), "unknown algorithm 'tree'; known: 'auto'"),
-        (lambda b: engine_of(b, algorithm="native"), "unknown algorithm 'native'"),  # it is MPI's
+        (
+            lambda b: engine_of(b, algorithm="tree"),
+            "an engine has no algorithm 'tree'; it has 'auto'",
+        ),
+        (
+            lambda b: engine_of(b, algorithm="native"),
+            "an engine has no algorithm 'native'",
+        ),  # it is MPI's
         (lambda b: engine_of(b)["nope"], "no unit 'nope'; it has u0, u1"),
         (lambda b: engine_of(b)[fc.Unit("u0", arrays())], "no unit 'u0'"),
         (lambda b: engine_of(b).step(divisor=0), "divisor must be a positive number"),

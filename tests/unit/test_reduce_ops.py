@@ -272,6 +272,17 @@ def _through(inner: Any) -> Any:
     return lambda left, right: inner(left, right)
 
 
+def _apply(inner: Any, left: Any, right: Any) -> Any:
+    return inner(left, right)
+
+
+def _with_default(inner: Any) -> Any:
+    def combine(left: Any, right: Any, inner: Any = inner) -> Any:
+        return inner(left, right)
+
+    return combine
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -282,6 +293,9 @@ def _through(inner: Any) -> Any:
         (np.maximum, _make(True)),
         (_through(np.maximum), _through(np.minimum)),
         (functools.partial(np.add), functools.partial(np.multiply)),
+        (functools.partial(_apply, np.add), functools.partial(_apply, np.multiply)),
+        (_with_default(np.add), _with_default(np.multiply)),
+        (np.vectorize(lambda a, b: a + b), np.vectorize(lambda a, b: a - b)),
     ],
 )
 @pytest.mark.parametrize("batched", [False, True])
@@ -314,6 +328,12 @@ class _Latest:
         return _longer(left, right)
 
 
+def _called(function: Any, times: int) -> Any:
+    for _ in range(times):
+        function(1.0, 2.0)
+    return function
+
+
 def _own_functions(rank: int) -> list[Any]:
     """Equal on all ranks, but for what stands around them."""
 
@@ -329,6 +349,7 @@ def _own_functions(rank: int) -> list[Any]:
         _Latest(rank),
         _Latest(rank).combine,
         functools.partial(_longer),
+        _called(np.vectorize(lambda left, right: right if right else left), rank),
         lambda left, right: _longer(left, right) if {"a", "b", "c"} else rank,
         itself,
     ]

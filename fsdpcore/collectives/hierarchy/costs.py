@@ -10,49 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.hierarchy import hierarchical, host_context
+from fsdpcore.collectives.hierarchy import hierarchical
 from fsdpcore.collectives.shared import algorithm
-from fsdpcore.collectives.shared.interpreter import move
-from fsdpcore.collectives.spec import Layout, Operation
-from fsdpcore.comm.backend import Backend
+from fsdpcore.collectives.spec import Operation
 from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.policy import Costs, Tuning
 
 NAME = "hierarchical"
-
-
-def establish(
-    context: CollectiveContext, backend: Backend, operations: Mapping[str, Operation]
-) -> dict[str, dict[str, Algorithm]]:
-    """Find out, in a group's first collective, whether its ranks share memory on every host.
-
-    Args:
-        context, backend: of the group.
-        operations: all collectives, by name.
-
-    Returns:
-        The algorithms that the group has because of that, by collective and name.
-
-    Raises:
-        ConfigError: some do not, though the transport was told that they have to.
-    """
-    if host_context.establish(context, backend, _in_memory(operations)):
-        return algorithms(backend.hosts, backend.root.policy.tuning, operations)
-    return {}
-
-
-def _in_memory(operations: Mapping[str, Operation]) -> host_context.Carrier:
-    """The collectives of ranks that share memory."""
-    names = "reduce_scatter", "all_gather", "broadcast"
-    scatter, gather, spread = (operations[name].movement for name in names)
-    return host_context.Carrier(
-        lambda context, source, own, bounds, reduction: move(
-            context, scatter, Layout(-1, reduction, bounds), source, own
-        ),
-        lambda context, own, out, bounds: move(context, gather, Layout(-1, None, bounds), own, out),
-        lambda context, data, root: move(context, spread, Layout(root), data, data),
-    )
 
 
 def algorithms(
@@ -64,14 +28,17 @@ def algorithms(
     both = CostTerms(*(a + b for a, b in zip(scatter, gather, strict=True)))
     m = max(len(ranks) for ranks in arrangement.members.values())
     rounds = max(len(arrangement.slabs(host)) for host in arrangement.members)
-    memory = {name: algorithm.cost(known.movement, m) for name, known in operations.items()}
-    memory = {name: terms._replace(alpha=rounds * terms.alpha) for name, terms in memory.items()}
-    inside = memory["reduce_scatter"], memory["all_gather"]
+
+    def inside(name: str) -> CostTerms:
+        terms = algorithm.cost(operations[name].movement, m)
+        return terms._replace(alpha=rounds * terms.alpha)
+
+    scattered, gathered = inside("reduce_scatter"), inside("all_gather")
     parts = {
-        "reduce_scatter": (scatter, inside[0]),
-        "all_gather": (gather, inside[1]),
-        "all_reduce": (both, CostTerms(*(a + b for a, b in zip(*inside, strict=True)))),
-        "broadcast": (_broadcasting(arrangement), memory["broadcast"]),
+        "reduce_scatter": (scatter, scattered),
+        "all_gather": (gather, gathered),
+        "all_reduce": (both, CostTerms(*(a + b for a, b in zip(scattered, gathered, strict=True)))),
+        "broadcast": (_broadcasting(arrangement), inside("broadcast")),
     }
     costs = tuning.own.get(algorithm.NAME) or algorithm.COSTS
     return {name: {NAME: _algorithm(*terms, costs)} for name, terms in parts.items()}

@@ -9,7 +9,7 @@ a host share memory makes no difference to the other hosts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ import numpy as np
 from fsdpcore.collectives.algorithms import direct, doubling
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.shared.establish import establish as establish_region
+from fsdpcore.collectives.shared.interpreter import move
+from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend, SubBackend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.channels import channel_of
@@ -91,8 +93,27 @@ class HostContext(CollectiveContext):
         return self._whole.timed_out()
 
 
-def establish(context: CollectiveContext, backend: Backend, memory: Carrier) -> bool:
+def _in_memory(operations: Mapping[str, Operation]) -> Carrier:
+    """The collectives of ranks that share memory."""
+    names = "reduce_scatter", "all_gather", "broadcast"
+    scatter, gather, spread = (operations[name].movement for name in names)
+    return Carrier(
+        lambda context, source, own, bounds, reduction: move(
+            context, scatter, Layout(-1, reduction, bounds), source, own
+        ),
+        lambda context, own, out, bounds: move(context, gather, Layout(-1, None, bounds), own, out),
+        lambda context, data, root: move(context, spread, Layout(root), data, data),
+    )
+
+
+def establish(
+    context: CollectiveContext, backend: Backend, operations: Mapping[str, Operation]
+) -> bool:
     """Give the context of a group on several hosts, in its first collective, the one of this host.
+
+    Args:
+        context, backend: of the group.
+        operations: all collectives, by name.
 
     Returns:
         Whether on every host the ranks share memory; the same on all ranks.
@@ -103,7 +124,7 @@ def establish(context: CollectiveContext, backend: Backend, memory: Carrier) -> 
     hosts = backend.hosts
     if len(set(hosts)) == 1:
         return False
-    context.inside = inside = HostContext(context, backend, memory)
+    context.inside = inside = HostContext(context, backend, _in_memory(operations))
     if backend.root.memory is None or len(set(hosts)) == context.size:
         return False
     inside.establish()

@@ -125,7 +125,7 @@ def _check_algorithm(algorithm: str, backend: Backend) -> None:
     )
     if algorithm != "auto" and algorithm not in known:
         names = ", ".join(repr(name) for name in ["auto", *sorted(known)])
-        raise ArgumentError(f"unknown algorithm {algorithm!r}; known: {names}")
+        raise ArgumentError(f"an engine has no algorithm {algorithm!r}; it has {names}")
 
 
 def _algorithms(collective: str, backend: Backend) -> set[str]:
