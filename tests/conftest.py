@@ -3,6 +3,8 @@
 They wait: for deadlines, for interpreters to start, for processes to compute. When the first one
 is called, all of the module are, on threads; every test then ends as its own call did. Such a test
 takes its parameters and fixtures of the session, since no other fixture is made for all at once.
+The time that all of them took is divided among them as they took it, for ``--durations`` and for
+the table of folders at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -29,7 +32,10 @@ from fsdpcore.launch.blas import available_cores
 _MARK = "side_by_side"
 _Outcomes = dict[str, "Future[None]"]
 _outcomes = pytest.StashKey[_Outcomes]()
+_shares = pytest.StashKey[dict[str, float]]()  # seconds, by test
 
+# Seconds that the tests of a folder may take, of two processes together, on two cores.
+_BUDGET = {"conformance": 150, "faults": 120, "properties": 110, "unit": 220}
 
 _interrupts = pytest.StashKey[Any]()
 _bytecode = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
@@ -145,6 +151,33 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.when == "call":
+        report.duration = item.session.stash.get(_shares, {}).pop(item.nodeid, report.duration)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how long the tests of each folder took, beside what they may take."""
+    took: dict[str, list[float]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                times = took.setdefault(report.nodeid.split("/")[1], [])
+                times.append(report.duration)
+    if len(took) < len(_BUDGET):
+        return  # not the whole suite
+    terminalreporter.section("seconds of both processes together, and the budget")
+    for folder, seconds in sorted(took.items()):
+        budget = _BUDGET.get(folder, 0)
+        over = "  OVER" if sum(seconds) > budget else ""
+        terminalreporter.write_line(f"{folder:12} {sum(seconds):6.0f} {budget:6}{over}")
+
+
 def _called(first: pytest.Function, how: int | str) -> _Outcomes:
     """Call all tests of the module that are marked like this; returns when all have ended."""
     items = [
@@ -156,6 +189,15 @@ def _called(first: pytest.Function, how: int | str) -> _Outcomes:
         and mark.args == (how,)
     ]
     outcomes: _Outcomes = {}
+    began, took = time.monotonic(), dict.fromkeys((item.nodeid for item in items), 0.0)
+
+    def timed(item: pytest.Function, known: dict[str, Any]) -> None:
+        start = time.monotonic()
+        try:
+            item.obj(**known)
+        finally:
+            took[item.nodeid] = time.monotonic() - start
+
     # Jobs of threads limit the BLAS of this process, and put back what they found.
     with threadpool_limits(1, user_api="blas"), ExitStack() as stack:
         calls = [(item, _arguments(item, first)) for item in items]
@@ -165,7 +207,10 @@ def _called(first: pytest.Function, how: int | str) -> _Outcomes:
             if lane not in lanes:
                 width = how if isinstance(how, int) else 1
                 lanes[lane] = stack.enter_context(ThreadPoolExecutor(width, _MARK))
-            outcomes[item.nodeid] = lanes[lane].submit(item.obj, **known)
+            outcomes[item.nodeid] = lanes[lane].submit(timed, item, known)
+    share = (time.monotonic() - began) / max(sum(took.values()), 1e-9)
+    shares = first.session.stash.setdefault(_shares, {})
+    shares.update((name, seconds * share) for name, seconds in took.items())
     return outcomes
 
 
