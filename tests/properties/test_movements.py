@@ -17,7 +17,7 @@ from fsdpcore.collectives.movements import Move, Movement, inputs, outputs
 from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.shared import region
-from fsdpcore.collectives.shared.interpreter import BoundMovement, move
+from fsdpcore.collectives.shared.interpreter import SMALL, BoundMovement, move
 from fsdpcore.collectives.shared.program import program
 from fsdpcore.collectives.spec import Layout
 from fsdpcore.collectives.state import state_of
@@ -94,6 +94,14 @@ def test_scans(world_size: int, count: int, published: bool, in_place: bool) -> 
     run_on(SharingSim, _prefixes, world_size=world_size, args=args)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_scans_of_several_blocks(world_size: int, in_place: bool) -> None:
+    """Of published arrays: the chunk that a rank does is longer than what is reduced at once."""
+    count = world_size * (2 * region.SharedRegion.block // 8 + 3)
+    run_on(SharingSim, _prefixes, world_size=world_size, args=(count, True, in_place))
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_one_rank_does_grows_like_the_ranks(name: str) -> None:
     """Threads of one interpreter work it out one after the other, in the deadline of a call."""
@@ -112,9 +120,10 @@ def test_what_one_rank_does_grows_like_the_ranks(name: str) -> None:
 
 
 def _ragged(backend: fc.Backend) -> None:
-    again = np.ones(7)
+    first = SMALL // 8 + 1  # what moves shorter arrays lets go of its BoundMovement
+    again = np.ones(first + 6)
     for turn in range(3):
-        for size in range(100 * turn + 1, 100 * turn + 101):
+        for size in range(first + 100 * turn, first + 100 * turn + 100):
             fc.all_reduce(np.ones(size), backend)
             fc.all_reduce(again, backend)
     gc.collect()
@@ -128,3 +137,36 @@ def _ragged(backend: fc.Backend) -> None:
 def test_a_size_that_comes_once_does_not_stay() -> None:
     """Of the kinds that a group has called once, it keeps what it has made for the last ones."""
     run_on(SharingSim, _ragged, world_size=2)
+
+
+def _bound_once(backend: fc.Backend) -> None:
+    array = np.ones(7)
+    ways = []
+    for _ in range(4):
+        fc.all_reduce(array, backend)
+        (spec,) = [spec for spec in state_of(backend).specs.values() if spec.collective]
+        ways.append(spec.fast_path)
+    assert ways[0] is not ways[1], "bound by the second call"
+    assert ways[1] is ways[2] is ways[3], "and never again"
+
+
+def test_a_kind_of_call_that_comes_again_is_bound_once() -> None:
+    run_on(SharingSim, _bound_once, world_size=2)
+
+
+def _root_alone(backend: fc.Backend, count: int) -> None:
+    mine = np.full(count, backend.rank + 1)
+    for _ in range(4):
+        reduced = fc.reduce(mine, backend, root=1)
+        gathered = fc.gather(mine, backend, root=1)
+        if backend.rank != 1:
+            assert reduced is None
+            assert gathered is None
+            continue
+        np.testing.assert_array_equal(reduced, np.full(count, 6))
+        np.testing.assert_array_equal(gathered, np.repeat([1, 2, 3], count))
+
+
+@pytest.mark.parametrize("count", [5, 2000])
+def test_only_the_root_has_a_result_however_often_it_is_called(count: int) -> None:
+    run_on(SharingSim, _root_alone, world_size=3, args=(count,))

@@ -67,6 +67,20 @@ def test_scan(count: int) -> None:
                         assert (outs[0] == np.full((), reduction.identity, dtype)).all()
 
 
+@pytest.mark.parametrize("count", [2, 3, 5, 8, 13])
+def test_scan_by_a_function_combines_as_reduce_does(count: int) -> None:
+    """In the order of the parts, and in the tree: of differences both can be told."""
+    op = ReduceOp.create("difference", lambda left, right: left - right)
+    for dtype in (np.int64, np.float16):
+        reduction, parts = Reduction.of(op, np.dtype(dtype)), arrays_of(count, (37,), dtype)
+        outs = [np.empty(37, dtype) for _ in parts]
+        reduction.scan(parts, outs)
+        for end, out in enumerate(outs):
+            alone = np.empty(37, dtype)
+            reduction.reduce(parts[: end + 1], alone)
+            check_same(out, alone, f"{end + 1} of {count} parts of {np.dtype(dtype)}")
+
+
 class _Scratch:
     """What a prepared reduction needs of a context."""
 
