@@ -57,7 +57,7 @@ def test_rounding(body: Any, transport: str, world_size: int) -> None:
 
 
 @pytest.mark.campaign
-@jobs(every_large=True)
+@jobs(every_size=True)
 @bodies(*OF_ARRAYS, reductions.ring_to_rounding, reductions.every_dtype_and_op)
 def test_arrays_on_all_numbers_of_ranks(
     request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
@@ -68,8 +68,8 @@ def test_arrays_on_all_numbers_of_ranks(
 
 @jobs(large_if_costly=True)
 def test_every_dtype_and_op(transport: str, world_size: int) -> None:
-    """All of them on three ranks, of each transport; on others a part, not the same on all."""
-    every = 1 if world_size == 3 else 7 if TRANSPORTS[transport].costly else 4
+    """All of them on three ranks that are threads; elsewhere a part, not the same on all."""
+    every = 7 if TRANSPORTS[transport].costly else 1 if world_size == 3 else 4
     args = (every, world_size % every)
     run(reductions.every_dtype_and_op, transport=transport, world_size=world_size, args=args)
 
@@ -88,7 +88,7 @@ def test_short_messages_the_long_way(body: Any, transport: str, world_size: int)
 
 
 @pytest.mark.campaign
-@jobs(1, 2, 4, 7, 8, every_large=True)
+@jobs(1, 2, 4, 7, 8, every_size=True)
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays_on_other_numbers_of_ranks(
     request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
@@ -99,7 +99,7 @@ def test_large_arrays_on_other_numbers_of_ranks(
 
 
 @pytest.mark.campaign
-@jobs(1, 2, 4, 7)
+@jobs(1, 2, 4, 7, every_size=True)
 @bodies(reductions.every_shape, movement.every_dtype, movement.ragged_exchange)
 def test_short_messages_the_long_way_on_other_numbers_of_ranks(
     request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
@@ -117,8 +117,9 @@ def test_many_segments(body: Any, transport: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("transport", [name for name, t in TRANSPORTS.items() if t.costly])
 def test_many_processes(transport: str) -> None:
-    large = TRANSPORTS[transport].large
-    run(overview.some_of_everything, transport=transport, world_size=large)
+    """And a single one."""
+    for world_size in (TRANSPORTS[transport].large, 1):
+        run(overview.some_of_everything, transport=transport, world_size=world_size)
 
 
 @pytest.mark.campaign

@@ -41,21 +41,21 @@ EVERY_DAY = [where for where in WHERE if where not in AS_EVERYWHERE]
 EVERYWHERE = [
     reductions.every_shape,
     movement.every_shape,
+    groups.any_members_in_any_order,
+    asynchronous.every_collective,
+]
+# The same code wherever ranks are: that of the reductions, of moves by root, and of groups.
+WHERE_IT_DIFFERS = [
     movement.barriers,
     movement.ragged_gather,
     movement.ragged_reduction,
     movement.ragged_exchange,
     layouts.every_layout,
     layouts.own_chunk_in_place,
-    groups.any_members_in_any_order,
     groups.messages_and_collectives_do_not_mix,
     groups.closing_a_group,
     splitting.meshes,
-    asynchronous.every_collective,
     bounded.messages_between_collectives,
-]
-# The same code wherever ranks are: that of the reductions, of moves by root, and of groups.
-WHERE_IT_DIFFERS = [
     reductions.special_values,
     reductions.means_of_integers,
     reductions.all_reduce_in_two_steps,

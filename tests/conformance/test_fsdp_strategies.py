@@ -65,12 +65,13 @@ def sim(world_size, steps, setup):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    ("world_size", "kind"), [(4, "full"), (4, "hybrid"), (3, "regather"), (2, "optimizer")]
+)
 def test_fifty_steps_are_those_of_an_unsharded_loop(world_size, kind):
+    """Few steps of every strategy are compared below; all of them for so long, in a campaign."""
     setup = Setup(KINDS[kind](world_size), clip=CLIP, window=False)
-    # Most go a part of the way; all of it is a campaign, below.
-    steps = LONG if world_size == 4 and kind in ("full", "regather", "hybrid") else 12
+    steps = LONG if world_size == 4 else 12
     reference = expected(world_size, steps, setup)
     losses, norms, _ = reference
     assert losses[-1] < losses[0] - 0.5  # it learns, so that the comparison means something

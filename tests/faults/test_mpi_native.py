@@ -10,7 +10,7 @@ from support.cases import bodies, only_if_asked_for
 from support.spmd import run
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 @bodies(
     bodies_.reductions,
     bodies_.movement,

@@ -16,30 +16,34 @@ def jobs(
     *sizes: int,
     of_processes: Container[int] | None = None,
     large_if_costly: bool = False,
-    every_large: bool = False,
+    every_size: bool = False,
     on: Container[str] = TRANSPORTS,
 ) -> pytest.MarkDecorator:
     """Parametrise a test by ``transport`` and ``world_size``.
 
+    What depends on the number of ranks does so in the algorithms, which see only their context: the
+    threads of ``sim`` take all numbers. Those whose ranks are processes share the small ones.
+
     Args:
         *sizes: numbers of ranks; by default all.
-        of_processes: those of them to be had where ranks are processes; by default all but large
-            ones.
+        of_processes: those of them to be had where ranks are processes.
         large_if_costly: keep a large number also where ranks are processes: one of them, not the
             same for all transports.
-        every_large: keep all large numbers there, for a campaign.
+        every_size: keep all numbers there, for a campaign.
         on: the names of the transports; by default all.
     """
-    chosen = [
-        (name, size)
-        for name, transport in TRANSPORTS.items()
-        if name in on
-        for size in sizes or WORLD_SIZES
-        if not transport.costly
-        or every_large
-        or (size not in LARGE if of_processes is None else size in of_processes)
-        or (large_if_costly and size == transport.large)
-    ]
+    sizes = sizes or WORLD_SIZES
+    several = [size for size in sizes if 1 < size < min(LARGE)][::-1]
+    chosen = []
+    for name, transport in TRANSPORTS.items():
+        mine: Container[int] = sizes
+        if transport.costly and not every_size:
+            mine = several[transport.turn :: 2] or several or sizes
+            if of_processes is not None:
+                mine = of_processes
+            elif large_if_costly:
+                mine = [*mine, transport.large]
+        chosen += [(name, size) for size in sizes if name in on and size in mine]
     return pytest.mark.parametrize(("transport", "world_size"), chosen)
 
 

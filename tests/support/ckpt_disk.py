@@ -356,7 +356,7 @@ def crashes(
     calls: Sequence[str] = CHANGES,
     kept: Sequence[str | int] = ("nothing", "everything", 1, 2, 3),
 ) -> Iterator[tuple[str, Disk]]:
-    """Run an action on copies of a disk, with a loss of power at each of its calls in turn.
+    """Run an action on copies of a disk, with a loss of power before and after each of its calls.
 
     ``action`` does the same whenever it is run; ``disk`` stays as it is. Gives, for every crash and
     every choice of what survives, what happened in words and the disk that is left.
@@ -364,7 +364,8 @@ def crashes(
     counting = DiskFiles(disk.copy(), Fault(-1, "", calls))
     action(counting)
     assert counting.counted, "the action makes no call that could be hit"
-    for at, kind in itertools.product(range(counting.counted), ("crash", "crash after")):
+    moments = [("crash after", at) for at in range(counting.counted)]
+    for kind, at in [("crash", 0), *moments]:  # after one call is before the next
         broken = disk.copy()
         files = DiskFiles(broken, Fault(at, kind, calls))
         try:

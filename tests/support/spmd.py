@@ -37,12 +37,14 @@ class Transport:
         tight: options with which even short messages take the way of long ones.
         costly: ranks are processes, so that the suite goes easy on large numbers of them.
         large: the large number of ranks of every day, if it is costly; all are a campaign.
+        turn: where it begins to take every second one of the small numbers, if it is costly.
     """
 
     ranks: Ranks
     tight: dict[str, Any]
     costly: bool = False
     large: int = 8
+    turn: int = 0
 
 
 TRANSPORTS = {
@@ -52,7 +54,9 @@ TRANSPORTS = {
         tight={"eager_bytes": 0, "segment_bytes": 1024, "shm": "off"},
         costly=True,
     ),
-    "mpi": Transport(MpiRanks(), tight={"eager_bytes": 0, "shm": "off"}, costly=True, large=7),
+    "mpi": Transport(
+        MpiRanks(), tight={"eager_bytes": 0, "shm": "off"}, costly=True, large=7, turn=1
+    ),
 }
 
 
