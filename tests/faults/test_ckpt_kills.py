@@ -82,10 +82,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("victim", "at"), [(1, 0), (1, 2), (2, 4), (0, 3), (0, 14), (0, 20)])
-def test_a_process_that_is_killed_takes_the_save_with_it(tmp_path, victim, at):
-    script, folder = tmp_path / "job.py", tmp_path / "run"
-    script.write_text(JOB)
+@pytest.mark.side_by_side(4)
+@pytest.mark.parametrize(("victim", "at"), [(1, 2), (0, 3), (0, 14), (0, 20)])
+def test_a_process_that_is_killed_takes_the_save_with_it(script, tmp_path_factory, victim, at):
+    script, folder = script(JOB), tmp_path_factory.mktemp("save") / "run"
     environ = clean_environ(PYTHONPATH=os.fspath(LOOP.parents[1]), OPENBLAS_NUM_THREADS="1")
     save(folder, 1, 1)
     cut = finished(python(script, folder, 2, victim, at), environ)

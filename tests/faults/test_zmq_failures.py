@@ -13,6 +13,9 @@ from support.zmq_ranks import Line, Outcome, RankProcess, processes
 
 import fsdpcore as fc
 
+# They wait: for a death to be seen, for deadlines.
+pytestmark = pytest.mark.side_by_side(5)
+
 VICTIM = 1
 
 

@@ -336,6 +336,10 @@ HELLOS = [
 ]
 
 
+waits = pytest.mark.side_by_side(9)
+
+
+@waits
 @pytest.mark.parametrize("wrong", [case[1] for case in HELLOS], ids=[c[0] for c in HELLOS])
 def test_a_wrong_hello_ends_the_job(wrong: dict[str, object]) -> None:
     with stranger_job() as (port, joined), Rogue(port) as rogue:
@@ -354,6 +358,7 @@ def test_a_first_frame_that_is_no_hello() -> None:
         assert isinstance(error, ProtocolError)
 
 
+@waits
 def test_a_rank_that_meets_but_never_connects() -> None:
     with stranger_job(rendezvous_timeout=1.0) as (port, joined), Rogue(port):
         error = joined()
@@ -361,6 +366,7 @@ def test_a_rank_that_meets_but_never_connects() -> None:
         assert "rank 0 met all ranks, but could not connect to 1 within 1 s" in str(error)
 
 
+@waits
 def test_a_rank_that_connects_but_says_nothing() -> None:
     with stranger_job(rendezvous_timeout=1.0) as (port, joined), Rogue(port) as rogue:
         rogue.connect()
