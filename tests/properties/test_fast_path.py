@@ -14,6 +14,7 @@ import fsdpcore as fc
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 
+waits = pytest.mark.side_by_side(3)
 ROWS = 16 * 1024  # 64 KiB of float32: more than is staged as a whole
 
 
@@ -103,6 +104,7 @@ def _slow_to_combine(backend: Backend) -> None:
     assert (out == 2).all()
 
 
+@waits
 def test_a_rank_that_waits_at_the_end_of_a_call_has_its_whole_deadline() -> None:
     run(_slow_to_combine, transport="zmq", world_size=2, shm="on", op_timeout=2)
 
@@ -203,6 +205,7 @@ def _barriers(backend: Backend) -> None:
     backend.barrier()
 
 
+@waits
 @pytest.mark.parametrize("transport", ["sim", "zmq"])
 def test_a_barrier_that_comes_again(transport: str) -> None:
     """Is left when all have come; it may be a work; and its deadline is its own."""
