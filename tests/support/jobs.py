@@ -35,6 +35,24 @@ def clean_environ(**extra: str) -> dict[str, str]:
     return {**kept, **extra}
 
 
+def marked(variable: str) -> list[int]:
+    """All processes that have ``NAME=VALUE`` in their environment, zombies apart."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if variable.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def kill_marked(variable: str) -> None:
+    """End all processes that have ``NAME=VALUE`` in their environment."""
+    for pid in marked(variable):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 @dataclass
 class Finished:
     """How a command ended. ``ended`` is the wall clock time at which it was gone."""
@@ -97,14 +115,7 @@ class Job:
 
     def pids(self) -> list[int]:
         """All processes that have this job's mark in their environment, zombies apart."""
-        wanted = f"{_MARK}={self.mark}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    if wanted in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-        return found
+        return marked(f"{_MARK}={self.mark}")
 
     def assert_gone(self, within: float = SOON) -> None:
         """Check that no process of the job is left; the kernel gets a moment to end them."""
@@ -122,9 +133,7 @@ class Job:
             pipe.close()
 
     def _kill_all(self) -> None:
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_marked(f"{_MARK}={self.mark}")
 
 
 @contextlib.contextmanager
