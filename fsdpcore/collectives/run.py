@@ -71,7 +71,7 @@ def _perform(
         if not (choice.agrees or spec.agreed):
             context.rows = context.agree()
             # Among GPUs the host does not wait for the others at every call: see ``on_device``.
-            again = spec.ragged or spec.chooses_late or spec.agrees_only
+            again = spec.chooses_late or spec.agrees_only
             spec.agreed = not (backend.moves.on_host or again)
         result = body(context)
     except BaseException as error:

@@ -46,6 +46,11 @@ def test_processes(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
+@pytest.mark.parametrize("transport", COSTLY)
+def test_what_is_closed_is_not_mapped(transport: str) -> None:
+    run(memory.nothing_stays_mapped, transport=transport, world_size=3)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("transport", COSTLY)
 def test_any_mix_of_places(transport: str, world_size: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fsdpcore.transports.memory.shared import SharedMemory
 from support.jobs import SOON
+from support.mappings import segments
 from support.zmq_ranks import Line, RankProcess, processes
 
 import fsdpcore as fc
@@ -125,16 +126,6 @@ def test_nothing_is_left_when_all_are_killed() -> None:
     assert left(memory) == set()
     assert not any(mapped(pid) for pid in pids)
     assert shared(os.listdir("/dev/shm")) == []
-
-
-def segments(pid: int) -> set[str]:
-    """The files of the kernel that a process has mapped, by their numbers."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if "memfd:fsdpcore" in line:
-                found.add(" ".join(line.split()[3:5]))
-    return found
 
 
 def left(memory: set[str]) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from support import oracle
 from support.arrays import array_of, arrays_of, check_same
@@ -21,13 +21,27 @@ from fsdpcore.collectives.algorithms import halving
 from fsdpcore.collectives.hierarchy import hierarchical
 from fsdpcore.collectives.selection import table as algorithms
 
+# A rank that waits in vain does so in every example: shrinking would take minutes.
 SETTINGS = settings(
     deadline=None,
     max_examples=25,
     derandomize=True,
+    phases=(Phase.explicit, Phase.generate),
+    report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-MANY = settings(SETTINGS, max_examples=200, derandomize=False, database=None)
+SOON = 5.0  # seconds: a thousand times as long as a call here takes
+MANY = settings(SETTINGS, max_examples=200, derandomize=False, database=None, phases=tuple(Phase))
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 7])
+def test_nobody_waits_in_vain(size: int) -> None:
+    """Few ranks, little data and a short deadline: what does not fit together is told soon."""
+    for hosts in ([0] * size, [rank // 2 for rank in range(size)]):
+        args = (hosts, size + 1, np.dtype(np.float32), "sum", 1)
+        run(even_chunks, transport="sim", world_size=size, args=args, op_timeout=SOON)
+        args = (hosts, [rank % 3 for rank in range(size)], np.dtype(np.float16), "mean", 1)
+        run(uneven_chunks, transport="sim", world_size=size, args=args, op_timeout=SOON)
 
 
 @st.composite
@@ -119,6 +133,35 @@ def even_chunks(backend: Any, hosts: list[int], rows: int, dtype: Any, op: str, 
     parts = arrays_of(backend.world_size, (rows,), dtype)
     check_reductions(backend, parts, op, root)
     check_movements(backend, parts, root)
+
+
+def test_ragged_calls_choose_by_the_rows_of_all_ranks() -> None:
+    """A rank with few rows, and one with most of them, take the same algorithm."""
+    rooted = "tree:0-64KiB;star:65537-max"
+    gathers = "direct:0-64KiB;ring:65537-max"
+    overrides = {"all_gather": gathers, "gather": rooted, "scatter": rooted}
+    options = {"algorithms": overrides, "shm": "off", "op_timeout": SOON}
+    run(_very_different_rows, transport="sim", world_size=4, **options)
+
+
+def _very_different_rows(backend: Any) -> None:
+    me, p = backend.rank, backend.world_size
+    for rows, rooted, other in (
+        ([3, 20_000, 3, 5_000], "star", "ring"),
+        ([3, 5, 0, 9], "tree", "direct"),
+    ):
+        parts = [np.full(count, rank, np.float32) for rank, count in enumerate(rows)]
+        whole = oracle.joined(parts)
+        for root in range(p):
+            gathered = fc.gather_v(parts[me], backend, root=root)
+            if me == root:
+                check_same(gathered, whole, f"gather_v to {root}")
+            given = (whole, rows) if me == root else (None, None)
+            part = fc.scatter_v(given[0], backend, given[1], root=root)
+            check_same(part, parts[me], f"scatter_v from {root}")
+        check_same(fc.all_gather_v(parts[me], backend), whole, "all_gather_v")
+        found = [each.carrier for each in backend.root.recorder.entries()][-3:]
+        assert found == [rooted, rooted, other]
 
 
 @pytest.mark.campaign

@@ -245,7 +245,7 @@ def _disagree(backend: fc.Backend) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    run_on(SharingSim, _absent, world_size=3)
+    run_on(SharingSim, _absent, world_size=3, timeout=15)
 
 
 def _absent(backend: fc.Backend) -> None:
@@ -420,8 +420,9 @@ def _by_fallback(backend: fc.Backend) -> None:
     assert counters(backend)[0] > sent
 
 
-def test_a_thread_lets_go_of_what_it_has_published() -> None:
-    run_on(SimBackend, _lets_go, world_size=3)
+@pytest.mark.parametrize("ranks", [SharingSim, SimBackend])
+def test_a_rank_lets_go_of_what_it_has_published(ranks: Any) -> None:
+    run_on(ranks, _lets_go, world_size=3)
 
 
 def _lets_go(backend: fc.Backend) -> None:

@@ -1,4 +1,4 @@
-"""Files without a name that a process has mapped, and how much of them is in memory."""
+"""What a process has mapped: files without a name, and memory that ranks share."""
 
 from __future__ import annotations
 
@@ -25,4 +25,14 @@ def unnamed(directory: str | os.PathLike[str], pid: int | str = "self") -> dict[
                     found.setdefault(path, 0)
             elif current and line.startswith("Rss:"):
                 found[current] += int(line.split()[1]) * 1024
+    return found
+
+
+def segments(pid: int | str = "self") -> set[str]:
+    """The memory of ``backend.empty`` and of regions that a process has mapped, by its numbers."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "memfd:fsdpcore" in line:
+                found.add(" ".join(line.split()[3:5]))
     return found

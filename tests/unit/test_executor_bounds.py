@@ -14,6 +14,7 @@ import pytest
 from support.spmd import run
 
 import fsdpcore as fc
+from fsdpcore.collectives.batch import bucketed
 from fsdpcore.core.errors import ClosedError, CommTimeoutError
 from fsdpcore.core.work import OrderedExecutor
 
@@ -159,6 +160,37 @@ def test_closing_a_group_while_a_call_is_blocked() -> None:
 
 
 # Errors.
+
+
+def _fail_behind_a_bucket(backend: fc.Backend) -> None:
+    gate = threading.Event()
+
+    def add(left: Any, right: Any) -> Any:
+        gate.wait(60)
+        return left + right
+
+    arrays = [np.full(size, 1.0) for size in (1000, 2000, 3000)]
+    outs = [np.zeros_like(array) for array in arrays]
+    opening = threading.Timer(0.2, gate.set)
+    opening.start()
+    with pytest.raises(MemoryError):
+        op = fc.ReduceOp.create("slow_sum", add)
+        fc.all_reduce_many(arrays, backend, op=op, out=outs, bucket_bytes=1)
+    assert [float(out.mean()) for out in outs[:2]] == [2, 2]  # nobody writes to them any more
+    opening.join()
+
+
+def test_a_list_that_fails_waits_for_its_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = bucketed._Bucket.fill
+
+    def fails(self: Any, *args: Any) -> Any:
+        if self.indices == [2]:
+            raise MemoryError
+        return fill(self, *args)
+
+    monkeypatch.setattr(bucketed._Bucket, "fill", fails)
+    monkeypatch.setattr(bucketed, "IN_FLIGHT", 3)
+    run(_fail_behind_a_bucket, transport="sim", world_size=2)
 
 
 def _fail(executor: OrderedExecutor, text: str) -> fc.Work:

@@ -305,18 +305,21 @@ def test_a_barrier_of_gpus_waits_every_time(machine: Machine) -> None:
 # Ways.
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
-def test_the_short_way_does_what_the_long_one_does(machine: Machine, operation: str) -> None:
+def test_the_short_way_does_what_the_long_one_does(
+    machine: Machine, operation: str, dtype: Any
+) -> None:
     """The third call of a kind takes it; any timeout of its own goes the long way."""
 
     def body(backend: Any) -> list[Any]:
         function: Any = getattr(fc, operation)
-        x = backend.device.from_host(np.arange(12, dtype=np.float32).reshape(6, 2) + backend.rank)
+        x = backend.device.from_host(np.arange(12, dtype=dtype).reshape(6, 2) + backend.rank)
         found = [function(x, backend) for _ in range(3)]
-        place = backend.device.empty(found[0].shape, np.float32)
+        place = backend.device.empty(found[0].shape, dtype)
         found.append(function(x, backend, out=place))
         assert found[-1] is place
-        strided = backend.device.empty((2 * place.shape[0], 2), np.float32)[::2]
+        strided = backend.device.empty((2 * place.shape[0], 2), dtype)[::2]
         found.append(function(x, backend, out=strided))
         found.append(function(x, backend, timeout=60.0))
         assert device_twin(backend).order.issued == len(found)
@@ -406,6 +409,37 @@ def test_the_host_does_not_wait(machine: Machine) -> None:
         return float(z[0])
 
     assert on_ranks(body) == [9.0] * P
+
+
+def test_rows_of_other_ranks_are_asked_for_every_time(machine: Machine) -> None:
+    """A rank that calls the same again does not know that another one has other rows now."""
+
+    def body(backend: Any) -> list[list[float]]:
+        found = []
+        for others in (1, 1, 3, 0, 2):
+            rows = 2 if backend.rank == 0 else others * backend.rank
+            x = device_array(backend, (rows,)) + backend.rank
+            found.append(backend.device.to_host(fc.all_gather_v(x, backend)).tolist())
+        return found
+
+    expected = [[1.0] * 2 + [2.0] * n + [3.0] * (2 * n) for n in (1, 1, 3, 0, 2)]
+    assert on_ranks(body, timeout=5.0) == [expected] * P
+
+
+def test_the_input_of_a_started_call_is_kept_until_it_was_read(machine: Machine) -> None:
+    """The caller lets go of it at once, and the pool hands its memory out again."""
+
+    def body(backend: Any) -> float:
+        fc.all_reduce(device_array(backend, (300,)), backend)
+        backend.device.synchronize()
+        with machine.frozen(backend.gpu.stream):
+            work = fc.all_reduce(device_array(backend, (300,)), backend, async_op=True)
+            others = [backend.device.from_host(np.full(300, 9, np.float32)) for _ in range(3)]
+        result = backend.device.to_host(work.wait())
+        assert [float(other[0]) for other in others] == [9.0] * 3
+        return float(result.mean())
+
+    assert on_ranks(body) == [3.0] * P
 
 
 def test_the_supervisor_sleeps_while_there_is_nothing_to_do(machine: Machine) -> None:

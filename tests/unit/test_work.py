@@ -4,6 +4,7 @@ import functools
 import gc
 import math
 import threading
+import time
 import traceback
 import weakref
 from typing import Any
@@ -157,6 +158,17 @@ def test_arrays_of_a_task_are_freed(executor: OrderedExecutor) -> None:
     gc.collect()
     assert gone() is None
     assert work.wait() == 3
+
+
+def test_the_last_result_is_freed(executor: OrderedExecutor) -> None:
+    """The thread has no next task that would take its place."""
+    work = executor.submit(lambda: np.zeros(3), "task")
+    gone = weakref.ref(work.wait())
+    del work
+    end = time.monotonic() + 5
+    while gone() is not None and time.monotonic() < end:
+        time.sleep(0.001)  # the thread has woken this one before it let go
+    assert gone() is None
 
 
 def test_closing_runs_what_was_submitted() -> None:

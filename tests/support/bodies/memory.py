@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import oracle, published
 from support.arrays import Array, array_of, arrays_of, check_same
+from support.mappings import segments
 from support.spmd import meet
 
 import fsdpcore as fc
@@ -233,6 +234,28 @@ def _result(kind: str, parts: Sequence[Array], me: int) -> Array:
         return oracle.joined([oracle.pieces(part, p)[me] for part in parts])
     total = oracle.reduced(parts, "sum")
     return total if kind == "all_reduce" else oracle.pieces(total, p)[me]
+
+
+def nothing_stays_mapped(backend: fc.Backend) -> None:
+    """Of a backend that was closed, though it and a group of it are still there."""
+    before, group = segments(), backend.sub(range(backend.world_size))
+    for each in (backend, group):
+        for rows in (1, AT_ONCE, ROOM):
+            private, source, out = np.ones(rows, np.float32), each.empty(rows), each.empty(rows)
+            source[...] = 1
+            for _ in range(3):  # the third time by what is kept of the second
+                fc.all_reduce(private, each)
+                fc.all_reduce(source, each, out=out)
+                fc.all_gather(source, each)
+                fc.all_gather_v(private, each)
+                fc.all_reduce(source, each, async_op=True).wait()
+    assert segments() - before
+    backend.close()
+    source[...] = 2  # arrays stay usable
+    del private, source, out
+    gc.collect()
+    assert segments() - before == set()
+    assert "closed" in repr(group)
 
 
 def started_ones(backend: fc.Backend) -> None:
