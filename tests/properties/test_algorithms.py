@@ -30,18 +30,20 @@ SETTINGS = settings(
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-SOON = 5.0  # seconds: a thousand times as long as a call here takes
+# Deadlines in seconds, a thousand times as long as a call takes of few ranks, and of many.
+SOON, LATER = 5.0, 10.0
 MANY = settings(SETTINGS, max_examples=200, derandomize=False, database=None, phases=tuple(Phase))
 
 
-@pytest.mark.parametrize("size", [2, 3, 6, 7])
-def test_nobody_waits_in_vain(size: int) -> None:
+def test_nobody_waits_in_vain() -> None:
     """Few ranks, little data and a short deadline: what does not fit together is told soon."""
-    for hosts in ([0] * size, [rank // 2 for rank in range(size)]):
-        args = (hosts, size + 1, np.dtype(np.float32), "sum", 1)
-        run(even_chunks, transport="sim", world_size=size, args=args, op_timeout=SOON)
-        args = (hosts, [rank % 3 for rank in range(size)], np.dtype(np.float16), "mean", 1)
-        run(uneven_chunks, transport="sim", world_size=size, args=args, op_timeout=SOON)
+    for size in (2, 3, 6, 7):
+        counts, half = [rank % 3 for rank in range(size)], np.dtype(np.float16)
+        for hosts in ([0] * size, [rank // 2 for rank in range(size)]):
+            even = (hosts, size + 1, np.dtype(np.float32), "sum", 1)
+            run(even_chunks, transport="sim", world_size=size, args=even, op_timeout=SOON)
+            uneven = (hosts, counts, half, "mean", 1)
+            run(uneven_chunks, transport="sim", world_size=size, args=uneven, op_timeout=SOON)
 
 
 @st.composite
@@ -87,7 +89,8 @@ def _run_uneven(
     job: tuple[list[int], list[int]], combination: Any, columns: int, eager_bytes: int
 ) -> None:
     args = (*job, *combination, columns)
-    run(uneven_chunks, transport="sim", world_size=len(job[0]), args=args, eager_bytes=eager_bytes)
+    options = {"eager_bytes": eager_bytes, "op_timeout": LATER}
+    run(uneven_chunks, transport="sim", world_size=len(job[0]), args=args, **options)
 
 
 def uneven_chunks(
@@ -125,7 +128,7 @@ def test_even_chunks(
 def _run_even(job: tuple[list[int], list[int]], rows: int, combination: Any, where: int) -> None:
     hosts = job[0]
     args = (hosts, rows, *combination, where % len(hosts))
-    run(even_chunks, transport="sim", world_size=len(hosts), args=args)
+    run(even_chunks, transport="sim", world_size=len(hosts), args=args, op_timeout=LATER)
 
 
 def even_chunks(backend: Any, hosts: list[int], rows: int, dtype: Any, op: str, root: int) -> None:
@@ -175,7 +178,8 @@ def test_chunks_of_many_jobs(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("body", [reductions.large_arrays, movement.large_arrays])
 def test_large_arrays_on_hosts(body: Any, size: int, hosts: int) -> None:
     """More than one block of the reductions for every rank's chunk."""
-    run(body, transport="sim", world_size=size, args=(300_000,), hosts=hosts, eager_bytes=0)
+    options = {"hosts": hosts, "eager_bytes": 0, "op_timeout": LATER}
+    run(body, transport="sim", world_size=size, args=(300_000,), **options)
 
 
 def test_the_lists_above_are_complete() -> None:
