@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from support.fake_cuda.nccl_moves import DTYPES
-from support.fake_cuda.ranks import on_comms
+from support.fake_cuda.ranks import PATIENCE, on_comms
 
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
@@ -82,6 +83,26 @@ class TestCalls:
 
         assert on_comms(body, 3) == [([2] * 3, [1] * 3)] * 3
 
+    def test_the_root_of_a_broadcast_waits_for_nobody(self, machine: Any, cupy: Any) -> None:
+        """And needs its array no more; but the others need its communicator."""
+        sent, taken = threading.Event(), threading.Event()
+
+        def body(comm: Any) -> Any:
+            x, stream = cupy.full(3, comm.rank_id()), cupy.cuda.get_current_stream()
+            if comm.rank_id():
+                assert sent.wait(PATIENCE)
+            comm.bcast(x.data.ptr, 3, 4, 0, stream.ptr)
+            stream.synchronize()
+            if comm.rank_id():
+                taken.set()
+            else:
+                x.fill(9)
+                sent.set()
+                assert taken.wait(PATIENCE)
+            return x.tolist()
+
+        assert on_comms(body) == [[9] * 3, [0] * 3]
+
     def test_messages_of_a_group_pass_each_other(self, machine: Any, cupy: Any, nccl: Any) -> None:
         def body(comm: Any) -> Any:
             rank, p = comm.rank_id(), comm.size()
@@ -107,8 +128,9 @@ class TestCalls:
             x = cupy.full(1, rank)
             comm_rank, size = part.rank_id(), part.size()
             part.allReduce(x.data.ptr, x.data.ptr, 1, 4, 0, here())
+            found = int(x.item())
             part.destroy()
-            return comm_rank, size, int(x.item())
+            return comm_rank, size, found
 
         assert on_comms(body, 4) == [(2, 3, 3), (1, 3, 3), (0, 3, 3), None]
 

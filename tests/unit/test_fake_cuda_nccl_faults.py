@@ -100,7 +100,9 @@ class TestHanging:
 
         on_comms(body)
 
-    def test_destroy_waits_for_what_is_under_way(self, machine: Any, cupy: Any) -> None:
+    def test_destroy_waits_for_what_is_under_way_and_that_is_told(
+        self, machine: Any, cupy: Any
+    ) -> None:
         destroyed = []
 
         def body(comm: Any) -> None:
@@ -113,6 +115,31 @@ class TestHanging:
             comm.destroy()
             destroyed.append(comm)
             until(lambda: stream.done)
+
+        on_comms(body)
+        assert any("rank 0> is destroyed while" in misuse for misuse in machine.misuses)
+        machine.misuses.clear()
+
+    def test_a_root_that_ends_its_communicator_takes_its_broadcasts_with_it(
+        self, machine: Any, cupy: Any
+    ) -> None:
+        ended = threading.Event()
+
+        def body(comm: Any) -> None:
+            x, stream = cupy.ones(4), cupy.cuda.get_current_stream()
+            if comm.rank_id() == 0:
+                comm.bcast(x.data.ptr, 4, 8, 0, stream.ptr)
+                stream.synchronize()
+                comm.destroy()
+                ended.set()
+                return
+            assert ended.wait(PATIENCE)
+            queue = machine.queue(stream)
+            comm.bcast(x.data.ptr, 4, 8, 0, stream.ptr)
+            until(lambda: queue.finished == queue.issued - 1)
+            assert not stream.done
+            comm.abort()
+            stream.synchronize()
 
         on_comms(body)
 

@@ -139,8 +139,10 @@ class NcclCommunicator:
             raise NcclError(status)
 
     def destroy(self) -> None:
-        """Wait for what is under way, and end it. Once is enough."""
+        """Wait for what is under way, which NCCL does not promise, and end it. Once is enough."""
         if self._clique is not None:
+            if self._member.issued > self._member.finished:
+                self._machine.misuses.append(f"{self!r} is destroyed while calls are under way")
             self._note("nccl.destroy")
             self._clique.drain(self._member)
             self._clique = None

@@ -5,6 +5,9 @@ A *clique* is what the communicators of one unique id are together. What a rank 
 it and the launch before it, on whatever stream, has ended. Then its calls are posted. A collective
 happens when the same call in the order of calls is posted on every rank; a send happens when the
 receive is posted that is as many-th between the two ranks. What does not fit never happens.
+
+The root of a broadcast waits for nobody: its part has ended when it is posted. The others take the
+array from a copy that is the root's, and goes with its communicator.
 """
 
 from __future__ import annotations
@@ -17,7 +20,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from support.fake_cuda.errors import NcclError, SwitchedOff
-from support.fake_cuda.nccl_moves import MOVES, Host, transfer
+from support.fake_cuda.nccl_moves import (
+    BROADCASTS,
+    MOVES,
+    Host,
+    broadcast_at_root,
+    transfer,
+)
 
 if TYPE_CHECKING:
     from support.fake_cuda.machine import Machine
@@ -120,13 +129,19 @@ class Clique:
     def leave(self, member: Member) -> None:
         """Abort: whatever of the rank is under way ends, and has done anything or nothing."""
         with self.changed:
-            member.gone = True
-            self.changed.notify_all()
+            self._vanish(member)
 
     def drain(self, member: Member) -> None:
         """Wait for all launches of the rank."""
         with self.changed:
             self._wait(lambda: member.gone or member.finished == member.issued, "destroy")
+            self._vanish(member)
+
+    def _vanish(self, member: Member) -> None:
+        member.gone = True
+        for posted in self._collectives.values():
+            posted.pop(member.rank, None)
+        self.changed.notify_all()
 
     def wake(self) -> None:
         """Let everybody look again."""
@@ -139,6 +154,9 @@ class Clique:
             return
         posted = self._collectives.setdefault(call.index, {})
         posted[call.rank] = call
+        if call.name in BROADCASTS and call.rank == call.root:
+            broadcast_at_root(call)
+            self._finish(call)
         if len(posted) < self.size:
             return
         calls = [posted[rank] for rank in range(self.size)]

@@ -71,11 +71,19 @@ def _reduce(calls: Sequence[Call]) -> None:
     np.copyto(root.receive, _reduced(_sent(calls), root.op))
 
 
+def broadcast_at_root(root: Call) -> None:
+    """The part of a broadcast's root: from then on its memory is the caller's again."""
+    assert root.send is not None
+    root.send = root.send.copy()
+    np.copyto(root.receive, root.send)
+    root.receive = None
+
+
 def _broadcast(calls: Sequence[Call]) -> None:
-    root = calls[calls[0].root]
-    sent = root.send.copy()
+    sent = calls[calls[0].root].send
     for call in calls:
-        np.copyto(call.receive, sent)
+        if call.receive is not None:
+            np.copyto(call.receive, sent)
 
 
 def _reduce_scatter(calls: Sequence[Call]) -> None:
@@ -95,6 +103,7 @@ def transfer(send: Call, receive: Call) -> None:
     np.copyto(receive.receive, send.send)
 
 
+BROADCASTS = ("broadcast", "bcast")
 MOVES: dict[str, Callable[[Sequence[Call]], None]] = {
     "allReduce": _all_reduce,
     "reduce": _reduce,
