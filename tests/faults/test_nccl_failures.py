@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import gc
 import threading
 import time
 import weakref
@@ -14,45 +14,24 @@ import pytest
 from support import fake_cuda
 from support import gpu_failures as bodies
 from support.fake_cuda import Machine
-from support.nccl_ranks import Outcome, run, run_ranks
+from support.nccl_ranks import (
+    SOON,
+    expect,
+    ones,
+    run,
+    run_ranks,
+    settled,
+    until_broken,
+    wait_for_end,
+)
 
 import fsdpcore as fc
-
-SOON = 20.0
 
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
     with fake_cuda.installed(3) as made:
         yield made
-
-
-def ones(backend: Any, size: int = 100) -> Any:
-    return backend.device.zeros(size, np.float32) + np.float32(1)
-
-
-def settled(backend: Any) -> Any:
-    """An array, after a first call, on which the host waits for the others, and a second one."""
-    x = ones(backend)
-    for _ in range(2):
-        fc.all_reduce(x, backend, op="mean", out=x)
-    backend.device.synchronize()
-    return x
-
-
-def until_broken(backend: Any) -> None:
-    """Wait for a failure that comes from behind, and raise it."""
-    end = time.monotonic() + SOON
-    while time.monotonic() < end:
-        backend.root.check_usable()
-        time.sleep(0.005)
-
-
-def expect(outcomes: list[Outcome], *errors: str, words: tuple[str, ...] = ()) -> None:
-    assert [outcome.error for outcome in outcomes] == list(errors), outcomes
-    for outcome in outcomes:
-        for word in words:
-            assert word in outcome.text, outcome
 
 
 # The bodies that run on GPUs, too.
@@ -248,6 +227,55 @@ def test_arrays_of_asynchronous_calls_live_until_they_have_ended(machine: Machin
     assert [o.result for o in outcomes] == [[2.0 * n for n in range(6)]] * 2, outcomes
 
 
+def test_arrays_of_a_broken_job_live_until_the_gpu_has_done_with_them(machine: Machine) -> None:
+    """NCCL is aborted, but what is before it on the stream has not ended; once it has, they go."""
+    ended = threading.Barrier(2)
+
+    def body(backend: Any) -> tuple[bool, bool]:
+        settled(backend)
+        background = backend.device.stream
+        machine.freeze(background)
+        x = ones(backend)
+        kept = weakref.ref(x)
+        fc.all_reduce(x, backend, async_op=True)
+        del x
+        ended.wait(SOON)
+        if backend.rank == 0:
+            backend.abort("enough")
+        with pytest.raises(fc.CommunicationError):
+            until_broken(backend)
+        assert backend.communicators.join(SOON)
+        time.sleep(0.1)  # the supervisor has looked again and again
+        gc.collect()
+        before = kept() is not None
+        machine.thaw(background)
+        end = time.monotonic() + SOON
+        while kept() is not None and time.monotonic() < end:
+            time.sleep(0.005)
+        return before, kept() is None
+
+    outcomes = run_ranks(body, 2)
+    assert [outcome.result for outcome in outcomes] == [(True, True)] * 2, outcomes
+
+
+def test_work_that_has_ended_stays_so(machine: Machine) -> None:
+    """Its event is its own for good; those of blocking calls are used again."""
+
+    def body(backend: Any) -> bool:
+        x = settled(backend)
+        work = fc.all_reduce(x, backend, async_op=True)
+        work.wait()
+        backend.device.synchronize()
+        assert backend.supervisor.finish(SOON)
+        with machine.frozen(None):  # what is enqueued from now on does not end
+            for _ in range(8):
+                fc.all_reduce(x, backend, op="mean", out=x)
+            return bool(work.done())
+
+    outcomes = run_ranks(body, 2)
+    assert [outcome.result for outcome in outcomes] == [True, True], outcomes
+
+
 # Starting.
 
 
@@ -320,128 +348,6 @@ def test_a_communicator_that_is_refused(machine: Machine) -> None:
     outcomes = run_ranks(lambda backend: None, 2)
     assert {outcome.error for outcome in outcomes} <= {"CommunicationError", "PeerFailedError"}
     assert all("SYSTEM_ERROR" in outcome.text for outcome in outcomes), outcomes
-
-
-def wait_for_end(machine: Machine) -> None:
-    """Until threads that were left to themselves have aborted what they made."""
-    end = time.monotonic() + SOON
-    while machine.open_communicators() and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-# Ending.
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_ranks_leave_at_any_time(seed: int) -> None:
-    """In any order, with work under way, while others still wait for theirs."""
-    with fake_cuda.installed(3, seed=seed) as machine:
-
-        def body(backend: Any) -> float:
-            chance = random.Random(f"{seed} {backend.rank}")
-            x = settled(backend)
-            group = backend.split(0 if backend.rank < 2 else 1)
-            machine.slow(0, chance.random() * 0.01)
-            y = fc.broadcast(x, backend, root=0)
-            if backend.rank < 2:
-                y = fc.all_reduce(y, group)
-            time.sleep(chance.choice([0.0, 0.05, 0.3]))
-            return float(y[0]) if chance.random() < 0.5 else 0.0
-
-        outcomes = run_ranks(body, 3)
-        assert not any(outcome.error for outcome in outcomes), outcomes
-
-
-def test_a_rank_that_leaves_has_its_broadcast_received(machine: Machine) -> None:
-    """The sender's part may end long before that of others begins."""
-
-    def body(backend: Any) -> float | None:
-        x = settled(backend)
-        if backend.rank == 0:
-            fc.broadcast(x, backend, root=0)
-            return None
-        machine.freeze(0)
-        y = fc.broadcast(x, backend, root=0)
-        time.sleep(0.2)
-        machine.thaw(0)
-        return float(y[0])
-
-    outcomes = run_ranks(body, 3)
-    assert [outcome.result for outcome in outcomes] == [None, 1.0, 1.0], outcomes
-
-
-def test_a_call_that_a_rank_has_left_without(machine: Machine) -> None:
-    def body(backend: Any) -> None:
-        x = settled(backend)
-        if backend.rank:
-            fc.all_reduce(x, backend, op="mean")
-            until_broken(backend)
-
-    outcomes = run_ranks(body, 3)
-    assert [outcome.error for outcome in outcomes] == ["", "PeerFailedError", "PeerFailedError"]
-    assert all("rank 0 has left" in outcome.text for outcome in outcomes[1:]), outcomes
-
-
-def test_closing_with_work_that_never_ends_raises(machine: Machine) -> None:
-    gone = threading.Event()
-
-    def body(backend: Any) -> None:
-        x = settled(backend)
-        if backend.rank == 0:
-            fc.all_reduce(x, backend, op="mean")
-            try:
-                backend.close()
-            finally:
-                gone.set()
-        else:
-            assert gone.wait(SOON)
-            until_broken(backend)
-
-    expect(
-        run_ranks(body, 2, timeout=0.5),
-        "CommTimeoutError",
-        "PeerFailedError",
-        words=("all_reduce #3", "rank 1 is missing"),
-    )
-
-
-def test_an_abort_that_hangs_is_not_waited_for(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fsdpcore.transports.nccl import backend as nccl
-    from fsdpcore.transports.nccl import supervisor
-
-    for module in (nccl, supervisor):
-        monkeypatch.setattr(module, "BOUND", 0.2)
-    machine.faults.hang_abort(rank=0)
-
-    def body(backend: Any) -> None:
-        settled(backend)
-        if backend.rank == 1:
-            backend.abort("enough")
-        until_broken(backend)
-
-    start = time.monotonic()
-    outcomes = run_ranks(body, 2)
-    assert time.monotonic() - start < SOON
-    expect(outcomes, "PeerFailedError", "CommunicationError", words=("enough",))
-    machine.faults.release()
-    wait_for_end(machine)
-
-
-def test_a_program_that_ends_without_closing_aborts(machine: Machine) -> None:
-    """CuPy would destroy communicators when they are collected, and wait for the other ranks."""
-
-    def body(backend: Any) -> None:
-        from fsdpcore.transports.nccl.backend import _abort_at_exit
-
-        settled(backend)
-        _abort_at_exit(weakref.ref(backend))
-
-    outcomes = run_ranks(body, 2)
-    assert not any(outcome.error for outcome in outcomes), outcomes
-    assert len(machine.calls("nccl.abort")) == 2
-    assert not machine.calls("nccl.destroy")
 
 
 # Threads.

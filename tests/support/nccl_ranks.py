@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from support import fake_cuda, spmd
+from support.fake_cuda import Machine
 from support.on_device import moved_bodies
 from support.spmd_job import Body as AnyBody
 from support.spmd_job import Job
 from support.spmd_threads import ThreadRanks, _State
 from support.zmq_ranks import PATIENCE, Outcome, listener, place, run_joined
 
+import fsdpcore as fc
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.launch.config import Config, resolve
 
 Body = Callable[[Any], Any]
+# In seconds: what comes at all has come by then, also on a machine that is busy.
+SOON = 15.0
 
 
 def config(**options: Any) -> Config:
@@ -56,6 +62,50 @@ def results(body: Body, world_size: int, **options: Any) -> list[Any]:
     """The same on a machine of their own."""
     with fake_cuda.installed(world_size):
         return results_of(body, world_size, **options)
+
+
+# What bodies do.
+
+
+def ones(backend: Any, size: int = 100) -> Any:
+    """An array of a rank's GPU."""
+    return backend.device.zeros(size, np.float32) + np.float32(1)
+
+
+def settled(backend: Any) -> Any:
+    """An array, after a first call, on which the host waits for the others, and a second one."""
+    x = ones(backend)
+    for _ in range(2):
+        fc.all_reduce(x, backend, op="mean", out=x)
+    backend.device.synchronize()
+    return x
+
+
+def until_broken(backend: Any) -> None:
+    """Wait for a failure that comes from behind, and raise it."""
+    end = time.monotonic() + SOON
+    while time.monotonic() < end:
+        backend.root.check_usable()
+        time.sleep(0.005)
+    raise AssertionError("nothing has failed")
+
+
+def expect(outcomes: list[Outcome], *errors: str, words: tuple[str, ...] = ()) -> None:
+    """Check the error of each rank, and that all of them say some words."""
+    assert [outcome.error for outcome in outcomes] == list(errors), outcomes
+    for outcome in outcomes:
+        for word in words:
+            assert word in outcome.text, outcome
+
+
+def wait_for_end(machine: Machine) -> None:
+    """Until threads that were left to themselves have aborted what they made."""
+    end = time.monotonic() + SOON
+    while machine.open_communicators() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+# Jobs of the conformance suite.
 
 
 class StandInRanks(ThreadRanks):

@@ -137,6 +137,15 @@ def test_a_call_that_waits_for_others_is_compared(ranks: Ranks) -> None:
     ranks.all[1].compare()
 
 
+def test_the_last_calls_of_a_group_are_told_when_it_is_forgotten(ranks: Ranks) -> None:
+    """A rank that closes its group before it has told of them does so then."""
+    for rank in range(3):
+        ranks.call(rank, 1, 3 if rank == 0 else 2)
+    ranks.all[0].forget(CHANNEL)
+    with pytest.raises(MismatchError, match=r"#2 .*\n  rank 10: .*\(3,\)\)\n  rank 11: .*\(2,\)\)"):
+        ranks.talk()
+
+
 def test_a_group_that_is_forgotten_is_remembered_as_ended(ranks: Ranks) -> None:
     ranks.call(0, 1, 2)
     ranks.all[0].forget(CHANNEL)
