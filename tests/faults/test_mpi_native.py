@@ -17,12 +17,17 @@ from support.spmd import run
     bodies_.in_place,
     bodies_.without_a_copy,
     bodies_.ragged,
+    bodies_.in_pieces,
     bodies_.groups_at_once,
     bodies_.advances_by_itself,
     bodies_.training,
 )
 def test_native(body: Any, world_size: int) -> None:
     run(body, transport="mpi", world_size=world_size, deterministic=False)
+
+
+def test_data_that_comes_after_a_failure() -> None:
+    run(bodies_.late_data, transport="mpi", world_size=2, eager_bytes=0)
 
 
 @pytest.mark.campaign

@@ -182,7 +182,7 @@ def main(backend):
     if backend.rank == 1:
         MpiCollectives.broadcast = fail
     try:
-        fc.broadcast(np.ones(100), backend, root=1, algorithm="native")
+        fc.broadcast(np.ones(100), backend, root=1, algorithm="native", timeout=12)
     except MemoryError:  # and it goes on by itself
         time.sleep(300)
 
