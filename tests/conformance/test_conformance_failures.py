@@ -10,6 +10,8 @@ from support.cases import bodies, jobs
 from support.spmd import run
 
 pytestmark = pytest.mark.side_by_side("transport")
+# In seconds. Where a failure does not become known, this deadline of every operation says so soon.
+SOON = 15.0
 
 
 @jobs(2, 3, 8)
@@ -45,13 +47,26 @@ def test_skipped_in_a_group(transport: str, world_size: int) -> None:
 @jobs(2, 3, 8)
 @pytest.mark.parametrize("call", endings.CALLS_OF_A_LEAVER)
 def test_early_leaver(call: str, transport: str, world_size: int) -> None:
-    run(endings.early_leaver, transport=transport, world_size=world_size, args=(call,))
+    body = endings.early_leaver
+    run(body, transport=transport, world_size=world_size, args=(call,), op_timeout=SOON)
 
 
 @jobs(2, 3, 8)
 @pytest.mark.parametrize("call", endings.CALLS_BEFORE_AN_ABORT)
 def test_aborted(call: str, transport: str, world_size: int) -> None:
-    run(endings.aborted, transport=transport, world_size=world_size, args=(call,))
+    body = endings.aborted
+    run(body, transport=transport, world_size=world_size, args=(call,), op_timeout=SOON)
+
+
+@jobs(2)
+def test_sends_to_a_rank_that_leaves(transport: str, world_size: int) -> None:
+    body = endings.left_without_receiving
+    run(body, transport=transport, world_size=world_size, op_timeout=SOON)
+
+
+@jobs(2, on=("sim", "zmq"))  # MPI waits for ten seconds for what it was told will come
+def test_a_send_that_has_failed(transport: str, world_size: int) -> None:
+    run(endings.failed_send, transport=transport, world_size=world_size, op_timeout=SOON)
 
 
 @jobs(2, 4, 7)
@@ -63,10 +78,10 @@ def test_aborted(call: str, transport: str, world_size: int) -> None:
     endings.raised_in_a_block,
 )
 def test_failures(body: Any, transport: str, world_size: int) -> None:
-    run(body, transport=transport, world_size=world_size)
+    run(body, transport=transport, world_size=world_size, op_timeout=SOON)
 
 
 @jobs(1, 2, 4, 7)
 @bodies(endings.after_close, endings.left_at_different_times)
 def test_closing(body: Any, transport: str, world_size: int) -> None:
-    run(body, transport=transport, world_size=world_size)
+    run(body, transport=transport, world_size=world_size, op_timeout=SOON)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from fsdpcore.transports.simulated import backend as simulated
 from fsdpcore.transports.simulated import faults
 from fsdpcore.transports.simulated.faults import FaultInjector, Faults, InjectedCrash
 from support.arrays import check_same
@@ -150,3 +152,23 @@ def test_faults_make_a_careless_program_fail_on_every_rank() -> None:
 def test_faults_are_for_python_only() -> None:
     with pytest.raises(fc.ConfigError, match="from Python only"):
         fc.launch(_unlucky, world_size=1, transport="sim://?faults=many")
+
+
+def test_a_message_that_comes_as_its_receive_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over, but before the receive is withdrawn the message is there: it is kept."""
+    cancel, given_up = simulated._PostedReceive.cancel, threading.Event()
+
+    def late(self: Any) -> bool:
+        given_up.set()
+        assert self.settle(20), "the message does not come"
+        return cancel(self)
+
+    def body(backend: fc.Backend) -> None:
+        if backend.rank == 1:
+            assert given_up.wait(20)
+            backend.send(np.full(3, 7), 0)
+        else:
+            check_same(backend.recv(np.zeros(3, int), 1, timeout=0.01), np.full(3, 7), "received")
+
+    monkeypatch.setattr(simulated._PostedReceive, "cancel", late)
+    _run(body, 2)

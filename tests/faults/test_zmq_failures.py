@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 
 import numpy as np
 import pytest
-from support.zmq_ranks import Line, Outcome, RankProcess, processes
+from fsdpcore.transports.zmq.backend import ZmqBackend
+from support.zmq_ranks import Line, Outcome, RankProcess, processes, run_threads
 
 import fsdpcore as fc
 
@@ -106,6 +108,31 @@ def test_the_reason_of_a_rank_that_raises_reaches_all() -> None:
         for outcome in survivors(ranks):
             assert (outcome.error, outcome.culprit) == ("PeerFailedError", VICTIM), outcome
             assert f"rank {VICTIM} failed: ValueError: the loss is not a number: ñ" in outcome.text
+
+
+def test_a_connection_that_is_cut_is_told_to_those_whose_connections_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks live, but two of them cannot reach each other: the third hears of it."""
+    monkeypatch.setattr("fsdpcore.transports.zmq.control._CUT_SECONDS", 0.2)
+    told = threading.Event()
+
+    def body(backend: ZmqBackend) -> None:
+        backend.barrier()
+        if backend.rank == 0:
+            channel = backend.control.peers[1].peer_channel
+            assert channel is not None
+            channel.frame_socket._sock.shutdown(socket.SHUT_RDWR)
+        try:
+            backend.recv(np.empty(3), 0 if backend.rank == 2 else 2)
+        finally:
+            if backend.rank == 2:
+                told.set()
+            assert told.wait(15), "rank 2 was not told"  # nor by ranks that leave: they stay
+
+    outcomes = run_threads(body, 3)
+    assert [outcome.error for outcome in outcomes] == ["PeerFailedError"] * 3, outcomes
+    assert "is lost: its connection broke" in outcomes[2].text, outcomes
 
 
 def hanging(backend: fc.Backend, line: Line) -> None:

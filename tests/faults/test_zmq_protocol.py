@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 
@@ -14,6 +15,7 @@ from support.zmq_rogue import (
     EAGER,
     FAIL,
     GRANT,
+    HEADER_BYTES,
     HELLO,
     NOTE,
     OFFER,
@@ -210,6 +212,23 @@ def test_what_was_begun_is_sent_to_its_end_though_it_was_given_up() -> None:
         while (found := rogue.next_message())[5] == DATA:
             assert set(found[48:]) == {1}
         assert found[48:] == bytes([3, 3, 3])
+
+
+def test_small_messages_that_wait_for_room_are_sent_as_they_were() -> None:
+    """The caller may change its array as soon as a small message is posted."""
+    with rogue_job() as (backend, rogue):
+        data, channel = np.zeros(16_000, np.uint8), backend.control.peers[1].peer_channel
+        assert channel is not None
+        frame_socket, numbers = channel.frame_socket, itertools.cycle(range(1, 251))
+        posted, waiting = list[int](), 0
+        while waiting < 20:  # until the kernel has taken what it takes, and some more
+            data[:] = number = next(numbers)
+            backend.post_send(data, 1, HERE)
+            posted.append(number)
+            waiting += not frame_socket.flushed
+        data[:] = 251
+        for number in posted:
+            assert set(rogue.read(EAGER)[HEADER_BYTES:]) == {number}
 
 
 def test_answers_that_nobody_asked_for_change_nothing() -> None:

@@ -139,6 +139,37 @@ def left_before(backend: fc.Backend) -> None:
     meet()
 
 
+def left_without_receiving(backend: fc.Backend) -> None:
+    """Large messages to a rank that leaves fail when it does, not at their deadline."""
+    me, last = backend.rank, backend.world_size - 1
+    work = backend.isend(np.ones(200_000), last) if me != last else None
+    meet()
+    if work is None:
+        backend.close()
+    else:
+        error = expect(fc.PeerFailedError, work.wait)
+        check_words(error, f"rank {last} has left")
+        assert error.rank == last
+    meet()
+
+
+def failed_send(backend: fc.Backend) -> None:
+    """A send that has failed is received by nobody: its array is the caller's again."""
+    room = np.zeros(200_000)
+    if backend.rank == 0:
+        data = np.ones(200_000)
+        work = backend.isend(data, 1)
+        expect(fc.CommTimeoutError, backend.barrier, timeout=0.1)  # which the others do not hear
+        expect(fc.CommTimeoutError, work.wait)
+        data[:] = 2
+        meet()
+    else:
+        meet()
+        expect(fc.CommTimeoutError, backend.recv, room, 0, timeout=0.2)
+        assert not (room == 2).any(), "what was written after the failure has come"
+    meet()
+
+
 CALLS_BEFORE_AN_ABORT: dict[str, Call] = {
     "recv": lambda b: b.recv(np.empty(3), b.world_size - 1),
     "all_reduce": lambda b: fc.all_reduce(np.ones(3), b),
