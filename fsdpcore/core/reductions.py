@@ -401,7 +401,7 @@ class Reduction:
         """
         count, size = len(parts), outs[-1].size
         rounds = self.accumulator is not self.dtype
-        block = max(1, 4 * BLOCK // count)  # of all arrays together, it stays in cache
+        block = max(1, 4 * BLOCK // len(outs))  # of all arrays together, it stays in cache
         scratch = np.empty((count if rounds else 0, min(block, size)), self.accumulator)
         for start in range(0, size, block):
             place = slice(start, min(start + block, size))

@@ -81,6 +81,13 @@ def test_scan_by_a_function_combines_as_reduce_does(count: int) -> None:
             check_same(out, alone, f"{end + 1} of {count} parts of {np.dtype(dtype)}")
 
 
+def test_scan_of_nothing() -> None:
+    """What the only rank of a group gets of those before it."""
+    out = np.ones(3, np.int32)
+    Reduction.of("min", out.dtype).scan([], [out])
+    assert (out == np.iinfo(np.int32).max).all()
+
+
 class _Scratch:
     """What a prepared reduction needs of a context."""
 

@@ -78,7 +78,7 @@ def _cost(movement: Movement, p: int, rank: int) -> CostTerms:
     for each in (each for moves in todo.staged for each in moves):
         if each.prefixes:  # every time that something is combined with what comes before it
             combined = sum(number.bit_count() for number in range(len(each.sources)))
-            reduced += combined * size(each.sources[0])
+            reduced += combined * size(each.targets[0])
         elif len(each.sources) > 1:
             reduced += sum(map(size, each.sources))
         elif each.targets[0].array == OUTPUT:

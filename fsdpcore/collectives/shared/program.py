@@ -75,7 +75,7 @@ def exchange(movement: Movement, size: int, root: int) -> Exchange:
         return _exchange(movement, size, root)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)  # of 2 MB each among 128 ranks
 def _exchange(movement: Movement, size: int, root: int) -> Exchange:
     moves = movement(range(size), root)
     assert len({move.divided for move in moves}) == 1, "all moves are divided, or none"
