@@ -21,6 +21,7 @@ import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -43,6 +44,12 @@ _IMPORTED = (
     "fsdpcore.commands.main, fsdpcore.transports.zmq.backend, fsdpcore.transports.mpi.backend"
 )
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+# What JAX has compiled, for all processes of this run and for the next ones.
+_JAX = {
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 # No test is timed: an example may take as long as the machine does.
@@ -54,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell has what it starts in the background ignore Ctrl-C, and so would all processes that
     # the tests start. They are about what happens where nobody has said so.
     config.stash[_interrupts] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name, value in _JAX.items():
+        os.environ.setdefault(name, value)
     if os.environ.get(_NO_BYTECODE):
         # Hundreds of interpreters are started. Where they may not leave compiled modules beside
         # the sources, each would compile the package again, which takes as long as all the rest
@@ -85,12 +94,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[_bytecode].cleanup()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # What one process does for longest alone begins first, or the others wait for it in the end.
-    items.sort(key=lambda item: item.path.name != "test_style.py")
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     # A full collection of garbage looks at all that is alive. Thousands of collected tests are,
     # to the end: leaving them out makes it ten times as fast.
@@ -104,14 +107,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _packages_are_looked_up_once() -> Iterator[None]:
-    """Every launch looks for transports among all installed packages; most of its time is that.
+def _launches_read_once() -> Iterator[None]:
+    """Every launch looks for transports among all packages, and reads the file of this project.
 
-    Where a test adds folders to the path, it finds what is there.
+    Most of a launch's time is that. Where a test adds folders to the path, it finds what is there;
+    files of other directories are read each time.
     """
     from fsdpcore.comm import registry
+    from fsdpcore.launch import config
 
     look_up, folders = registry.entry_points, set(sys.path)
+    read, here = config._parse_file, Path("pyproject.toml").absolute()
     found: dict[Any, Any] = {}
 
     def known(**chosen: str) -> Any:
@@ -122,8 +128,16 @@ def _packages_are_looked_up_once() -> Iterator[None]:
             found[key] = look_up(**chosen)
         return found[key]
 
+    def known_file(file: Path, keys: tuple[str, ...]) -> dict[str, Any]:
+        if file != here:
+            return read(file, keys)
+        if keys not in found:
+            found[keys] = read(file, keys)
+        return dict(found[keys])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", known)
+        patch.setattr(config, "_parse_file", known_file)
         yield
 
 
