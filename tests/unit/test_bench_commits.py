@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from fsdpcore.bench.harness.measurements import Measurement, median_interval
 
@@ -46,21 +48,56 @@ def test_settings_take_names_and_patterns():
     assert cases.settings(["zmq"], [2], ["nothing"], [8], ["plain"]) == []
 
 
-@pytest.mark.parametrize("transport", ["sim", "zmq"])
-def test_all_kinds_of_cases_run_and_each_is_a_line(tmp_path, transport):
+@pytest.fixture
+def compare(monkeypatch):
+    """Run the command in this process, with small cases; its ranks are processes of their own."""
+    monkeypatch.setattr(cases, "LARGER", (1 << 12, 1 << 13))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which the script extends
+    spec = importlib.util.spec_from_file_location("compare_commits", BENCH / "compare_commits.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "compare_commits", script)  # where typer looks up the types
+    spec.loader.exec_module(script)
+    app = typer.Typer()
+    app.command()(script.main)
+
+    def compare(*options):
+        given = ["--old", sys.executable, "--rounds", "1", "--starts", "1", "--seconds", "0.0001"]
+        return CliRunner().invoke(app, [*given, *map(str, options)])
+
+    compare.script = script
+    return compare
+
+
+def test_all_kinds_of_cases_run_and_each_is_a_line(compare, monkeypatch, tmp_path):
+    monkeypatch.setattr(report.Compared, "slower", False)  # so that nothing is measured again
     file = tmp_path / "found.json"
     only = "barrier,scatter,all_to_all_v,reduce_scatter_v,step.full_shard,save,load,optimizer.adamw"
-    options = ["--transport", transport, "--ranks", "2", "--sizes", "8", "--only", only]
-    options += ["--rounds", "1", "--starts", "1", "--seconds", "0.0001", "--json", str(file)]
-    command = [sys.executable, str(BENCH / "compare_commits.py"), "--old", sys.executable, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode in (0, 1), done.stderr
+    options = ["--transport", "zmq", "--ranks", 2, "--sizes", 8, "--only", only, "--json", file]
+    done = compare(*options)
+    assert done.exit_code == 0, done.output
     run = json.loads(file.read_text())
     found = run["rows"]
     assert len(file.read_text().splitlines()) == 10 + len(found), "a line is more than a record"
     assert run["schema"] == "fsdpcore.bench.compare_commits/1"
     assert {one["name"] for one in found} == set(only.split(","))
     assert all(one["starts_us"][0][0][0] > 0 for one in found)
+
+
+def test_what_seems_slower_is_measured_once_more(compare, monkeypatch):
+    slow, same = compared(*[(1.0, 1.2)] * 15), compared(*[(1.0, 1.0)] * 15)
+    asked, answers = [], [[same, slow], [compared(*[(1.0, 1.3)] * 15)]]
+
+    def measured(setting, pythons, plan, starts, versions):
+        asked.append([case.name for case in setting.cases])
+        return answers.pop(0)
+
+    monkeypatch.setattr(compare.script, "_measure", measured)
+    done = compare("--transport", "sim", "--ranks", 2, "--sizes", 8, "--only", "barrier,scatter")
+    assert done.exit_code == 1, done.output
+    assert asked == [["barrier", "scatter", "scatter"], [slow.case.name]]
+    assert "once more" in done.output
+    assert slow.again is not None
+    assert same.again is None
 
 
 def test_what_seems_slower_once_only_is_not():

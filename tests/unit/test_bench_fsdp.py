@@ -64,9 +64,8 @@ def rows(done):
     return found
 
 
-@pytest.mark.parametrize("transport", ["sim", "zmq", "zmq://?shm=off"])
-def test_both_modes_alone(step, transport, tmp_path):
-    record = tmp_path / "step.json"
+def test_both_modes_alone(step, tmp_path):
+    record, transport = tmp_path / "step.json", "zmq://?shm=off"
     done = step(*TINY, "--transport", transport, "--json", record)
     assert done.exit_code == 0, done.output
     exchange, training = rows(done)
@@ -91,27 +90,63 @@ def test_both_modes_alone(step, transport, tmp_path):
     assert 0 < content["results"][1]["outside_layers_percent"]["median"] < 100
 
 
-def test_offloaded(step, tmp_path):
-    """Beside the engine as it comes, with what a step moves between memory and files."""
-    names = ["offload", "offload-params", "offload-ahead-0", "offload-cached"]
+def test_beside_the_engine_as_it_comes(step, tmp_path):
+    """With nothing in the background, and with what a step moves between memory and files."""
+    names = ["no-prefetch", "offload"]
     record = tmp_path / "step.json"
     disk = ["--transport", "sim", "--dir", tmp_path, "--json", record]
-    done = step(*TINY, *disk, "--against", ",".join(names))
+    picture = ["--plot", tmp_path / "step.png"] if HAS_MATPLOTLIB else []
+    done = step(*TINY, *disk, *picture, "--against", ",".join(names))
     assert done.exit_code == 0, done.output
     exchange, training = json.loads(record.read_text())["results"]
-    assert [row["contestant"] for row in exchange["rows"]] == ["fsdpcore"]
+    assert [row["contestant"] for row in exchange["rows"]] == ["fsdpcore", "no-prefetch"]
     assert all(row["wrong"] == 0 for row in training["rows"])
-    assert list(training["moved"]) == names
-    assert all(moved["held"] > 0 for moved in training["moved"].values())
+    assert list(training["moved"]) == ["offload"]
+    assert training["moved"]["offload"]["held"] > 0
     assert 0 < training["moved"]["offload"]["ready"] <= 1
+    if picture:
+        assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
-def test_the_picture(step, tmp_path):
-    picture = ["--plot", tmp_path / "step.png", "--against", "no-prefetch"]
-    done = step(*TINY, "--transport", "sim", *picture)
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+def test_what_the_contestants_of_ours_differ_in(module, monkeypatch, tmp_path):
+    """The same orders as over a socket, carried out by ranks in this process."""
+    member, training = module("member"), module("training")
+    monkeypatch.setattr(member, "keep_freed_memory", lambda: None)  # of this process
+    case = module("cases").Training(layers=1, width=8, heads=2, context=8, batch=2)
+    made, given = fc.FSDP, {}
+
+    def orders(backend, name):
+        def engine(*arguments, **keywords):
+            given[name] = (keywords["prefetch"], keywords["offload"])
+            return made(*arguments, **keywords)
+
+        monkeypatch.setattr(training.fc, "FSDP", engine)
+        rank = member._ours(backend, {"contestant": name, "directory": str(tmp_path)})
+
+        def obey(do, **details):
+            return rank.obey({"contestant": name, "do": do, **details})
+
+        obey("prepare", case=module("cases").to_order(case))
+        losses, moved = obey("losses", count=2), dict(enumerate(obey("moved")))
+        rank.close()
+        return losses, moved[0]
+
+    (plain, nothing), *others = (
+        fc.launch(orders, world_size=1, transport="sim", args=(name,))[0]
+        for name in ("fsdpcore", *module("cases").VARIANTS)
+    )
+    assert nothing == 0
+    assert all(losses == plain for losses, _ in others)
+    assert [held > 0 for _, held in others] == [False, True, True, True, True]
+    aside = str(tmp_path)
+    assert given == {
+        "fsdpcore": (1, None),
+        "no-prefetch": (0, None),
+        "offload": (1, fc.Offload(aside, "all")),
+        "offload-params": (1, fc.Offload(aside, "parameters")),
+        "offload-ahead-0": (1, fc.Offload(aside, "all", ahead=0)),
+        "offload-cached": (1, fc.Offload(aside, "all", evict=False)),
+    }
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch")

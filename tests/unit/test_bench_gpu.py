@@ -218,7 +218,7 @@ def test_a_step_is_ended_with_all_that_it_started(everything: Any, tmp_path: Pat
     step = everything.Step("one", ("-c", code), 1.0)
     environ = everything.environment(tmp_path, tmp_path)
     pids: list[str] = []
-    for seconds in (2.0, 10.0, 50.0):  # on a busy machine it takes a while to print
+    for seconds in (0.7, 10.0, 50.0):  # on a busy machine it takes a while to print
         if not pids:
             assert not everything.perform(step, seconds, environ, tmp_path, log)
             pids = [line for line in log.file.read_text().splitlines() if line.isdecimal()]

@@ -10,6 +10,7 @@ import pytest
 from fsdpcore.bench.harness import team
 from fsdpcore.bench.harness.team import RemoteTeam
 from fsdpcore.core.errors import RankFailedError
+from fsdpcore.launch import supervision
 from fsdpcore.launch.supervision import RankProcess
 
 # A rank that answers with its number, unless the order says something else.
@@ -37,6 +38,7 @@ if start != "mute":
 @pytest.fixture
 def started(monkeypatch):
     """Make a team of two such ranks; at the end nothing of it is left."""
+    monkeypatch.setattr(supervision, "GRACE_SECONDS", 0.1)  # these do not end by themselves
     made = {}
 
     def begin(sizes=(2, 2), start="well"):

@@ -50,16 +50,10 @@ def bench(monkeypatch, tmp_path):
     return lambda *arguments: CliRunner().invoke(app, [*map(str, [*folders, *arguments])])
 
 
-@pytest.mark.parametrize(
-    ("transport", "cases"),
-    [
-        ("sim", ["save-disk", "reshard-disk", "stall-disk"]),
-        ("zmq", ["load-tmpfs"]),
-    ],
-)
-def test_every_operation(bench, tmp_path, transport, cases):
+def test_every_operation(bench, tmp_path):
     record = tmp_path / "checkpoint.json"
-    options = ["--cases", ",".join(cases), "--transport", transport, "--against", "none"]
+    cases = ["save-tmpfs", "reshard-disk", "stall-disk"]  # a load with as many ranks is less
+    options = ["--cases", ",".join(cases), "--transport", "sim", "--against", "none"]
     done = bench(*TINY, *options, "--cold", "--json", record)
     assert done.exit_code == 0, done.output
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.jobs import Finished, finished, fsdpcore
+from support.jobs import clean_environ, finished, fsdpcore
 from support.spmd import run
+from typer.testing import CliRunner
 
 from fsdpcore.bench.tune import QUICK, Timing, fastest, fit, fit_own, measure
 from fsdpcore.collectives.algorithms import star
@@ -26,6 +28,7 @@ from fsdpcore.collectives.selection.costs import (
 from fsdpcore.collectives.selection.overrides import parse
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm import registry
+from fsdpcore.commands.main import app
 from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRanges, Costs, MeasuredAlgorithms, Tuning
@@ -286,13 +289,18 @@ def test_every_reduction_is_measured_as_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert sums <= {row.collective for row in findings.timings}
 
 
-Tune = Callable[..., Finished]
+Tune = Callable[..., Any]
 
 
 @pytest.fixture
-def tune(tmp_path: Path) -> Tune:
-    def tune(*arguments: object, **environ: str) -> Finished:
-        return finished(fsdpcore("tune", *arguments), environ, cwd=tmp_path)
+def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
+    """Run the command in this process."""
+    monkeypatch.chdir(tmp_path)
+    for name in set(os.environ) - set(clean_environ()):
+        monkeypatch.delenv(name)
+
+    def tune(*arguments: object, **environ: str) -> Any:
+        return CliRunner().invoke(app, ["tune", *map(str, arguments)], env=environ)
 
     return tune
 
@@ -301,12 +309,18 @@ def test_tune_writes_a_table_that_is_used(tune: Tune, tmp_path: Path) -> None:
     # That there is no such table yet must not keep it from being written.
     (tmp_path / "fsdpcore.toml").write_text('tuning = "mine.toml"\ndeterministic = true\n')
     for transport, ranks in (("sim", 2), ("zmq", 2), ("sim", 3)):
-        done = tune("-n", ranks, "--transport", transport, "-o", "mine.toml", "--quick")
-        assert done.code == 0, done.err
-        assert f"{transport}, {ranks} ranks, 1 host" in done.out
-        assert "all_to_all" in done.out
-        assert "FSDPCORE_TUNING=mine.toml" in done.out
-        assert done.err.strip() == ""
+        options = ("--transport", transport, "-o", "mine.toml", "--quick")
+        if transport == "sim":  # as if a launcher had started the threads
+            done = tune(*options, FSDPCORE_THREADS=str(ranks))
+            code, out, err = done.exit_code, done.stdout, done.stderr
+        else:
+            ran = finished(fsdpcore("tune", "-n", ranks, *options), cwd=tmp_path)
+            code, out, err = ran.code, ran.out, ran.err
+        assert code == 0, err
+        assert f"{transport}, {ranks} ranks, 1 host" in out
+        assert "all_to_all" in out
+        assert "FSDPCORE_TUNING=mine.toml" in out
+        assert err.strip() == ""
     table = read_table(tmp_path / "mine.toml")
     assert sorted(table) == ["sim", "zmq"]
     assert [entry.ranks for entry in table["zmq"].measured] == [2]
@@ -342,10 +356,10 @@ def test_ranks_use_the_table(transport: str, tmp_path: Path) -> None:
 def test_tune_refuses(tune: Tune, tmp_path: Path, arguments: list[object], words: str) -> None:
     (tmp_path / "bad.toml").write_text("format = \n")
     done = tune(*arguments)
-    assert done.code == 2
-    assert words in done.err
-    assert len(done.err.splitlines()) == 1
-    assert done.out == ""
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
 
 
 def test_tune_under_a_launcher_speaks_once(tmp_path: Path) -> None:
