@@ -26,6 +26,22 @@ STRATEGIES: dict[str, fc.Strategy] = {
 everywhere = pytest.mark.parametrize("window", [True, False], ids=["window", "apart"])
 by_strategy = pytest.mark.parametrize("strategy", list(STRATEGIES.values()), ids=list(STRATEGIES))
 
+
+def in_turn(
+    name: str, values: Iterable[Any], of: Callable[[Any], str] = str
+) -> pytest.MarkDecorator:
+    """Each value with each strategy, in a window and apart in turn.
+
+    So any two of the three meet. All three at once are far more, and nothing is about all three.
+    """
+    cases = [
+        pytest.param(value, strategy, (i + j) % 2 == 0, id=f"{of(value)}-{known}")
+        for i, value in enumerate(values)
+        for j, (known, strategy) in enumerate(STRATEGIES.items())
+    ]
+    return pytest.mark.parametrize((name, "strategy", "window"), cases)
+
+
 # Called in a backward pass, with the unit, its parameters and the gradients to be written.
 Give = Callable[[fc.Unit, Mapping[str, Array], Any], None]
 

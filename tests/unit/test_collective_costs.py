@@ -20,8 +20,8 @@ from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.collectives.shared import algorithm as shared
 
 # Around every power of two, and halfway; the others are a campaign.
-SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17]
-OTHERS = [10, 11, 13, 14]
+SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 12]
+OTHERS = [10, 11, 13, 14, 15, 16, 17]
 EVERY = [(collective, name) for collective, known in ALGORITHMS.items() for name in known]
 
 

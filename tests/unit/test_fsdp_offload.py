@@ -104,7 +104,9 @@ def compare(disk, optimizer, offloads, **options):
     assert os.listdir(disk) == []
 
 
-MIXED = ["full_shard", "hybrid_shard", "no_shard"]
+MIXED = ["full_shard", "no_shard"]
+# Where parameters alone are in files too; the others keep them as one of these does.
+PARAMETERS = [("full_shard", "float32"), ("shard_optimizer", "float32"), ("no_shard", "mixed")]
 COMMON = [*((name, "float32") for name in STRATEGIES), *((name, "mixed") for name in MIXED)]
 RARE = [(name, "mixed") for name in STRATEGIES if name not in MIXED]
 
@@ -118,10 +120,11 @@ def test_not_a_bit_changes_in_mixed_precision(request, disk, strategy, precision
 
 @pytest.mark.parametrize(("strategy", "precision"), COMMON)
 def test_not_a_bit_changes(disk, strategy, precision):
+    parameters = [fc.Offload(disk)] if (strategy, precision) in PARAMETERS else []
     compare(
         disk,
         GROUPS,
-        [fc.Offload(disk), fc.Offload(disk, "all")],
+        [*parameters, fc.Offload(disk, "all")],
         strategy=STRATEGIES[strategy],
         precision=PRECISIONS[precision],
     )
@@ -460,7 +463,7 @@ def test_pages_come_and_go_and_keep_what_they_hold(disk):
 
 # Processes.
 
-BIG = 16 << 20  # elements: 64 MiB of parameters, as many of gradients, twice as many of state
+BIG = 5 << 20  # elements: 20 MiB of parameters, as many of gradients, twice as many of state
 
 PROGRAM = """
 import os, sys

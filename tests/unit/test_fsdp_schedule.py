@@ -166,7 +166,7 @@ def test_a_step_without_an_update_is_no_example():
 def test_wrong_guesses_do_no_harm(strategy, window):
     orders = [list(range(5))]
     chance = random.Random(3)
-    for size in (5, 3, 5, 1, 4, 5):
+    for size in (3, 5, 1, 4):
         orders.append(chance.sample(range(5), size))
 
     def body(backend, prefetch):
@@ -190,7 +190,9 @@ def test_wrong_guesses_do_no_harm(strategy, window):
             assert is_clean(engine)
         return {unit: named["w"].tobytes() for unit, named in values_of(engine).items()}
 
-    prefetches = (0, fc.Prefetch(1, reductions=1), 3, fc.Prefetch(2, max_bytes=60))
+    # In a window nothing is gathered ahead, only reductions are left to begin.
+    ahead = (3, fc.Prefetch(2, max_bytes=60))
+    prefetches = (0, fc.Prefetch(1, reductions=1), *(() if window else ahead))
     expected, *others = (launch(lambda b, p=p: body(b, p)) for p in prefetches)
     for other in others:
         assert other == expected

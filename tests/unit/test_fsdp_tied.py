@@ -13,6 +13,7 @@ from support.fsdp_steps import (
     by_strategy,
     cause_of,
     everywhere,
+    in_turn,
     is_clean,
     launch,
     one_pass,
@@ -75,7 +76,7 @@ def inside_a_unit():
 
 
 MODELS = [owner_first, owner_last, same_array, nothing_of_its_own, inside_a_unit]
-by_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+by_model = in_turn("model", MODELS, lambda model: model.__name__)
 
 
 def canonical(unit, name):
@@ -121,8 +122,6 @@ def engine_of(backend, units, **options):
     return fc.FSDP(units, backend, optimizer=fc.optim.SGD(lr=1.0), **options)
 
 
-@everywhere
-@by_strategy
 @by_model
 def test_the_gradient_is_the_sum_of_all_uses(model, strategy, window):
     def body(backend):
@@ -158,9 +157,7 @@ def test_the_gradient_is_the_sum_of_all_uses(model, strategy, window):
     launch(body)
 
 
-@everywhere
-@by_strategy
-@pytest.mark.parametrize("model", [owner_last, nothing_of_its_own, inside_a_unit])
+@in_turn("model", [owner_last, nothing_of_its_own, inside_a_unit], lambda model: model.__name__)
 def test_an_owner_without_a_backward_pass_of_its_own_is_updated(model, strategy, window):
     def body(backend):
         oracle = Oracle(model())

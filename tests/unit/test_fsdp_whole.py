@@ -14,6 +14,7 @@ from support.fsdp_steps import (
     by_strategy,
     cause_of,
     everywhere,
+    in_turn,
     is_clean,
     launch,
     one_pass,
@@ -313,10 +314,10 @@ def test_it_takes_the_model_and_the_gradients_of_a_unit(prefetch):
     assert launch(body, 2) == [(4 + 1, 4, 4)] * 2
 
 
-@everywhere
-@by_strategy
-@pytest.mark.parametrize(("parts", "prefetch"), [(1, 1), (2, fc.Prefetch(0)), (3, 2)])
-def test_it_moves_and_takes_what_the_plan_says(strategy, window, parts, prefetch):
+@in_turn("case", [(1, 1), (2, fc.Prefetch(0)), (3, 2)], lambda case: str(case[0]))
+def test_it_moves_and_takes_what_the_plan_says(strategy, window, case):
+    parts, prefetch = case
+
     def body(backend):
         rng = np.random.default_rng(0)
         shared = rng.normal(size=(4, 3)).astype(np.float32)
