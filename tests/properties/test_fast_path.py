@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.spmd import run
+from support.spmd import meet, run
 
 import fsdpcore as fc
 from fsdpcore.collectives.state import state_of
@@ -164,6 +164,7 @@ def _interrupted_before_it_runs(backend: Backend, options: dict[str, Any]) -> No
     for _ in range(3):
         fc.all_reduce(np.ones(3), backend)
     assert _all_go_fast(backend)
+    meet()  # or a rank that still waits in the third call would hear of the failure there
     armed = backend.rank == 1
     with pytest.raises(KeyboardInterrupt if armed else fc.PeerFailedError):
         fc.all_reduce(np.ones(3), backend, **options)
