@@ -26,6 +26,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from support.gpu_here import why_no_gpu
 from threadpoolctl import threadpool_limits
 
 from fsdpcore.launch.blas import available_cores
@@ -92,6 +93,33 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         os.environ[_NO_BYTECODE] = "1"
         del os.environ["PYTHONPYCACHEPREFIX"]
         config.stash[_bytecode].cleanup()
+
+
+def _with_campaigns(config: pytest.Config) -> bool:
+    return "campaign" in config.getoption("markexpr")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say what of the suite is left out, where that is not what the command line says."""
+    told = []
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not _with_campaigns(config):
+        told.append("left out: campaigns, which -m campaign starts")
+    gpu = Path(__file__).parent / "gpu"
+    named = [Path(arg.split("::")[0]).resolve() for arg in config.args]
+    if any(path in (gpu, *gpu.parents) or gpu in path.parents for path in named):
+        told += [f"left out: tests/gpu, {why}"] if (why := why_no_gpu()) else []
+    return told
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [] if _with_campaigns(config) else ["campaign"]
+    if any("gpu" in item.keywords for item in items) and why_no_gpu():
+        left_out.append("gpu")
+    gone = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    if gone:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.bodies import layouts, movement, overview, reductions
-from support.cases import LARGE, bodies, jobs, only_if_asked_for
+from support.cases import LARGE, bodies, jobs
 from support.spmd import TRANSPORTS, run
 
 pytestmark = pytest.mark.side_by_side("transport")
@@ -59,10 +59,7 @@ def test_rounding(body: Any, transport: str, world_size: int) -> None:
 @pytest.mark.campaign
 @jobs(every_size=True)
 @bodies(*OF_ARRAYS, reductions.ring_to_rounding, reductions.every_dtype_and_op)
-def test_arrays_on_all_numbers_of_ranks(
-    request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
-) -> None:
-    only_if_asked_for(request)
+def test_arrays_on_all_numbers_of_ranks(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
@@ -90,10 +87,7 @@ def test_short_messages_the_long_way(body: Any, transport: str, world_size: int)
 @pytest.mark.campaign
 @jobs(1, 2, 4, 7, 8, every_size=True)
 @bodies(reductions.large_arrays, movement.large_arrays)
-def test_large_arrays_on_other_numbers_of_ranks(
-    request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
-) -> None:
-    only_if_asked_for(request)
+def test_large_arrays_on_other_numbers_of_ranks(body: Any, transport: str, world_size: int) -> None:
     elements = 40_000 if world_size in LARGE else 300_000
     run(body, transport=transport, world_size=world_size, args=(elements,))
 
@@ -102,9 +96,8 @@ def test_large_arrays_on_other_numbers_of_ranks(
 @jobs(1, 2, 4, 7, every_size=True)
 @bodies(reductions.every_shape, movement.every_dtype, movement.ragged_exchange)
 def test_short_messages_the_long_way_on_other_numbers_of_ranks(
-    request: pytest.FixtureRequest, body: Any, transport: str, world_size: int
+    body: Any, transport: str, world_size: int
 ) -> None:
-    only_if_asked_for(request)
     run(body, transport=transport, world_size=world_size, **TRANSPORTS[transport].tight)
 
 
@@ -125,8 +118,5 @@ def test_many_processes(transport: str) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("world_size", LARGE)
 @pytest.mark.parametrize("transport", [name for name, t in TRANSPORTS.items() if t.costly])
-def test_other_numbers_of_processes(
-    request: pytest.FixtureRequest, transport: str, world_size: int
-) -> None:
-    only_if_asked_for(request)
+def test_other_numbers_of_processes(transport: str, world_size: int) -> None:
     run(overview.some_of_everything, transport=transport, world_size=world_size)

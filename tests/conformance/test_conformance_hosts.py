@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.bodies import asynchronous, bounded, groups, layouts, movement, reductions, splitting
-from support.cases import bodies, only_if_asked_for
+from support.cases import bodies
 from support.spmd import run
 
 import fsdpcore as fc
@@ -97,10 +97,7 @@ def test_memory_that_is_asked_for(body: Any, transport: str, where: str) -> None
 @pytest.mark.campaign
 @_among(AS_EVERYWHERE)
 @bodies(*EVERYWHERE)
-def test_all_with_memory_that_is_asked_for(
-    request: pytest.FixtureRequest, body: Any, transport: str, where: str
-) -> None:
-    only_if_asked_for(request)
+def test_all_with_memory_that_is_asked_for(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
 
@@ -113,8 +110,7 @@ def test_kinds_of_hosts(body: Any, transport: str, where: str) -> None:
 @pytest.mark.campaign
 @_among(where for where in WHERE if where not in THOROUGH)
 @bodies(*WHERE_IT_DIFFERS)
-def test_all_hosts(request: pytest.FixtureRequest, body: Any, transport: str, where: str) -> None:
-    only_if_asked_for(request)
+def test_all_hosts(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
 
@@ -126,8 +122,7 @@ def test_some_dtypes_and_ops(transport: str, where: str) -> None:
 
 @pytest.mark.campaign
 @_among(WHERE)
-def test_every_dtype_and_op(request: pytest.FixtureRequest, transport: str, where: str) -> None:
-    only_if_asked_for(request)
+def test_every_dtype_and_op(transport: str, where: str) -> None:
     _run(reductions.every_dtype_and_op, where)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.bodies import memory, memory_failures, soak
-from support.cases import bodies, jobs, only_if_asked_for
+from support.cases import bodies, jobs
 from support.spmd import TRANSPORTS, run
 
 COSTLY = [name for name, transport in TRANSPORTS.items() if transport.costly]
@@ -129,10 +129,7 @@ def test_many_operations_leave_a_process_as_it_was(options: dict[str, Any]) -> N
 @pytest.mark.campaign
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("transport", COSTLY)
-def test_a_million_operations(
-    request: pytest.FixtureRequest, transport: str, world_size: int
-) -> None:
-    only_if_asked_for(request)
+def test_a_million_operations(transport: str, world_size: int) -> None:
     found = run(
         soak.soak, transport=transport, world_size=world_size, args=(1_000_000,), timeout=3000
     )

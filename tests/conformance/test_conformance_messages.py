@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.bodies import asynchronous, groups, point_to_point
-from support.cases import bodies, jobs, only_if_asked_for
+from support.cases import bodies, jobs
 from support.spmd import TRANSPORTS, run
 
 pytestmark = pytest.mark.side_by_side("transport")
@@ -54,8 +54,7 @@ def test_mismatched_message(kind: str, transport: str, world_size: int) -> None:
 
 @pytest.mark.campaign
 @jobs(2)
-def test_beyond_32_bits(request: pytest.FixtureRequest, transport: str, world_size: int) -> None:
-    only_if_asked_for(request)
+def test_beyond_32_bits(transport: str, world_size: int) -> None:
     body = point_to_point.beyond_32_bits
     run(body, transport=transport, world_size=world_size, timeout=300, op_timeout=200)
 

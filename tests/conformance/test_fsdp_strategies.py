@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 from numpy.testing import assert_array_equal
-from support.cases import only_if_asked_for
 from support.fsdp_models import Setup, named, strategies, train_gpt
 from support.fsdp_reference import train_unsharded
 from support.spmd import run
@@ -143,9 +142,8 @@ def test_with_and_without_a_window_is_what_was_compared(window):
 @pytest.mark.campaign
 @pytest.mark.parametrize("transport", ["sim", "zmq", "mpi"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_fifty_steps_everywhere(request, transport, world_size):
+def test_fifty_steps_everywhere(transport, world_size):
     """Every kind of strategy, for as many steps, on every transport."""
-    only_if_asked_for(request)
     setups = [Setup(kind(world_size), clip=CLIP) for kind in KINDS.values()]
     results = run(
         train_all,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gpt_model import GPTConfig, build, cross_entropy
 from numpy.testing import assert_allclose, assert_array_equal
-from support.cases import only_if_asked_for
 from support.spmd import run
 
 import fsdpcore as fc
@@ -148,8 +147,7 @@ def test_losses_are_equal_to_the_last_bit_on_transports_and_algorithms(transport
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("algorithm", ["star", "direct"])
-def test_so_they_are_between_processes(request, algorithm):
-    only_if_asked_for(request)
+def test_so_they_are_between_processes(algorithm):
     test_losses_are_equal_to_the_last_bit_on_transports_and_algorithms("zmq", algorithm)
 
 

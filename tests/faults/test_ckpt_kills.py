@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import support.ckpt_kill_loop
-from support.cases import only_if_asked_for
 from support.ckpt_saves import found, save
 from support.jobs import clean_environ, finished, python
 
@@ -30,8 +29,7 @@ def test_a_few_kills(tmp_path):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(5))
-def test_many_kills(tmp_path, seed, request):
-    only_if_asked_for(request)
+def test_many_kills(tmp_path, seed):
     print(loop(tmp_path, 120, 100 + seed))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.bodies.point_to_point import check_words, expect
-from support.cases import bodies, jobs, only_if_asked_for
+from support.cases import bodies, jobs
 from support.spmd import TRANSPORTS, meet, run
 
 import fsdpcore as fc
@@ -412,8 +412,7 @@ def test_background_besides(body: Any, transport: str, world_size: int) -> None:
         (groups_in_different_order_but_in_the_background, 2),
     ],
 )
-def test_everything_under_mpi(request: pytest.FixtureRequest, body: Any, world_size: int) -> None:
-    only_if_asked_for(request)
+def test_everything_under_mpi(body: Any, world_size: int) -> None:
     run(body, transport="mpi", world_size=world_size)
 
 

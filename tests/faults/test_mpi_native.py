@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support import spmd_mpi_bodies as bodies_
-from support.cases import bodies, only_if_asked_for
+from support.cases import bodies
 from support.spmd import run
 
 
@@ -31,6 +31,5 @@ def test_data_that_comes_after_a_failure() -> None:
 
 
 @pytest.mark.campaign
-def test_beyond_32_bits(request: pytest.FixtureRequest) -> None:
-    only_if_asked_for(request)
+def test_beyond_32_bits() -> None:
     run(bodies_.large, transport="mpi", world_size=2, timeout=300, op_timeout=200)

@@ -13,7 +13,6 @@ from support.arrays import array_of, arrays_of, check_same
 from support.bodies import movement, reductions
 from support.bodies.movement import ALGORITHMS, check_movements
 from support.bodies.reductions import CANONICAL, check_reductions
-from support.cases import only_if_asked_for
 from support.spmd import run
 
 import fsdpcore as fc
@@ -168,8 +167,7 @@ def _very_different_rows(backend: Any) -> None:
 
 
 @pytest.mark.campaign
-def test_chunks_of_many_jobs(request: pytest.FixtureRequest) -> None:
-    only_if_asked_for(request)
+def test_chunks_of_many_jobs() -> None:
     MANY(given(**UNEVEN)(_run_uneven))()
     MANY(given(**EVEN)(_run_even))()
 

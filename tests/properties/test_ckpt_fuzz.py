@@ -12,7 +12,6 @@ import time
 import tracemalloc
 
 import pytest
-from support.cases import only_if_asked_for
 from support.ckpt_metadata import assert_sound, example
 from support.ckpt_mutations import mutated, mutated_json
 
@@ -130,8 +129,7 @@ def test_damaged_inputs_are_refused_or_sound():
 
 
 @pytest.mark.campaign
-def test_a_hundred_thousand_damaged_inputs(request):
-    only_if_asked_for(request)
+def test_a_hundred_thousand_damaged_inputs():
     accepted = sum(_campaign(10_000, seed) for seed in range(2, 12))
     assert 0 < accepted < 50_000
 

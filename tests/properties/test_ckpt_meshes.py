@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.arrays import array_of
-from support.cases import only_if_asked_for
 from support.ckpt_mesh import Cut, Grid, box_of, check_whole, load_on, save_on
 from support.ckpt_regions import boxes, elements, mask, regions, shapes
 from support.fsdp_random import take_a_step
@@ -72,8 +71,7 @@ def test_any_mesh_loads_what_any_other_saved(case: tuple[dict[str, Array], Grid,
 
 
 @pytest.mark.campaign
-def test_any_mesh_loads_what_any_other_saved_at_length(request: pytest.FixtureRequest) -> None:
-    only_if_asked_for(request)
+def test_any_mesh_loads_what_any_other_saved_at_length() -> None:
 
     @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(case=cases())

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.arrays import array_of
-from support.cases import only_if_asked_for
 from support.ckpt_make import Cut, cut_out, make_checkpoint
 
 import fsdpcore as fc
@@ -134,8 +133,7 @@ def test_any_partition_loads_as_any_other(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.campaign
-def test_any_partition_loads_as_any_other_at_length(request: pytest.FixtureRequest) -> None:
-    only_if_asked_for(request)
+def test_any_partition_loads_as_any_other_at_length() -> None:
 
     @settings(max_examples=4000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(case=cases())

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.cases import only_if_asked_for
 from support.fsdp_steps import launch
 from support.fsdp_tensor import Grid, Model, PlainAdamW, assert_state, engine_on, train
 
@@ -62,8 +61,7 @@ def test_training_on_any_mesh(grid, model, clip):
 
 
 @pytest.mark.campaign
-def test_training_on_any_mesh_at_length(request):
-    only_if_asked_for(request)
+def test_training_on_any_mesh_at_length():
     settings(max_examples=2000, deadline=None)(given(**CASES)(check))()
 
 

@@ -9,7 +9,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from support.cases import only_if_asked_for
 from support.counting import CountingSim
 from support.fsdp_models import named, strategies
 from support.spmd import run_on
@@ -272,8 +271,7 @@ def test_the_peak_is_within_two_percent_of_the_plan(monkeypatch, prefetch, reduc
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("prefetch", "reductions"), [(0, 1), (1, 0), (2, 1), (3, 0)])
-def test_so_it_is_with_other_prefetches(request, monkeypatch, prefetch, reductions):
-    only_if_asked_for(request)
+def test_so_it_is_with_other_prefetches(monkeypatch, prefetch, reductions):
     monkeypatch.setattr(Backend, "empty", counting_empty)
     chosen = [s for s in strategies(4) if not keeps_a_part(s, 4)]
     assert not far_from_the_plan(4, EQUAL, prefetch, reductions, chosen)

@@ -12,7 +12,6 @@ from typing import Any, get_args
 import pytest
 from support import oracle, program_maker, sabotage, spmd
 from support.bodies.random_programs import carry_out
-from support.cases import only_if_asked_for
 from support.program_steps import Batch, Call, Many, Split, Step, Sub
 from support.spmd import TRANSPORTS
 
@@ -62,9 +61,8 @@ def test_programs_of_processes(transport: str, size: int) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_programs(request: pytest.FixtureRequest, transport: str, size: int) -> None:
+def test_many_programs(transport: str, size: int) -> None:
     """2500 programs for each number of ranks: 10,000 in all, and those of further transports."""
-    only_if_asked_for(request)
     count = {"sim": 2300}.get(transport, 200)
     for first in range(10_000, 10_000 + count, 20):
         _run(transport, size, range(first, first + 20), 300)

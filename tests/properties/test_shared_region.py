@@ -16,7 +16,6 @@ from fsdpcore.transports.simulated.backend import SimBackend
 from support import oracle
 from support.arrays import arrays_of, check_same
 from support.bodies import asynchronous, layouts, movement, reductions, scans
-from support.cases import only_if_asked_for
 from support.counting import CountingSim, counters
 from support.sharing import ReluctantSim, SharingSim, _OfRank
 from support.spmd import meet, run_on
@@ -72,10 +71,7 @@ def test_some_dtypes_and_ops_go_through_the_region(world_size: int) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("world_size", [1, 5, 8])
 @pytest.mark.parametrize("body", [reductions.every_dtype_and_op, movement.every_dtype])
-def test_every_dtype_on_other_numbers_of_ranks(
-    request: pytest.FixtureRequest, body: Any, world_size: int
-) -> None:
-    only_if_asked_for(request)
+def test_every_dtype_on_other_numbers_of_ranks(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
 
 

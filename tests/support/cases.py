@@ -50,9 +50,3 @@ def jobs(
 def bodies(*functions: Any) -> pytest.MarkDecorator:
     """Parametrise a test by ``body``, named like the functions."""
     return pytest.mark.parametrize("body", functions, ids=[f.__name__ for f in functions])
-
-
-def only_if_asked_for(request: pytest.FixtureRequest) -> None:
-    """Skip a test that is too long for every day, unless ``-m campaign`` names it."""
-    if "campaign" not in str(request.config.getoption("markexpr")):
-        pytest.skip("long: started with -m campaign")

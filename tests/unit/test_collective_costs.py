@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support import oracle
-from support.cases import only_if_asked_for
 from support.counting import ROOTED, CountingSim, Traffic, counters, measure
 from support.formulas import EXPECTED, depth
 from support.spmd import run_on
@@ -254,8 +253,7 @@ def _count_empty(backend: Any) -> list[int]:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("p", OTHERS)
-def test_other_numbers_of_ranks(request: pytest.FixtureRequest, p: int) -> None:
-    only_if_asked_for(request)
+def test_other_numbers_of_ranks(p: int) -> None:
     for collective, algorithm in EVERY:
         test_every_rank_sends_what_the_formula_says(collective, algorithm, p)
         test_the_table_agrees_with_the_busiest_rank(collective, algorithm, p)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.cases import only_if_asked_for
 from support.mappings import unnamed
 
 import fsdpcore as fc
@@ -113,8 +112,7 @@ RARE = [(name, "mixed") for name in STRATEGIES if name not in MIXED]
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("strategy", "precision"), RARE)
-def test_not_a_bit_changes_in_mixed_precision(request, disk, strategy, precision):
-    only_if_asked_for(request)
+def test_not_a_bit_changes_in_mixed_precision(disk, strategy, precision):
     test_not_a_bit_changes(disk, strategy, precision)
 
 
