@@ -129,6 +129,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        # What a file leaves alive (imported modules, caches) mostly stays until the end. The
+        # hundreds of tests that collect garbage themselves would look at all of it each time.
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if isinstance(item, pytest.Function) and item.get_closest_marker(_MARK):
         item.fixturenames.append("request")  # so that it can ask for what the other tests take
