@@ -46,7 +46,8 @@ def machine() -> Iterator[Machine]:
         bodies.raising,
     ],
 )
-def test_errors_reach_all_ranks(body: Any) -> None:
+def test_errors_reach_all_ranks(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "DEADLINE", 0.5)
     run(body, 2, moved=False)
 
 

@@ -7,7 +7,9 @@ So layouts, outputs inside of inputs and writes beside them are what they are on
 ``backend.device`` is the host, nothing is moved.
 
 Algorithms of which a device has none are ``auto`` there. ``auto`` is exact to the bit in jobs with
-``deterministic=True``.
+``deterministic=True``. Where a body goes through a table of algorithms, a device has ``auto``
+twice, as the second call of a kind may go another way than the first, and ``direct`` if the table
+has it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
+from support.bodies import movement, reductions
 
 import fsdpcore
 from fsdpcore.collectives.on_device import device_twin
@@ -60,11 +63,20 @@ def moved_bodies() -> Iterator[None]:
     stand_in = Moved()
     for module in modules:
         module.fc = stand_in  # type: ignore[attr-defined]
+    tables = [(table, dict(table)) for table in (reductions.CANONICAL, movement.ALGORITHMS)]
+    for table, kept in tables:
+        table.update((name, _of_a_device(those)) for name, those in kept.items())
     try:
         yield
     finally:
+        for table, kept in tables:
+            table.update(kept)
         for module in modules:
             module.fc = fsdpcore  # type: ignore[attr-defined]
+
+
+def _of_a_device(algorithms: list[str]) -> list[str]:
+    return ["auto", "auto", *(name for name in algorithms if name == "direct")]
 
 
 def body_on_device(backend: fsdpcore.Backend, body: Callable[..., Any], *args: Any) -> Any:
