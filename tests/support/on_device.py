@@ -7,9 +7,8 @@ So layouts, outputs inside of inputs and writes beside them are what they are on
 ``backend.device`` is the host, nothing is moved.
 
 Algorithms of which a device has none are ``auto`` there. ``auto`` is exact to the bit in jobs with
-``deterministic=True``. Where a body goes through a table of algorithms, a device has ``auto``
-twice, as the second call of a kind may go another way than the first, and ``direct`` if the table
-has it.
+``deterministic=True``. Where a body goes through a table of algorithms, a device has ``auto`` three
+times, since the third call of a kind may go a shorter way, and ``direct`` if the table has it.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def moved_bodies() -> Iterator[None]:
 
 
 def _of_a_device(algorithms: list[str]) -> list[str]:
-    return ["auto", "auto", *(name for name in algorithms if name == "direct")]
+    return [*["auto"] * 3, *(name for name in algorithms if name == "direct")]
 
 
 def body_on_device(backend: fsdpcore.Backend, body: Callable[..., Any], *args: Any) -> Any:

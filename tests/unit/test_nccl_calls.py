@@ -259,6 +259,27 @@ def test_the_short_way_does_what_the_long_one_does(
     assert len(set(calls)) == 1
 
 
+@pytest.mark.parametrize(
+    ("operation", "shape", "dtype"),
+    [
+        ("all_reduce", (5,), np.complex64),
+        ("reduce_scatter", (6, 2), np.complex64),
+        ("reduce_scatter", (5, 2), np.float32),  # in parts that are not equal
+    ],
+)
+def test_the_short_way_counts_as_the_long_one_does(
+    machine: Machine, operation: str, shape: tuple[int, ...], dtype: Any
+) -> None:
+    def body(backend: Any) -> list[Any]:
+        x = backend.device.from_host(np.arange(np.prod(shape)).reshape(shape).astype(dtype))
+        found = [getattr(fc, operation)(x, backend) for _ in range(4)]
+        return [backend.device.to_host(each) for each in found]
+
+    for first, *others in on_ranks(body):
+        for other in others:
+            np.testing.assert_array_equal(other, first)
+
+
 def test_the_short_way_refuses_what_the_long_one_refuses(machine: Machine) -> None:
     def body(backend: Any) -> list[str]:
         x = device_array(backend, (6,))

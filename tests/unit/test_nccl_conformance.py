@@ -34,6 +34,12 @@ def test_some_dtypes_and_ops_on_more_ranks() -> None:
     run(reductions.every_dtype_and_op, 5, 13, 2, deterministic=True)
 
 
+@bodies(movement.ragged_gather, movement.ragged_reduction)
+def test_ragged_on_more_ranks(body: Any) -> None:
+    """The first of five parts is as long as the last, and not as those between."""
+    run(body, 5, deterministic=True)
+
+
 @bodies(*NATIVE)
 def test_native(body: Any) -> None:
     run(body, 3)
