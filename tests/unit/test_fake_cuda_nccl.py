@@ -72,6 +72,22 @@ class TestCalls:
             gathered[2 * rank : 2 * rank + 2] = [3.0 * (rank + 1)] * 2
             assert scattered == gathered
 
+    def test_a_result_over_its_input_is_a_misuse(self, machine: Any, cupy: Any) -> None:
+        def body(comm: Any) -> None:
+            x = cupy.zeros(12)
+            at = x.data.ptr
+            comm.allReduce(at, at + 8, 4, 8, 0, here())
+            comm.allGather(at + 8, at, 4, 8, here())
+            comm.allGather(at, at + 32, 2, 8, here())  # beside it
+            x.get()  # once they have ended
+
+        on_comms(body)
+        assert [text.split()[0] for text in sorted(machine.misuses)] == [
+            *["allGather"] * 2,
+            *["allReduce"] * 2,
+        ]
+        machine.misuses.clear()
+
     def test_broadcasts(self, machine: Any, cupy: Any) -> None:
         def body(comm: Any) -> Any:
             rank = comm.rank_id()

@@ -278,7 +278,18 @@ class NcclCommunicator:
             root,
             -1 if peer is None else peer,
         )
+        self._check_overlap(call)
         GROUP.add(self, queue, call)
+
+    def _check_overlap(self, call: Call) -> None:
+        """Note a result in the memory of its input, elsewhere than in place."""
+        if call.send is None or call.receive is None:
+            return
+        own = call.rank * min(call.send.nbytes, call.receive.nbytes)
+        in_place = {"allGather": -own, "reduceScatter": own}.get(call.name, 0)
+        apart = call.receive.ctypes.data - call.send.ctypes.data
+        if apart != in_place and np.may_share_memory(call.send, call.receive):
+            self._machine.misuses.append(f"{call.name} of {self!r} writes over its input")
 
     def _memory(self, address: int | None, count: int | None, datatype: int) -> Host | None:
         if address is None or count is None:
