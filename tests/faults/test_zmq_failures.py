@@ -16,7 +16,7 @@ from support.zmq_ranks import Line, Outcome, RankProcess, processes, run_threads
 import fsdpcore as fc
 
 # They wait: for a death to be seen, for deadlines.
-pytestmark = pytest.mark.side_by_side(5)
+waits = pytest.mark.side_by_side(5)
 
 VICTIM = 1
 
@@ -74,6 +74,7 @@ def survivors(ranks: list[RankProcess]) -> list[Outcome]:
     return [rank.outcome() for number, rank in enumerate(ranks) if number != VICTIM]
 
 
+@waits
 @pytest.mark.parametrize("body", [collectives, large_collectives, lonely_receive, lonely_send])
 def test_a_killed_rank_is_named_by_all_others(body: object) -> None:
     with processes(body, 3) as ranks:  # type: ignore[arg-type]
@@ -84,6 +85,7 @@ def test_a_killed_rank_is_named_by_all_others(body: object) -> None:
             assert f"rank {VICTIM} is lost" in outcome.text
 
 
+@waits
 def test_a_rank_killed_while_all_are_idle_is_named_at_the_next_call() -> None:
     with processes(idle, 3) as ranks:
         ready(ranks)
@@ -102,6 +104,7 @@ def raising(backend: fc.Backend, line: Line) -> None:
     fc.all_reduce(np.ones(3), backend)
 
 
+@waits
 def test_the_reason_of_a_rank_that_raises_reaches_all() -> None:
     with processes(raising, 3) as ranks:
         assert ranks[VICTIM].outcome().error == "ValueError"
@@ -142,6 +145,7 @@ def hanging(backend: fc.Backend, line: Line) -> None:
     fc.all_reduce(np.ones(3), backend, timeout=1.5)
 
 
+@waits
 def test_a_rank_that_hangs_is_named_at_the_deadline() -> None:
     with processes(hanging, 3) as ranks:
         ready(ranks)
@@ -166,6 +170,7 @@ def hanging_receive(backend: fc.Backend, line: Line) -> None:
         backend.recv(np.empty(3), VICTIM, tag=5, timeout=1.0)
 
 
+@waits
 def test_a_receive_from_a_rank_that_hangs_names_it() -> None:
     with processes(hanging_receive, 2) as ranks:
         ready(ranks)
@@ -177,6 +182,7 @@ def test_a_receive_from_a_rank_that_hangs_names_it() -> None:
         assert f"rank {VICTIM}: no answer" in outcome.text
 
 
+@waits
 @pytest.mark.parametrize("body", [collectives, large_collectives])
 def test_a_rank_interrupted_in_a_collective_tells_the_others(body: object) -> None:
     with processes(body, 3) as ranks:  # type: ignore[arg-type]
@@ -185,6 +191,7 @@ def test_a_rank_interrupted_in_a_collective_tells_the_others(body: object) -> No
         check_interrupted(ranks)
 
 
+@waits
 def test_a_rank_interrupted_outside_of_the_library_tells_the_others() -> None:
     with processes(idle, 3) as ranks:
         ready(ranks)
@@ -211,6 +218,7 @@ def computing(backend: fc.Backend, line: Line) -> None:
     backend.barrier()
 
 
+@waits
 def test_a_rank_that_computes_is_not_taken_for_dead() -> None:
     with processes(computing, 2) as ranks:
         ready(ranks)
@@ -230,6 +238,7 @@ def not_closing(backend: fc.Backend, line: Line) -> None:
     backend.barrier()
 
 
+@waits
 def test_a_rank_that_exits_without_closing_is_lost() -> None:
     with processes(not_closing, 3) as ranks:
         ready(ranks)
@@ -245,6 +254,7 @@ def many(backend: fc.Backend, line: Line) -> int:
     return int(total[0])
 
 
+@waits
 def test_sixteen_ranks() -> None:
     with processes(many, 16) as ranks:
         assert [rank.outcome() for rank in ranks] == [Outcome(120)] * 16
