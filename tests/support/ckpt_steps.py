@@ -51,12 +51,15 @@ def write(storage: Storage, name: StepName, save_id: str | None = None) -> bytes
 
 
 def commit(
-    storage: Storage, name: StepName, metrics: Mapping[str, float] | None = None
+    storage: Storage,
+    name: StepName,
+    metrics: Mapping[str, float] | None = None,
+    save_id: str | None = None,
 ) -> StepName:
     """Make a checkpoint, durable, as a save does; the root must be there."""
     storage.make_directory(name.name)
-    data = write(storage, name)
-    marker = Marker.of(name.step, name.name, data, metrics)
+    data = write(storage, name, save_id)
+    marker = Marker.of(name.step, save_id or name.name, data, metrics)
     storage.put(f"{name.name}/{MARKER_NAME}", marker.to_bytes())
     storage.sync(name.name)
     return name

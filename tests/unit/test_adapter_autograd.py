@@ -64,6 +64,19 @@ def test_a_layer_has_autograds_gradients_in_the_dtypes_of_its_arrays(recompute, 
 
 
 @both_ways
+def test_gradients_have_the_dtypes_of_their_arrays_where_these_are_mixed(recompute):
+    params = arrays(np.float32, w=(4, 3), b=(3,))
+    given = arrays(np.float64, x=(5, 4), dy=(5, 3))
+    layer = adapter.layer(scaled_tanh, params, recompute=recompute)
+    grads = zeros_like(params)
+    y, dx = passes(layer, params, given["x"], given["dy"], grads)
+    assert y.dtype == dx.dtype == np.float64
+    for name, gradient in grads.items():
+        assert gradient.dtype == np.float32, name
+        assert gradient.any()
+
+
+@both_ways
 def test_what_is_frozen_or_of_integers_gets_no_gradient(recompute):
     def look_up(params, x):
         return (params["table"][x] + params["offset"])[:, params["order"]]

@@ -203,6 +203,25 @@ def test_plans_are_made_anew_when_the_arrays_change(tmp_path):
         np.testing.assert_array_equal(arrays[name], np.full(3 + step, step))
 
 
+def test_plans_are_made_anew_when_the_arrays_of_one_rank_change(tmp_path):
+    names = ["a", "a", "b", "a"]
+
+    def body(backend):
+        with fc.checkpoint.AsyncCheckpointer(tmp_path, backend) as checkpointer:
+            for step, name in enumerate(names):
+                state = {"common": np.full(3, step)}
+                if backend.rank == 1:
+                    state[name] = np.full(3 + step, step)
+                checkpointer.save(state, step=step)
+
+    launch(body, 2)
+    for step, name in enumerate(names):
+        arrays = fc.checkpoint.read(tmp_path, step=step)
+        assert sorted(arrays) == sorted(["common", name])
+        np.testing.assert_array_equal(arrays["common"], np.full(3, step))
+        np.testing.assert_array_equal(arrays[name], np.full(3 + step, step))
+
+
 # A script that ends, or is ended by an error, while a save is under way.
 SCRIPT = """
 import sys

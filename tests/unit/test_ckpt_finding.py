@@ -17,6 +17,7 @@ from support.fsdp_steps import launch
 
 import fsdpcore as fc
 from fsdpcore.checkpoint import latest, load, read
+from fsdpcore.checkpoint.format.metadata import Metadata
 from fsdpcore.checkpoint.load.finding import Finder, find
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
@@ -176,6 +177,31 @@ def test_steps_that_are_replaced_all_the_time_are_an_error_at_last(tmp_path: Pat
     ):
         finder.next()
     assert type(caught.value) is CheckpointError
+
+
+class Swapping(LocalStorage):
+    """A storage without locks; another save takes the name of step 30 as it is about to be read."""
+
+    locks = False
+    swapped = False
+
+    @contextmanager
+    def hold(self, directory: str) -> Iterator[None]:
+        if not self.swapped:
+            self.swapped = True
+            plain = LocalStorage(self.path)
+            assert remove_step(plain, StepName(30))
+            commit(plain, StepName(30), save_id="another")
+        yield
+
+
+def test_a_save_that_takes_the_name_of_another_is_not_mixed_up_with_it(tmp_path: Path) -> None:
+    commit(LocalStorage(str(tmp_path)), StepName(30))
+    with Finder(Swapping(str(tmp_path)), None) as finder:
+        found = finder.next()
+    assert (found.name, found.metadata.save_id) == ("step_00000030", "another")
+    assert Metadata.from_bytes(found.data).save_id == "another"
+    assert finder.skipped == ()
 
 
 # What is named.

@@ -386,6 +386,16 @@ def test_going_back_is_noted(tmp_path):
     assert "later steps, up to 20" in notes[0]
 
 
+def test_what_was_just_saved_stays_beside_later_steps(tmp_path):
+    """In an object store nobody holds it while others are removed."""
+    for where in (tmp_path, f"memory://{tmp_path.name}/back"):
+        save(where, 20, 2)
+        (saved, _) = save(where, 10, 1, retention=fc.checkpoint.Retention(last=1))
+        assert len(saved.notes) == 1
+        assert fc.checkpoint.steps(where) == [10, 20]
+        assert found(where, 10) == 1
+
+
 def test_thousands_of_arrays(tmp_path):
     count = 1500
 

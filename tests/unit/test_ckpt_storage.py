@@ -515,6 +515,34 @@ def test_what_was_removed_meanwhile_cannot_be_held(storage):
     assert len(caught) == 1
 
 
+class Late(Files):
+    """Lets another process change something before a directory is locked that is open already."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def flock(self, fd, operation):
+        if operation != fcntl.LOCK_UN:
+            self.change()
+        super().flock(fd, operation)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "made again"])
+@pytest.mark.parametrize("verb", ["hold", "claim"])
+def test_a_lock_on_what_was_removed_is_none(storage, verb, again):
+    def change():
+        os.rmdir(f"{storage.path}/d")
+        if again:
+            os.mkdir(f"{storage.path}/d")
+
+    storage.make_directory("d")
+    late = LocalStorage(storage.path, Late(change))
+    with pytest.raises(FileNotFoundError), getattr(late, verb)("d"):
+        pass
+    assert storage.names() == (["d"] if again else [])
+    assert not again or not held(storage, "d")
+
+
 class CannotLock(Files):
     def flock(self, fd, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

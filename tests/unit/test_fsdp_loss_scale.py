@@ -303,6 +303,25 @@ def test_skip_nonfinite_leaves_the_update_out_without_scaling():
     assert launch(body, 3) == [(1, 1.0)] * 3
 
 
+@by_strategy
+def test_gradients_whose_squares_overflow_are_finite(strategy):
+    def body(backend):
+        engine = engine_of(backend, strategy=strategy, optimizer=fc.optim.SGD(lr=1.0))
+
+        def give(unit, params, grads):
+            for array in grads.values():
+                array[...] = 1e30
+
+        for skip in (False, True):
+            step, _ = train(engine, give, skip_nonfinite=skip)
+            assert not step.skipped
+        for named in values_of(engine).values():
+            for array in named.values():
+                assert_array_equal(array, np.float32(-2e30))
+
+    launch(body)
+
+
 def test_ranks_that_differ_in_what_they_ask_for_are_told():
     def body(backend):
         engine_of(backend, precision=fc.Precision(loss_scale=2.0 + backend.rank))

@@ -399,6 +399,9 @@ def test_an_error_that_is_caught_inside_the_step_may_be_tried_again(strategy, wi
                 with pytest.raises(ZeroDivisionError), step.forward(unit, recompute=True):
                     raise ZeroDivisionError
             for unit, value in (("b", 5), ("a", 2)):
+                with pytest.raises(ZeroDivisionError), step.backward(unit) as (params, grads):
+                    amount(np.nan)(unit, params, grads)
+                    raise ZeroDivisionError
                 with step.backward(unit) as (params, grads):
                     amount(value)(unit, params, grads)
             step.update()
