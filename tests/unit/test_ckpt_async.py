@@ -214,7 +214,7 @@ def test_plans_are_made_anew_when_the_arrays_of_one_rank_change(tmp_path):
                     state[name] = np.full(3 + step, step)
                 checkpointer.save(state, step=step)
 
-    launch(body, 2)
+    launch(body, 2, timeout=10)
     for step, name in enumerate(names):
         arrays = fc.checkpoint.read(tmp_path, step=step)
         assert sorted(arrays) == sorted(["common", name])

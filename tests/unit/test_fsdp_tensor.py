@@ -354,10 +354,14 @@ def test_an_optimizer_of_whole_parameters_only_gets_no_boxes():
 
 @pytest.mark.parametrize("optimizer", [fc.optim.AdamW(lr=0.05), fc.optim.Adafactor()], ids=repr)
 @pytest.mark.parametrize("window", [True, False], ids=["window", "apart"])
-def test_copies_of_what_is_whole_keep_the_same_bits(optimizer, window):
-    """In a deterministic job, sums do not depend on the place in a buffer, which differs."""
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_copies_of_what_is_whole_keep_the_same_bits(optimizer, window, dtype):
+    """In a deterministic job, sums do not depend on the place in a buffer, which differs.
+
+    Those of an optimizer of whole parameters do: in float64 their last bits are seen.
+    """
     shapes = {"u": {"w": (5, 9), "b": (9,), "gain": (40,), "plain": (6, 7)}}
-    model, grid = Model(shapes, {"u.w": 1, "u.b": 0}, np.float32), Grid(tensor=2, shard=3)
+    model, grid = Model(shapes, {"u.w": 1, "u.b": 0}, dtype), Grid(tensor=2, shard=3)
 
     def body(backend):
         engine = engine_on(grid, backend, model, optimizer=optimizer, window=window)

@@ -197,9 +197,9 @@ def test_tied_frozen_and_ignored_parameters_are_there(strategy, window):
 
 
 def exchanged(units, number):
-    """For a unit, the parameters of the next one, each under the name of the other one."""
-    following = units[f"u{(number + 1) % 4}"]
-    found = {"w": following["x"], "x": following["w"]}
+    """For a unit, the parameters of the next but one, each under the name of the other one."""
+    other = units[f"u{(number + 2) % 4}"]
+    found = {"w": other["x"], "x": other["w"]}
     return {name: array[::-1, ::-1] for name, array in found.items()} if number == 0 else found
 
 
@@ -222,14 +222,13 @@ def test_gradients_may_be_parameters_of_other_units(strategy):
         with engine.step() as step:
             with step.whole() as (params, grads):
                 grads.update({f"u{i}": exchanged(params, i) for i in range(4)})
-                own = params["u2"]["w"]
-                grads["u2"] = {"w": own}
+                grads["u3"] = {"w": params["u3"]["w"]}  # its own
             step.update()
         return before, values_of(engine)
 
     for before, after in launch(body):
         want = {f"u{i}": exchanged(before, i) for i in range(4)}
-        want["u2"] = {"w": before["u2"]["w"], "x": np.zeros(SHAPE, np.float32)}
+        want["u3"] = {"w": before["u3"]["w"], "x": np.zeros(SHAPE, np.float32)}
         for unit, named in want.items():
             for name, grad in named.items():
                 assert_allclose(after[unit][name], before[unit][name] - grad, rtol=1e-5)
