@@ -71,6 +71,19 @@ def test_gradients_of_one_unit_after_the_other_have_one_buffer_at_a_time(sizes):
     assert memory.calls - calls == changes
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_largest_goes_where_there_is_no_room_for_all(order):
+    memory = Memory()
+    pool = BufferPool(memory)
+    both = [pool.take(size, DTYPES[0]) for size in (90, 8)]
+    for number in order:
+        pool.give(both[number])
+    pool.take(50, DTYPES[0])
+    assert pool.spare_bytes == 4 * 8
+    pool.take(8, DTYPES[0])
+    assert memory.calls == 3
+
+
 @pytest.mark.parametrize(("sizes", "anew"), [([8] * 6, 0), ([90, 8, 8, 8, 8, 100], 8)])
 def test_a_step_like_the_one_before_allocates_for_odd_units_only(sizes, anew):
     """Forward and backward with one unit fetched ahead, and gradients."""

@@ -137,6 +137,30 @@ def test_a_chain_holds_parameters_if_one_of_its_layers_does():
     assert Chain([("a", Chain([("b", holding)]))]).holds_params
 
 
+class Shift:
+    """Adds a parameter; the gradient of its input lies in that of the parameter."""
+
+    def init(self, rng):
+        return {"b": np.ones(3)}
+
+    def forward(self, params, x):
+        return x + params["b"], None
+
+    def backward(self, params, saved, dy, grads):
+        grads["b"][...] = dy
+        return grads["b"]
+
+
+def test_the_gradient_of_the_input_is_apart_from_those_of_the_parameters():
+    chain = Chain([("shift", Shift())])
+    params = chain.init(np.random.default_rng(0))
+    grads = {"shift.b": np.zeros(3)}
+    _, saved = chain.forward(params, np.zeros(3))
+    dx = chain.backward(params, saved, np.arange(3.0), grads)
+    assert not np.shares_memory(dx, grads["shift.b"])
+    assert_array_equal(dx, [0, 1, 2])
+
+
 def test_a_scope_shows_and_writes_the_names_of_its_prefix():
     arrays = {"a.w": np.zeros(2), "ab.w": np.ones(2), "a.b.w": np.ones(3)}
     scope = Scope(arrays, "a.")

@@ -659,6 +659,19 @@ def test_columns_tiles_and_reversed_rows_of_one_matrix_may_be_targets(tmp_path: 
         assert np.array_equal(target[name], array), name
 
 
+def test_an_axis_that_was_added_may_have_any_stride(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, {"w": np.arange(4.0).reshape(1, 2, 2)})
+    target = np.zeros((2, 4))
+    added = target[np.newaxis, :, ::2]
+    assert added.strides[0] == 0
+
+    def main(backend: fc.Backend) -> None:
+        load(tmp_path, {"w": added}, backend)
+
+    on(1, main)
+    assert np.array_equal(target, [[0, 0, 1, 0], [2, 0, 3, 0]])
+
+
 def test_tied_parameters_may_share_an_array(tmp_path: Path) -> None:
     value = array_of(0, (5,), np.float32)
     names = ["a", "b", "optimizer/exp_avg/a", "optimizer/exp_avg/b"]

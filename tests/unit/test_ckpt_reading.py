@@ -22,8 +22,10 @@ import fsdpcore as fc
 from fsdpcore.checkpoint import BoxShard, read
 from fsdpcore.checkpoint.format.metadata import Metadata
 from fsdpcore.checkpoint.load import reading
+from fsdpcore.checkpoint.load.batches import STRETCH_BYTES, _cut
 from fsdpcore.checkpoint.load.load import Loaded, load
 from fsdpcore.checkpoint.load.reading import FileSet
+from fsdpcore.checkpoint.plan import read_sharing as sharing
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.strided import Strided
 from fsdpcore.checkpoint.storage.files import Files, WritableBuffer
@@ -150,28 +152,66 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert first == second
 
 
+class Counting(Files):
+    """Counts what is open."""
+
+    opened = most = 0
+
+    def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: Any = None) -> int:
+        fd = super().open(path, flags, mode, dir_fd=dir_fd)
+        self.opened += 1
+        self.most = max(self.most, self.opened)
+        return fd
+
+    def close(self, fd: int) -> None:
+        self.opened -= 1
+        super().close(fd)
+
+
 def test_many_files_are_not_all_open(tmp_path: Path) -> None:
     array = array_of(0, (4000,))
     cuts = {"w": [(n, ("range", 100 * n, 100 * n + 100)) for n in range(40)]}
     make_checkpoint(tmp_path, {"w": array}, cuts, world_size=40)
 
-    class Counting(Files):
-        opened = most = 0
-
-        def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: Any = None) -> int:
-            fd = super().open(path, flags, mode, dir_fd=dir_fd)
-            self.opened += 1
-            self.most = max(self.most, self.opened)
-            return fd
-
-        def close(self, fd: int) -> None:
-            self.opened -= 1
-            super().close(fd)
-
     files = Counting()
     assert np.array_equal(read(LocalStorage(str(tmp_path), files), threads=1)["w"], array)
     assert files.opened == 0
     assert 1 < files.most < 40
+
+
+def test_no_more_files_are_closed_than_their_checksums_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts = {"w": [(n, ("range", 100 * n, 100 * n + 100)) for n in range(5)]}
+    folder = make_checkpoint(tmp_path, {"w": array_of(0, (500,))}, cuts, world_size=5)
+    files = Counting()
+    reader, _ = file_set(folder, files)
+    monkeypatch.setattr(reading, "_TABLE_BYTES", 3 * 8)  # one checksum of each file
+    with reader:
+        for piece in range(5):
+            reader.read([(piece, 0, 400, memoryview(bytearray(400)))])
+            assert files.opened == min(piece + 1, 3)
+    assert files.opened == 0
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(0, 60),
+    st.sampled_from([5, MIB, MIB + 12, 3 * MIB, STRETCH_BYTES - 4, STRETCH_BYTES]),
+    st.integers(0, 3 * STRETCH_BYTES),
+)
+def test_each_stretch_is_one_batch_of_what_begins_in_it(
+    first: int, count: int, pitch: int, base: int
+) -> None:
+    last = first + count
+    found = list(_cut(first, last, pitch, base))
+    assert [item for _, start, stop in found for item in range(start, stop)] == list(
+        range(first, last)
+    )
+    for stretch, start, stop in found:
+        assert {(base + item * pitch) // STRETCH_BYTES for item in range(start, stop)} == {stretch}
+    stretches = [stretch for stretch, _, _ in found]
+    assert stretches == sorted(set(stretches))
 
 
 # Sharing.
@@ -201,6 +241,22 @@ def test_columns_of_rows_are_read_once_by_all_together(tmp_path: Path, block: in
     assert max(each.bytes_read for each in reports) < array.nbytes // 2
 
 
+def test_neighbours_that_are_shared_are_read_by_one_rank(tmp_path: Path) -> None:
+    array = array_of(0, (4 * MIB // 1024, 1024))
+    make_checkpoint(tmp_path, {"w": array})
+    files = Watched()
+
+    def main(backend: fc.Backend) -> Loaded:
+        shard = columns(array, backend.rank, 2)
+        return load(LocalStorage(str(tmp_path), files), {"w": shard}, backend)
+
+    reports = fc.launch(main, world_size=2, transport="sim")
+    assert sum(each.bytes_read for each in reports) == array.nbytes
+    assert max(each.bytes_read for each in reports) <= array.nbytes // 2 + 2 * MIB
+    payload = [nbytes for _, nbytes, _ in files.reads if nbytes >= 1 << 16]
+    assert len(payload) <= array.nbytes // MIB + 8
+
+
 def test_who_needs_all_serves_who_needs_a_part(tmp_path: Path) -> None:
     array = array_of(0, (1000, 500))
     make_checkpoint(tmp_path, {"w": array})
@@ -221,6 +277,23 @@ def test_who_needs_all_serves_who_needs_a_part(tmp_path: Path) -> None:
     assert sum(each.bytes_read for each in reports) == array.nbytes
 
 
+@pytest.mark.parametrize("start", [0, 1 << 15])
+def test_half_of_a_block_is_not_read_beside_who_needs_all(tmp_path: Path, start: int) -> None:
+    array = array_of(0, (1 << 16,), np.uint8)
+    make_checkpoint(tmp_path, {"w": array})
+
+    def main(backend: fc.Backend) -> Loaded:
+        size = 1 << 15 if backend.rank else array.size
+        begin = start if backend.rank else 0
+        target = np.zeros(size, np.uint8)
+        loaded = load(tmp_path, {"w": BoxShard(array.shape, (begin,), target)}, backend)
+        assert np.array_equal(target, array[begin : begin + size])
+        return loaded
+
+    reports = fc.launch(main, world_size=2, transport="sim")
+    assert sum(each.bytes_read for each in reports) == array.nbytes
+
+
 def test_replicas_read_for_themselves(tmp_path: Path) -> None:
     array = array_of(0, (1000, 500))
     make_checkpoint(tmp_path, {"w": array})
@@ -230,6 +303,36 @@ def test_replicas_read_for_themselves(tmp_path: Path) -> None:
 
     for each in fc.launch(main, world_size=2, transport="sim"):
         assert each.bytes_read == each.bytes_needed == array.nbytes
+
+
+ROUND = sharing.ROUND_BYTES
+
+
+def run(reader: int, size: int, needs: dict[int, int]) -> sharing.BlockRun:
+    ranks = tuple(sorted(needs))
+    return sharing.BlockRun(0, 0, size, ranks, tuple(needs[rank] for rank in ranks), reader)
+
+
+@pytest.mark.parametrize(
+    ("extents", "lengths"),
+    [
+        # Rank 0 reads a quarter of its buffer each time, for others that need a little of it.
+        ([run(0, ROUND // 4, {0: ROUND // 4, 1 + n % 3: 64}) for n in range(10)], [4, 4, 2]),
+        # Rank 0 sends three times what it reads.
+        ([run(0, ROUND // 16, dict.fromkeys(range(4), ROUND // 16))] * 12, [5, 5, 2]),
+        # Rank 3 receives from three others in turn.
+        ([run(n % 3, ROUND // 4, {n % 3: ROUND // 4, 3: ROUND // 4}) for n in range(9)], [4, 4, 1]),
+        # What is larger than a buffer is a round by itself.
+        ([run(0, 2 * ROUND, {0: ROUND, 1: 2 * ROUND})] * 2, [1, 1]),
+    ],
+    ids=["read", "sent", "received", "large"],
+)
+def test_rounds_are_as_long_as_the_buffers_of_every_rank_allow(
+    extents: list[sharing.BlockRun], lengths: list[int]
+) -> None:
+    found = list(sharing.rounds(extents, 4))
+    assert [len(each) for each in found] == lengths
+    assert [extent for each in found for extent in each] == extents
 
 
 def test_memory_is_the_target_and_a_little(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from support.ckpt_saves import found, save, state_of
 from support.fsdp_steps import cause_of, launch
 
 import fsdpcore as fc
+from fsdpcore.checkpoint.plan.save_plan import SPLIT_BYTES, HeldArray, Rows, held_piece, plan
 from fsdpcore.checkpoint.storage.opening import open_storage
 from fsdpcore.checkpoint.storage.steps import StepName, read_step
+from fsdpcore.core.geometry.regions import Box
 
 MIB = 1 << 20
 
@@ -68,6 +70,26 @@ def test_small_arrays_go_to_whoever_has_least(tmp_path):
     states = [{**own, **small}, {**small}, {**small}]
     metadata = saved(tmp_path, states)
     assert bytes_by_file(metadata) == [16000, 4000, 4000]
+
+
+def held(name, shape):
+    """All of an array of bytes, as a rank has it."""
+    return HeldArray(name, "uint8", shape, (held_piece(Box((0,) * len(shape), shape), shape),))
+
+
+def test_of_as_many_rows_as_holders_each_writes_one():
+    planned = plan([[held("w", (2, SPLIT_BYTES))]] * 2)
+    assert [[each.rows for each in written] for written in planned.written] == [
+        [Rows(0, 0, 1)],
+        [Rows(0, 1, 2)],
+    ]
+
+
+def test_what_was_shared_out_counts_when_the_others_are_given_to_who_has_least():
+    large, small = held("large", (2, SPLIT_BYTES)), held("small", (5,))
+    planned = plan([[large, small], [large, small], [small]])
+    names = [[each.name for each in written] for written in planned.written]
+    assert names == [["large"], ["large"], ["small"]]
 
 
 def test_a_rank_with_nothing_to_write_writes_no_file(tmp_path):

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from support.fsdp_steps import cause_of, launch, one_pass, train, values_of
+from support.fsdp_steps import by_strategy, cause_of, launch, one_pass, train, values_of
 
 import fsdpcore as fc
 from fsdpcore.fsdp.units.unit import sharded_of
@@ -192,6 +192,18 @@ def test_an_engine_that_is_closed_has_no_threads():
         return most, sum(thread.name == own for thread in threading.enumerate())
 
     assert launch(body, 4) == [(1, 0)] * 4
+
+
+@by_strategy
+def test_an_engine_closes_all_groups_it_made_but_not_the_backend(strategy):
+    def body(backend):
+        engine = engine_of(backend, strategy=strategy)
+        groups = engine._model.groups
+        found = (groups.shards, groups.replicas, groups.regather_group, groups.everyone)
+        engine.close()
+        return [(group is backend) is not group.order.closed for group in found]
+
+    assert launch(body) == [[True] * 4] * 4
 
 
 def test_units_without_parameters_of_their_own_send_nothing(monkeypatch):

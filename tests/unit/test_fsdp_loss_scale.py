@@ -26,10 +26,10 @@ import fsdpcore as fc
 SHAPES = {"w": (5, 3), "b": (4,), "scale": ()}
 
 
-def engine_of(backend, **options):
+def engine_of(backend, dtype=np.float32, **options):
     rng = np.random.default_rng(0)
     units = [
-        fc.Unit(f"u{i}", {n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()})
+        fc.Unit(f"u{i}", {n: rng.normal(size=s).astype(dtype) for n, s in SHAPES.items()})
         for i in range(2)
     ]
     options.setdefault("optimizer", fc.optim.AdamW(lr=0.01))
@@ -320,6 +320,32 @@ def test_gradients_whose_squares_overflow_are_finite(strategy):
                 assert_array_equal(array, np.float32(-2e30))
 
     launch(body)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(np.float32, 3e38), (np.float32, 1e-30), (np.float64, 1e300), (np.float64, 1e-200)],
+)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0])
+def test_norms_are_right_where_powers_overflow_or_vanish(dtype, value, norm_type):
+    elements = 2 * sum(math.prod(shape) for shape in SHAPES.values())
+
+    def body(backend):
+        engine = engine_of(backend, dtype, optimizer=fc.optim.SGD(lr=1.0))
+
+        def give(unit, params, grads):
+            for array in grads.values():
+                array[...] = value if backend.rank == 0 else 0
+
+        with engine.step(divisor=1) as step:
+            one_pass(step, engine.units, give)
+            norm = step.update(clip=1.0, norm_type=norm_type)
+        return norm, step.skipped
+
+    expected = float(dtype(value)) * elements ** (1 / norm_type)
+    for norm, skipped in launch(body):
+        assert norm == pytest.approx(expected, rel=1e-6, abs=0)
+        assert not skipped
 
 
 def test_ranks_that_differ_in_what_they_ask_for_are_told():

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from support.mappings import unnamed
 
 import fsdpcore as fc
 from fsdpcore.fsdp.offload import mapped_file, stores
-from fsdpcore.fsdp.offload.arrays import ArrayKind
+from fsdpcore.fsdp.offload.arrays import GRADIENTS, UPDATED, ArrayKind
 from fsdpcore.fsdp.offload.mapped_file import PAGE, FileSpan, MappedFile, joined
+from fsdpcore.fsdp.step.shards import in_turn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
 
@@ -232,6 +234,30 @@ def test_what_is_moved_is_counted(disk, monkeypatch, passes):
         assert stats.flushed > 0
 
     run(body, 2)
+    # Of both ranks: gradients to which others are added, parameters and the optimizer's state.
+    assert sum(to_write) == 2 * 3 * (passes - 1 + 3) * pages
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_units_in_turn_are_announced_so_far_ahead(depth):
+    announced = []
+
+    def unit(number):
+        store = SimpleNamespace(depth=depth, ahead=lambda kinds: announced.append((number, kinds)))
+        return SimpleNamespace(number=number, store=store)
+
+    seen = {}
+    for each in in_turn(map(unit, range(4)), UPDATED, GRADIENTS):
+        seen[each.number] = list(announced)
+        announced.clear()
+    assert seen == {
+        number: [
+            (ahead, kinds)
+            for ahead in range(number, min(number + depth, 3) + 1)
+            for kinds in (UPDATED, GRADIENTS)
+        ]
+        for number in range(4)
+    }
 
 
 def test_what_a_gathering_renews_is_written(disk):

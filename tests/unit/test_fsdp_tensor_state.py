@@ -66,6 +66,29 @@ def test_one_rank_gets_whole_arrays_and_gives_them(grid):
 
 
 @by_grid
+def test_boxes_may_lie_in_another_order_than_their_ranks(grid):
+    model = Model()
+
+    def body(backend):
+        mesh = fc.Mesh(backend, {"data": grid.data, "tensor": grid.tensor})
+        units = model.units(grid.tensor, grid.tensor - 1 - mesh["tensor"].rank)
+        engine = engine_on(grid, backend, model, units=units)
+        whole = engine.state_dict(full=True)
+        one = engine.state_dict(full=True, to=0)
+        engine.load_state_dict(whole)
+        return [
+            [state[name] for name in model.names] if state else None
+            for state in (whole, one, engine.state_dict(full=True))
+        ]
+
+    for rank, (whole, one, again) in enumerate(launch(body, grid.ranks)):
+        assert bool(one) is (rank == 0)
+        for arrays in filter(None, (whole, one, again)):
+            for name, array in zip(model.names, arrays, strict=True):
+                assert_array_equal(array, model.params[name])
+
+
+@by_grid
 def test_shards_are_pieces_of_boxes_and_every_copy_is_whole(grid):
     model = Model()
 

@@ -201,6 +201,13 @@ def test_forward_without_a_step_is_for_inference():
         assert_array_equal(found, wanted)
         assert_array_equal(layers[0](x), plain[0](x))
         assert is_clean(sharded.engine)
+        unit = sharded.engine["dense0"]
+        unit.unshard()
+        for _ in range(2):  # whoever has gathered it frees it
+            assert_array_equal(layers[0].forward(x), plain[0].forward(x))
+            assert unit.state.value == "unsharded"
+        unit.reshard()
+        assert is_clean(sharded.engine)
         with pytest.raises(fc.StateError, match=r"backward of 'dense3' outside of a step"):
             layers[3].backward(found)
 

@@ -81,6 +81,14 @@ def test_extents_may_be_one(width, heads, batch, length):
             assert_passes_equal(got, wanted, np.float64)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("batch", "length"), [(2, 0), (0, 3)])
+def test_there_may_be_no_positions(batch, length, causal):
+    saved = attend(np.ones((batch, length, 3, 2, 4), np.float32), causal=causal)
+    assert saved.mixed.shape == (batch, length, 2, 4)
+    assert attend_backward(saved, saved.mixed).shape == (batch, length, 3, 2, 4)
+
+
 def test_without_a_mask_positions_see_all_others():
     got = passes(functools.partial(build, causal=False), *case(np.float64), 2)
     wanted = oracle.passes(functools.partial(oracle.attention, causal=False), *case(np.float64))

@@ -109,6 +109,28 @@ def test_an_input_is_an_array_of_real_numbers_in_any_byte_order(ranks):
     run(_inputs, transport="sim", world_size=ranks)
 
 
+def _sent_for(backend, layer, x, dtype):
+    """Operations and bytes of both passes for an input and a gradient of some dtype."""
+    params = parameters(layer)
+    before = len(backend.recorder.entries())
+    y, saved = layer.forward(params, x if x.dtype.kind == "i" else x.astype(dtype))
+    grads = {name: np.zeros_like(value) for name, value in params.items()}
+    layer.backward(params, saved, y.astype(dtype), grads)
+    calls = [entry.call for entry in backend.recorder.entries()[before:]]
+    return [(call.label, call.operation, call.nbytes) for call in calls]
+
+
+def _wider(backend):
+    for name, layer, x in layers(backend):
+        if parameters(layer):
+            found, wanted = (_sent_for(backend, layer, x, t) for t in (np.float64, np.float32))
+            assert found == wanted, name
+
+
+def test_nothing_is_sent_in_a_wider_dtype_than_that_of_the_parameters():
+    run(_wider, transport="sim", world_size=2)
+
+
 def _logits(backend):
     logits = np.random.default_rng(backend.rank).standard_normal((3, 6 // backend.world_size))
     targets = np.array([0, 5, 2])
