@@ -5,10 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support import fake_cuda
+
+
+@pytest.fixture
+def machine() -> Iterator[fake_cuda.Machine]:
+    """Three GPUs of the stand-in."""
+    with fake_cuda.installed(3) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

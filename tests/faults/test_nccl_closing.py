@@ -6,7 +6,6 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ from support.nccl_ranks import (
 )
 
 import fsdpcore as fc
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with fake_cuda.installed(3) as made:
-        yield made
 
 
 @pytest.mark.parametrize("seed", range(4))

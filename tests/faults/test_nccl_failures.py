@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,6 @@ from support.nccl_ranks import (
 )
 
 import fsdpcore as fc
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with fake_cuda.installed(3) as made:
-        yield made
-
 
 # The bodies that run on GPUs, too.
 
