@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 from support import gpu_ranks
+from support.gpu_here import why_no_gpu
 
 _HERE = Path(__file__).parent
+
+# A file that the command line names is collected all the same, and its tests are deselected.
+collect_ignore_glob = ["test_*.py"] if why_no_gpu() else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

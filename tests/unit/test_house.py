@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 import pytest
@@ -68,7 +69,11 @@ EXCEPTIONS = {
 }
 
 FILES = modules()
-IMPORTS = imports(FILES)
+
+
+@functools.cache
+def all_imports() -> list[Import]:
+    return imports(FILES)
 
 
 def room(name: str, house: str = "fsdpcore") -> str:
@@ -91,7 +96,7 @@ def test_a_room_imports_only_those_below_it(house: str) -> None:
     levels = LEVELS[house]
     found = [
         item
-        for item in IMPORTS
+        for item in all_imports()
         if (source := room(item.source, house)) in levels
         and (target := room(item.target, house)) in levels
         and source != target
@@ -103,7 +108,7 @@ def test_a_room_imports_only_those_below_it(house: str) -> None:
 def test_a_transport_imports_collectives_and_what_is_below() -> None:
     up = [
         item
-        for item in IMPORTS
+        for item in all_imports()
         if room(item.source) == TRANSPORTS
         and LEVELS["fsdpcore"].get(room(item.target), -1) > LEVELS["fsdpcore"]["collectives"]
         and ("transports", item.target) not in EXCEPTIONS
@@ -114,7 +119,7 @@ def test_a_transport_imports_collectives_and_what_is_below() -> None:
 def test_nothing_outside_knows_a_transport() -> None:
     found = [
         item
-        for item in IMPORTS
+        for item in all_imports()
         if room(item.target) == TRANSPORTS and room(item.source) != TRANSPORTS
     ]
     assert not found, f"imports of a transport:{listed(found)}"
@@ -123,14 +128,14 @@ def test_nothing_outside_knows_a_transport() -> None:
 def test_only_the_top_floors_import_the_roof() -> None:
     found = [
         item
-        for item in IMPORTS
+        for item in all_imports()
         if item.target in ROOF and room(item.source) not in ("", "commands", "bench")
     ]
     assert not found, f"imports of the whole package:{listed(found)}"
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    found = circles(IMPORTS)
+    found = circles(all_imports())
     assert not found, "circles:" + "".join(f"\n  {', '.join(each)}" for each in found)
 
 
