@@ -42,17 +42,20 @@ def on_ranks(body: Callable[[int], Any], ranks: int = 2) -> list[Any]:
     return results
 
 
-def on_comms(body: Callable[[Any], Any], ranks: int = 2, *, destroy: bool = True) -> list[Any]:
-    """Call ``body(communicator)`` on ranks that have one together, and destroy it after."""
+def on_comms(body: Callable[[Any], Any], ranks: int = 2) -> list[Any]:
+    """Call ``body(communicator)`` on ranks that have one together, and destroy it after.
+
+    They destroy it together, as NCCL asks of the ranks of a host: a root that is the first to leave
+    takes along the broadcast that the others have not come to.
+    """
     from cupy.cuda import nccl
 
     unique_id = nccl.get_unique_id()
 
     def run(rank: int) -> Any:
         comm = nccl.NcclCommunicator(ranks, unique_id, rank)
-        result = body(comm)
-        if destroy:
-            comm.destroy()
-        return result
+        return comm, body(comm)
 
-    return on_ranks(run, ranks)
+    comms, results = zip(*on_ranks(run, ranks), strict=True)
+    on_ranks(lambda rank: comms[rank].destroy(), ranks)
+    return list(results)
