@@ -43,6 +43,7 @@ def matmul(xp: Any, a: Array, b: Array, out: Array | None = None) -> Array:
     return out
 
 
+@np.errstate(invalid="ignore")  # OpenBLAS may warn of numbers that are not in x
 def row_sum(xp: Any, x: Array, weight: float = 1.0) -> Array:
     """Return (..., 1): the sums along the last axis, times ``weight``."""
     total: Array

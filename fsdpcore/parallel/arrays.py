@@ -14,6 +14,10 @@ import numpy as np
 from fsdpcore.core.array_module import array_module, on_host
 from fsdpcore.core.buffers import Array
 
+# OpenBLAS may compute with what lies beside its operands, too, and drop the result. Products are
+# right, but the warning may be of numbers that are in neither operand.
+_without_warning = np.errstate(invalid="ignore")
+
 
 def wide(x: Array) -> Array:
     """Return 16-bit values in float32, and others as they are, in the same array."""
@@ -25,6 +29,7 @@ def narrow(x: Array, dtype: np.dtype[Any]) -> Array:
     return x.astype(dtype, copy=False)
 
 
+@_without_warning
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return ``a @ b`` in the type of ``a``, or rounded into ``out``, which then is returned."""
     xp = array_module(a)
@@ -43,6 +48,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     return out
 
 
+@_without_warning
 def row_sum(x: Array, weight: float = 1.0) -> Array:
     """Return (..., 1): the sums along the last axis, times ``weight``."""
     total: Array

@@ -16,6 +16,7 @@ from support.tensor_parallel import initial_values
 
 import fsdpcore as fc
 from fsdpcore.parallel import ColumnParallelLinear, RowParallelLinear, local_part
+from fsdpcore.parallel.arrays import matmul, row_sum
 
 RANKS = [1, 2, 3, 4]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -337,3 +338,11 @@ def _wrong(backend):
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent():
     run(_wrong, transport="sim", world_size=2)
+
+
+@pytest.mark.parametrize("product", [lambda x: matmul(x, np.ones((5, 1), x.dtype)), row_sum])
+def test_products_do_not_warn_of_values_that_are_no_numbers(product):
+    """BLAS looks at values beside the operands, too, and may warn of those."""
+    x = np.full((7, 5), np.inf, np.float32)
+    x[:, 1] = -np.inf
+    assert np.isnan(product(x)).all()
