@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -40,14 +39,15 @@ _shares = pytest.StashKey[dict[str, float]]()  # seconds, by test
 _BUDGET = {"conformance": 150, "faults": 120, "properties": 110, "unit": 220}
 
 _interrupts = pytest.StashKey[Any]()
-_bytecode = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+_bytecode = pytest.StashKey[str]()
 _IMPORTED = (
     "fsdpcore.commands.main, fsdpcore.transports.zmq.backend, fsdpcore.transports.mpi.backend"
 )
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-# What JAX has compiled, for all processes of this run and for the next ones.
+# What Python and JAX have compiled, for all processes of this run and for the next ones.
+_CACHE = Path(__file__).parents[1] / ".cache"
 _JAX = {
-    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".cache" / "jax"),
+    "JAX_COMPILATION_CACHE_DIR": str(_CACHE / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
@@ -67,10 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get(_NO_BYTECODE):
         # Hundreds of interpreters are started. Where they may not leave compiled modules beside
         # the sources, each would compile the package again, which takes as long as all the rest
-        # of its start: they keep them elsewhere.
-        config.stash[_bytecode] = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        os.environ["PYTHONPYCACHEPREFIX"] = config.stash[_bytecode].name
-        del os.environ[_NO_BYTECODE]
+        # of its start: they keep them elsewhere, as this one does, for the next runs, too.
+        config.stash[_bytecode] = os.environ.pop(_NO_BYTECODE)
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(_CACHE / "bytecode")
+        sys.dont_write_bytecode = False
         # Ranks that this process launches read there only, so somebody has to write before.
         subprocess.run([sys.executable, "-c", f"import {_IMPORTED}"], check=False)
     config.addinivalue_line(
@@ -93,9 +93,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_unconfigure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, config.stash[_interrupts])
     if _bytecode in config.stash:
-        os.environ[_NO_BYTECODE] = "1"
+        os.environ[_NO_BYTECODE] = config.stash[_bytecode]
         del os.environ["PYTHONPYCACHEPREFIX"]
-        config.stash[_bytecode].cleanup()
+        sys.pycache_prefix, sys.dont_write_bytecode = None, True
 
 
 def _with_campaigns(config: pytest.Config) -> bool:
