@@ -46,7 +46,10 @@ _IMPORTED = (
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 # What Python and JAX have compiled, for all processes of this run and for the next ones.
 _CACHE = Path(__file__).parents[1] / ".cache"
-_JAX = {
+_ENVIRON = {
+    # Idle threads of OpenBLAS sleep at once. They would spin for a while wherever numpy is
+    # imported, a quarter of what an interpreter's start costs, and after each matrix product.
+    "OPENBLAS_THREAD_TIMEOUT": "4",
     "JAX_COMPILATION_CACHE_DIR": str(_CACHE / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -62,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell has what it starts in the background ignore Ctrl-C, and so would all processes that
     # the tests start. They are about what happens where nobody has said so.
     config.stash[_interrupts] = signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name, value in _JAX.items():
+    for name, value in _ENVIRON.items():
         os.environ.setdefault(name, value)
     if os.environ.get(_NO_BYTECODE):
         # Hundreds of interpreters are started. Where they may not leave compiled modules beside
