@@ -25,8 +25,9 @@ from fsdpcore.diagnostics import deadlocks
 from fsdpcore.diagnostics.recorder import Recorder
 from fsdpcore.diagnostics.status import Group, Status
 
-# How long a rank that gives up waits for the others to say what they are doing.
-QUERY_SECONDS = 0.5
+# How long a rank that gives up waits for the others to say what they are doing. They do at once,
+# unless their host is so busy that they do not run for a while; only who is gone costs all of it.
+QUERY_SECONDS = 2.0
 _MAX_TAGS = 8
 
 _alive: weakref.WeakSet[Job] = weakref.WeakSet()

@@ -22,7 +22,9 @@ from fsdpcore.diagnostics.status import (
 Ask = Callable[[Iterable[int], int], Mapping[int, Status]]
 
 SLOW = "; every rank has begun it: the data is slow, raise the timeout"
-_SILENT = "no answer; gone, or busy in code that does not let other threads run"
+_SILENT = (
+    "no answer; gone, short of processor time, or busy in code that does not let other threads run"
+)
 _MAX_STEPS = 8
 _MAX_FOLLOWED = 3
 _CYCLE = (

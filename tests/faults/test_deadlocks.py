@@ -12,6 +12,7 @@ from support.cases import bodies, jobs
 from support.spmd import TRANSPORTS, meet, run
 
 import fsdpcore as fc
+from fsdpcore.diagnostics.status import Status
 
 # Nearly all of the time they wait.
 pytestmark = pytest.mark.side_by_side(16)
@@ -96,6 +97,24 @@ def long_computation(backend: fc.Backend) -> None:
     meet()
 
 
+def slow_to_answer(backend: fc.Backend) -> None:
+    """A rank that gets no time for a while, on a busy host, is heard nevertheless."""
+    backend.barrier()
+    if backend.rank == 1:
+        status = backend.root.recorder.status
+
+        def late(channel: int) -> Status:
+            time.sleep(1.0)
+            return status(channel)
+
+        backend.root.recorder.status = late  # type: ignore[method-assign]
+    meet()
+    if backend.rank == 0:
+        message = _times_out(backend.barrier)
+        _check(message, "rank 1 is missing: finished barrier #1 of all ranks")
+    meet()
+
+
 def left_early(backend: fc.Backend) -> None:
     backend.barrier()
     meet()  # or who is slow to see that all have come to the barrier hears of the end in it
@@ -126,6 +145,12 @@ def failed_before(backend: fc.Backend) -> None:
 @jobs(2)
 @bodies(long_computation, failed_before)
 def test_two_ranks(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size)
+
+
+@jobs(2, on=["zmq", "mpi"])
+@bodies(slow_to_answer)
+def test_who_answers_by_message(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
