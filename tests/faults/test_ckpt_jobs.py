@@ -111,7 +111,7 @@ for step in range(first, 2 * count, 2):
 """
 
 
-@pytest.mark.parametrize("count", [40])
+@pytest.mark.parametrize("count", [20])
 def test_two_processes_lose_nothing_of_each_other(tmp_path, count):
     script, folder = tmp_path / "loop.py", tmp_path / "run"
     script.write_text(LOOP)

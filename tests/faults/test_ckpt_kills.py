@@ -76,12 +76,12 @@ def main(backend):
     print(f"rank {backend.rank} saved", flush=True)
 
 if __name__ == "__main__":
-    fc.launch(main, world_size=3, transport="zmq", timeout=30)
+    fc.launch(main, world_size=2, transport="zmq", timeout=30)
 """
 
 
 @pytest.mark.side_by_side(4)
-@pytest.mark.parametrize(("victim", "at"), [(1, 2), (0, 3), (0, 14), (0, 20)])
+@pytest.mark.parametrize(("victim", "at"), [(1, 2), (0, 20), (0, 46)])  # 44: the marker is there
 def test_a_process_that_is_killed_takes_the_save_with_it(script, tmp_path_factory, victim, at):
     script, folder = script(JOB), tmp_path_factory.mktemp("save") / "run"
     environ = clean_environ(PYTHONPATH=os.fspath(LOOP.parents[1]), OPENBLAS_NUM_THREADS="1")

@@ -74,12 +74,12 @@ def runs(script, tmp_path):
 
 def test_training_goes_on_with_other_ranks_transports_and_strategies(runs):
     stops, whole = runs("stops"), runs("whole")
-    stops.go_on(10, "full_shard", "sim", 4)
-    stops.go_on(20, "full_shard", "zmq", 3)
-    stops.go_on(30, "shard_grad_op", "mpi", 2)
-    whole.go_on(30, "full_shard", "sim", 4)
-    assert len(stops.losses) == len(whole.losses) == 30
-    assert stops.losses[:10] == whole.losses[:10]
+    stops.go_on(5, "full_shard", "sim", 4)
+    stops.go_on(10, "full_shard", "zmq", 3)
+    stops.go_on(15, "shard_grad_op", "mpi", 2)
+    whole.go_on(15, "full_shard", "sim", 4)
+    assert len(stops.losses) == len(whole.losses) == 15
+    assert stops.losses[:5] == whole.losses[:5]
     np.testing.assert_allclose(stops.losses, whole.losses, rtol=2e-5)
     one, other = stops.arrays(), whole.arrays()
     assert one.keys() == other.keys()
@@ -91,14 +91,14 @@ def test_training_goes_on_with_other_ranks_transports_and_strategies(runs):
         scale = float(np.abs(other[name]).max())
         np.testing.assert_allclose(array, other[name], rtol=0, atol=1e-3 * scale, err_msg=name)
     latest = fc.checkpoint.latest(stops.folder)
-    assert (latest.step, latest.skipped) == (30, ())
+    assert (latest.step, latest.skipped) == (15, ())
 
 
 def test_training_goes_on_bit_for_bit_in_the_same_layout(runs):
     stops, whole = runs("stops"), runs("whole")
-    for upto in (5, 10):
-        stops.go_on(upto, "no_shard", "zmq", 3)
-    whole.go_on(10, "no_shard", "zmq", 3)
+    stops.go_on(5, "no_shard", "zmq", 3)
+    stops.go_on(10, "no_shard", "sim", 3)
+    whole.go_on(10, "no_shard", "sim", 3)
     assert stops.losses == whole.losses
     one, other = stops.arrays(), whole.arrays()
     assert one.keys() == other.keys()

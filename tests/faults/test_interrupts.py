@@ -38,7 +38,7 @@ def _interrupted(backend: fc.Backend) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", range(2))
 def test_a_caught_interrupt_leaves_nothing_half_done(attempt: int) -> None:
     """The rank goes on to its end: with the other, or with the job broken for both."""
     told, interrupted = fc.launch(_interrupted, world_size=2, transport="zmq", timeout=60)

@@ -47,7 +47,7 @@ def last_line(done):
     return done.err.splitlines()[-1].strip("\0 ")
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_script_that_ends_well(script, ranks):
     done = finished(run(ranks, script(SCRIPT), "a b", "c"), mpi_environ())
     assert (done.code, done.err) == (0, "")
@@ -56,7 +56,7 @@ def test_a_script_that_ends_well(script, ranks):
 
 
 def test_a_rank_that_fails_is_named(script):
-    done = finished(run(3, script(SCRIPT), "raise"), mpi_environ())
+    done = finished(run(2, script(SCRIPT), "raise"), mpi_environ())
     assert done.code == 1
     assert "rank 1 failed:\nTraceback" in done.err
     words = "rank 1 failed (exit code 1: ValueError: rank one is unwell); the other ranks were"
@@ -77,8 +77,8 @@ def test_a_rank_that_is_killed(script):
     ],
 )
 def test_signals_end_all_ranks(script, number, code, words):
-    with started(run(3, script(SCRIPT), "wait"), mpi_environ()) as job:
-        job.wait_for("pid", 3)
+    with started(run(2, script(SCRIPT), "wait"), mpi_environ()) as job:
+        job.wait_for("pid", 2)
         os.killpg(job.process.pid, number)  # as a terminal does
         done = job.finish()
     assert done.code == code
@@ -88,8 +88,8 @@ def test_signals_end_all_ranks(script, number, code, words):
 def test_killing_the_command_leaves_no_rank(script):
     path = script(SCRIPT)
     # Who is killed cleans up nothing: the pipe for reports stays where it was made.
-    with started(run(3, path, "wait"), mpi_environ(TMPDIR=str(path.parent))) as job:
-        job.wait_for("pid", 3)
+    with started(run(2, path, "wait"), mpi_environ(TMPDIR=str(path.parent))) as job:
+        job.wait_for("pid", 2)
         job.process.kill()
         job.assert_gone()
 

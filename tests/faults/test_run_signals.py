@@ -11,7 +11,6 @@ from support.jobs import SOON, fsdpcore, python, started
 
 SCRIPT = """
 import os, signal, sys, time
-import fsdpcore as fc
 
 def main(backend):
     backend.barrier()
@@ -22,7 +21,8 @@ def main(backend):
 
 if __name__ == "__main__":
     {prelude}
-    fc.launch(main, world_size=3{more})
+    import fsdpcore as fc
+    fc.launch(main, world_size=2{more})
 """
 
 
@@ -43,7 +43,7 @@ def to_group(process, number):
     os.killpg(process.pid, number)
 
 
-def interrupted(command, number=signal.SIGINT, send=to_process, *, ready=3, environ=None):
+def interrupted(command, number=signal.SIGINT, send=to_process, *, ready=2, environ=None):
     with started(command, environ) as job:
         job.wait_for("ready", ready)
         sent = time.time()
@@ -62,13 +62,13 @@ def interrupted(command, number=signal.SIGINT, send=to_process, *, ready=3, envi
     ],
 )
 def test_run_ends_with_one_line(script, number, code, words, send):
-    done = interrupted(fsdpcore("run", "-n", 3, script(source())), number, send)
+    done = interrupted(fsdpcore("run", "-n", 2, script(source())), number, send)
     assert (done.code, done.err) == (code, words)
 
 
 def test_run_with_threads_ends_with_one_line(script):
     done = interrupted(
-        fsdpcore("run", "-n", 3, "--transport", "sim", script(source())), send=to_group
+        fsdpcore("run", "-n", 2, "--transport", "sim", script(source())), send=to_group
     )
     assert done.code == 130
     assert done.err == "fsdpcore: interrupted (SIGINT); all ranks were stopped\n"
@@ -76,7 +76,7 @@ def test_run_with_threads_ends_with_one_line(script):
 
 def test_an_interrupt_before_the_ranks_have_joined_prints_no_tracebacks(script):
     prelude = "os.write(1, b'ready\\n'); time.sleep(100)"
-    done = interrupted(fsdpcore("run", "-n", 3, script(source(prelude))), send=to_group)
+    done = interrupted(fsdpcore("run", "-n", 2, script(source(prelude))), send=to_group)
     assert done.code == 130
     assert done.err == "fsdpcore: interrupted (SIGINT); all ranks were stopped\n"
 
@@ -97,17 +97,17 @@ def test_a_second_interrupt_ends_stubborn_ranks_at_once(script):
 
 @pytest.mark.parametrize("transport", ["zmq", "sim"])
 def test_killing_the_launcher_leaves_no_rank(script, transport):
-    with started(fsdpcore("run", "-n", 3, "--transport", transport, script(source()))) as job:
-        job.wait_for("ready", 3)
-        assert len(job.pids()) == (4 if transport == "zmq" else 2)
+    with started(fsdpcore("run", "-n", 2, "--transport", transport, script(source()))) as job:
+        job.wait_for("ready", 2)
+        assert len(job.pids()) == (3 if transport == "zmq" else 2)
         job.process.kill()
         job.assert_gone()
 
 
 def test_killing_a_script_that_launched_processes_leaves_no_rank(script):
     with started(python(script(source(more=", transport='zmq'")))) as job:
-        job.wait_for("ready", 3)
-        assert len(job.pids()) == 4
+        job.wait_for("ready", 2)
+        assert len(job.pids()) == 3
         job.process.kill()
         job.assert_gone()
 
