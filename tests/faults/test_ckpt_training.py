@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import train_gpt
+import typer
 from support.jobs import finished, python
 from support.spmd_mpi import mpi_environ, mpirun
+from typer.testing import CliRunner
 
 import fsdpcore as fc
 
@@ -105,8 +108,15 @@ def test_training_goes_on_bit_for_bit_in_the_same_layout(runs):
     assert all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
-GPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+GPT = Path(train_gpt.__file__)
 SMALL = ["--batch", 4, "--context", 16, "--width", 8, "--layers", 1, "--every", 2]
+
+
+def here(*arguments):
+    """Run the example in this process."""
+    app = typer.Typer()
+    app.command()(train_gpt.cli)
+    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def test_the_example_resumes(tmp_path):
@@ -120,12 +130,12 @@ def test_the_example_resumes(tmp_path):
     assert (then.code, then.err) == (0, "")
     assert f"resumed after step 5 from {folder}" in then.out
     assert fc.checkpoint.steps(folder) == [6, 7]
-    done = finished(python(GPT, *small, "--steps", 7))
-    assert (done.code, done.err) == (0, "")
-    assert "nothing is left to do of 7 steps" in done.out
-    again = finished(python(GPT, *(each for each in small if each != "--resume")))
-    assert again.code == 2
-    assert "checkpoints up to step 7" in " ".join(again.err.replace("│", " ").split())
-    wrong = finished(python(GPT, "--resume"))
-    assert wrong.code == 2
-    assert "--checkpoint" in wrong.err
+    done = here(*small, "--steps", 7)
+    assert done.exit_code == 0
+    assert "nothing is left to do of 7 steps" in done.output
+    again = here(*(each for each in small if each != "--resume"))
+    assert again.exit_code == 2
+    assert "checkpoints up to step 7" in " ".join(again.output.replace("│", " ").split())
+    wrong = here("--resume")
+    assert wrong.exit_code == 2
+    assert "--checkpoint" in wrong.output

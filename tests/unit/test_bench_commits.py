@@ -72,7 +72,7 @@ def test_all_kinds_of_cases_run_and_each_is_a_line(compare, monkeypatch, tmp_pat
     monkeypatch.setattr(report.Compared, "slower", False)  # so that nothing is measured again
     file = tmp_path / "found.json"
     only = "barrier,scatter,all_to_all_v,reduce_scatter_v,step.full_shard,save,load,optimizer.adamw"
-    options = ["--transport", "zmq", "--ranks", 2, "--sizes", 8, "--only", only, "--json", file]
+    options = ["--transport", "sim", "--ranks", 2, "--sizes", 8, "--only", only, "--json", file]
     done = compare(*options)
     assert done.exit_code == 0, done.output
     run = json.loads(file.read_text())

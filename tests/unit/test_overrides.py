@@ -283,16 +283,8 @@ with fc.init() as backend:
 """
 
 
-@pytest.mark.side_by_side(3)
-@pytest.mark.parametrize(
-    "setting",
-    # That every setting of a policy is in its digest is tested above.
-    ["FSDPCORE_GATHER=tree", "FSDPCORE_TUNING=table.toml"],
-)
-def test_ranks_that_would_choose_differently_are_refused(
-    setting: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    tmp_path = tmp_path_factory.mktemp("refused")
+def test_ranks_that_would_choose_differently_are_refused(tmp_path: Path) -> None:
+    setting = "FSDPCORE_TUNING=table.toml"  # every setting of a policy is in its digest
     (tmp_path / "script.py").write_text(REFUSED)
     write_table(tmp_path / "table.toml", {"zmq": Tuning(Costs(1.0, 1.0, 1.0))})
     command = fsdpcore("run", "-n", 2, "--transport", "zmq", "--timeout", 20, "script.py", setting)

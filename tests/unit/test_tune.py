@@ -29,6 +29,7 @@ from fsdpcore.collectives.selection.overrides import parse
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm import registry
 from fsdpcore.commands.main import app
+from fsdpcore.commands.tune import DEFAULT_FILE
 from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRanges, Costs, MeasuredAlgorithms, Tuning
@@ -307,11 +308,12 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
 
 def test_tune_writes_a_table_that_is_used(tune: Tune, tmp_path: Path) -> None:
     # That there is no such table yet must not keep it from being written.
-    (tmp_path / "fsdpcore.toml").write_text('tuning = "mine.toml"\ndeterministic = true\n')
+    file = DEFAULT_FILE
+    (tmp_path / "fsdpcore.toml").write_text(f'tuning = "{file}"\ndeterministic = true\n')
     for transport, ranks in (("sim", 2), ("zmq", 2), ("sim", 3)):
-        options = ("--transport", transport, "-o", "mine.toml", "--quick")
+        options = ("--transport", transport, "--quick")
         if transport == "sim":  # as if a launcher had started the threads
-            done = tune(*options, FSDPCORE_THREADS=str(ranks))
+            done = tune(*options, "-o", file, FSDPCORE_THREADS=str(ranks))
             code, out, err = done.exit_code, done.stdout, done.stderr
         else:
             ran = finished(fsdpcore("tune", "-n", ranks, *options), cwd=tmp_path)
@@ -319,9 +321,10 @@ def test_tune_writes_a_table_that_is_used(tune: Tune, tmp_path: Path) -> None:
         assert code == 0, err
         assert f"{transport}, {ranks} ranks, 1 host" in out
         assert "all_to_all" in out
-        assert "FSDPCORE_TUNING=mine.toml" in out
+        assert f"FSDPCORE_TUNING={file}" in out
+        assert out.count(f"Written to {file}") == 1
         assert err.strip() == ""
-    table = read_table(tmp_path / "mine.toml")
+    table = read_table(tmp_path / file)
     assert sorted(table) == ["sim", "zmq"]
     assert [entry.ranks for entry in table["zmq"].measured] == [2]
     assert sorted(entry.ranks for entry in table["sim"].measured) == [2, 3]
@@ -360,12 +363,3 @@ def test_tune_refuses(tune: Tune, tmp_path: Path, arguments: list[object], words
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
-
-
-def test_tune_under_a_launcher_speaks_once(tmp_path: Path) -> None:
-    tune = ("-m", "fsdpcore", "tune", "--quick")
-    command = fsdpcore("run", "-n", 2, "--transport", "zmq", *tune)
-    done = finished(command, cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert done.out.count("Written to fsdpcore-tuning.toml") == 1
-    assert [entry.ranks for entry in read_table(tmp_path / "fsdpcore-tuning.toml")["zmq"].measured]
