@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,11 @@ Shape = tuple[int, ...]
 
 def array_of(rank: int, shape: Shape, dtype: Any = np.float32, salt: str = "") -> Array:
     """The array of one rank: any bits for integers, values of mixed size and sign for floats."""
-    dtype = np.dtype(dtype)
+    return _made(rank, shape, np.dtype(dtype), salt).copy()
+
+
+@functools.lru_cache(64)  # every rank asks for those of all ranks, often in one process
+def _made(rank: int, shape: Shape, dtype: np.dtype[Any], salt: str) -> Array:
     seed = zlib.crc32(f"{rank}/{shape}/{dtype.name}/{salt}".encode())
     random = np.random.default_rng(seed)
     if dtype == np.bool_:
@@ -24,7 +29,7 @@ def array_of(rank: int, shape: Shape, dtype: Any = np.float32, salt: str = "") -
         size = int(np.prod(shape)) * dtype.itemsize
         whole: Array = random.integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
         return whole
-    values = random.standard_normal(shape) * 2.0 ** random.integers(-4, 5, shape)
+    values = np.ldexp(random.standard_normal(shape), random.integers(-4, 5, shape))
     if dtype.kind == "c":
         values = values + 1j * random.standard_normal(shape)
     return np.asarray(values).astype(dtype)
@@ -70,8 +75,11 @@ def _different(actual: Array, expected: Array) -> Any:
         real, imaginary = (_different(np.ascontiguousarray(a), e) for a, e in parts)
         return real | imaginary
     bits = np.dtype(f"u{actual.dtype.itemsize}")
-    a, e = actual.reshape(-1).copy(), expected.reshape(-1).copy()
-    return ((a.view(bits) != e.view(bits)) & ~((a != a) & (e != e))).reshape(expected.shape)
+    a, e = (np.ascontiguousarray(array).reshape(-1) for array in (actual, expected))
+    different = a.view(bits) != e.view(bits)
+    if different.any():
+        different &= ~((a != a) & (e != e))
+    return different.reshape(expected.shape)
 
 
 def _first(actual: Array, expected: Array, different: Any, what: str) -> str:
