@@ -82,7 +82,7 @@ def run(
         args: further arguments of the body.
         timeout: seconds for everything; then the ranks that have not ended count as failed.
         **options: settings and options of the transport, as of ``fsdpcore.launch``; ``timeout``
-            of the backend is ``op_timeout`` here, 60 seconds by default. For ranks that are
+            of the backend is ``op_timeout`` here, 20 seconds by default. For ranks that are
             processes, an option that is a tuple has a value for each rank.
 
     Returns:
@@ -118,7 +118,7 @@ def run_with(
 ) -> list[Any]:
     """Do as ``run``, on ranks that are had in a way of their own."""
     settings = dict(options)
-    settings["timeout"] = settings.pop("op_timeout", 60.0)
+    settings["timeout"] = settings.pop("op_timeout", 20.0)
     outcomes = ranks.run(Job(body, world_size, tuple(args), timeout, settings))
     if any(outcome.failed for outcome in outcomes):
         raise RanksFailed(_report(body, outcomes))
