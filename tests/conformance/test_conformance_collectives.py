@@ -63,7 +63,7 @@ def test_arrays_on_all_numbers_of_ranks(body: Any, transport: str, world_size: i
     run(body, transport=transport, world_size=world_size)
 
 
-@jobs(large_if_costly=True)
+@jobs()
 def test_every_dtype_and_op(transport: str, world_size: int) -> None:
     """All of them on three ranks that are threads; elsewhere a part, not the same on all."""
     every = 7 if TRANSPORTS[transport].costly else 1 if world_size == 3 else 4
@@ -74,12 +74,12 @@ def test_every_dtype_and_op(transport: str, world_size: int) -> None:
 @jobs(2, 3, 4, 7, 8, of_processes=[3])
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays(body: Any, transport: str, world_size: int) -> None:
-    elements = 40_000 if world_size in LARGE else 300_000
+    elements = 40_000 if world_size in LARGE else 265_000
     run(body, transport=transport, world_size=world_size, args=(elements,))
 
 
 @jobs(3, 8)
-@bodies(reductions.every_shape, movement.every_dtype, movement.ragged_exchange)
+@bodies(reductions.every_shape, movement.every_shape, movement.ragged_exchange)
 def test_short_messages_the_long_way(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size, **TRANSPORTS[transport].tight)
 
@@ -88,7 +88,7 @@ def test_short_messages_the_long_way(body: Any, transport: str, world_size: int)
 @jobs(1, 2, 4, 7, 8, every_size=True)
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays_on_other_numbers_of_ranks(body: Any, transport: str, world_size: int) -> None:
-    elements = 40_000 if world_size in LARGE else 300_000
+    elements = 40_000 if world_size in LARGE else 265_000
     run(body, transport=transport, world_size=world_size, args=(elements,))
 
 

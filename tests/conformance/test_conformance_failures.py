@@ -31,14 +31,12 @@ def test_differences(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
-@pytest.mark.side_by_side(16)
 @jobs(2, 4)
 @bodies(endings.skipped_collective, endings.started_and_skipped)
 def test_skipped(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
-@pytest.mark.side_by_side(16)
 @jobs(4)
 def test_skipped_in_a_group(transport: str, world_size: int) -> None:
     run(endings.skipped_in_a_group, transport=transport, world_size=world_size)

@@ -142,4 +142,4 @@ def _hosts(backend: fc.Backend) -> tuple[tuple[int, ...], int]:
 @_among(EVERY_DAY)
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays(body: Any, transport: str, where: str) -> None:
-    _run(body, where, 200_000)
+    _run(body, where, 140_000)

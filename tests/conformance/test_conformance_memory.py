@@ -39,8 +39,7 @@ def test_windows_of_two(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("transport", COSTLY)
+@jobs(2, 4, on=COSTLY)
 @bodies(memory.as_on_a_weak_memory_model, memory.input_may_change_at_once)
 def test_processes(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
@@ -51,8 +50,7 @@ def test_what_is_closed_is_not_mapped(transport: str) -> None:
     run(memory.nothing_stays_mapped, transport=transport, world_size=3)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("transport", COSTLY)
+@jobs(2, 3, 4, on=COSTLY)
 def test_any_mix_of_places(transport: str, world_size: int) -> None:
     body = memory.every_place
     run(body, transport=transport, world_size=world_size, args=(100 * world_size, 60))
@@ -122,7 +120,7 @@ def _check_kept(found: list[dict[str, list[int]]]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"shm": "off"}], ids=["shared", "messages"])
 def test_many_operations_leave_a_process_as_it_was(options: dict[str, Any]) -> None:
-    count = 20_000 if not options else 4_000
+    count = 10_000 if not options else 4_000
     _check_kept(run(soak.soak, transport="zmq", world_size=2, args=(count,), **options))
 
 

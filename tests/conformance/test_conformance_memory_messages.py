@@ -102,7 +102,7 @@ def test_memory_that_is_required(call: str, error: OSError, culprit: int) -> Non
 
 def test_many_messages_leave_nothing() -> None:
     body = memory_messages.leave_nothing
-    found = run(body, transport="zmq", world_size=2, args=(10_000,), eager_bytes=0, shm="on")
+    found = run(body, transport="zmq", world_size=2, args=(5_000,), eager_bytes=0, shm="on")
     for rank, values in enumerate(found):
         for name in ("threads", "descriptors"):
             before, after = values[name]

@@ -15,7 +15,6 @@ LARGE = (7, 8)
 def jobs(
     *sizes: int,
     of_processes: Container[int] | None = None,
-    large_if_costly: bool = False,
     every_size: bool = False,
     on: Container[str] = TRANSPORTS,
 ) -> pytest.MarkDecorator:
@@ -27,8 +26,6 @@ def jobs(
     Args:
         *sizes: numbers of ranks; by default all.
         of_processes: those of them to be had where ranks are processes.
-        large_if_costly: keep a large number also where ranks are processes: one of them, not the
-            same for all transports.
         every_size: keep all numbers there, for a campaign.
         on: the names of the transports; by default all.
     """
@@ -41,8 +38,6 @@ def jobs(
             mine = several[transport.turn :: 2] or several or sizes
             if of_processes is not None:
                 mine = of_processes
-            elif large_if_costly:
-                mine = [*mine, transport.large]
         chosen += [(name, size) for size in sizes if name in on and size in mine]
     return pytest.mark.parametrize(("transport", "world_size"), chosen)
 

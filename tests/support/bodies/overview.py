@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from support.arrays import arrays_of
 from support.bodies import asynchronous, groups, layouts, movement, point_to_point, reductions
 
 import fsdpcore as fc
 
+
+def _every_algorithm(backend: fc.Backend) -> None:
+    parts = arrays_of(backend.world_size, (2 * backend.world_size + 1, 2))
+    reductions.check_reductions(backend, parts, "mean", root=backend.world_size - 1)
+    movement.check_movements(backend, parts, root=0)
+
+
 BODIES = (
-    reductions.all_reduce_in_two_steps,
-    movement.every_shape,
+    _every_algorithm,
     movement.ragged_exchange,
     layouts.own_chunk_in_place,
     point_to_point.tags_in_any_order,

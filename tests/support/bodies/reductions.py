@@ -85,7 +85,7 @@ def special_values(backend: fc.Backend) -> None:
         for op in ("min", "max"):
             _check_extremes(backend, parts, op)
     for number in range(len(floats)):  # NumPy has loops of their own for single elements
-        check_reductions(backend, list(values[:, number : number + 1].astype(np.float32)), "sum")
+        _check_totals(backend, list(values[:, number : number + 1].astype(np.float32)), "sum")
     with np.errstate(all="ignore"):
         mixed = (values + 1j * np.roll(values, 1, axis=1)).astype(np.complex64)
     check_reductions(backend, list(mixed), "sum")
@@ -93,8 +93,15 @@ def special_values(backend: fc.Backend) -> None:
     check_reductions(backend, list(mixed), "prod")
     for dtype in oracle.INTEGERS:
         top = np.full(5, np.iinfo(dtype).max, dtype)
-        check_reductions(backend, [top] * p, "sum")
-        check_reductions(backend, [top] * p, "prod")
+        _check_totals(backend, [top] * p, "sum")
+        _check_totals(backend, [top] * p, "prod")
+
+
+def _check_totals(backend: fc.Backend, parts: Sequence[Array], op: str) -> None:
+    """Compare with the oracle what two algorithms make of them."""
+    for name in ("auto", "doubling"):
+        result = fc.all_reduce(parts[backend.rank], backend, op=op, algorithm=name)
+        check_same(result, oracle.reduced(parts, op), f"all_reduce, {name}, {op} of {parts[0]}")
 
 
 def _check_extremes(backend: fc.Backend, parts: Sequence[Array], op: str) -> None:
@@ -213,8 +220,8 @@ def expect_refusal(function: Any, *args: Any, **kwargs: Any) -> None:
 def ring_to_rounding(backend: fc.Backend) -> None:
     """The ring is right to rounding, exact for integers, and the same on all ranks."""
     p = backend.world_size
-    for dtype, op in oracle.COMBINATIONS[::3]:
-        for rows in (0, 1, p, 2 * p + 1):
+    for number, (dtype, op) in enumerate(oracle.COMBINATIONS[::3]):
+        for rows in ((0, p), (1, 2 * p + 1))[number % 2]:
             parts = arrays_of(p, (rows, 2), dtype)
             total, mine = oracle.reduced(parts, op), parts[backend.rank]
             result = fc.all_reduce(mine, backend, op=op, algorithm="ring")

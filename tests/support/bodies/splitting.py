@@ -116,12 +116,12 @@ def _grids(p: int) -> list[tuple[int, ...]]:
         shape
         for count in (1, 2, 3)
         for shape in itertools.product(range(1, p + 1), repeat=count)
-        if np.prod(shape) == p
+        if np.prod(shape) == p and (count < 3 or sorted(shape) == list(shape))
     ]
 
 
 def meshes(backend: fc.Backend) -> None:
-    """Every grid of the ranks: each choice of axes gives the ranks that differ along them."""
+    """Grids of the ranks: each choice of axes gives the ranks that differ along them."""
     me, p = backend.rank, backend.world_size
     for shape in _grids(p):
         names = ["x", "y", "z"][: len(shape)]
