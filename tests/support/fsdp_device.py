@@ -47,7 +47,7 @@ STRATEGIES = [
     fc.Strategy("no_shard"),
     fc.Strategy("shard_optimizer"),
 ]
-_STEPS = 3
+_STEPS = 2
 
 
 @dataclass(frozen=True)

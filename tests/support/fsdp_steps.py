@@ -23,7 +23,6 @@ STRATEGIES: dict[str, fc.Strategy] = {
     "no_shard": fc.Strategy("no_shard"),
 }
 
-everywhere = pytest.mark.parametrize("window", [True, False], ids=["window", "apart"])
 by_strategy = pytest.mark.parametrize("strategy", list(STRATEGIES.values()), ids=list(STRATEGIES))
 
 
@@ -40,6 +39,19 @@ def in_turn(
         for j, (known, strategy) in enumerate(STRATEGIES.items())
     ]
     return pytest.mark.parametrize((name, "strategy", "window"), cases)
+
+
+def in_turns(test: Callable[..., None]) -> Callable[..., None]:
+    """Each strategy, in a window and apart in turn.
+
+    Which of the two is first differs from test to test, so that half of them run any given pair.
+    """
+    first = sum(map(ord, test.__name__))
+    cases = [
+        pytest.param(strategy, (first + j) % 2 == 0, id=known)
+        for j, (known, strategy) in enumerate(STRATEGIES.items())
+    ]
+    return pytest.mark.parametrize(("strategy", "window"), cases)(test)
 
 
 # Called in a backward pass, with the unit, its parameters and the gradients to be written.

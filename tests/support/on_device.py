@@ -9,6 +9,7 @@ So layouts, outputs inside of inputs and writes beside them are what they are on
 Algorithms of which a device has none are ``auto`` there. ``auto`` is exact to the bit in jobs with
 ``deterministic=True``. Where a body goes through a table of algorithms, a device has ``auto`` three
 times, since the third call of a kind may go a shorter way, and ``direct`` if the table has it.
+Exact reductions have no shorter way: a device has ``auto`` twice, the first call and a later one.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def moved_bodies() -> Iterator[None]:
         module.fc = stand_in  # type: ignore[attr-defined]
     tables = [(table, dict(table)) for table in (reductions.CANONICAL, movement.ALGORITHMS)]
     for table, kept in tables:
-        table.update((name, _of_a_device(those)) for name, those in kept.items())
+        times = 2 if table is reductions.CANONICAL else 3
+        table.update((name, _of_a_device(those, times)) for name, those in kept.items())
     try:
         yield
     finally:
@@ -74,8 +76,8 @@ def moved_bodies() -> Iterator[None]:
             module.fc = fsdpcore  # type: ignore[attr-defined]
 
 
-def _of_a_device(algorithms: list[str]) -> list[str]:
-    return [*["auto"] * 3, *(name for name in algorithms if name == "direct")]
+def _of_a_device(algorithms: list[str], times: int) -> list[str]:
+    return [*["auto"] * times, *(name for name in algorithms if name == "direct")]
 
 
 def body_on_device(backend: fsdpcore.Backend, body: Callable[..., Any], *args: Any) -> Any:

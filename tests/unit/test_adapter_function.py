@@ -8,8 +8,7 @@ from numpy.testing import assert_allclose
 from support import mlp
 from support.fsdp_steps import (
     WORLD,
-    by_strategy,
-    everywhere,
+    in_turns,
     is_clean,
     launch,
     state_bytes,
@@ -64,8 +63,7 @@ def test_it_trains_as_numpy_does_unsharded(world_size, dtype):
     assert_as_unsharded(results, dtype)
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_so_it_does_with_every_strategy(strategy, window):
     args = {"strategy": strategy, "window": window}, np.float32, FEW
     assert_as_unsharded(run(train, transport="sim", world_size=WORLD, args=args), steps=FEW)

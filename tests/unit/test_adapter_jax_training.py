@@ -156,7 +156,7 @@ def assert_as_unsharded(results, dtype=np.float32, tolerance=2e-5, steps=STEPS):
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [*(("layers", size) for size in (1, 2, 3, 4)), ("record", 4), ("whole", 1), ("whole", 4)],
+    [("layers", 3), ("layers", 4), ("record", 4), ("whole", 1), ("whole", 4)],
 )
 def test_sharded_training_is_jaxs_own(world_size, kind):
     args = (kind, fc.Strategy("full_shard"))
@@ -181,9 +181,9 @@ def test_it_is_so_with_every_strategy(strategy, kind):
 
 @pytest.mark.parametrize("kind", ["layers", "whole"])
 def test_in_double_precision_it_is_so_to_its_rounding(kind):
-    args = (kind, fc.Strategy("full_shard"), np.float64)
+    args = (kind, fc.Strategy("full_shard"), np.float64, FEW)
     results = run(train, transport="sim", world_size=4, args=args)
-    assert_as_unsharded(results, np.float64, 1e-12)
+    assert_as_unsharded(results, np.float64, 1e-12, FEW)
 
 
 def train_and_look(backend, kind, strategy):

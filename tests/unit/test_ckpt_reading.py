@@ -421,9 +421,9 @@ def test_there_are_no_more_threads_than_there_is_to_read(
             super().__init__(workers, prefix)
 
     monkeypatch.setattr(reading, "ThreadPoolExecutor", Pool)
-    for bytes_there, expected in ((100, []), (3 * MIB, [3]), (80 * MIB, [64])):
+    for bytes_there, expected in ((100, []), (3 * MIB, [3]), (65 * MIB, [64])):
         folder = tmp_path / str(bytes_there)
-        array = np.arange(bytes_there, dtype=np.uint32).astype(np.uint8)
+        array = np.resize(np.arange(251, dtype=np.uint8), bytes_there)
         make_checkpoint(folder, {"w": array})
         counts.clear()
         assert np.array_equal(read(folder, threads=10**6)["w"], array)

@@ -14,7 +14,7 @@ from support.fsdp_steps import (
     STRATEGIES,
     WORLD,
     by_strategy,
-    everywhere,
+    in_turns,
     is_clean,
     launch,
     one_pass,
@@ -72,8 +72,7 @@ def write_all(unit, values):
             shard[piece.shard_start : piece.shard_stop] = flat[piece.param_start : piece.param_stop]
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_what_is_gathered_is_the_rounded_master(strategy, window):
     def body(backend):
         for dtype, master in itertools.product(HALVES, (FLOAT32, FLOAT64)):
@@ -289,8 +288,7 @@ def test_overflow_is_found_by_the_update_and_warns_nobody(reduce, passes):
     assert launch(body, 3) == [(True, 0)] * 3
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_held_memory_counts_every_array_at_its_dtype(strategy, window):
     sizes = (10, 5)  # of the trained parameters, and of the frozen ones: no multiple of anything
 

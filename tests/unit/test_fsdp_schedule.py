@@ -9,9 +9,8 @@ import pytest
 from numpy.testing import assert_array_equal
 from support.fsdp_steps import (
     STRATEGIES,
-    by_strategy,
     cause_of,
-    everywhere,
+    in_turns,
     is_clean,
     launch,
     one_pass,
@@ -161,8 +160,7 @@ def test_a_step_without_an_update_is_no_example():
         assert seen["forward"] == [{1}, {2}, {3}, {4}, set()]
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_wrong_guesses_do_no_harm(strategy, window):
     orders = [list(range(5))]
     chance = random.Random(3)

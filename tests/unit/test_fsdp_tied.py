@@ -10,10 +10,9 @@ import pytest
 from numpy.testing import assert_array_equal
 from support.fsdp_steps import (
     WORLD,
-    by_strategy,
     cause_of,
-    everywhere,
     in_turn,
+    in_turns,
     is_clean,
     launch,
     one_pass,
@@ -187,8 +186,7 @@ def test_an_owner_without_a_backward_pass_of_its_own_is_updated(model, strategy,
     launch(body)
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_both_uses_see_the_same_values_in_every_pass(strategy, window):
     def body(backend):
         engine = engine_of(backend, owner_first(), strategy=strategy, window=window)

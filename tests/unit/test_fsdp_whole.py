@@ -13,8 +13,8 @@ from support.fsdp_steps import (
     WORLD,
     by_strategy,
     cause_of,
-    everywhere,
     in_turn,
+    in_turns,
     is_clean,
     launch,
     one_pass,
@@ -46,8 +46,7 @@ def gradient(unit, backend):
 # What it does.
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_it_is_the_same_as_a_pass_unit_by_unit(strategy, window):
     def body(backend):
         results = []
@@ -83,8 +82,7 @@ def test_it_is_the_same_as_a_pass_unit_by_unit(strategy, window):
         assert whole == units
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_gradients_of_several_passes_add_up_in_any_way(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window)
@@ -163,8 +161,7 @@ def mixed_units():
     ]  # fmt: skip
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_tied_frozen_and_ignored_parameters_are_there(strategy, window):
     def body(backend):
         engine = fc.FSDP(
@@ -508,8 +505,7 @@ def test_they_are_never_removed():
     assert isinstance(cause, fc.StateError)  # no update
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_an_exception_leaves_the_step_as_it_was(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window)
@@ -561,8 +557,7 @@ def test_parameters_are_not_written_while_they_are_in_use():
 # What stays from the forward to the backward pass.
 
 
-@everywhere
-@by_strategy
+@in_turns
 def test_parameters_stay_where_they_are_or_are_said_not_to(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window)

@@ -48,7 +48,7 @@ def test_blocks_are_seamless() -> None:
             check_same(out, oracle.reduced(parts, "mean"), f"{size} elements")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [1, 2, 5])
 def test_scan(count: int) -> None:
     """Of all parts up to each one, or before each one; into new arrays, or in place."""
     for dtype, op in oracle.COMBINATIONS:
