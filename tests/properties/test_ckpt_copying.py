@@ -26,7 +26,7 @@ from fsdpcore.core.geometry.regions import (
 
 SETTINGS = settings(
     deadline=None,
-    max_examples=100,
+    max_examples=60,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

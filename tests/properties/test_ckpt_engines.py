@@ -13,7 +13,7 @@ from support.spmd import run
 import fsdpcore as fc
 
 QUICK = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 
 

@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Array], Grid, Grid]:
 
 
 @settings(
-    max_examples=25,
+    max_examples=16,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -129,7 +129,7 @@ def engine_of(backend: fc.Backend, arrays: dict[str, Array], grid: Grid, factor:
 
 
 @settings(
-    max_examples=12,
+    max_examples=8,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -122,7 +122,7 @@ def values_of(shard: Any) -> Array:
 
 
 @settings(
-    max_examples=60,
+    max_examples=40,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

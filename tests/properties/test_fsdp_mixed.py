@@ -110,7 +110,7 @@ def by_loop(program):
     return master, [{n: a.astype(param) for n, a in named.items()} for named in master]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_training_gives_the_bits_of_a_loop_without_ranks(program):
     precision = program["precision"]

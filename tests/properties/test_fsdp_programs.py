@@ -233,7 +233,7 @@ def tolerances(program):
 
 
 @given(programs())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_training_is_that_of_one_rank(program):
     ranks = fc.launch(
         train, world_size=program.world_size, transport="sim", args=(program,), timeout=30

@@ -16,7 +16,7 @@ import fsdpcore as fc
 from fsdpcore.fsdp.state.state import EngineState
 
 QUICK = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 
 

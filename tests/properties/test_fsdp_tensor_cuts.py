@@ -54,7 +54,7 @@ def models(draw):
 CASES = {"grid": GRIDS, "model": models(), "clip": st.sampled_from([None, 0.5])}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(**CASES)
 def test_training_on_any_mesh(grid, model, clip):
     check(grid, model, clip)

@@ -128,7 +128,15 @@ def collectives(strategy, ranks, microbatches, deferred):
 
 
 STEPS = [(1, False), (4, False), (4, True)]
-EVERY = [(p, s) for p in (3, 6) for s in strategies(p, bits=False)]
+# Three ranks go through all strategies, six through those with groups that three do not have.
+EVERY = [
+    *((3, s) for s in strategies(3, bits=False)),
+    *(
+        (6, s)
+        for s in strategies(6, bits=False)
+        if {2, 3} & {s.reshard_after_forward, s.shard_group_size}
+    ),
+]
 NAMES = [f"{p}-{named(s)}" for p, s in EVERY]
 
 
@@ -262,7 +270,7 @@ def keeps_a_part(strategy, world_size):
     return place.regather < place.shards
 
 
-@pytest.mark.parametrize(("prefetch", "reductions"), [(0, 0), (1, 1), (2, 0), (3, 1)])
+@pytest.mark.parametrize(("prefetch", "reductions"), [(0, 0), (1, 1), (2, 0)])
 def test_the_peak_is_within_two_percent_of_the_plan(monkeypatch, prefetch, reductions):
     monkeypatch.setattr(Backend, "empty", counting_empty)
     chosen = [s for s in strategies(4) if not keeps_a_part(s, 4)]
@@ -270,7 +278,7 @@ def test_the_peak_is_within_two_percent_of_the_plan(monkeypatch, prefetch, reduc
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(("prefetch", "reductions"), [(0, 1), (1, 0), (2, 1), (3, 0)])
+@pytest.mark.parametrize(("prefetch", "reductions"), [(0, 1), (1, 0), (2, 1), (3, 0), (3, 1)])
 def test_so_it_is_with_other_prefetches(monkeypatch, prefetch, reductions):
     monkeypatch.setattr(Backend, "empty", counting_empty)
     chosen = [s for s in strategies(4) if not keeps_a_part(s, 4)]

@@ -13,7 +13,7 @@ from fsdpcore.fsdp.optim.blocks import Matrices, blocks
 SHAPES = st.lists(st.integers(1, 7), min_size=2, max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shape=SHAPES, limit=st.integers(1, 60), data=st.data())
 def test_blocks_cover_the_range_in_order(shape: list[int], limit: int, data: st.DataObject) -> None:
     size = math.prod(shape)

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 from support import oracle, program_maker, sabotage, spmd
 from support.bodies.random_programs import carry_out
+from support.cases import jobs
 from support.program_steps import Batch, Call, Many, Split, Step, Sub
 from support.spmd import TRANSPORTS
 
@@ -51,11 +52,10 @@ def test_programs(size: int) -> None:
         _run("sim", size, range(first, first + 15), 60)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("transport", [name for name, t in TRANSPORTS.items() if t.costly])
-def test_programs_of_processes(transport: str, size: int) -> None:
-    for first in range(1000 * size + 100, 1000 * size + 120, 10):
-        _run(transport, size, range(first, first + 10), 60)
+@jobs(2, 3, 4, on=[name for name, t in TRANSPORTS.items() if t.costly])
+def test_programs_of_processes(transport: str, world_size: int) -> None:
+    for first in range(1000 * world_size + 100, 1000 * world_size + 120, 10):
+        _run(transport, world_size, range(first, first + 10), 60)
 
 
 @pytest.mark.campaign

@@ -56,20 +56,20 @@ def test_scans_go_through_the_region(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 @pytest.mark.parametrize("body", [reductions.every_dtype_and_op, movement.every_dtype])
 def test_every_dtype_goes_through_the_region(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
 
 
-@pytest.mark.parametrize("world_size", [5, 8])
+@pytest.mark.parametrize("world_size", [2, 5])
 def test_some_dtypes_and_ops_go_through_the_region(world_size: int) -> None:
     body, part = reductions.every_dtype_and_op, (5, world_size % 4)
     run_on(SharingSim, _auto, world_size=world_size, args=(body, *part), max_delay=1e-4, seed=1)
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("world_size", [1, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 @pytest.mark.parametrize("body", [reductions.every_dtype_and_op, movement.every_dtype])
 def test_every_dtype_on_other_numbers_of_ranks(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
@@ -85,7 +85,7 @@ def _auto(backend: fc.Backend, body: Any, *args: int) -> None:
         assert shared.NAME in names
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 5])
 @pytest.mark.parametrize("over", [-8, 0, 8, region.STAGING])
 def test_arrays_around_the_size_of_a_room(world_size: int, over: int) -> None:
     run_on(SharingSim, _around_a_room, world_size=world_size, args=(over,))
