@@ -410,7 +410,8 @@ def main(arguments: Sequence[str], root: Path = Path(__file__).parents[1]) -> in
         return 0
     written = json.loads(chosen.changes.read_text()) if chosen.changes else []
     wanted = [given(root, text) for text in chosen.given] + [Change(**each) for each in written]
-    wanted += draw(root, chosen.random, chosen.seed, chosen.only)
+    if chosen.random:
+        wanted += draw(root, chosen.random, chosen.seed, chosen.only)
     if chosen.draw:
         chosen.draw.write_text(json.dumps([dataclasses.asdict(each) for each in wanted], indent=1))
         return 0
