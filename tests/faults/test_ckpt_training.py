@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 
 import fsdpcore as fc
 
+# They wait for processes.
+pytestmark = pytest.mark.side_by_side(3)
+
 # The losses of every step, to the last bit, and at the end a checkpoint.
 SCRIPT = """
 import sys
@@ -69,10 +72,10 @@ class Runs:
         return fc.checkpoint.read(self.folder)
 
 
-@pytest.fixture
-def runs(script, tmp_path):
+@pytest.fixture(scope="module")
+def runs(script, tmp_path_factory):
     path = script(SCRIPT)
-    return lambda name: Runs(path, tmp_path / name)
+    return lambda name: Runs(path, tmp_path_factory.mktemp(name))
 
 
 def test_training_goes_on_with_other_ranks_transports_and_strategies(runs):
@@ -119,7 +122,8 @@ def here(*arguments):
     return CliRunner().invoke(app, [*map(str, arguments)])
 
 
-def test_the_example_resumes(tmp_path):
+def test_the_example_resumes(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("example")
     folder = tmp_path / "checkpoints"
     small = [*SMALL, "--out", tmp_path, "--checkpoint", folder, "--resume"]
     first = finished(python(GPT, *small, "--steps", 5))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support.jobs import finished, python
 from support.spmd_mpi import mpi_environ, mpirun
+
+pytestmark = pytest.mark.side_by_side(2)
 
 GPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 
@@ -46,7 +49,8 @@ def test_losses_are_those_of_threads_to_the_last_bit(script):
     assert ours.out == threads.out
 
 
-def test_the_example_runs_under_mpirun(tmp_path):
+def test_the_example_runs_under_mpirun(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("example")
     small = ["--steps", 2, "--batch", 4, "--context", 16, "--width", 8, "--layers", 1]
     command = [*mpirun(2), *python(GPT, *small, "--out", tmp_path)]
     done = finished(command, mpi_environ(FSDPCORE_DETERMINISTIC="true"))
