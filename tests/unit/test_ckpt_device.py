@@ -269,7 +269,7 @@ def test_any_part_of_an_array_goes_where_it_belongs_and_nothing_else_changes(
 ):
     """Also what is not stored, and what several ranks read for one another."""
 
-    @settings(max_examples=30, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=20, deadline=None, database=None, derandomize=True)
     @given(layouts(), st.integers(1, 150), st.booleans())
     def check(layout, stretch, cast):
         monkeypatch.setattr(batches, "STRETCH_BYTES", stretch)

@@ -43,7 +43,7 @@ def entries(draw):
 texts = st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)
 
 
-@SETTINGS
+@settings(SETTINGS, max_examples=25)
 @given(entries(), texts, st.sampled_from([1, 8, 64]))
 def test_a_header_comes_back(given_entries, extra, align):
     data = build_header(given_entries, extra, align)

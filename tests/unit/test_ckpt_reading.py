@@ -336,7 +336,7 @@ def test_rounds_are_as_long_as_the_buffers_of_every_rank_allow(
 
 
 def test_memory_is_the_target_and_a_little(tmp_path: Path) -> None:
-    array = array_of(0, (4096, 4100))  # 64 MiB
+    array = np.arange(4096 * 4100, dtype=np.float32).reshape(4096, 4100)  # 64 MiB
     make_checkpoint(tmp_path, {"w": array})
     nbytes = array.nbytes
     column = array[:, 4000].copy()

@@ -19,8 +19,8 @@ from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.collectives.shared import algorithm as shared
 
 # Around powers of two, and halfway; the others are a campaign.
-SIZES = [2, 3, 5, 6, 7, 8]
-OTHERS = [4, 9, 10, 11, 12, 13, 14, 15, 16, 17]
+SIZES = [2, 3, 4, 5, 6, 7, 8]
+OTHERS = [9, 10, 11, 12, 13, 14, 15, 16, 17]
 EVERY = [(collective, name) for collective, known in ALGORITHMS.items() for name in known]
 
 

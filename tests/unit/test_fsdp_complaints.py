@@ -30,6 +30,9 @@ STRATEGIES = [
     fc.Strategy("shard_optimizer"),
 ]
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=named)
+each_strategy_in_turn = pytest.mark.parametrize(
+    ("strategy", "kind"), [(s, KINDS[i % 2]) for i, s in enumerate(STRATEGIES)]
+)
 
 
 def run(body, world_size=4, kind=WithoutWindow, **options):
@@ -277,8 +280,7 @@ def test_frozen_parameters_cost_no_gradients_and_no_optimizer_state(strategy):
         assert not changed
 
 
-@each_strategy
-@pytest.mark.parametrize("kind", KINDS)
+@each_strategy_in_turn
 def test_an_optimizer_that_was_made_before_the_engine_trains_it(kind, strategy):
     """accelerate#3256: it keeps the arrays of before, and training silently stalls."""
     optimizer = fc.optim.SGD(lr=0.1)
@@ -304,8 +306,7 @@ def test_an_optimizer_that_was_made_before_the_engine_trains_it(kind, strategy):
 # 6. Tied, uneven and empty.
 
 
-@each_strategy
-@pytest.mark.parametrize("kind", KINDS)
+@each_strategy_in_turn
 def test_tied_and_uneven_every_rank_updates(kind, strategy):
     """#176076: the last rank never updates. accelerate#4171: ties across units come apart."""
 
@@ -331,8 +332,7 @@ def test_tied_and_uneven_every_rank_updates(kind, strategy):
         assert_array_equal(owner, tied)
 
 
-@each_strategy
-@pytest.mark.parametrize("kind", KINDS)
+@each_strategy_in_turn
 def test_ranks_without_an_element_take_part_like_others(kind, strategy):
     """#137342: empty shards."""
 
@@ -502,8 +502,7 @@ def test_buffers_keep_their_dtype_whatever_parameters_are_computed_in(strategy):
     assert run(body) == [True] * 4
 
 
-@each_strategy
-@pytest.mark.parametrize("kind", KINDS)
+@each_strategy_in_turn
 def test_bfloat16_has_a_float32_master_so_that_small_updates_add_up(kind, strategy):
     """Loaded without one, updates below 1/256 of a parameter vanish, and the loss sticks."""
 

@@ -39,8 +39,11 @@ def waits_of(machine: Any) -> int:
 # The host.
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("offload", ["", "all"])
+@pytest.mark.parametrize(
+    ("strategy", "offload"),
+    [*((strategy, "") for strategy in STRATEGIES), (STRATEGIES[0], "all"), (STRATEGIES[3], "all")],
+    ids=str,
+)
 def test_the_host_does_not_wait_before_the_update_and_once_in_it(
     machine: Any, strategy: fc.Strategy, offload: str
 ) -> None:
@@ -49,7 +52,7 @@ def test_the_host_does_not_wait_before_the_update_and_once_in_it(
     def body(backend: fc.Backend) -> list[int]:
         engine = engine_of(backend, way)
         counts = []
-        for number in range(3):
+        for number in range(2):
             # With a GPU that does nothing, a host that waits for it would wait for ever.
             machine.freeze(0)
             with engine.step() as step:
@@ -61,7 +64,7 @@ def test_the_host_does_not_wait_before_the_update_and_once_in_it(
                 counts.append(waits_of(machine) - before)
         return counts
 
-    assert run(body, 2) == [[1, 1, 1]] * 2
+    assert run(body, 2) == [[1, 1]] * 2
 
 
 def test_without_clipping_it_waits_once_too(machine: Any) -> None:
@@ -199,8 +202,9 @@ class DevicePlayer(Player):
             np.testing.assert_array_equal(found, self.version[unit.name])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "strategy"), [(seed % 2, each) for seed, each in enumerate(STRATEGIES)], ids=str
+)
 def test_programs_of_verbs_see_what_they_must(
     machine: Any, strategy: fc.Strategy, seed: int
 ) -> None:
