@@ -246,6 +246,7 @@ BFLOAT16 = ml_dtypes.bfloat16
         ),
         (lambda: fc.LossScale(0.5), "initial <= maximum, got 1, 0.5 and"),
         (lambda: fc.LossScale(2.0, maximum=1.0), "initial <= maximum, got 1, 2 and 1"),
+        (lambda: fc.LossScale(2.0**33), r"got 1, 8\.58993e\+09 and 4\.29497e\+09"),
         (lambda: fc.LossScale(minimum=0.0), "needs 0 < minimum"),
         (lambda: fc.LossScale(np.nan), "initial of LossScale must be finite"),
         (lambda: fc.LossScale(-1.0), "initial of LossScale must be at least 0"),

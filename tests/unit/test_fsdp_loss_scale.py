@@ -134,7 +134,10 @@ def test_inf_or_nan_on_one_rank_makes_all_of_them_skip(strategy, bad, clip):
         assert state == by_shard[tuple(ranks.values())]
 
 
-CLIPS = [{}, {"clip": 0.7}, {"clip": 0.7, "norm_type": 1.0}, {"clip_value": 0.25}, {"clip": 1e6}]
+CLIPS = [
+    *({}, {"clip": 0.7}, {"clip": 0.7, "norm_type": 1.0}, {"clip_value": 0.25}),
+    *({"clip": math.inf}, {"clip_value": math.inf}),  # no limits
+]
 
 
 def trained(backend, loss_scale, clip, dtype, strategy="full_shard"):

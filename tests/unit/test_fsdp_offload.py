@@ -232,6 +232,9 @@ def test_what_is_moved_is_counted(disk, monkeypatch, passes):
         assert stats.read <= stats.used
         assert stats.waited > 0
         assert stats.flushed > 0
+        # After a step no array is left in memory, but for what the system may hold on to.
+        file = engine._model.units[0].store._files.file
+        assert file.resident(FileSpan(0, file.nbytes)) < pages
 
     run(body, 2)
     # Of both ranks: gradients to which others are added, parameters and the optimizer's state.
