@@ -120,6 +120,20 @@ def test_an_abort_that_hangs_is_not_waited_for(
     wait_for_end(machine)
 
 
+def test_nccl_is_not_asked_once_a_communicator_is_over(machine: Machine) -> None:
+    """Another thread may be freeing what the handle stands for."""
+    from fsdpcore.transports.nccl.communicators import Communicator
+
+    failures: list[fc.CommunicationError | None] = [None]
+    communicator = Communicator(None, threading.RLock(), lambda: failures[0])
+    communicator.over = True
+    with pytest.raises(fc.ClosedError, match="has been ended"):
+        communicator.call("broadcast")
+    failures[0] = fc.PeerFailedError("rank 1 is gone")
+    with pytest.raises(fc.PeerFailedError, match="rank 1 is gone"):
+        communicator.call("broadcast")
+
+
 def test_a_program_that_ends_without_closing_aborts(machine: Machine) -> None:
     """CuPy would destroy communicators when they are collected, and wait for the other ranks."""
 

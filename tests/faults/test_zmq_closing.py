@@ -33,9 +33,9 @@ def results(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.result for outcome in outcomes]
 
 
-def both(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> list[Any]:
+def both(first: Callable[[Any], Any], second: Callable[[Any], Any], **options: Any) -> list[Any]:
     """Run one body on rank 0, the other on rank 1; return what they return."""
-    return results(run_threads(lambda b: (second if b.rank else first)(b), 2))
+    return results(run_threads(lambda b: (second if b.rank else first)(b), 2, **options))
 
 
 def caught(work: Callable[[], Any]) -> str:
@@ -69,7 +69,8 @@ def test_two_that_leave_with_large_messages_for_each_other_do_not_wait_for_ever(
     results(run_threads(body, 2))
 
 
-def test_close_waits_until_a_large_message_is_taken() -> None:
+@pytest.mark.parametrize("shm", ["auto", "off"])
+def test_close_waits_until_a_large_message_is_taken(shm: str) -> None:
     data = np.arange(LARGE, dtype=np.uint8)
 
     def sender(backend: ZmqBackend) -> None:
@@ -83,7 +84,7 @@ def test_close_waits_until_a_large_message_is_taken() -> None:
         backend.recv(first, 0, tag=3)
         return [bool((first == data).all()), bool((second == data[::-1]).all())]
 
-    assert both(sender, receiver)[1] == [True, True]
+    assert both(sender, receiver, shm=shm)[1] == [True, True]
 
 
 def test_a_receiver_that_leaves_in_the_middle_of_a_message() -> None:

@@ -141,6 +141,15 @@ def test_an_offer_with_the_number_of_another() -> None:
         fails(first, "a second time")
 
 
+def test_so_much_is_sent_before_it_is_known_whether_anybody_receives_it() -> None:
+    """256 KiB of each message, so that a receiver that waits need not answer; 1 MiB in all."""
+    with rogue_job() as (backend, rogue):
+        for _ in range(6):
+            backend.post_send(np.zeros(1 << 19, np.uint8), 1, HERE)
+        ahead = [int.from_bytes(rogue.read(OFFER)[40:48], "little") for _ in range(6)]
+        assert ahead == 4 * [1 << 18] + 2 * [0]
+
+
 def test_a_message_that_is_granted_twice() -> None:
     with rogue_job() as (backend, rogue):
         pending = backend.post_send(np.zeros(1 << 26, np.uint8), 1, HERE)

@@ -319,6 +319,20 @@ def test_what_fits_is_loaded_if_that_is_wanted(src):
     run(PAIR, body)
 
 
+def test_a_unit_of_which_nothing_is_loaded_stays_gathered():
+    def body(backend, layout):
+        engine = engine_of(backend, layout)
+        embed, block, _ = engine.units
+        embed.unshard()
+        block.unshard()
+        engine.load_full({"block.w": values(1)["block.w"]}, strict=False)
+        assert_array_equal(embed.params["table"], values(0)["embed.table"])
+        with pytest.raises(fc.StateError, match="'block' are sharded"):
+            _ = block.params
+
+    run(PAIR, body)
+
+
 def test_another_layout_points_to_checkpoints():
     def body(backend, layout):
         engine = engine_of(backend, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import gc
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,13 +201,19 @@ def test_what_is_moved_is_counted(disk, monkeypatch, passes):
     """16 pages of each array: parameters, gradients, and two of the optimizer."""
     elements, pages = 2 * 16 * PAGE // 4, 16 * PAGE
     to_write = []  # bytes that were loaded to be written; else each page would stop the writer
-    load = mapped_file.MappedFile.load
+    forgotten = collections.Counter()  # by each rank
+    load, discard = mapped_file.MappedFile.load, mapped_file.MappedFile.discard
 
     def noted(file, span, *, write):
         to_write.append(span.nbytes if write else 0)
         load(file, span, write=write)
 
+    def discarded(file, span):
+        forgotten[threading.get_ident()] += span.nbytes
+        return discard(file, span)
+
     monkeypatch.setattr(mapped_file.MappedFile, "load", noted)
+    monkeypatch.setattr(mapped_file.MappedFile, "discard", discarded)
 
     def body(backend):
         units = [fc.Unit(f"u{i}", {"w": np.ones(elements, np.float32)}) for i in range(3)]
@@ -222,6 +230,8 @@ def test_what_is_moved_is_counted(disk, monkeypatch, passes):
                     with step.backward(unit) as (_, grads):
                         grads["w"] = np.ones(elements, np.float32)
             step.update(clip=1.0)
+            # Gradients, before the end of the step: they are not written to the disk.
+            assert forgotten[threading.get_ident()] == 3 * pages
         stats = engine.offload_stats
         assert stats.held == 3 * 4 * pages
         # Parameters in each pass, gradients where others are added, and for the norm, for the
