@@ -14,7 +14,6 @@ pytestmark = pytest.mark.side_by_side("transport")
 
 @jobs(1, 2, 3, 7)
 @bodies(
-    bounded.more_than_fit,
     bounded.not_waited_for,
     bounded.hundreds_of_messages,
     bounded.sent_before_received,
@@ -22,6 +21,11 @@ pytestmark = pytest.mark.side_by_side("transport")
 )
 def test_under_way(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
+
+
+@jobs(3, on=["sim", "zmq"])
+def test_more_than_fit(transport: str, world_size: int) -> None:
+    run(bounded.more_than_fit, transport=transport, world_size=world_size)
 
 
 @jobs(2, 3)

@@ -19,10 +19,14 @@ from fsdpcore.core.work import Pending
 pytestmark = pytest.mark.side_by_side("transport")
 
 
+@jobs(on=["sim", "zmq"])
+@bodies(coalescing.as_single_calls, coalescing.every_dtype_and_op)
+def test_values(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size)
+
+
 @jobs()
 @bodies(
-    coalescing.as_single_calls,
-    coalescing.every_dtype_and_op,
     coalescing.into_out,
     coalescing.started,
     coalescing.nothing_and_misuse,

@@ -12,7 +12,8 @@ from support.spmd import TRANSPORTS, run
 pytestmark = pytest.mark.side_by_side("transport")
 
 
-# What depends on the number of ranks; and what is about values, dtypes and arrays.
+# What depends on the number of ranks; what is about values and dtypes, which no transport looks at;
+# and what is about where arrays lie.
 OF_RANKS = [
     reductions.every_shape,
     movement.every_shape,
@@ -24,12 +25,14 @@ OF_RANKS = [
     movement.ragged_exchange,
     movement.ragged_refusals,
 ]
-OF_ARRAYS = [
+OF_VALUES = [
     reductions.special_values,
     reductions.means_of_integers,
     reductions.combinations_refused,
     reductions.all_reduce_in_two_steps,
     movement.every_dtype,
+]
+OF_ARRAYS = [
     layouts.every_layout,
     layouts.odd_strides,
     layouts.out_is_input,
@@ -41,6 +44,12 @@ OF_ARRAYS = [
 @jobs()
 @bodies(*OF_RANKS)
 def test_collectives(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size)
+
+
+@jobs(1, 3, 8, on=["sim"])
+@bodies(*OF_VALUES)
+def test_values(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
@@ -58,7 +67,7 @@ def test_rounding(body: Any, transport: str, world_size: int) -> None:
 
 @pytest.mark.campaign
 @jobs(every_size=True)
-@bodies(*OF_ARRAYS, reductions.ring_to_rounding, reductions.every_dtype_and_op)
+@bodies(*OF_VALUES, *OF_ARRAYS, reductions.ring_to_rounding, reductions.every_dtype_and_op)
 def test_arrays_on_all_numbers_of_ranks(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 

@@ -38,12 +38,8 @@ THOROUGH = ["sim, off", "zmq, hosts"]
 AS_EVERYWHERE = ["zmq, on"]
 EVERY_DAY = [where for where in WHERE if where not in AS_EVERYWHERE]
 
-EVERYWHERE = [
-    reductions.every_shape,
-    movement.every_shape,
-    groups.any_members_in_any_order,
-    asynchronous.every_collective,
-]
+SHAPES = [reductions.every_shape, movement.every_shape]
+EVERYWHERE = [groups.any_members_in_any_order, asynchronous.every_collective]
 # The same code wherever ranks are: that of the reductions, of moves by root, and of groups.
 WHERE_IT_DIFFERS = [
     movement.barriers,
@@ -56,10 +52,6 @@ WHERE_IT_DIFFERS = [
     groups.closing_a_group,
     splitting.meshes,
     bounded.messages_between_collectives,
-    reductions.special_values,
-    reductions.means_of_integers,
-    reductions.all_reduce_in_two_steps,
-    movement.every_dtype,
     movement.ragged_rooted,
     groups.several_at_once,
     groups.between_calls_of_the_parent,
@@ -67,6 +59,13 @@ WHERE_IT_DIFFERS = [
     splitting.overlapping_groups,
     splitting.blocking_beside_started,
     asynchronous.many_outstanding,
+]
+# By messages alone; where memory is shared, the other modules have them.
+OF_VALUES = [
+    reductions.special_values,
+    reductions.means_of_integers,
+    reductions.all_reduce_in_two_steps,
+    movement.every_dtype,
 ]
 
 
@@ -82,6 +81,12 @@ def _run(body: Any, where: str, *args: Any) -> None:
     run(body, transport=transport, world_size=world_size, args=args, **options)
 
 
+@_among(where for where in EVERY_DAY if "mpi" not in where)
+@bodies(*SHAPES)
+def test_shapes(body: Any, transport: str, where: str) -> None:
+    _run(body, where)
+
+
 @_among(EVERY_DAY)
 @bodies(*EVERYWHERE)
 def test_hosts(body: Any, transport: str, where: str) -> None:
@@ -89,14 +94,14 @@ def test_hosts(body: Any, transport: str, where: str) -> None:
 
 
 @_among(AS_EVERYWHERE)
-@bodies(reductions.every_shape, movement.every_shape)
+@bodies(*SHAPES)
 def test_memory_that_is_asked_for(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
 
 @pytest.mark.campaign
 @_among(AS_EVERYWHERE)
-@bodies(*EVERYWHERE)
+@bodies(*SHAPES, *EVERYWHERE)
 def test_all_with_memory_that_is_asked_for(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
@@ -107,9 +112,15 @@ def test_kinds_of_hosts(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
 
+@_among(["sim, off"])
+@bodies(*OF_VALUES)
+def test_values(body: Any, transport: str, where: str) -> None:
+    _run(body, where)
+
+
 @pytest.mark.campaign
 @_among(where for where in WHERE if where not in THOROUGH)
-@bodies(*WHERE_IT_DIFFERS)
+@bodies(*WHERE_IT_DIFFERS, *OF_VALUES)
 def test_all_hosts(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 

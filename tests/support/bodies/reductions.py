@@ -59,7 +59,8 @@ def every_shape(backend: fc.Backend) -> None:
     shapes += [(2, 3, 5), (37,)]
     for number, shape in enumerate(shapes):
         check_reductions(backend, arrays_of(p, shape), "sum", root=(number + 1) % p)
-        check_reductions(backend, arrays_of(p, shape, np.float16), "mean", root=number % p)
+        if number % 2:
+            check_reductions(backend, arrays_of(p, shape, np.float16), "mean", root=number % p)
 
 
 def large_arrays(backend: fc.Backend, elements: int) -> None:
