@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
-import digits_logistic
-import layers_fully_shard
-import mlp_autograd
-import mlp_jax
 import pytest
 from support.spmd import run
 
-EXAMPLES = [digits_logistic, layers_fully_shard, mlp_autograd, mlp_jax]
-each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda module: module.__name__)
+
+@pytest.fixture(params=["digits_logistic", "layers_fully_shard", "mlp_autograd", "mlp_jax"])
+def example(request: pytest.FixtureRequest) -> Any:
+    """Imported here, since scikit-learn takes a second, and every process collects all tests."""
+    return importlib.import_module(request.param)
 
 
-@each
 def test_one_line_runs_it_on_four_ranks(example, capsys, monkeypatch):
     monkeypatch.delenv("FSDPCORE_TRANSPORT", raising=False)
     runpy.run_path(example.__file__, run_name="__main__")
@@ -27,7 +27,6 @@ def test_one_line_runs_it_on_four_ranks(example, capsys, monkeypatch):
     assert float(found[1]) > 85  # guessing: 10
 
 
-@each
 def test_the_result_does_not_depend_on_the_number_of_ranks(example):
     (alone,) = run(example.main, transport="sim", world_size=1, args=(40,), blas_threads=1)
     assert alone > 0.7
@@ -38,6 +37,5 @@ def test_the_result_does_not_depend_on_the_number_of_ranks(example):
         )  # rounding may decide about one that is close
 
 
-@each
 def test_it_fits_on_a_screen(example):
     assert len(Path(example.__file__).read_text().splitlines()) <= 75
