@@ -40,16 +40,17 @@ _shares = pytest.StashKey[dict[str, float]]()  # seconds, by test
 _BUDGET = {"conformance": 200, "faults": 200, "properties": 110, "unit": 350}
 
 _interrupts = pytest.StashKey[Any]()
-_bytecode = pytest.StashKey[str]()
+_before = pytest.StashKey["dict[str, str | None]"]()
 _IMPORTED = (
     "fsdpcore.commands.main, fsdpcore.transports.zmq.backend, fsdpcore.transports.mpi.backend"
 )
-_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+_NO_BYTECODE, _PREFIX = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 # What Python and JAX have compiled, for all processes of this run and for the next ones.
 _CACHE = Path(__file__).parents[1] / ".cache"
 _ENVIRON = {
-    # Idle threads of OpenBLAS sleep at once. They would spin for a while wherever numpy is
-    # imported, a quarter of what an interpreter's start costs, and after each matrix product.
+    # In the processes that this one starts, idle threads of OpenBLAS sleep at once. They would spin
+    # for a while wherever numpy is imported, a quarter of what an interpreter's start costs, and
+    # after each matrix product.
     "OPENBLAS_THREAD_TIMEOUT": "4",
     "JAX_COMPILATION_CACHE_DIR": str(_CACHE / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -66,14 +67,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell has what it starts in the background ignore Ctrl-C, and so would all processes that
     # the tests start. They are about what happens where nobody has said so.
     config.stash[_interrupts] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.stash[_before] = {
+        name: os.environ.get(name) for name in (*_ENVIRON, _NO_BYTECODE, _PREFIX)
+    }
     for name, value in _ENVIRON.items():
         os.environ.setdefault(name, value)
     if os.environ.get(_NO_BYTECODE):
         # Hundreds of interpreters are started. Where they may not leave compiled modules beside
         # the sources, each would compile the package again, which takes as long as all the rest
         # of its start: they keep them elsewhere, as this one does, for the next runs, too.
-        config.stash[_bytecode] = os.environ.pop(_NO_BYTECODE)
-        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(_CACHE / "bytecode")
+        del os.environ[_NO_BYTECODE]
+        sys.pycache_prefix = os.environ.setdefault(_PREFIX, str(_CACHE / "bytecode"))
         sys.dont_write_bytecode = False
         # Ranks that this process launches read there only, so somebody has to write before.
         subprocess.run([sys.executable, "-c", f"import {_IMPORTED}"], check=False)
@@ -96,10 +100,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, config.stash[_interrupts])
-    if _bytecode in config.stash:
-        os.environ[_NO_BYTECODE] = config.stash[_bytecode]
-        del os.environ["PYTHONPYCACHEPREFIX"]
-        sys.pycache_prefix, sys.dont_write_bytecode = None, True
+    before = config.stash[_before]
+    if before[_NO_BYTECODE]:
+        sys.pycache_prefix, sys.dont_write_bytecode = before[_PREFIX], True
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _with_campaigns(config: pytest.Config) -> bool:

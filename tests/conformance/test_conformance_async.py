@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.bodies import bounded
-from support.cases import bodies, jobs
+from support.cases import NOT_MPI, bodies, jobs
 from support.spmd import TRANSPORTS, run
 
 pytestmark = pytest.mark.side_by_side("transport")
@@ -23,7 +23,7 @@ def test_under_way(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
-@jobs(3, on=["sim", "zmq"])
+@jobs(3, on=NOT_MPI)
 def test_more_than_fit(transport: str, world_size: int) -> None:
     run(bounded.more_than_fit, transport=transport, world_size=world_size)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fsdpcore.transports.simulated.backend import SimBackend
 from support.bodies import coalescing
-from support.cases import bodies, jobs
+from support.cases import NOT_MPI, bodies, jobs
 from support.spmd import run, run_on
 
 import fsdpcore as fc
@@ -19,7 +19,7 @@ from fsdpcore.core.work import Pending
 pytestmark = pytest.mark.side_by_side("transport")
 
 
-@jobs(on=["sim", "zmq"])
+@jobs(on=NOT_MPI)
 @bodies(coalescing.as_single_calls, coalescing.every_dtype_and_op)
 def test_values(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.bodies import layouts, movement, overview, reductions
-from support.cases import LARGE, bodies, jobs
+from support.cases import COSTLY, LARGE, MANY_ELEMENTS, bodies, jobs
 from support.spmd import TRANSPORTS, run
 
 pytestmark = pytest.mark.side_by_side("transport")
@@ -83,7 +83,7 @@ def test_every_dtype_and_op(transport: str, world_size: int) -> None:
 @jobs(2, 3, 4, 7, 8, of_processes=[3])
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays(body: Any, transport: str, world_size: int) -> None:
-    elements = 40_000 if world_size in LARGE else 265_000
+    elements = 40_000 if world_size in LARGE else MANY_ELEMENTS
     run(body, transport=transport, world_size=world_size, args=(elements,))
 
 
@@ -97,7 +97,7 @@ def test_short_messages_the_long_way(body: Any, transport: str, world_size: int)
 @jobs(1, 2, 4, 7, 8, every_size=True)
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays_on_other_numbers_of_ranks(body: Any, transport: str, world_size: int) -> None:
-    elements = 40_000 if world_size in LARGE else 265_000
+    elements = 40_000 if world_size in LARGE else MANY_ELEMENTS
     run(body, transport=transport, world_size=world_size, args=(elements,))
 
 
@@ -117,7 +117,7 @@ def test_many_segments(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size, args=(20_000,), **tight)
 
 
-@pytest.mark.parametrize("transport", [name for name, t in TRANSPORTS.items() if t.costly])
+@pytest.mark.parametrize("transport", COSTLY)
 def test_many_processes(transport: str) -> None:
     large = TRANSPORTS[transport].large
     run(overview.some_of_everything, transport=transport, world_size=large)
@@ -129,6 +129,6 @@ def test_one_process() -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("world_size", LARGE)
-@pytest.mark.parametrize("transport", [name for name, t in TRANSPORTS.items() if t.costly])
+@pytest.mark.parametrize("transport", COSTLY)
 def test_other_numbers_of_processes(transport: str, world_size: int) -> None:
     run(overview.some_of_everything, transport=transport, world_size=world_size)

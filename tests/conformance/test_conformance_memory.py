@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 from support.bodies import memory, memory_failures, soak
-from support.cases import bodies, jobs
+from support.cases import COSTLY, bodies, jobs
 from support.spmd import TRANSPORTS, run
-
-COSTLY = [name for name, transport in TRANSPORTS.items() if transport.costly]
 
 
 @jobs(1, 2, 4)

@@ -6,8 +6,8 @@ import os
 import threading
 
 import pytest
-from support.cases import jobs
-from support.spmd import TRANSPORTS, RanksFailed, meet, run
+from support.cases import COSTLY, jobs
+from support.spmd import RanksFailed, meet, run
 
 import fsdpcore as fc
 
@@ -88,7 +88,7 @@ def test_deadline_shows_where_every_rank_is(transport: str, world_size: int) -> 
 
 
 @pytest.mark.side_by_side(5)
-@pytest.mark.parametrize("transport", [name for name, t in TRANSPORTS.items() if t.costly])
+@pytest.mark.parametrize("transport", COSTLY)
 def test_death_of_a_process(transport: str) -> None:
     with pytest.raises(RanksFailed, match="rank 1: its process has died"):
         run(_vanish, transport=transport, world_size=2)

@@ -51,6 +51,7 @@ def assert_refused(disk, what):
 NAMES = ["COMMIT", "metadata.json", "rank_0.safetensors", "rank_1.safetensors"]
 
 
+# One file of arrays is enough: both are read alike.
 @pytest.mark.parametrize("name", [name for name in NAMES if "rank_0" not in name])
 def test_every_bit_counts(disk, name):
     assert sorted(files_of(disk)) == NAMES

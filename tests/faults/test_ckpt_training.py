@@ -15,9 +15,6 @@ from typer.testing import CliRunner
 
 import fsdpcore as fc
 
-# They wait for processes.
-pytestmark = pytest.mark.side_by_side(3)
-
 # The losses of every step, to the last bit, and at the end a checkpoint.
 SCRIPT = """
 import sys
@@ -78,6 +75,7 @@ def runs(script, tmp_path_factory):
     return lambda name: Runs(path, tmp_path_factory.mktemp(name))
 
 
+@pytest.mark.side_by_side(2)
 def test_training_goes_on_with_other_ranks_transports_and_strategies(runs):
     stops, whole = runs("stops"), runs("whole")
     stops.go_on(5, "full_shard", "sim", 4)
@@ -100,6 +98,7 @@ def test_training_goes_on_with_other_ranks_transports_and_strategies(runs):
     assert (latest.step, latest.skipped) == (15, ())
 
 
+@pytest.mark.side_by_side(2)
 def test_training_goes_on_bit_for_bit_in_the_same_layout(runs):
     stops, whole = runs("stops"), runs("whole")
     stops.go_on(5, "no_shard", "zmq", 3)

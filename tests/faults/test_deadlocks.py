@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.bodies.point_to_point import check_words, expect
-from support.cases import bodies, jobs
-from support.spmd import TRANSPORTS, meet, run
+from support.cases import NOT_MPI, bodies, jobs
+from support.spmd import meet, run
 
 import fsdpcore as fc
 from fsdpcore.diagnostics.status import Status
@@ -18,9 +18,6 @@ from fsdpcore.diagnostics.status import Status
 pytestmark = pytest.mark.side_by_side(16)
 # Time for every rank to begin a call after a meeting, with all cores busy.
 PATIENCE = 2.0
-# A transport only carries the questions and the answers, and MPI's processes start slowly: there
-# the reports that differ in nothing else are a campaign.
-NOT_MPI = [name for name in TRANSPORTS if name != "mpi"]
 ONES = np.ones(3)
 
 

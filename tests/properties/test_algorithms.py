@@ -13,6 +13,7 @@ from support.arrays import array_of, arrays_of, check_same
 from support.bodies import movement, reductions
 from support.bodies.movement import ALGORITHMS, check_movements
 from support.bodies.reductions import CANONICAL, check_reductions
+from support.cases import MANY_ELEMENTS
 from support.spmd import run
 
 import fsdpcore as fc
@@ -177,7 +178,7 @@ def test_chunks_of_many_jobs() -> None:
 def test_large_arrays_on_hosts(body: Any, size: int, hosts: int) -> None:
     """More than one block of the reductions for every rank's chunk."""
     options = {"hosts": hosts, "eager_bytes": 0, "op_timeout": LATER}
-    run(body, transport="sim", world_size=size, args=(265_000,), **options)
+    run(body, transport="sim", world_size=size, args=(MANY_ELEMENTS,), **options)
 
 
 def test_the_lists_above_are_complete() -> None:

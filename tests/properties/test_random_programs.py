@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 from support import oracle, program_maker, sabotage, spmd
 from support.bodies.random_programs import carry_out
-from support.cases import jobs
+from support.cases import COSTLY, jobs
 from support.program_steps import Batch, Call, Many, Split, Step, Sub
 from support.spmd import TRANSPORTS
 
@@ -52,7 +52,7 @@ def test_programs(size: int) -> None:
         _run("sim", size, range(first, first + 15), 60)
 
 
-@jobs(2, 3, 4, on=[name for name, t in TRANSPORTS.items() if t.costly])
+@jobs(2, 3, 4, on=COSTLY)
 def test_programs_of_processes(transport: str, world_size: int) -> None:
     for first in range(1000 * world_size + 100, 1000 * world_size + 120, 10):
         _run(transport, world_size, range(first, first + 10), 60)

@@ -10,6 +10,12 @@ from support.spmd import TRANSPORTS
 
 WORLD_SIZES = (1, 2, 3, 4, 7, 8)
 LARGE = (7, 8)
+# Elements: more than eight blocks of a reduction, and float32 of more than 1 MiB.
+MANY_ELEMENTS = 265_000
+# The transports whose ranks are processes; and those that take what is the same on all of them,
+# without the one whose processes start slowly and wait awake.
+COSTLY = [name for name, transport in TRANSPORTS.items() if transport.costly]
+NOT_MPI = [name for name in TRANSPORTS if name != "mpi"]
 
 
 def jobs(

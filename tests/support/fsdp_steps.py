@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -41,17 +41,22 @@ def in_turn(
     return pytest.mark.parametrize((name, "strategy", "window"), cases)
 
 
-def in_turns(test: Callable[..., None]) -> Callable[..., None]:
-    """Each strategy, in a window and apart in turn.
+def strategies_in_turn(
+    first: int,
+    strategies: Mapping[str, Any] = STRATEGIES,
+    values: Sequence[Any] = (True, False),
+    name: str = "window",
+) -> pytest.MarkDecorator:
+    """Each strategy, in a window and apart in turn, or with other ``values`` of another ``name``.
 
-    Which of the two is first differs from test to test, so that half of them run any given pair.
+    ``first`` is the place of the value that the first strategy has. The tests of a file take
+    different ones, so that together they run all pairs.
     """
-    first = sum(map(ord, test.__name__))
     cases = [
-        pytest.param(strategy, (first + j) % 2 == 0, id=known)
-        for j, (known, strategy) in enumerate(STRATEGIES.items())
+        pytest.param(strategy, values[(first + j) % len(values)], id=known)
+        for j, (known, strategy) in enumerate(strategies.items())
     ]
-    return pytest.mark.parametrize(("strategy", "window"), cases)(test)
+    return pytest.mark.parametrize(("strategy", name), cases)
 
 
 # Called in a backward pass, with the unit, its parameters and the gradients to be written.

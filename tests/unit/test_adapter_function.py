@@ -8,10 +8,10 @@ from numpy.testing import assert_allclose
 from support import mlp
 from support.fsdp_steps import (
     WORLD,
-    in_turns,
     is_clean,
     launch,
     state_bytes,
+    strategies_in_turn,
     values_of,
 )
 from support.spmd import run
@@ -63,7 +63,7 @@ def test_it_trains_as_numpy_does_unsharded(world_size, dtype):
     assert_as_unsharded(results, dtype)
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_so_it_does_with_every_strategy(strategy, window):
     args = {"strategy": strategy, "window": window}, np.float32, FEW
     assert_as_unsharded(run(train, transport="sim", world_size=WORLD, args=args), steps=FEW)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.fsdp_models import named
+from support.fsdp_steps import strategies_in_turn
 from support.spmd import RanksFailed, run_on
 from support.windows import WithoutWindow, WithWindow
 
@@ -30,9 +31,7 @@ STRATEGIES = [
     fc.Strategy("shard_optimizer"),
 ]
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=named)
-each_strategy_in_turn = pytest.mark.parametrize(
-    ("strategy", "kind"), [(s, KINDS[i % 2]) for i, s in enumerate(STRATEGIES)]
-)
+NAMED = {named(strategy): strategy for strategy in STRATEGIES}
 
 
 def run(body, world_size=4, kind=WithoutWindow, **options):
@@ -280,7 +279,7 @@ def test_frozen_parameters_cost_no_gradients_and_no_optimizer_state(strategy):
         assert not changed
 
 
-@each_strategy_in_turn
+@strategies_in_turn(0, NAMED, KINDS, "kind")
 def test_an_optimizer_that_was_made_before_the_engine_trains_it(kind, strategy):
     """accelerate#3256: it keeps the arrays of before, and training silently stalls."""
     optimizer = fc.optim.SGD(lr=0.1)
@@ -306,7 +305,7 @@ def test_an_optimizer_that_was_made_before_the_engine_trains_it(kind, strategy):
 # 6. Tied, uneven and empty.
 
 
-@each_strategy_in_turn
+@strategies_in_turn(1, NAMED, KINDS, "kind")
 def test_tied_and_uneven_every_rank_updates(kind, strategy):
     """#176076: the last rank never updates. accelerate#4171: ties across units come apart."""
 
@@ -332,7 +331,7 @@ def test_tied_and_uneven_every_rank_updates(kind, strategy):
         assert_array_equal(owner, tied)
 
 
-@each_strategy_in_turn
+@strategies_in_turn(0, NAMED, KINDS, "kind")
 def test_ranks_without_an_element_take_part_like_others(kind, strategy):
     """#137342: empty shards."""
 
@@ -502,7 +501,7 @@ def test_buffers_keep_their_dtype_whatever_parameters_are_computed_in(strategy):
     assert run(body) == [True] * 4
 
 
-@each_strategy_in_turn
+@strategies_in_turn(1, NAMED, KINDS, "kind")
 def test_bfloat16_has_a_float32_master_so_that_small_updates_add_up(kind, strategy):
     """Loaded without one, updates below 1/256 of a parameter vanish, and the loss sticks."""
 

@@ -11,12 +11,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 from support.fsdp_steps import (
     WORLD,
     by_strategy,
-    in_turns,
     is_clean,
     launch,
     nothing,
     one_pass,
     state_bytes,
+    strategies_in_turn,
     train,
     values_of,
 )
@@ -257,7 +257,7 @@ def test_a_constant_scale_stays_as_it_is_and_inf_is_skipped():
     assert launch(body, 2) == [2, 2]
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_without_scaling_inf_and_nan_are_errors_that_name_the_ranks(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window)

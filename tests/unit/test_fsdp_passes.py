@@ -11,10 +11,10 @@ import pytest
 from numpy.testing import assert_array_equal
 from support.fsdp_steps import (
     STRATEGIES,
-    in_turns,
     is_clean,
     launch,
     one_pass,
+    strategies_in_turn,
     train,
     values_of,
 )
@@ -78,7 +78,7 @@ class Gathers:
 # Several forward passes.
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_forwards_a_b_a_and_backwards_a_b_a_add_up(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window)
@@ -226,7 +226,7 @@ def test_a_recomputation_needs_no_backward_but_allows_none_either():
     launch(body, 2)
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_prefetch_and_recomputation_of_segments_get_along(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window, prefetch=2)
@@ -252,7 +252,7 @@ def test_prefetch_and_recomputation_of_segments_get_along(strategy, window):
 # Evaluation.
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_an_evaluation_has_no_gradients_and_frees_what_it_gathers(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window, prefetch=0)
@@ -363,7 +363,7 @@ FAILURES = [
 ]
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_an_error_in_a_step_leaves_nothing_behind_and_the_engine_goes_on(strategy, window):
     def body(backend):
         prefetch = fc.Prefetch(2, reductions=1)
@@ -382,7 +382,7 @@ def test_an_error_in_a_step_leaves_nothing_behind_and_the_engine_goes_on(strateg
     launch(body)
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_an_error_that_is_caught_inside_the_step_may_be_tried_again(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window)

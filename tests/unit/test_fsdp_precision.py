@@ -14,10 +14,10 @@ from support.fsdp_steps import (
     STRATEGIES,
     WORLD,
     by_strategy,
-    in_turns,
     is_clean,
     launch,
     one_pass,
+    strategies_in_turn,
     train,
     values_of,
 )
@@ -72,7 +72,7 @@ def write_all(unit, values):
             shard[piece.shard_start : piece.shard_stop] = flat[piece.param_start : piece.param_stop]
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_what_is_gathered_is_the_rounded_master(strategy, window):
     def body(backend):
         for dtype, master in itertools.product(HALVES, (FLOAT32, FLOAT64)):
@@ -288,7 +288,7 @@ def test_overflow_is_found_by_the_update_and_warns_nobody(reduce, passes):
     assert launch(body, 3) == [(True, 0)] * 3
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_held_memory_counts_every_array_at_its_dtype(strategy, window):
     sizes = (10, 5)  # of the trained parameters, and of the frozen ones: no multiple of anything
 

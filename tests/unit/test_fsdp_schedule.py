@@ -10,10 +10,10 @@ from numpy.testing import assert_array_equal
 from support.fsdp_steps import (
     STRATEGIES,
     cause_of,
-    in_turns,
     is_clean,
     launch,
     one_pass,
+    strategies_in_turn,
     train,
     values_of,
 )
@@ -160,7 +160,7 @@ def test_a_step_without_an_update_is_no_example():
         assert seen["forward"] == [{1}, {2}, {3}, {4}, set()]
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_wrong_guesses_do_no_harm(strategy, window):
     orders = [list(range(5))]
     chance = random.Random(3)

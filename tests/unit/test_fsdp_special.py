@@ -8,11 +8,11 @@ import pytest
 from numpy.testing import assert_array_equal
 from support.fsdp_steps import (
     WORLD,
-    in_turns,
     is_clean,
     launch,
     nothing,
     one_pass,
+    strategies_in_turn,
     train,
     values_of,
 )
@@ -62,7 +62,7 @@ def adapted(rank=2):
 ADAPTER = 7 * 2 + 2 * 5
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_frozen_parameters_are_gathered_but_never_change(strategy, window):
     def body(backend):
         before = {unit.name: dict(unit.initial) for unit in adapted()}
@@ -137,7 +137,7 @@ def test_full_gradients_of_frozen_parameters_are_never_allocated():
     launch(body)
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_frozen_parameters_may_have_any_dtype(strategy, window):
     def body(backend):
         rng = np.random.default_rng(0)
@@ -189,7 +189,7 @@ def test_frozen_parameters_of_the_trained_dtype_are_computed_in_that_of_the_trai
     launch(body, 2)
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_ignored_arrays_are_left_as_they_are(strategy, window):
     table = np.arange(12.0)[::2]  # of its own dtype, and not contiguous
     steps = np.array(3, np.int32)
@@ -229,7 +229,7 @@ def test_ignored_arrays_are_left_as_they_are(strategy, window):
     launch(body)
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_an_engine_of_nothing_but_frozen_units_can_take_steps(strategy, window):
     def body(backend):
         units = [unit for unit in adapted() if unit.name != "adapted"]
@@ -251,7 +251,7 @@ def test_an_engine_of_nothing_but_frozen_units_can_take_steps(strategy, window):
     launch(body)
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_units_that_a_step_does_not_use_have_gradients_of_zero(strategy, window):
     def body(backend, *, explicit):
         units = [fc.Unit(f"u{i}", {"w": weights(i), "b": weights(i, (2,))}) for i in range(3)]

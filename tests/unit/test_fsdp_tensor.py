@@ -353,7 +353,7 @@ def test_an_optimizer_of_whole_parameters_only_gets_no_boxes():
 
 @pytest.mark.parametrize(
     ("optimizer", "window", "dtype"),
-    [  # any two of them
+    [  # every two values meet once
         (fc.optim.AdamW(lr=0.05), True, np.float32),
         (fc.optim.AdamW(lr=0.05), False, np.float64),
         (fc.optim.Adafactor(), True, np.float64),

@@ -12,10 +12,10 @@ from support.fsdp_steps import (
     WORLD,
     cause_of,
     in_turn,
-    in_turns,
     is_clean,
     launch,
     one_pass,
+    strategies_in_turn,
     train,
     values_of,
 )
@@ -186,7 +186,7 @@ def test_an_owner_without_a_backward_pass_of_its_own_is_updated(model, strategy,
     launch(body)
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_both_uses_see_the_same_values_in_every_pass(strategy, window):
     def body(backend):
         engine = engine_of(backend, owner_first(), strategy=strategy, window=window)

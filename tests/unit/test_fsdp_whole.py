@@ -14,11 +14,11 @@ from support.fsdp_steps import (
     by_strategy,
     cause_of,
     in_turn,
-    in_turns,
     is_clean,
     launch,
     one_pass,
     state_bytes,
+    strategies_in_turn,
     train,
     values_of,
 )
@@ -46,7 +46,7 @@ def gradient(unit, backend):
 # What it does.
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_it_is_the_same_as_a_pass_unit_by_unit(strategy, window):
     def body(backend):
         results = []
@@ -82,7 +82,7 @@ def test_it_is_the_same_as_a_pass_unit_by_unit(strategy, window):
         assert whole == units
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_gradients_of_several_passes_add_up_in_any_way(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window)
@@ -161,7 +161,7 @@ def mixed_units():
     ]  # fmt: skip
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_tied_frozen_and_ignored_parameters_are_there(strategy, window):
     def body(backend):
         engine = fc.FSDP(
@@ -505,7 +505,7 @@ def test_they_are_never_removed():
     assert isinstance(cause, fc.StateError)  # no update
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_an_exception_leaves_the_step_as_it_was(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window)
@@ -557,7 +557,7 @@ def test_parameters_are_not_written_while_they_are_in_use():
 # What stays from the forward to the backward pass.
 
 
-@in_turns
+@strategies_in_turn(0)
 def test_parameters_stay_where_they_are_or_are_said_not_to(strategy, window):
     def body(backend):
         engine = engine_of(backend, strategy=strategy, window=window)

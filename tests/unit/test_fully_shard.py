@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support import plain_layers
-from support.fsdp_steps import STRATEGIES, by_strategy, in_turns, is_clean, launch
+from support.fsdp_steps import STRATEGIES, by_strategy, is_clean, launch, strategies_in_turn
 
 import fsdpcore as fc
 
@@ -68,7 +68,7 @@ def test_training_is_that_of_the_plain_loop_on_any_number_of_ranks(world_size):
     assert_as_plain(launch(train, world_size))
 
 
-@in_turns
+@strategies_in_turn(1)
 def test_training_is_that_of_the_plain_loop_with_every_strategy(strategy, window):
     options = {"strategy": strategy, "window": window, "prefetch": 2}
     assert_as_plain(launch(lambda backend: train(backend, FEW, **options)), FEW)

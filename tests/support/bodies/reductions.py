@@ -59,8 +59,8 @@ def every_shape(backend: fc.Backend) -> None:
     shapes += [(2, 3, 5), (37,)]
     for number, shape in enumerate(shapes):
         check_reductions(backend, arrays_of(p, shape), "sum", root=(number + 1) % p)
-        if number % 2:
-            check_reductions(backend, arrays_of(p, shape, np.float16), "mean", root=number % p)
+    for number, shape in enumerate([(), (p - 1,), (p + 1, 2), (0, 3), (2, 3, 5), (37,)]):
+        check_reductions(backend, arrays_of(p, shape, np.float16), "mean", root=number % p)
 
 
 def large_arrays(backend: fc.Backend, elements: int) -> None:

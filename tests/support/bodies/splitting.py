@@ -112,6 +112,7 @@ def mismatched_split(backend: fc.Backend) -> None:
 
 
 def _grids(p: int) -> list[tuple[int, ...]]:
+    # Of three axes, one order of the extents: that of two axes comes in both.
     return [
         shape
         for count in (1, 2, 3)
