@@ -49,8 +49,8 @@ def strategies_in_turn(
 ) -> pytest.MarkDecorator:
     """Each strategy, in a window and apart in turn, or with other ``values`` of another ``name``.
 
-    ``first`` is the place of the value that the first strategy has. The tests of a file take
-    different ones, so that together they run all pairs.
+    ``first`` is the place of the value that the first strategy has. One test and the next take
+    different ones, so that half of the tests run any given pair.
     """
     cases = [
         pytest.param(strategy, values[(first + j) % len(values)], id=known)

@@ -363,8 +363,8 @@ def test_elements_that_were_not_saved(tmp_path):
 
 
 def test_memory_is_bounded(tmp_path):
-    """56 MB by way of less: in column shards, cast, and to two shards."""
-    given = bits(7, (3500, 4000), np.dtype(np.float32))
+    """80 MB by way of far less: in column shards, cast, and to two shards."""
+    given = bits(7, (5000, 4000), np.dtype(np.float32))
 
     def main(backend):
         low, high = (2000 * backend.rank, 2000 * backend.rank + 2000)
