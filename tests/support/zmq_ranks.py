@@ -141,7 +141,8 @@ class RankProcess:
         found = self.hear()
         assert isinstance(found, Outcome), found
         self._process.join(PATIENCE)
-        assert self._process.exitcode == 0
+        code = self._process.exitcode
+        assert code == 0, f"exit code {code}"
         return found
 
     def say(self, message: Any) -> None:
