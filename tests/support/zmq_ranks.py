@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from fsdpcore.transports.zmq.backend import ZmqBackend
@@ -118,6 +118,10 @@ def run_joined(
 # Ranks that are processes. They are forked from a process that has imported the package and done
 # nothing else: to start an interpreter for each would take longer than most tests.
 
+# An exit code can be read once. Whoever starts a process reads those of all others, so threads that
+# start and await processes side by side take it from each other, and then find 255.
+_EXIT_CODES = threading.Lock()
+
 
 class RankProcess:
     """A rank that is a process, and the test's connection to its body."""
@@ -140,10 +144,14 @@ class RankProcess:
         """Wait for the end of the body and of the process."""
         found = self.hear()
         assert isinstance(found, Outcome), found
-        self._process.join(PATIENCE)
-        code = self._process.exitcode
+        code = self._exit_code(PATIENCE)
         assert code == 0, f"exit code {code}"
         return found
+
+    def _exit_code(self, seconds: float | None) -> int | None:
+        wait([self._process.sentinel], seconds)
+        with _EXIT_CODES:
+            return self._process.exitcode
 
     def say(self, message: Any) -> None:
         """Send something for the body to receive."""
@@ -157,7 +165,7 @@ class RankProcess:
         """Make sure that the process is gone."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()  # works on stopped ones, too
-        self._process.join()
+        self._exit_code(None)
         self._process.close()
         self._pipe.close()
 
@@ -201,7 +209,8 @@ def processes(body: Body, world_size: int, **options: Any) -> Iterator[list[Rank
                 process = context.Process(
                     target=_main, args=(body, here, passed, theirs, options), daemon=True
                 )
-                process.start()
+                with _EXIT_CODES:
+                    process.start()
                 theirs.close()
                 ranks.append(RankProcess(process, ours))
         yield ranks
