@@ -14,13 +14,17 @@ class RankPlace:
 
     Attributes:
         rank, world_size: in the whole job.
-        local_rank, local_world_size: among the ranks of this host.
+        local_rank, local_world_size: among the ranks of this host; as if all ranks were on one
+            host, where ``local_known`` is not set.
         launcher: who started the process, in words.
         rendezvous: ``host:port`` where the ranks meet, if the launcher says.
         listener_fd: file descriptor of the listening socket at that address, for rank 0, if the
             launcher opened it (so that no other process can take the port in between).
-        token: a secret of this job, without which nobody is let in.
+        token: a secret of this job, without which nobody is let in; empty for none.
         mpi: the launcher is an MPI's.
+        job: the job's id, as its launcher names it, the same on all ranks and another one for
+            each job; empty where nothing names it.
+        local_known: the launcher says which ranks share a host.
     """
 
     rank: int
@@ -32,3 +36,5 @@ class RankPlace:
     listener_fd: int | None = None
     token: str = ""
     mpi: bool = False
+    job: str = ""
+    local_known: bool = True

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.launch import secret
 
 
 class _Launcher(NamedTuple):
@@ -32,16 +33,21 @@ _OURS = _Launcher(
     ("FSDPCORE_LOCAL_RANK",),
     ("FSDPCORE_LOCAL_WORLD_SIZE",),
 )
+# Set by a torchrun that really runs, to the name of its run.
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _TORCH = _Launcher(
     "torchrun", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ("MASTER_ADDR",)
 )
+
+# A batch script has SLURM_PROCID too, but is no rank: only srun sets the step's task count.
+_SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",))
 
 # Launchers nest, and the innermost started the rank: torchrun runs under mpirun or srun, and
 # mpirun inside a Slurm allocation. A torchrun that really runs names its run; without that name
 # its variables may be left over from somewhere, and count only where no MPI set others.
 _LAUNCHERS = (
     _OURS,
-    _TORCH._replace(also=("MASTER_ADDR", "TORCHELASTIC_RUN_ID")),
+    _TORCH._replace(also=("MASTER_ADDR", _TORCHRUN)),
     _Launcher(
         "mpirun (Open MPI)",
         "OMPI_COMM_WORLD_RANK",
@@ -59,12 +65,13 @@ _LAUNCHERS = (
         mpi=True,
     ),
     _TORCH,
-    # A batch script has SLURM_PROCID too, but is no rank: only srun sets the step's task count.
-    _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",)),
+    _SRUN,
+    # By hand, with an address in the transport's URL.
+    _TORCH._replace(name="whoever set RANK and WORLD_SIZE", also=()),
 )
 
-# Set by ``fsdpcore run``. Who starts ranks in other ways may set FSDPCORE_RENDEZVOUS and
-# FSDPCORE_TOKEN by hand.
+# Set by ``fsdpcore run``. Who starts ranks in other ways may set them by hand, but for the
+# descriptors; FSDPCORE_RANK, FSDPCORE_WORLD_SIZE and FSDPCORE_RENDEZVOUS suffice on one host.
 LAUNCH_VARIABLES = (
     "FSDPCORE_RANK",
     "FSDPCORE_LOCAL_RANK",
@@ -74,7 +81,25 @@ LAUNCH_VARIABLES = (
     "FSDPCORE_RENDEZVOUS_FD",
     "FSDPCORE_REPORT_FD",
     "FSDPCORE_REPORT_FIFO",
-    "FSDPCORE_TOKEN",
+    secret.TOKEN,
+    secret.TOKEN_FILE,
+    secret.JOB,
+)
+
+# What says of a process that it is one of several, where no launcher of the table above says which:
+# a variable, the one that says "1" in a job of one, and what to do.
+_SIGNS = (
+    ("FSDPCORE_RENDEZVOUS", "FSDPCORE_WORLD_SIZE", "set FSDPCORE_RANK and FSDPCORE_WORLD_SIZE too"),
+    ("RANK", "WORLD_SIZE", "set WORLD_SIZE too"),
+    ("WORLD_SIZE", "WORLD_SIZE", "set RANK too"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "start it with mpirun"),
+    ("PMI_RANK", "PMI_SIZE", "start it with mpiexec"),
+    ("SLURM_NTASKS", "SLURM_NTASKS", "start it with srun"),
+    (
+        "JOB_COMPLETION_INDEX",
+        "FSDPCORE_WORLD_SIZE",
+        "start it with 'fsdpcore run --nnodes N --node-rank $JOB_COMPLETION_INDEX ...'",
+    ),
 )
 
 
@@ -101,6 +126,17 @@ def detect(environ: Mapping[str, str]) -> RankPlace | None:
     return None
 
 
+def unused(environ: Mapping[str, str]) -> str:
+    """What to tell the user of a job of one rank whose variables speak of more; or empty."""
+    for name, size, advice in _SIGNS:
+        if environ.get(name) and environ.get(size) != "1":
+            return (
+                f"this is a job of a single rank, though {name}={environ[name]} is set: if it is "
+                f"to be one rank of several, {advice}; if not, unset {name}"
+            )
+    return ""
+
+
 def launched_threads(environ: Mapping[str, str]) -> int:
     """The number of ranks that ``fsdpcore run`` wants as threads of this process, or 0.
 
@@ -124,7 +160,10 @@ def _place(environ: Mapping[str, str], launcher: _Launcher) -> RankPlace:
         )
     local_size = _first(environ, launcher.local_world_size)
     if local_size is None:
-        local_size = _slurm_tasks_here(environ, size) or size
+        local_size = _slurm_tasks_here(environ, size)
+    local_known = local_size is not None
+    if local_size is None:
+        local_size = size
     local_rank = _first(environ, launcher.local_rank)
     if local_rank is None:
         local_rank = rank % max(local_size, 1)  # hosts are filled one after the other
@@ -142,10 +181,14 @@ def _place(environ: Mapping[str, str], launcher: _Launcher) -> RankPlace:
         local_rank,
         local_size,
         launcher.name,
-        environ.get("FSDPCORE_RENDEZVOUS") or _master_address(environ),
+        environ.get("FSDPCORE_RENDEZVOUS")
+        or _master_address(environ)
+        or (_slurm_address(environ) if launcher is _SRUN else None),
         None if fd < 0 else fd,
-        environ.get("FSDPCORE_TOKEN", ""),
+        secret.token(environ),
         launcher.mpi,
+        secret.job_id(environ),
+        local_known,
     )
 
 
@@ -170,17 +213,50 @@ def _slurm_tasks_here(environ: Mapping[str, str], size: int) -> int | None:
 
 
 def _master_address(environ: Mapping[str, str]) -> str | None:
-    """The address that PyTorch's convention names, one port higher.
+    """The address that PyTorch's convention names; under torchrun one port higher.
 
-    The port itself may be held by the launcher's own store.
+    There the port itself is held by torchrun's own store.
     """
     if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT"):
         return None
-    host, port = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT") + 1
+    torchrun = _TORCHRUN in environ
+    host, port = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT") + torchrun
     if not 0 < port < 65536:
         raise ConfigError(
-            f"MASTER_PORT={port - 1} leaves no port for the ranks to meet: they use the next one"
+            f"MASTER_PORT={environ['MASTER_PORT']} leaves no port for the ranks to meet"
+            + (": under torchrun they use the next one" if torchrun else "")
         )
+    return _joined(host, port)
+
+
+def meeting_hint(place: RankPlace, environ: Mapping[str, str]) -> str:
+    """How the ranks came to meet where they do, for errors; empty where a user has said so."""
+    if place.rendezvous is None or environ.get("FSDPCORE_RENDEZVOUS"):
+        return ""
+    if _TORCHRUN in environ and place.rendezvous == _master_address(environ):
+        return "under torchrun the ranks meet at the port after MASTER_PORT, which it holds itself"
+    if place.rendezvous == _slurm_address(environ):
+        return (
+            "under srun the ranks meet on the step's first node, at a port made from the job's id; "
+            "name another address with FSDPCORE_TRANSPORT=zmq://HOST:PORT"
+        )
+    return ""
+
+
+def _slurm_address(environ: Mapping[str, str]) -> str | None:
+    """The first node of a Slurm step, where its rank 0 is, and a port of the step's own.
+
+    The port is below those that systems give out by themselves.
+    """
+    # node[01-04,07],gpu3: a name, or the front of one and the first of its numbers.
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", environ.get("SLURM_STEP_NODELIST", ""))
+    job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if match is None or not job.isdecimal() or not step.isdecimal():
+        return None
+    return _joined(match[1] + (match[2] or ""), 10_000 + (int(job) * 31 + int(step)) % 20_000)
+
+
+def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

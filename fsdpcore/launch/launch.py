@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from fsdpcore.comm.place import NO_LAUNCHER, RankPlace
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.launch.blas import blas_limit, limit_for_good
 from fsdpcore.launch.config import PREFIX, Config, resolve
-from fsdpcore.launch.environment import LAUNCH_VARIABLES, detect, launched_threads
+from fsdpcore.launch.environment import LAUNCH_VARIABLES, detect, launched_threads, unused
 from fsdpcore.launch.external import (
     default_transport,
     needs_launcher,
@@ -22,11 +23,14 @@ from fsdpcore.launch.external import (
     place_without_launcher,
 )
 from fsdpcore.launch.failure_report import report
+from fsdpcore.launch.hosts import is_loopback
 from fsdpcore.launch.processes import run_processes
-from fsdpcore.launch.rank import ExceptHook, become, inside_rank
+from fsdpcore.launch.rank import ExceptHook, become, inside_rank, join, ranks_here
 from fsdpcore.launch.rank_process import refuse_during_import
 from fsdpcore.launch.supervision import admit_interrupts
 from fsdpcore.launch.threads import run_threads
+
+_LOG = logging.getLogger(__name__)
 
 
 def launch(
@@ -110,6 +114,7 @@ def launch(
             report(place.rank, error, environ)
             raise
     size = launched_threads(environ) or config.world_size or 1
+    _warn_of_one(size, config, environ)
     if not config.transport_class.ranks_are_threads:
         return run_processes(fn, args, size, config)
     with blas_limit(config, size):
@@ -157,9 +162,12 @@ def init(transport: str | None = None, **options: Any) -> Backend:
         )
     if place is None and needs_launcher(config):
         place = place_without_launcher(config)
-    place = _meeting(place or RankPlace(0, 1, 0, 1, NO_LAUNCHER), config, environ)
-    limit_for_good(config, place.local_world_size)
-    backend = cls.threads(1, config)[0] if cls.ranks_are_threads else cls.join(place, config)
+    if place is None:
+        _warn_of_one(1, config, environ)
+        place = RankPlace(0, 1, 0, 1, NO_LAUNCHER)
+    place = _meeting(place, config, environ)
+    backend = cls.threads(1, config)[0] if cls.ranks_are_threads else join(place, config)
+    limit_for_good(config, ranks_here(place, backend))
     backend.recorder.configure(config.trace, config.trace_operations)
     if place.world_size > 1:
         ExceptHook(place.rank, environ, backend).install()
@@ -187,6 +195,20 @@ def _find_place(environ: dict[str, str]) -> RankPlace | None:
         ExceptHook(None, environ).install()
         admit_interrupts()
     return place
+
+
+def _warn_of_one(size: int, config: Config, environ: Mapping[str, str]) -> None:
+    """Say so where a job of one is probably one of several that were meant to be one job."""
+    if size > 1 or inside_rank():
+        return
+    if told := unused(environ):
+        _LOG.warning(told)
+    elif config.port and not is_loopback(config.host):
+        _LOG.warning(
+            f"this is a job of a single rank, though transport {config.transport!r} names an "
+            "address for ranks of several hosts to meet: start them with 'fsdpcore run', or set "
+            "FSDPCORE_RANK and FSDPCORE_WORLD_SIZE"
+        )
 
 
 def _meeting(place: RankPlace, config: Config, environ: Mapping[str, str]) -> RankPlace:

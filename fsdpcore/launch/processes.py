@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import secrets
 import select
 import signal
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ArgumentError, RankFailedError, in_one_line
-from fsdpcore.launch import supervision
+from fsdpcore.launch import secret, supervision
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.rank_process import RankOutcome, RankTask, command, main_module
 from fsdpcore.launch.rendezvous import listen
@@ -120,13 +119,15 @@ def run_processes(
 
 def _start(ranks: list[_LaunchedRank], listener: socket, world_size: int, job: bytes) -> None:
     address, descriptor = meeting_point(listener), listener.fileno()
-    token = secrets.token_hex(16)
+    token, job_id = secret.new_token(), secret.new_job()
     for rank in range(world_size):
         ranks.append(_LaunchedRank(rank, (descriptor,) if rank == 0 else ()))
     for process in ranks:
         rank = process.rank
         fd = descriptor if rank == 0 else None
-        place = RankPlace(rank, world_size, rank, world_size, "launch", address, fd, token)
+        place = RankPlace(
+            rank, world_size, rank, world_size, "launch", address, fd, token, job=job_id
+        )
         process.assign(place, job)
 
 

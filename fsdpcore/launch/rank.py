@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,11 @@ from typing import Any
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.place import RankPlace
+from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import ConfigError, RendezvousError, in_one_line
 from fsdpcore.launch.blas import blas_limit
 from fsdpcore.launch.config import Config
+from fsdpcore.launch.environment import meeting_hint
 from fsdpcore.launch.failure_report import is_consequence, report
 
 _inside_rank: ContextVar[bool] = ContextVar("inside_rank", default=False)
@@ -49,10 +52,27 @@ def run_rank(fn: Callable[..., Any], backend: Backend, args: Sequence[Any]) -> A
 
 def become(fn: Callable[..., Any], args: Sequence[Any], place: RankPlace, config: Config) -> Any:
     """Join as rank ``place.rank``, run ``fn`` and leave, telling the others if it fails."""
-    with blas_limit(config, place.local_world_size):
-        backend = config.transport_class.join(place, config)
+    backend = join(place, config)
+    with blas_limit(config, ranks_here(place, backend)):
         backend.recorder.configure(config.trace, config.trace_operations)
         return run_rank(fn, backend, args)
+
+
+def join(place: RankPlace, config: Config) -> Transport:
+    """Become rank ``place.rank``; an error of the meeting says how its address came about."""
+    try:
+        return config.transport_class.join(place, config)
+    except RendezvousError as error:
+        if hint := meeting_hint(place, os.environ):
+            error.args = (f"{error}; {hint}",)
+        raise
+
+
+def ranks_here(place: RankPlace, backend: Backend) -> int:
+    """How many ranks share this host's cores; where no launcher says, those that were found."""
+    if place.local_known:
+        return place.local_world_size
+    return backend.hosts.count(backend.hosts[backend.rank])
 
 
 class ExceptHook:

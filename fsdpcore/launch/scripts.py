@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.launch import failure_report, supervision
+from fsdpcore.launch import failure_report, secret, supervision
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
 from fsdpcore.launch.external import FIFO_VARIABLE, FifoFailureReports, find_mpirun, needs_launcher
@@ -143,7 +142,7 @@ def _shared(config: Config, environ: Mapping[str, str], reports: FailureReports)
     """The environment of all ranks."""
     shared = {name: value for name, value in environ.items() if name not in LAUNCH_VARIABLES}
     shared["FSDPCORE_TRANSPORT"] = config.transport
-    shared["FSDPCORE_TOKEN"] = secrets.token_hex(16)
+    shared[secret.TOKEN], shared[secret.JOB] = secret.new_token(), secret.new_job()
     shared[failure_report.VARIABLE] = reports.value
     return shared
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.launch.environment import detect, launched_threads
+from fsdpcore.launch.environment import detect, launched_threads, meeting_hint, unused
 
 OURS = {
     "FSDPCORE_RANK": "2",
@@ -134,16 +135,89 @@ def test_a_rank_without_a_world_size_is_an_error():
         detect({"FSDPCORE_RANK": "0"})
 
 
+ELASTIC = {**TORCH, "TORCHELASTIC_RUN_ID": "7"}
+
+
 def test_where_the_ranks_meet():
     assert detect(OPEN_MPI).rendezvous is None
-    assert detect(TORCH).rendezvous == "node0:29501", "the port itself is torchrun's"
-    assert detect({**OPEN_MPI, **TORCH}).rendezvous == "node0:29501"
-    assert detect({**TORCH, "MASTER_ADDR": "fe80::1"}).rendezvous == "[fe80::1]:29501"
+    assert detect(TORCH).rendezvous == "node0:29500"
+    assert detect({**OPEN_MPI, **TORCH}).rendezvous == "node0:29500"
+    assert detect(ELASTIC).rendezvous == "node0:29501", "the port itself is torchrun's"
+    assert detect({**TORCH, "MASTER_ADDR": "fe80::1"}).rendezvous == "[fe80::1]:29500"
     assert detect({**TORCH, "FSDPCORE_RENDEZVOUS": "a:1"}).rendezvous == "a:1"
     without_port = {name: value for name, value in TORCH.items() if name != "MASTER_PORT"}
     assert detect(without_port).rendezvous is None
     with pytest.raises(ConfigError, match="MASTER_PORT=65535"):
-        detect({**TORCH, "MASTER_PORT": "65535"})
+        detect({**ELASTIC, "MASTER_PORT": "65535"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("gpu[07-09,12]", "gpu07"), ("a-[3,5],b1", "a-3"), ("x.y,z", "x.y")],
+)
+def test_a_slurm_step_meets_on_its_first_node(nodes, first):
+    step = {**SRUN, "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2"}
+    place = detect(step)
+    host, _, port = place.rendezvous.rpartition(":")
+    assert host == first
+    assert 10_000 <= int(port) < 30_000, "systems give out others by themselves"
+    assert detect({**step, "SLURM_STEP_ID": "3"}).rendezvous != place.rendezvous
+    assert "srun" in meeting_hint(place, step)
+    assert detect({**step, "SLURM_STEP_ID": ""}).rendezvous is None
+
+
+def test_an_error_of_the_meeting_says_how_its_address_came_about():
+    assert "after MASTER_PORT" in meeting_hint(detect(ELASTIC), ELASTIC)
+    for environ in (TORCH, OPEN_MPI, {**ELASTIC, "FSDPCORE_RENDEZVOUS": "node0:29501"}):
+        assert meeting_hint(detect(environ), environ) == ""
+    started = RankPlace(0, 2, 0, 2, "launch", "127.0.0.1:7")
+    assert meeting_hint(started, ELASTIC) == "", "a job of its own"
+
+
+def test_ranks_set_by_hand_count_with_and_without_an_address():
+    by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
+    place = detect(by_hand)
+    assert (place.rank, place.world_size, place.rendezvous) == (0, 2, None)
+    assert "RANK and WORLD_SIZE" in place.launcher
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE"]),
+        ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "RANK"]),
+        ({"FSDPCORE_RENDEZVOUS": "a:1"}, ["FSDPCORE_RENDEZVOUS=a:1", "FSDPCORE_RANK"]),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8", "srun"]),
+        ({"JOB_COMPLETION_INDEX": "1"}, ["JOB_COMPLETION_INDEX=1", "--node-rank"]),
+        ({"PMI_RANK": "1"}, ["PMI_RANK=1", "mpiexec"]),
+    ],
+)
+def test_variables_that_are_set_and_not_used_are_told(environ, words):
+    assert detect(environ) is None
+    told = unused(environ)
+    for word in [*words, "single rank", "unset"]:
+        assert word in told
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"PATH": "/bin"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"},
+    ],
+)
+def test_a_job_of_one_that_was_meant_is_no_surprise(environ):
+    assert unused(environ) == ""
+
+
+def test_a_local_size_that_no_launcher_says_is_known_to_be_unknown():
+    bare = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
+    assert not detect(bare).local_known
+    for environ in (OURS, OPEN_MPI, PMI, TORCH, SRUN):
+        assert detect(environ).local_known
 
 
 def test_the_listener_belongs_to_rank_0_of_our_own_launcher():
@@ -157,6 +231,57 @@ def test_the_listener_belongs_to_rank_0_of_our_own_launcher():
 def test_the_token_is_passed_on():
     assert detect(OURS).token == ""
     assert detect({**OURS, "FSDPCORE_TOKEN": "secret"}).token == "secret"
+
+
+@pytest.mark.parametrize("environ", [OURS, OPEN_MPI, PMI, TORCH, SRUN])
+def test_the_token_may_be_in_a_file(environ, tmp_path):
+    path = tmp_path / "token"
+    path.write_text("  of a file\n")
+    path.chmod(0o600)
+    assert detect({**environ, "FSDPCORE_TOKEN_FILE": str(path)}).token == "of a file"
+
+
+def wrong_token(path, **more):
+    with pytest.raises(ConfigError, match="FSDPCORE_TOKEN_FILE") as caught:
+        detect({**OURS, "FSDPCORE_TOKEN_FILE": str(path), **more})
+    assert "of a file" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602, 0o610])
+def test_a_token_file_that_others_can_read_is_refused(tmp_path, mode):
+    path = tmp_path / "token"
+    path.write_text("of a file")
+    path.chmod(mode)
+    assert f"chmod 600 {path}" in wrong_token(path)
+
+
+def test_token_files_that_make_no_sense_are_refused(tmp_path):
+    path = tmp_path / "token"
+    assert "cannot be read" in wrong_token(path)
+    path.touch(0o600)
+    assert "empty" in wrong_token(path)
+    path.write_bytes(b"x" * 5000)
+    assert "at most" in wrong_token(path)
+    path.write_bytes(b"\xff")
+    assert "cannot be read" in wrong_token(path)
+    path.write_text("fine")
+    assert "both set" in wrong_token(path, FSDPCORE_TOKEN="x")
+
+
+@pytest.mark.parametrize(
+    ("environ", "job"),
+    [
+        (OURS, ""),
+        (TORCH, ""),
+        ({**ELASTIC, "TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun:7"),
+        ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-n-8@1", "SLURM_JOB_ID": "3"}, "mpi:prterun-n-8@1"),
+        ({**SRUN, "SLURM_JOB_ID": "3", "SLURM_STEP_ID": "0"}, "slurm:3:0"),
+        ({**SRUN, "SLURM_JOB_ID": "3", "FSDPCORE_JOB": "mine"}, "mine"),
+    ],
+)
+def test_the_job_has_the_id_of_its_launcher(environ, job):
+    assert detect(environ).job == job
 
 
 def test_ranks_as_threads():
