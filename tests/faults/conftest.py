@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import fake_cuda
+from support.hosts.lab import why_no_hosts
 
 
 @pytest.fixture
@@ -31,6 +32,13 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def needs_hosts() -> None:
+    """Skip where this machine cannot make hosts of our own."""
+    if why := why_no_hosts():
+        pytest.skip(why)
 
 
 @pytest.fixture(scope="session")

@@ -15,13 +15,16 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from fsdpcore.transports.zmq.backend import ZmqBackend
+from support.hosts.namespaces import end_with_parent
 
 from fsdpcore import Backend
 from fsdpcore.comm.place import RankPlace
@@ -40,12 +43,14 @@ class Outcome:
         error: name of the exception's type; empty for none.
         text: of the exception.
         culprit: its ``rank``, if it has one.
+        ended: when that was, by ``time.monotonic``, which all processes of a machine share.
     """
 
     result: Any = None
     error: str = ""
     text: str = ""
     culprit: int | None = None
+    ended: float = field(default_factory=time.monotonic, compare=False)
 
     @staticmethod
     def of(error: BaseException) -> Outcome:
@@ -187,6 +192,7 @@ class Line:
 
 
 Body = Callable[[Backend, Line], Any]
+Join = Callable[[], contextlib.AbstractContextManager[Backend]]
 
 
 @contextlib.contextmanager
@@ -196,47 +202,55 @@ def processes(body: Body, world_size: int, **options: Any) -> Iterator[list[Rank
     At the end none of them is left. Options are settings, such as another ``transport`` that is
     built on this one, and options of the transport.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdpcore.transports.zmq.backend", "pytest"])
-    token, ranks = secrets.token_hex(8), list[RankProcess]()
-    try:
+    token = secrets.token_hex(8)
+    with contextlib.ExitStack() as stack:
         with listener() as meeting:
             port = meeting.getsockname()[1]
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                here = place(rank, world_size, port, token)
-                passed = meeting if rank == 0 else None
-                process = context.Process(
-                    target=_main, args=(body, here, passed, theirs, options), daemon=True
-                )
-                with _EXIT_CODES:
-                    process.start()
-                theirs.close()
-                ranks.append(RankProcess(process, ours))
+            places = [place(rank, world_size, port, token) for rank in range(world_size)]
+            joins = [
+                partial(_join, here, None if here.rank else meeting, options) for here in places
+            ]
+            ranks = stack.enter_context(joined(body, joins))
+        yield ranks
+
+
+@contextlib.contextmanager
+def joined(body: Body, joins: Iterable[Join]) -> Iterator[list[RankProcess]]:
+    """Do as ``processes``, with ranks that join as these functions do, each in its process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fsdpcore", "fsdpcore.transports.zmq.backend", "pytest"])
+    ranks = list[RankProcess]()
+    try:
+        for join in joins:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_main, args=(body, join, theirs), daemon=True)
+            with _EXIT_CODES:
+                process.start()
+            theirs.close()
+            ranks.append(RankProcess(process, ours))
         yield ranks
     finally:
         for rank_process in ranks:
             rank_process.end()
 
 
-def _main(
-    body: Body,
-    here: RankPlace,
-    passed: socket.socket | None,
-    pipe: Connection,
-    options: dict[str, Any],
-) -> None:
+def _join(
+    here: RankPlace, passed: socket.socket | None, options: dict[str, Any]
+) -> contextlib.AbstractContextManager[Backend]:
+    settings = config(**options)
+    with passed or contextlib.nullcontext():
+        if passed is not None:
+            here = RankPlace(**{**vars(here), "listener_fd": passed.fileno()})
+        return settings.transport_class.join(here, settings)
+
+
+def _main(body: Body, join: Join, pipe: Connection) -> None:
+    end_with_parent()
     if not sys.warnoptions:  # who starts the tests may want to see warnings only
         warnings.simplefilter("error")
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if passed is not None:
-        here = RankPlace(**{**vars(here), "listener_fd": passed.fileno()})
     try:
-        settings = config(**options)
-        with (
-            passed or contextlib.nullcontext(),
-            settings.transport_class.join(here, settings) as backend,
-        ):
+        with join() as backend:
             result = body(backend, Line(pipe))
         outcome = Outcome(result)
     except BaseException as error:

@@ -1,0 +1,67 @@
+"""Jobs whose ranks are on the hosts of a lab, started as a user does who sets the variables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from support.hosts import namespaces
+from support.hosts.lab import Host
+from support.jobs import clean_environ
+from support.zmq_ranks import PATIENCE, Body, RankProcess, joined
+
+import fsdpcore as fc
+
+PORT = 5555
+
+
+def environs(hosts: Sequence[Host], token: str = "") -> list[dict[str, str]]:
+    """The variables of each rank of a job whose ranks are on these hosts, in rank order."""
+    return [
+        {
+            "FSDPCORE_RANK": str(rank),
+            "FSDPCORE_WORLD_SIZE": str(len(hosts)),
+            "FSDPCORE_LOCAL_RANK": str(hosts[:rank].count(host)),
+            "FSDPCORE_LOCAL_WORLD_SIZE": str(hosts.count(host)),
+            "FSDPCORE_RENDEZVOUS": f"{hosts[0].address}:{PORT}",
+            "FSDPCORE_TOKEN": token or "of a test",
+        }
+        for rank, host in enumerate(hosts)
+    ]
+
+
+@contextlib.contextmanager
+def on_hosts(
+    body: Body, hosts: Iterable[Host], per_host: int = 1, **options: Any
+) -> Iterator[list[RankProcess]]:
+    """Run ``body(backend, line)``, from the top of a module, on so many ranks of every host.
+
+    The first ranks are on the first host. At the end none of them is left.
+
+    Args:
+        body: of every rank.
+        hosts: of a lab; that, for all of them.
+        per_host: number of ranks.
+        options: settings, and options of the transport; by default with deadlines longer than
+            any test's patience.
+    """
+    placed = [host for host in hosts for _ in range(per_host)]
+    given = {"timeout": 2 * PATIENCE, "rendezvous_timeout": 2 * PATIENCE, **options}
+    joins = [
+        partial(_join, host, environ, given)
+        for host, environ in zip(placed, environs(placed, secrets.token_hex(16)), strict=True)
+    ]
+    with joined(body, joins) as ranks:
+        yield ranks
+
+
+def _join(host: Host, environ: Mapping[str, str], options: Mapping[str, Any]) -> fc.Backend:
+    namespaces.enter(host.namespace)
+    kept = clean_environ(**environ)
+    os.environ.clear()
+    os.environ.update(kept)
+    return fc.init("zmq", host_id=host.name, **options)
