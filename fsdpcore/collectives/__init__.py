@@ -5,7 +5,7 @@
 ``spec``, ``arguments``               what follows from a call's arguments: ``CallSpec``
 ``run``, ``output``, ``on_device``    how a call runs: in order, checked, in time; its result
 ``context``                           the group, as an algorithm sees it during one call
-``fingerprint``                       that the ranks agree, by messages
+``agreement``, ``fingerprint``        how ranks that call different things find out
 ``algorithms``                        one file per algorithm that sends messages, with its formula
 ``shared``                            memory that ranks share: that they agree, and the algorithm
 ``hierarchy``                         two levels: memory inside of hosts, messages between them

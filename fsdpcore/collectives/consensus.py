@@ -5,7 +5,7 @@ digest, and say it in words only where that differs. ``agree`` is for what a ran
 itself, in its arguments or on its disk: it brings an error or a value, and the others learn of it,
 so that none waits for a rank that has given up. ``receive`` is for what rank 0 decides for all.
 
-The calls of a collective are compared in its first message, see ``fingerprint``. Whoever compares,
+The calls of a collective are compared by its messages, see ``agreement``. Whoever compares,
 ``core.disagreement`` finds where the ranks differ, and raises the error.
 """
 

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from fsdpcore.collectives.fingerprint import compare_calls, refuse_calls
+from fsdpcore.collectives.agreement import (
+    FREE_CALLS,
+    PATIENCE,
+    add_call,
+    differ,
+    refuse,
+    tag_of,
+)
+from fsdpcore.collectives.dissemination import exchange_numbers
 from fsdpcore.collectives.spec import CallSpec, Choice
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
+from fsdpcore.core.algorithm import Comparison
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.text import rank_list
-from fsdpcore.core.work import Pending
+from fsdpcore.core.work import Pending, fresh
 from fsdpcore.diagnostics.entries import OperationEntry
 
 _KEPT = 64 << 20  # bytes of scratch memory at most
 _CHOICES = 64  # of one kind of call
+# Ranks that a rank asks at once what they call, and for how long it waits for their answers.
+_ASKED, _ANSWER_SECONDS = 64, 2.0
 
 
 class Region(Protocol):
     """What a context needs of the memory that its ranks share: a ``SharedRegion``."""
 
     def sync(self, context: Any) -> None:
-        """Wait until all ranks have entered the next step; raises as ``agree`` does."""
+        """Wait until all ranks have entered the next step; raises as ``meet`` does."""
 
     def rows(self) -> list[int]:
         """The rows that every rank has entered the step with."""
@@ -40,7 +51,8 @@ class CollectiveContext:
 
     A group has one, and begins it anew for every collective: they run one after the other. Both
     sides of every message know its size from the algorithm, so an empty array is not sent at all.
-    All messages of a group's collectives travel on one channel, in order.
+    All messages of a group's collectives travel on one channel, those of one call in order, and
+    with a mark by which none is taken in another call: see ``agreement``.
 
     Attributes:
         rank, size: this rank and the number of ranks, in the group.
@@ -49,7 +61,7 @@ class CollectiveContext:
         spec: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
         fallback: of the choice of an algorithm for this call.
-        rows: the size of axis 0 of every rank's array, once they have agreed.
+        rows: the size of axis 0 of every rank's array, once they have met.
         end: of ``time.monotonic``, by when the collective must have ended.
         background: this thread runs asynchronous operations, while others may compute.
     """
@@ -69,8 +81,11 @@ class CollectiveContext:
         self.background = False
         self.end = 0.0
         self._limit = 0.0
+        self._look_at = 0.0  # as ``end``: when to look again after those that this rank waits for
+        self._met = False
+        self._history = 0  # a digest of the group's calls so far
         self._envelope = Envelope(backend.channel | 1, 0)
-        self._posted: list[Pending] = []
+        self._posted: list[tuple[Pending, int]] = []  # with the peers, as numbers in the job
         self._scratch: Array = np.empty(0, np.uint8)
 
     @property
@@ -86,7 +101,12 @@ class CollectiveContext:
         self.fallback = spec.choice.fallback
         self.sequence = sequence
         self._limit = limit
-        self.end = time.monotonic() + limit
+        now = time.monotonic()
+        self.end = now + limit
+        # In shared memory all compare their calls in every step that they wait in.
+        in_memory = self.region is not None
+        self._look_at = self.end if in_memory else min(now + PATIENCE, self.end)
+        self._backend.order.note(sequence, self._history, spec.fingerprint)
 
     def scratch(self, size: int, dtype: np.dtype[Any]) -> Array:
         """Return a flat array to receive into, until the next call of this.
@@ -133,6 +153,8 @@ class CollectiveContext:
             choice = known[size] = self.spec.choose(size)
         self.entry.algorithm = choice.name
         self.fallback = choice.fallback
+        if not self._met and choice.comparison is not self.comparison:
+            self.meet()
         return choice
 
     def use_fallback(self) -> Choice | None:
@@ -141,23 +163,57 @@ class CollectiveContext:
             self.entry.algorithm = self.fallback.name
         return self.fallback
 
-    def agree(self) -> list[int]:
-        """Wait until all ranks have begun the collective, and check that they all call the same.
+    @property
+    def comparison(self) -> Comparison:
+        """How the calls of the ranks can be compared while data moves."""
+        if self.region is not None:
+            return Comparison.IN_MEMORY
+        return Comparison.BY_MESSAGES if self._backend.moves.on_host else Comparison.NOT_AT_ALL
 
-        Returns:
-            The rows (size of axis 0; 1 for a 0-d array) of every rank's array.
+    def enter(self) -> None:
+        """Begin to move data, by messages that tell the call; meet first where it takes that."""
+        spec, possible = self.spec, self.comparison
+        self._met = False
+        needed = spec.meets or spec.choice.comparison is not possible
+        if possible is Comparison.BY_MESSAGES:
+            self._mark()
+            needed = needed or self.sequence % FREE_CALLS == 0
+        if needed and not spec.met:
+            self.meet()
+            # Among GPUs the host does not wait for the others at every call: see ``on_device``.
+            again = spec.meets or spec.chooses_late
+            spec.met = possible is Comparison.NOT_AT_ALL and not again
+
+    def meet(self) -> None:
+        """Wait until all ranks have begun the collective; tell each other the rows.
+
+        That is the size of axis 0, or 1 for a 0-d array.
 
         Raises:
-            MismatchError: they do not.
+            MismatchError: they do not call the same.
         """
-        if self.region is None:
-            return compare_calls(self, self.spec.fingerprint) if self.size > 1 else [self.spec.rows]
-        self.region.sync(self)
-        return self.region.rows()
+        self._met = True
+        if self.region is not None:
+            self.region.sync(self)
+            self.rows = self.region.rows()
+            return
+        if self.comparison is Comparison.NOT_AT_ALL:
+            self._mark()
+        self.rows = exchange_numbers(self, self.spec.rows)
 
-    def disagree(self) -> None:
-        """Raise the error of ranks whose fingerprints differ, once all know that they do."""
-        refuse_calls(self, self.spec.fingerprint)
+    def _mark(self) -> None:
+        """Have the messages from now on tell what this rank calls, and has called."""
+        self._history = add_call(self._history, self.spec.digest)
+        self._envelope = self._envelope._replace(tag=tag_of(self._history))
+
+    def disagree(self) -> NoReturn:
+        """Raise the error of ranks that call different things, and tell it to all."""
+        backend = self._backend
+        try:
+            refuse(backend.root, backend.group, self.sequence)
+        except CommunicationError as error:
+            backend.root.fail(error, tell=True)
+            raise fresh(backend.root.failure or error) from None
 
     def isend(self, array: Array, dst: int) -> Pending:
         """Start sending ``array``, which must not change until the result was waited for."""
@@ -165,7 +221,8 @@ class CollectiveContext:
             return _NOTHING
         backend = self._backend
         posted = backend.root.post_send(byte_view(array), backend.ranks[dst], self._envelope)
-        return self._keep(posted)
+        self._posted.append((posted, backend.ranks[dst]))
+        return posted
 
     def irecv(self, out: Array, src: int) -> Pending:
         """Start receiving into ``out``."""
@@ -173,7 +230,8 @@ class CollectiveContext:
             return _NOTHING
         backend = self._backend
         posted = backend.root.post_recv(byte_view(out), backend.ranks[src], self._envelope)
-        return self._keep(posted)
+        self._posted.append((posted, backend.ranks[src]))
+        return posted
 
     def send(self, array: Array, dst: int) -> None:
         """Send ``array`` and wait until it may change."""
@@ -194,17 +252,39 @@ class CollectiveContext:
 
         Raises:
             CommTimeoutError: the call's deadline has passed; names the ranks that are missing.
+            MismatchError: other ranks call something else.
         """
         for item in pending:
-            if not item.join(self.remaining()):
-                raise self.timed_out()
+            while not item.join(max(0.0, self._look_at - time.monotonic())):
+                self.look([peer for posted, peer in self._posted if not posted.finished])
         # A finished message still refers to its array; a long ring would keep all of them.
-        self._posted = [item for item in self._posted if not item.finished]
+        self._posted = [item for item in self._posted if not item[0].finished]
 
     def wait_all(self) -> None:
         """Wait for every message started so far."""
-        self.wait(*self._posted)
+        self.wait(*(posted for posted, _ in self._posted))
         self._posted.clear()
+
+    def look(self, awaited: Sequence[int]) -> None:
+        """See to it in a long wait that it is not for ever: look at the time, and at the others.
+
+        Args:
+            awaited: the ranks that this one waits for, as numbers in the job.
+
+        Raises:
+            CommTimeoutError: the call's deadline has passed.
+            MismatchError: they call something else.
+        """
+        now = time.monotonic()
+        waited = now - (self.end - self._limit)
+        seconds = min(waited / 2, _ANSWER_SECONDS)
+        root, group, sequence = self._backend.root, self._backend.group, self.sequence
+        asked = {root.rank, *awaited[:_ASKED]}
+        if differ(root.calls_of(asked, group.channel, sequence, seconds)):
+            self.disagree()
+        if now >= self.end:
+            raise self.timed_out()
+        self._look_at = min(now + waited, self.end)
 
     def remaining(self) -> float:
         """Seconds until the call's deadline, never negative."""
@@ -220,8 +300,8 @@ class CollectiveContext:
         root = self._backend.root
         root.progress()
         root.check_usable()
-        if time.monotonic() > self.end:
-            raise self.timed_out()
+        if time.monotonic() > self._look_at:
+            self.look(self.ranks)
 
     def departed(self, rank: int) -> bool:
         """Whether a rank of the group has left the job."""
@@ -241,14 +321,10 @@ class CollectiveContext:
     def release(self) -> None:
         """Give up on what was not waited for, so that no buffer is written to any more."""
         if self._posted:
-            for item in self._posted:
+            for item, _ in self._posted:
                 if not item.finished:
                     item.cancel()
             self._posted.clear()
-
-    def _keep(self, pending: Pending) -> Pending:
-        self._posted.append(pending)
-        return pending
 
     def timed_out(self) -> CommTimeoutError:
         """The error of a call whose deadline has passed; asks the other ranks what they do."""

@@ -12,7 +12,7 @@ from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.collectives.shared.establish import establish
 from fsdpcore.collectives.shared.fast_path import fast_path_for
-from fsdpcore.collectives.spec import UNCHOSEN, CallSpec, Choice
+from fsdpcore.collectives.spec import UNCHOSEN, CallSpec
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import PeerFailedError
@@ -28,13 +28,13 @@ def run(
     async_op: bool,
     output: Output | None = None,
 ) -> Any:
-    """Run one collective: ``body(context)`` after the ranks have agreed on it.
+    """Run one collective: ``body(context)``, with all ranks' calls compared before it or in it.
 
     Args:
         backend: the group.
         spec: what this rank calls.
         body: moves the data, by ``spec.choice``; ``context.rows`` is the size of axis 0 on every
-            rank, where the ranks have agreed before.
+            rank, where ``spec.meets``.
         timeout: seconds from the start of the operation, for all of it.
         async_op: return a ``Work`` at once.
         output: what ``body`` fills, if that was made before.
@@ -65,14 +65,9 @@ def _perform(
     context.begin(spec, sequence, limit, background)
     entry = context.entry = recorder.begin(backend.order, sequence, spec.record)
     try:
-        choice = spec.choice
-        if choice is UNCHOSEN:
-            choice = _settle(backend, context, spec)
-        if not (choice.agrees or spec.agreed):
-            context.rows = context.agree()
-            # Among GPUs the host does not wait for the others at every call: see ``on_device``.
-            again = spec.chooses_late or spec.agrees_only
-            spec.agreed = not (backend.moves.on_host or again)
+        if spec.choice is UNCHOSEN:
+            _settle(backend, context, spec)
+        context.enter()
         result = body(context)
     except BaseException as error:
         context.broke(entry, error)
@@ -87,7 +82,7 @@ def _perform(
     return result
 
 
-def _settle(backend: Backend, context: CollectiveContext, spec: CallSpec) -> Choice:
+def _settle(backend: Backend, context: CollectiveContext, spec: CallSpec) -> None:
     """Choose the algorithm of a call that is new to the group, or late in choosing."""
     if state_of(backend).context is None:
         _first(backend, context)
@@ -96,7 +91,6 @@ def _settle(backend: Backend, context: CollectiveContext, spec: CallSpec) -> Cho
         context.fallback = spec.choice.fallback
         spec.record.algorithm = spec.choice.name
         spec.fast_path = fast_path_for(backend, spec) if backend.moves.on_host else None
-    return spec.choice
 
 
 def _first(backend: Backend, context: CollectiveContext) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.movements import Movement
-from fsdpcore.core.algorithm import Algorithm
+from fsdpcore.core.algorithm import Algorithm, Comparison
 from fsdpcore.core.buffers import Array, bounds_of, row_size, split_sizes
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import Reduction
@@ -51,9 +51,9 @@ class Choice(NamedTuple):
     fallback: Choice | None = None
 
     @property
-    def agrees(self) -> bool:
-        """Whether it is the check that all ranks call the same, too, and needs none before it."""
-        return self.algorithm is not None and self.algorithm.agrees
+    def comparison(self) -> Comparison:
+        """How the ranks' calls are compared while it moves data."""
+        return Comparison.BY_MESSAGES if self.algorithm is None else self.algorithm.comparison
 
     def start(
         self,
@@ -210,10 +210,11 @@ class CallSpec:
         choice: the algorithm, chosen when the first such call runs.
         chosen, sized: what such calls have chosen and laid out, by what the ranks tell each other.
         fast_path: a shorter way for blocking calls with the default deadline, if there is one.
-        agrees_only: that all ranks agree on it is all that the call does.
         chooses_late: there is no ``choice``: the body takes ``context.choose(size)``, or needs
             none.
-        agreed: the ranks have agreed on such a call, and need not do so again before the next.
+        meets: no rank moves data before all have begun the call and have told their rows. Of other
+            calls it depends on the algorithm: see ``CollectiveContext.enter``.
+        met: of arrays of a GPU: the ranks have met for such a call, and need not again.
     """
 
     def __init__(
@@ -255,8 +256,8 @@ class CallSpec:
         self.chosen: dict[int, Choice] = {}
         self.sized: dict[tuple[Shape, tuple[int, ...]], tuple[Layout, Shape]] = {}
         self.fast_path: FastPath | None = None
-        self.agreed = False
-        self.agrees_only = False
+        self.meets = definition is None or self.ragged
+        self.met = False
         self.chooses_late = size is None
 
     @property

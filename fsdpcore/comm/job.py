@@ -23,7 +23,7 @@ from fsdpcore.core.policy import Policy
 from fsdpcore.core.work import OrderedExecutor, Pending, fresh
 from fsdpcore.diagnostics import deadlocks
 from fsdpcore.diagnostics.recorder import Recorder
-from fsdpcore.diagnostics.status import Group, Status
+from fsdpcore.diagnostics.status import CallAnswer, Group, Status
 
 # How long a rank that gives up waits for the others to say what they are doing. They do at once,
 # unless their host is so busy that they do not run for a while; only who is gone costs all of it.
@@ -122,8 +122,13 @@ class Job(ABC):
         """Send ``error`` to all peers, which call ``peer_reported``; never blocks, may fail."""
 
     @abstractmethod
-    def _query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
-        """Ask ``ranks`` for their status; those that do not answer in time are left out."""
+    def _query(
+        self, ranks: Iterable[int], channel: int, sequence: int, seconds: float
+    ) -> dict[int, Status]:
+        """Ask ``ranks`` for ``recorder.status(channel, sequence)``.
+
+        Those that do not answer in time are left out.
+        """
 
     @abstractmethod
     def _release(self, flush: bool) -> None:
@@ -241,13 +246,29 @@ class Job(ABC):
         group = self.recorder.group(channel) or Group(channel, tuple(ranks))
         return deadlocks.missing(self.rank, group, sequence, self._ask)
 
-    def _ask(self, ranks: Iterable[int], channel: int) -> dict[int, Status]:
+    def calls_of(
+        self, ranks: Iterable[int], channel: int, sequence: int, seconds: float = QUERY_SECONDS
+    ) -> dict[int, CallAnswer]:
+        """Get what ranks have called as collective ``sequence`` of a group.
+
+        Those that have not come to it, or do not answer in time, are left out.
+        """
+        found = self._ask(ranks, channel, sequence, seconds)
+        return {rank: status.call for rank, status in found.items() if status.call is not None}
+
+    def _ask(
+        self,
+        ranks: Iterable[int],
+        channel: int,
+        sequence: int = 0,
+        seconds: float = QUERY_SECONDS,
+    ) -> dict[int, Status]:
         """Get the status of ranks, of this one too; those that do not answer are left out."""
         others = list(ranks)
         found = {}
         if self.rank in others:
             others.remove(self.rank)
-            found[self.rank] = self.recorder.status(channel)
+            found[self.rank] = self.recorder.status(channel, sequence)
         if others:
-            found.update(self._query(others, channel, QUERY_SECONDS))
+            found.update(self._query(others, channel, sequence, seconds))
         return found

@@ -9,7 +9,11 @@ from typing import Any
 from fsdpcore.comm.job import Job
 from fsdpcore.core.errors import ClosedError, CommunicationError, in_words
 from fsdpcore.core.work import Deadline, OrderedExecutor
-from fsdpcore.diagnostics.status import Group
+from fsdpcore.diagnostics.status import CallAnswer, ComparedCall, Group
+
+# Calls that a rank can say what they were; more than any rank is ahead of another.
+_REMEMBERED = 128
+_WORDS = 240  # of a call, and of the policy
 
 
 class CallOrder:
@@ -26,7 +30,17 @@ class CallOrder:
         closed: the group was closed by its user.
     """
 
-    __slots__ = ("__weakref__", "_job", "begun", "closed", "executor", "group", "issued", "lock")
+    __slots__ = (
+        "__weakref__",
+        "_calls",
+        "_job",
+        "begun",
+        "closed",
+        "executor",
+        "group",
+        "issued",
+        "lock",
+    )
 
     def __init__(self, job: Job, group: Group) -> None:
         self._job = job
@@ -36,6 +50,19 @@ class CallOrder:
         self.begun = 0
         self.executor: OrderedExecutor | None = None
         self.closed = False
+        # By number, the lower digits of which are the place: another thread may read.
+        self._calls: list[tuple[int, int, ComparedCall | None]] = [(0, 0, None)] * _REMEMBERED
+
+    def note(self, sequence: int, before: int, call: ComparedCall) -> None:
+        """Remember for a while what this rank calls, for ranks that ask."""
+        self._calls[sequence % _REMEMBERED] = sequence, before, call
+
+    def called(self, sequence: int) -> CallAnswer | None:
+        """What this rank has called under a number; None if it has not, or was not noted."""
+        number, before, call = self._calls[sequence % _REMEMBERED]
+        if number != sequence or call is None:
+            return None
+        return CallAnswer(before, call.digest, str(call)[:_WORDS], call.policy[:_WORDS])
 
     def check_open(self) -> None:
         """Raise the first cause if the job is broken, or ``ClosedError`` if the group is closed."""

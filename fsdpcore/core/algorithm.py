@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,14 @@ class CostTerms(NamedTuple):
     gamma: float
 
 
+class Comparison(Enum):
+    """How the ranks' calls are compared while data moves, so that no step ahead of it is needed."""
+
+    BY_MESSAGES = "a message is marked with the call, and taken in that call only"
+    IN_MEMORY = "in the first step that the ranks take in their shared memory"
+    NOT_AT_ALL = "what moves the data knows nothing of calls"
+
+
 def _anything(dtype: np.dtype[Any] | None, op: str) -> bool:
     return True
 
@@ -35,7 +44,8 @@ class Algorithm(NamedTuple):
         canonical: its reductions follow the canonical order.
         supports: whether it can handle a dtype (None where it is not known yet) and reduction.
         costs: what its messages and bytes cost, where those are not the transport's.
-        agrees: it is the check that all ranks call the same, too, and needs none before it.
+        comparison: how the ranks' calls are compared while it moves data. One that moves it past
+            the context that it is given, and past shared memory, compares nothing.
         publishes: above so many bytes it uses arrays in place if all ranks see them; 0 for never.
         besides: seconds that it takes beyond what ``cost`` tells, for so many bytes.
         move: ``move(context, movement, layout, source, out)`` carries any collective out by its
@@ -47,7 +57,7 @@ class Algorithm(NamedTuple):
     canonical: bool = True
     supports: Callable[[np.dtype[Any] | None, str], bool] = _anything
     costs: Costs | None = None
-    agrees: bool = False
+    comparison: Comparison = Comparison.BY_MESSAGES
     publishes: int = 0
     besides: Callable[[int], float] | None = None
     move: Callable[..., None] | None = None

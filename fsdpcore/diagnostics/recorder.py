@@ -24,7 +24,7 @@ from fsdpcore.diagnostics.entries import (
     OperationEntry,
     OperationRecord,
 )
-from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status
+from fsdpcore.diagnostics.status import MAX_WAITS, CallAnswer, Group, Status
 from fsdpcore.diagnostics.trace_file import FORMAT, VERSION, file_name, write_json
 
 DEFAULT_SIZE = 1000
@@ -45,6 +45,9 @@ class RecordedGroup(Protocol):
     @property
     def group(self) -> Group:
         """The group's name."""
+
+    def called(self, sequence: int) -> CallAnswer | None:
+        """What this rank has called under a number; None for what it does not know."""
 
 
 class RecordedRank(Protocol):
@@ -167,8 +170,8 @@ class Recorder:
         last = (e.sequence for e in reversed(self.entries()) if e.group.channel == channel)
         return next((sequence for sequence in last if sequence), 0)
 
-    def status(self, channel: int) -> Status:
-        """Say what this rank is doing, and how far it is on one channel."""
+    def status(self, channel: int, sequence: int = 0) -> Status:
+        """Say what this rank is doing, how far it is on a channel, and what it called there."""
         entries, now = self.entries(), monotonic_ns()
         running = [entry.wait(now) for entry in entries if entry.blocks][:MAX_WAITS]
         last = _last(entries)
@@ -184,7 +187,9 @@ class Recorder:
             text = f"finished {last.words()} {ago:.1f} s ago, busy elsewhere since"
         known = any(entry.group.channel == channel for entry in entries)
         entered = self.entered(channel)
-        return Status(text, entered, known or channel in self._groups, tuple(running))
+        order = self._groups.get(channel)
+        call = order.called(sequence) if order is not None and sequence else None
+        return Status(text, entered, known or order is not None, tuple(running), call)
 
     # Writing.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fsdpcore.core.text import rank_list
 
@@ -50,6 +50,32 @@ class Group(NamedTuple):
         """The name of what moves this group's arrays of GPUs, so that messages tell them apart."""
         name = f"{self.name}, {_DEVICE}" if self.name else _DEVICE
         return self._replace(channel=channel, name=name, on_device=True)
+
+
+class ComparedCall(Protocol):
+    """What a rank calls, as far as all ranks must call alike; in words: ``str``."""
+
+    @property
+    def digest(self) -> int:
+        """64 bits that are equal where the calls fit together."""
+
+    @property
+    def policy(self) -> str:
+        """How algorithms are chosen, in words."""
+
+
+class CallAnswer(NamedTuple):
+    """What a rank has called as the collective of some number in a group.
+
+    Attributes:
+        before: a digest of all the group's calls before it.
+        digest, words, policy: of the call; the words are cut off if they are many.
+    """
+
+    before: int
+    digest: int
+    words: str
+    policy: str
 
 
 @dataclass(frozen=True)
@@ -99,12 +125,15 @@ class Status:
         entered: the last collective that it has begun on the channel asked about; 0 for none.
         member: it has made the group with that channel.
         waits: the operations that it is in, the oldest first.
+        call: the collective on that channel whose number was asked for; None for no number, or for
+            one that it has not come to, or has forgotten.
     """
 
     text: str
     entered: int
     member: bool = True
     waits: tuple[OpenOperation, ...] = ()
+    call: CallAnswer | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Encode for the wire, in types that JSON has."""
@@ -120,11 +149,20 @@ class Status:
             entered if isinstance(entered, int) else 0,
             content.get("member") is not False,
             tuple(w for item in _listed(waits)[:MAX_WAITS] if (w := _wait(item)) is not None),
+            _call(content.get("call")),
         )
 
 
 def _listed(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _call(content: Any) -> CallAnswer | None:
+    try:
+        before, digest, words, policy = content
+        return CallAnswer(int(before), int(digest), str(words), str(policy))
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _wait(content: Any) -> OpenOperation | None:

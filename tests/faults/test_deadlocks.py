@@ -100,9 +100,9 @@ def slow_to_answer(backend: fc.Backend) -> None:
     if backend.rank == 1:
         status = backend.root.recorder.status
 
-        def late(channel: int) -> Status:
+        def late(channel: int, sequence: int = 0) -> Status:
             time.sleep(1.0)
-            return status(channel)
+            return status(channel, sequence)
 
         backend.root.recorder.status = late  # type: ignore[method-assign]
     meet()

@@ -17,7 +17,7 @@ from support.arrays import arrays_of, check_same
 from support.bodies import movement, reductions
 from support.counting import CountingSim, counters
 from support.sharing import SharingSim
-from support.spmd import run, run_on
+from support.spmd import meet, run, run_on
 
 import fsdpcore as fc
 from fsdpcore.collectives.hierarchy import costs as hierarchy_costs
@@ -191,6 +191,7 @@ def test_a_rank_that_stops_inside_of_its_host(hangs: bool) -> None:
 
 def _stop(backend: fc.Backend, hangs: bool, ended: list[int], all_ended: threading.Event) -> None:
     backend.barrier()
+    meet()  # or who is slow to leave the barrier hears of the failure in it
     assert state_of(backend).context is not None
     inside = state_of(backend).context.inside
     assert inside is not None

@@ -88,10 +88,15 @@ class MixesGroups(SimBackend):
 
 class MixesMessagesAndCollectives(SimBackend):
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
-        return super().post_send(data, dst, envelope._replace(channel=envelope.channel | 1))
+        return super().post_send(data, dst, self._mixed(envelope))
 
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
-        return super().post_recv(out, src, envelope._replace(channel=envelope.channel | 1))
+        return super().post_recv(out, src, self._mixed(envelope))
+
+    @staticmethod
+    def _mixed(envelope: Envelope) -> Envelope:
+        # What tells them apart is the channel, and as their tag the mark of a collective's.
+        return envelope._replace(channel=envelope.channel | 1, tag=0)
 
 
 class ChecksNoSignatures(SimBackend):
@@ -197,5 +202,5 @@ class BlamesTheWrongRank(SimBackend):
 
 
 class KnowsNothingOfOthers(SimBackend):
-    def _query(self, ranks: Any, channel: int, seconds: float) -> dict[int, Any]:
+    def _query(self, ranks: Any, channel: int, sequence: int, seconds: float) -> dict[int, Any]:
         return {}

@@ -235,10 +235,10 @@ def test_star_in_segments() -> None:
 
 @pytest.mark.parametrize("p", SIZES)
 def test_agreement_and_barrier(p: int) -> None:
-    """Before the data: ceil(lg p) messages, 16 bytes for each other rank, on every rank."""
+    """A barrier: ceil(lg p) messages, 8 bytes for each other rank. Ahead of data: nothing."""
     ranks = run_on(CountingSim, _count_barrier, world_size=p, shm="off")
-    assert ranks == [[depth(p), 16 * (p - 1)] * 2] * p
-    assert run_on(CountingSim, _count_empty, world_size=p, shm="off") == ranks
+    assert ranks == [[depth(p), 8 * (p - 1)] * 2] * p
+    assert run_on(CountingSim, _count_empty, world_size=p, shm="off") == [[0, 0, 0, 0]] * p
 
 
 def _count_barrier(backend: Any) -> list[int]:

@@ -26,7 +26,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"commands"},
     ),
     "fsdpcore.collectives": (
-        {"fingerprint", "lines", "movements"},
+        {"agreement", "dissemination", "fingerprint", "lines", "movements"},
         {"consensus", "spec"},
         {"context", "device_transport", "output"},
         {"algorithms", "state"},

@@ -298,7 +298,9 @@ class MpiBackend(MpiTransport):
 
     # What are the others doing?
 
-    def _query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
+    def _query(
+        self, ranks: Iterable[int], channel: int, sequence: int, seconds: float
+    ) -> dict[int, Status]:
         with self.lock:
             query = StatusQuery(rank for rank in ranks if rank not in self._left)
             query_number = next(self._numbers)
@@ -306,7 +308,9 @@ class MpiBackend(MpiTransport):
                 return {}
             self._queries[query_number] = query
             for rank in query.open:
-                message = pack(MpiFrameKind.QUERY, self.rank, channel, number=query_number)
+                message = pack(
+                    MpiFrameKind.QUERY, self.rank, channel, number=query_number, size=sequence
+                )
                 self.engine.control(rank, message)
         self.progress_thread.until(lambda: not query.open, seconds)
         with self.lock:
@@ -314,7 +318,7 @@ class MpiBackend(MpiTransport):
         return query.answers
 
     def _answer(self, frame: MpiFrame) -> None:
-        status = self.recorder.status(frame.channel)
+        status = self.recorder.status(frame.channel, frame.size)
         content = status.as_json()
         content["text"] = status.text[:MAX_TEXT]
         if len(json.dumps(content)) > MAX_INLINE:  # groups of thousands of ranks

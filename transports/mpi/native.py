@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 from fsdpcore.collectives.algorithms import direct, star
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.algorithm import Algorithm, CostTerms
+from fsdpcore.core.algorithm import Algorithm, Comparison, CostTerms
 from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.core.errors import CommTimeoutError
 from fsdpcore.core.reductions import ReduceOp, Reduction
@@ -410,10 +411,13 @@ def native_algorithms(
     native = MpiCollectives(transport, group)
     table: dict[str, dict[str, Algorithm]] = {}
     for name in _REDUCES:
-        table[name] = {"native": Algorithm(native, _COSTS[name], False, reduces)}
+        table[name] = {"native": _algorithm(native, _COSTS[name], False, reduces)}
     for name in _MOVES:
-        table[name] = {"native": Algorithm(native, _COSTS[name])}
+        table[name] = {"native": _algorithm(native, _COSTS[name])}
     return table
+
+
+_algorithm = partial(Algorithm, comparison=Comparison.NOT_AT_ALL)
 
 
 def _split(beta: float, gamma: float = 0.0) -> Callable[[int], CostTerms]:

@@ -49,7 +49,7 @@ def fast_path_for(
     transport: NcclTransport, group: Backend, spec: CallSpec, communicator: Communicator
 ) -> FastPath | None:
     """Return the fast path of a call whose ranks have agreed on it, if it has one."""
-    if spec.choice.name != NATIVE or not spec.nbytes or not spec.agreed:
+    if spec.choice.name != NATIVE or not spec.nbytes or not spec.met:
         return None
     form = _form(group, spec, communicator)
     return None if form is None else _fast_path(transport, group, spec, communicator, form)

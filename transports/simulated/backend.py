@@ -217,9 +217,11 @@ class SimBackend(Transport):
             if peer is not self:
                 peer.peer_reported(self.rank, error)
 
-    def _query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
+    def _query(
+        self, ranks: Iterable[int], channel: int, sequence: int, seconds: float
+    ) -> dict[int, Status]:
         return {
-            rank: self._world[rank].recorder.status(channel)
+            rank: self._world[rank].recorder.status(channel, sequence)
             for rank in ranks
             if not isinstance(self._world[rank]._failure, InjectedCrash)
         }

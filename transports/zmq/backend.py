@@ -264,9 +264,11 @@ class ZmqBackend(Transport):
         with self.lock:
             self.control.say_failed(error)
 
-    def _query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
+    def _query(
+        self, ranks: Iterable[int], channel: int, sequence: int, seconds: float
+    ) -> dict[int, Status]:
         with self.lock:
-            return self.control.query(ranks, channel, seconds)
+            return self.control.query(ranks, channel, sequence, seconds)
 
     # Ending.
 

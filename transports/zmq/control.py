@@ -146,7 +146,7 @@ class Control:
     def _handle(self, peer: Peer, frame: Frame) -> None:
         kind = frame.kind
         if kind is FrameKind.QUERY:
-            answer = self._backend.recorder.status(frame.channel).as_json()
+            answer = self._backend.recorder.status(frame.channel, frame.size).as_json()
             peer.queue(Frame(FrameKind.STATUS, message=frame.message, payload=pack_json(answer)))
         elif kind is FrameKind.STATUS:
             self._note_status(peer, frame)
@@ -273,7 +273,9 @@ class Control:
 
     # What are the others doing?
 
-    def query(self, ranks: Iterable[int], channel: int, seconds: float) -> dict[int, Status]:
+    def query(
+        self, ranks: Iterable[int], channel: int, sequence: int, seconds: float
+    ) -> dict[int, Status]:
         """Ask ranks for their status; those that do not answer in time are left out."""
         number = next(self._state.numbers)
         query = self._queries[number] = StatusQuery(ranks)
@@ -282,7 +284,7 @@ class Control:
             if self.released or peer.left or peer.lost_at is not None:
                 query.open.discard(rank)
             else:
-                peer.queue(Frame(FrameKind.QUERY, channel, message=number))
+                peer.queue(Frame(FrameKind.QUERY, channel, message=number, size=sequence))
                 self.serve(peer)
         self._state.poller.until(lambda: not query.open, seconds)
         del self._queries[number]

@@ -3,7 +3,7 @@
 A message costs alpha + n beta; of small arrays, nearly all is alpha. The calls of a batch are put
 together where they can share messages: reductions of equal op, dtype and root, movements of equal
 kind and root, whatever their dtypes. Each such pack travels as one collective of one flat buffer,
-and one exchange of fingerprints covers the whole batch. What each call returns has the bits that it
+and one exchange of digests covers the whole batch. What each call returns has the bits that it
 would have by itself where the algorithm is canonical: reductions combine each element on its own,
 in an order that depends on nothing but the number of ranks.
 
@@ -28,7 +28,8 @@ from fsdpcore.collectives.arguments import check_backend, operand
 from fsdpcore.collectives.batch.device_batch import carry_out_on_device
 from fsdpcore.collectives.batch.packs import BatchedCall, LoadedPack, Pack, PackKey
 from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.fingerprint import Fingerprint, exchange_texts
+from fsdpcore.collectives.dissemination import exchange_texts
+from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.on_device import device_twin
 from fsdpcore.collectives.operations.all_gather import ALL_GATHER
 from fsdpcore.collectives.operations.all_reduce import ALL_REDUCE

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend, SubBackend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.channels import channel_of
-from fsdpcore.core.errors import CommTimeoutError
 from fsdpcore.core.reductions import Reduction
 from fsdpcore.diagnostics.status import Group
 
@@ -77,6 +76,10 @@ class HostContext(CollectiveContext):
         whole = self._whole
         self.spec, self.sequence, self.entry = whole.spec, whole.sequence, whole.entry
         self.background, self.end = whole.background, whole.end
+        self._look_at, self._envelope = (
+            whole._look_at,
+            self._envelope._replace(tag=whole._envelope.tag),
+        )
 
     def establish(self) -> None:
         """Let the ranks of this host find out whether they share memory."""
@@ -89,8 +92,12 @@ class HostContext(CollectiveContext):
             self.carrier = self._memory
             self._group.root.regions.add(region)
 
-    def timed_out(self) -> CommTimeoutError:
-        return self._whole.timed_out()
+    def look(self, awaited: Sequence[int]) -> None:
+        self._whole.look(awaited)
+        self._look_at = self._whole._look_at
+
+    def disagree(self) -> NoReturn:
+        self._whole.disagree()
 
 
 def _in_memory(operations: Mapping[str, Operation]) -> Carrier:

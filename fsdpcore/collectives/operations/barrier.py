@@ -49,7 +49,7 @@ def barrier(
 
 def _spec(backend: Backend, label: str) -> CallSpec:
     spec = spec_for(backend, "barrier", size=0, label=label)
-    spec.choose, spec.agrees_only = _no_algorithm, True
+    spec.choose = _no_algorithm
     return spec
 
 
@@ -58,4 +58,4 @@ def _no_algorithm(size: int) -> Choice:
 
 
 def _nothing(context: CollectiveContext) -> None:
-    """The body of a barrier: that all ranks have agreed to it is all that it does."""
+    """The body of a barrier: that all ranks have met is all that it does."""

@@ -32,7 +32,7 @@ from fsdpcore.collectives.movements import OUTPUT, ArrayPart, Movement
 from fsdpcore.collectives.shared.interpreter import SMALL, move
 from fsdpcore.collectives.shared.program import exchange, program
 from fsdpcore.collectives.spec import Operation
-from fsdpcore.core.algorithm import Algorithm, CostTerms
+from fsdpcore.core.algorithm import Algorithm, Comparison, CostTerms
 from fsdpcore.core.policy import Costs
 
 NAME = "shared"
@@ -48,7 +48,9 @@ def algorithms(operations: Mapping[str, Operation]) -> dict[str, dict[str, Algor
 
 def _algorithm(operation: Operation) -> Algorithm:
     costs = partial(cost, operation.movement)
-    return Algorithm(None, costs, costs=COSTS, agrees=True, publishes=SMALL, move=move)
+    return Algorithm(
+        None, costs, costs=COSTS, comparison=Comparison.IN_MEMORY, publishes=SMALL, move=move
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -34,10 +34,8 @@ def fast_path_for(backend: Backend, spec: CallSpec) -> FastPath | None:
     region = None if context is None else region_of(context)
     if context is None or region is None:
         return None
-    if spec.agrees_only:
-        return _around(backend, context, spec, False, _agreeing(context, region))
-    if definition is None:
-        return None
+    if definition is None:  # a barrier: other calls without one choose late
+        return _around(backend, context, spec, False, _meeting(context, region))
     gives = definition.gives(context.rank, spec.layout)
     if spec.choice.name != NAME:
         return _around(backend, context, spec, gives, _ordinary(context, spec, definition))
@@ -113,8 +111,8 @@ def _around(
     return go
 
 
-def _agreeing(context: CollectiveContext, region: SharedRegion) -> Way:
-    """Nothing but the step in which the ranks agree."""
+def _meeting(context: CollectiveContext, region: SharedRegion) -> Way:
+    """Nothing but the step in which the ranks meet."""
     enter = region.enter
 
     def run(digest: int, begin: Begin | None, source: Array | None, out: Array | None) -> None:
@@ -131,8 +129,7 @@ def _ordinary(context: CollectiveContext, spec: CallSpec, definition: Operation)
         assert source is not None
         begin()
         try:
-            if not spec.choice.agrees:
-                context.rows = context.agree()
+            context.enter()
             flat, flat_out = source.reshape(-1), None
             if out is not None:
                 flat_out = flat if source is out else out.reshape(-1)

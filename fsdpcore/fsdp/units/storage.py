@@ -11,9 +11,9 @@ copied into a buffer of the pool while they are used.
 ``SharedWindowStorage``: all ranks are on one host and map one window, in which the flat buffer lies
 once. A rank's shard is its slice of it; it writes there only, and reads all of it while the unit is
 not SHARDED. No bytes move, but two things must never happen: that a rank reads what another has not
-finished writing, and that it writes what another still reads. Both follow from collectives, since
-no rank leaves one before all have entered it; and as the ranks compare what each collective is for,
-they enter the same one.
+finished writing, and that it writes what another still reads. Both follow from collectives: in
+shared memory no rank leaves one before all have entered it, which messages alone do not promise;
+and as the ranks compare what each collective is for, they enter the same one.
 
 1. *Reading* begins with a collective of no data, ``unshard``. A rank writes in state SHARDED only,
    so whatever it has written was complete when it entered, and is visible to those who leave. As
