@@ -15,6 +15,7 @@ from rich.text import Text
 from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.bench.tune import FULL, KIB, MIB, QUICK, Findings, measure
 from fsdpcore.collectives.selection.costs import read_table, write_table
+from fsdpcore.commands.run import finish, whole_job
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRanges, Tuning
 from fsdpcore.launch.config import Config, resolve
@@ -75,10 +76,7 @@ def _run_ranks(config: Config, output: Path, *, quick: bool) -> NoReturn:
         raise ConfigError("a single rank exchanges no messages; tune with 2 or more (-n)")
     command = [sys.executable, "-m", "fsdpcore", "tune", "--output", str(output)]
     command += ["--quick"] if quick else []
-    ending = run_script(command, config.world_size, config, os.environ)
-    if ending.message:
-        typer.echo(f"fsdpcore: {ending.message}", err=True)
-    raise typer.Exit(ending.code)
+    finish(run_script(command, config, os.environ, whole_job(config)))
 
 
 def show(findings: Findings, console: Console) -> None:

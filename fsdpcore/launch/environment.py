@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import secret
+from fsdpcore.launch.hosts import join_address
 
 
 class _Launcher(NamedTuple):
@@ -226,7 +227,7 @@ def _master_address(environ: Mapping[str, str]) -> str | None:
             f"MASTER_PORT={environ['MASTER_PORT']} leaves no port for the ranks to meet"
             + (": under torchrun they use the next one" if torchrun else "")
         )
-    return _joined(host, port)
+    return join_address(host, port)
 
 
 def meeting_hint(place: RankPlace, environ: Mapping[str, str]) -> str:
@@ -253,11 +254,7 @@ def _slurm_address(environ: Mapping[str, str]) -> str | None:
     job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if match is None or not job.isdecimal() or not step.isdecimal():
         return None
-    return _joined(match[1] + (match[2] or ""), 10_000 + (int(job) * 31 + int(step)) % 20_000)
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(match[1] + (match[2] or ""), 10_000 + (int(job) * 31 + int(step)) % 20_000)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

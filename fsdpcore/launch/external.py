@@ -10,21 +10,23 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from fsdpcore.comm.place import NO_LAUNCHER, RankPlace
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.launch import failure_report
+from fsdpcore.launch import failure_report, supervision
 from fsdpcore.launch.blas import available_cores
 from fsdpcore.launch.config import Config
+from fsdpcore.launch.endings import ScriptExit, exit_code, interrupted
 from fsdpcore.launch.failure_report import FailureReports
 from fsdpcore.launch.rank import inside_rank
-from fsdpcore.launch.supervision import admit_interrupts
+from fsdpcore.launch.supervision import RankProcess, Signals, StopRequested, admit_interrupts
 
 FIFO_VARIABLE = "FSDPCORE_REPORT_FIFO"
 
@@ -93,6 +95,39 @@ def open_reports(environ: dict[str, str]) -> None:
             value = f"{descriptor}:{os.fstat(descriptor).st_ino}"
             os.environ[failure_report.VARIABLE] = value
     environ[failure_report.VARIABLE] = os.environ.get(failure_report.VARIABLE, "")
+
+
+def run_launcher(command: Sequence[str], world_size: int, environ: Mapping[str, str]) -> ScriptExit:
+    """Run the command of MPI's launcher, which starts the ranks and ends them when one fails."""
+    command = [*find_mpirun(world_size, environ), *command]
+    started: list[RankProcess] = []
+    reports = FifoFailureReports()
+    with reports, Signals() as signals:
+        try:
+            signals.raised = True
+            shared = {**environ, FIFO_VARIABLE: reports.path}
+            started.append(RankProcess(0, command, environ=shared, stdin=None))
+            failed = supervision.wait(started) is not None
+        except StopRequested as asked:
+            with contextlib.suppress(StopRequested):
+                signals.raised = True
+                # Launchers pass on SIGTERM in time, and SIGINT as the terminal sends it.
+                supervision.stop(started, first=signal.SIGTERM)
+            return interrupted(asked.number)
+        finally:
+            signals.raised = False
+            supervision.release(started, kill=False)
+        return _failure(started[0], world_size, reports) if failed else ScriptExit(0)
+
+
+def _failure(launcher: RankProcess, world_size: int, reports: FailureReports) -> ScriptExit:
+    code = exit_code(launcher.poll() or 1)
+    how = supervision.describe_exit(128 - code if 128 < code < 160 else code)
+    others = "; the other ranks were stopped" if world_size > 1 else ""
+    for report in reports.read().values():
+        if not report.consequence:
+            return ScriptExit(code, f"rank {report.rank} failed ({how}: {report.error}){others}")
+    return ScriptExit(code, f"a rank failed, or MPI's launcher ({how}; see above){others}")
 
 
 def find_mpirun(world_size: int, environ: Mapping[str, str]) -> list[str]:

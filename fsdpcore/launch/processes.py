@@ -16,6 +16,7 @@ from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ArgumentError, RankFailedError, in_one_line
 from fsdpcore.launch import secret, supervision
 from fsdpcore.launch.config import Config
+from fsdpcore.launch.hosts import join_address
 from fsdpcore.launch.rank_process import RankOutcome, RankTask, command, main_module
 from fsdpcore.launch.rendezvous import listen
 
@@ -133,8 +134,7 @@ def _start(ranks: list[_LaunchedRank], listener: socket, world_size: int, job: b
 
 def meeting_point(listener: socket) -> str:
     """The address of a listening socket as ``HOST:PORT``."""
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(*listener.getsockname()[:2])
 
 
 def _pickled(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> bytes:

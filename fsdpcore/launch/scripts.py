@@ -1,43 +1,56 @@
-"""Ranks that run a script: what ``fsdpcore run`` starts, watches over and ends."""
+"""Ranks that run a script: those of one host are started, watched over and ended."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
+import functools
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
-from types import FrameType, TracebackType
-from typing import Any
+from typing import Protocol
 
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.launch import failure_report, secret, supervision
+from fsdpcore.launch import external, failure_report, secret, supervision
 from fsdpcore.launch.config import Config
+from fsdpcore.launch.endings import RankEnds, ScriptExit, describe, ends_of
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
-from fsdpcore.launch.external import FIFO_VARIABLE, FifoFailureReports, find_mpirun, needs_launcher
 from fsdpcore.launch.failure_report import FailureReports
+from fsdpcore.launch.hosts import parse_address
+from fsdpcore.launch.output import OutputPipes, RankOutput
 from fsdpcore.launch.processes import LOOPBACK, meeting_point
 from fsdpcore.launch.rendezvous import listen
-from fsdpcore.launch.supervision import RankProcess
+from fsdpcore.launch.supervision import Lifeline, RankProcess, Signals, StopRequested
 
 
 @dataclass(frozen=True)
-class ScriptExit:
-    """How a job ended: the exit code for its launcher, and what to say; nothing if all is well."""
+class JobShare:
+    """The ranks of a job that one host runs.
 
-    code: int
-    message: str = ""
+    Attributes:
+        world_size: ranks of the whole job.
+        count: ranks of this host.
+        first_rank: the first of them; the others follow it.
+        address: where the ranks meet, ``HOST:PORT``. The host of rank 0 listens there, at a free
+            port if that is 0.
+        token, job: the secret and the id of the job.
+    """
+
+    world_size: int
+    count: int
+    first_rank: int = 0
+    address: str = f"{LOOPBACK}:0"
+    token: str = field(default_factory=secret.new_token, repr=False)
+    job: str = field(default_factory=secret.new_job)
 
 
-class _SignalReceived(BaseException):
-    """Raised in the main thread by SIGINT and SIGTERM."""
+class Overseer(Lifeline, Protocol):
+    """Who started this launcher, and wants to know."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    def failing(self, rank: int) -> None:
+        """Take the rank that failed first on this host; its others are being stopped."""
 
 
 def script_command(script: str, arguments: Sequence[str], *, module: bool = False) -> list[str]:
@@ -57,187 +70,167 @@ def script_command(script: str, arguments: Sequence[str], *, module: bool = Fals
 
 
 def run_script(
-    command: Sequence[str], world_size: int, config: Config, environ: Mapping[str, str]
+    command: Sequence[str],
+    config: Config,
+    environ: Mapping[str, str],
+    share: JobShare,
+    output: RankOutput | None = None,
+    listening: Callable[[str], None] | None = None,
 ) -> ScriptExit:
-    """Run ``command`` on every rank, to the end. Call it on the main thread.
-
-    The first rank that fails ends the others, within two seconds; so do SIGINT and SIGTERM, which
-    are passed on to the ranks. A second one ends them at once.
+    """Run ``command`` on every rank of this host, to the end. Call it on the main thread.
 
     Args:
         command: program and arguments.
-        world_size: number of ranks.
         config: resolved; the ranks get its transport through their environment.
         environ: what else the ranks find in their environment.
+        share: which ranks.
+        output: takes what they print; None lets them print it themselves.
+        listening: called with the address where the ranks meet, once that is known to be usable.
+
+    Raises:
+        RendezvousError: the address cannot be listened at.
     """
-    if needs_launcher(config):
-        launcher = find_mpirun(world_size, environ)
-        return _run_launcher([*launcher, *command], world_size, config, environ)
+    if external.needs_launcher(config):
+        return external.run_launcher(command, share.world_size, _shared(config, environ, share))
+    ends = run_share(command, config, environ, share, output, listening)
+    threads = config.transport_class.ranks_are_threads
+    ending = describe(
+        ends,
+        1 if threads else share.world_size,
+        lambda rank: "the script" if threads else f"rank {rank}",
+    )
+    if output is not None:
+        output.finish(ending.rank)
+    return ending
+
+
+def run_share(
+    command: Sequence[str],
+    config: Config,
+    environ: Mapping[str, str],
+    share: JobShare,
+    output: RankOutput | None = None,
+    listening: Callable[[str], None] | None = None,
+    overseer: Overseer | None = None,
+) -> RankEnds:
+    """Run ``command`` on every rank of this host; return how they ended.
+
+    The first rank that fails ends the others, within two seconds; so do SIGINT and SIGTERM, which
+    are passed on to the ranks, and ``overseer``. A second signal ends them at once.
+    """
     ranks: list[RankProcess] = []
     first: RankProcess | None = None
-    well = False
-    with FailureReports() as reports, contextlib.ExitStack() as stack, _Signals() as signals:
+    number, well = 0, False
+    with FailureReports() as reports, contextlib.ExitStack() as stack, Signals() as signals:
+        shared = {**_shared(config, environ, share), failure_report.VARIABLE: reports.value}
+        pipes = None if output is None else stack.enter_context(OutputPipes())
+        if output is not None:  # or lines would come when a rank ends
+            shared.setdefault("PYTHONUNBUFFERED", "1")
+        start = _Starter(command, shared, reports, output, pipes, rank_0_reads=overseer is None)
         try:
             signals.raised = True
             if config.transport_class.ranks_are_threads:
-                _start_one(ranks, command, world_size, _shared(config, environ, reports), reports)
+                ranks.append(start(0, {"FSDPCORE_THREADS": str(share.count)}))
             else:
                 # Open until the end: a script may launch several times in turn.
-                listener = stack.enter_context(listen(config.host or LOOPBACK, config.port))
-                shared = _shared(config, environ, reports)
-                _start_all(ranks, command, world_size, shared, reports, listener)
-            first = supervision.wait(ranks)
+                listener = stack.enter_context(_listener(share))
+                address = share.address if listener is None else meeting_point(listener)
+                if listening is not None:
+                    listening(address)
+                for variables, descriptors in _places(share, address, listener):
+                    ranks.append(start(share.first_rank + len(ranks), variables, descriptors))
+            first = supervision.wait(ranks, overseer)
             if first is not None:
+                if overseer is not None:
+                    overseer.failing(first.rank)
                 supervision.stop(ranks)
             well = first is None
-        except _SignalReceived as received:
-            with contextlib.suppress(_SignalReceived):
+        except StopRequested as asked:
+            number = asked.number
+            with contextlib.suppress(StopRequested):
                 signals.raised = True
-                supervision.stop(ranks, first=received.number)
-            return _interrupted(received.number)
+                supervision.stop(ranks, first=number or None)
         finally:
             signals.raised = False
             supervision.release(ranks, kill=not well)
-        return ScriptExit(0) if first is None else _failure(ranks, first, reports, config)
+        return ends_of(ranks, first, number, reports.read())
 
 
-def _run_launcher(
-    command: Sequence[str], world_size: int, config: Config, environ: Mapping[str, str]
-) -> ScriptExit:
-    """Run the command of another launcher, which starts the ranks and ends them when one fails."""
-    started: list[RankProcess] = []
-    reports = FifoFailureReports()
-    with reports, _Signals() as signals:
-        try:
-            signals.raised = True
-            shared = {**_shared(config, environ, reports), FIFO_VARIABLE: reports.path}
-            started.append(RankProcess(0, command, environ=shared, stdin=None))
-            failed = supervision.wait(started) is not None
-        except _SignalReceived as received:
-            with contextlib.suppress(_SignalReceived):
-                signals.raised = True
-                # Launchers pass on SIGTERM in time, and SIGINT as the terminal sends it.
-                supervision.stop(started, first=signal.SIGTERM)
-            return _interrupted(received.number)
-        finally:
-            signals.raised = False
-            supervision.release(started, kill=False)
-        return _failure_of_launcher(started[0], world_size, reports) if failed else ScriptExit(0)
-
-
-def _failure_of_launcher(
-    launcher: RankProcess, world_size: int, reports: FailureReports
-) -> ScriptExit:
-    code = launcher.poll() or 1
-    code = 128 - code if code < 0 else code
-    how = supervision.describe_exit(128 - code if 128 < code < 160 else code)
-    others = "; the other ranks were stopped" if world_size > 1 else ""
-    for report in reports.read().values():
-        if not report.consequence:
-            return ScriptExit(code, f"rank {report.rank} failed ({how}: {report.error}){others}")
-    return ScriptExit(code, f"a rank failed, or MPI's launcher ({how}; see above){others}")
-
-
-def _shared(config: Config, environ: Mapping[str, str], reports: FailureReports) -> dict[str, str]:
+def _shared(config: Config, environ: Mapping[str, str], share: JobShare) -> dict[str, str]:
     """The environment of all ranks."""
     shared = {name: value for name, value in environ.items() if name not in LAUNCH_VARIABLES}
     shared["FSDPCORE_TRANSPORT"] = config.transport
-    shared[secret.TOKEN], shared[secret.JOB] = secret.new_token(), secret.new_job()
-    shared[failure_report.VARIABLE] = reports.value
+    shared[secret.TOKEN], shared[secret.JOB] = share.token, share.job
     return shared
 
 
-def _start_one(
-    ranks: list[RankProcess],
-    command: Sequence[str],
-    world_size: int,
-    shared: Mapping[str, str],
-    reports: FailureReports,
-) -> None:
-    environ = {**shared, "FSDPCORE_THREADS": str(world_size)}
-    ranks.append(RankProcess(0, command, environ=environ, pass_fds=[reports.fd], stdin=None))
+@contextlib.contextmanager
+def _listener(share: JobShare) -> Iterator[socket | None]:
+    """The socket that rank 0 inherits, on its host."""
+    if share.first_rank:
+        yield None
+        return
+    with listen(*parse_address(share.address)) as listener:
+        yield listener
 
 
-def _start_all(
-    ranks: list[RankProcess],
-    command: Sequence[str],
-    world_size: int,
-    shared: Mapping[str, str],
-    reports: FailureReports,
-    listener: socket,
-) -> None:
-    environ = dict(shared)
-    environ["FSDPCORE_RENDEZVOUS"] = meeting_point(listener)
-    environ["FSDPCORE_WORLD_SIZE"] = environ["FSDPCORE_LOCAL_WORLD_SIZE"] = str(world_size)
-    for rank in range(world_size):
-        environ["FSDPCORE_RANK"] = environ["FSDPCORE_LOCAL_RANK"] = str(rank)
-        own: dict[str, str] = {}
-        descriptors = [reports.fd]
-        if rank == 0:
-            own["FSDPCORE_RENDEZVOUS_FD"] = str(listener.fileno())
-            descriptors.append(listener.fileno())
-        ranks.append(
-            RankProcess(
-                rank,
-                command,
-                environ={**environ, **own},
-                pass_fds=descriptors,
-                stdin=None if rank == 0 else subprocess.DEVNULL,
-            )
-        )
+def _places(
+    share: JobShare, address: str, listener: socket | None
+) -> Iterator[tuple[dict[str, str], list[int]]]:
+    """What each rank finds in its environment, and the descriptors that it inherits."""
+    for local_rank in range(share.count):
+        rank = share.first_rank + local_rank
+        variables = {
+            "FSDPCORE_RENDEZVOUS": address,
+            "FSDPCORE_WORLD_SIZE": str(share.world_size),
+            "FSDPCORE_LOCAL_WORLD_SIZE": str(share.count),
+            "FSDPCORE_RANK": str(rank),
+            "FSDPCORE_LOCAL_RANK": str(local_rank),
+        }
+        if rank or listener is None:
+            yield variables, []
+        else:
+            descriptor = listener.fileno()
+            yield {**variables, "FSDPCORE_RENDEZVOUS_FD": str(descriptor)}, [descriptor]
 
 
-class _Signals:
-    """Has SIGINT and SIGTERM raise ``_SignalReceived``, once whenever ``raised`` is set.
+class _Starter:
+    """Starts the processes of ranks."""
 
-    While it is not they do nothing: the job is about to end as it is. A signal that this process
-    was started to ignore stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.raised = False
-        self._before: dict[int, Any] = {}
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.raised:
-            self.raised = False
-            raise _SignalReceived(number)
-
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        reports: FailureReports,
+        output: RankOutput | None,
+        pipes: OutputPipes | None,
+        *,
+        rank_0_reads: bool,
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._command = command
+        self._environ = environ
+        self._reports = reports
+        self._output = output
+        self._pipes = pipes
+        self._rank_0_reads = rank_0_reads
 
+    def __call__(
+        self, rank: int, variables: Mapping[str, str], descriptors: Sequence[int] = ()
+    ) -> RankProcess:
+        with contextlib.ExitStack() as stack:
+            ends: Sequence[int | None] = (None, None)
+            if self._pipes is not None:
+                ends = stack.enter_context(self._pipes.ending_in(*self._handlers(rank)))
+            return RankProcess(
+                rank,
+                self._command,
+                environ={**self._environ, **variables},
+                pass_fds=[self._reports.fd, *descriptors],
+                stdin=None if rank == 0 and self._rank_0_reads else subprocess.DEVNULL,
+                stdout=ends[0],
+                stderr=ends[1],
+            )
 
-def _interrupted(number: int) -> ScriptExit:
-    how = "interrupted" if number == signal.SIGINT else "terminated"
-    return ScriptExit(
-        128 + number, f"{how} ({signal.Signals(number).name}); all ranks were stopped"
-    )
-
-
-def _failure(
-    ranks: Sequence[RankProcess], first: RankProcess, reports: FailureReports, config: Config
-) -> ScriptExit:
-    told = reports.read()
-    reported = {rank: report.consequence for rank, report in told.items()}
-    culprit = supervision.culprit(ranks, first, reported)
-    ended = first if culprit.stopped else culprit  # one that was too slow to end by itself
-    code = ended.poll() or 1
-    how = supervision.describe_exit(code)
-    if culprit.rank in told:
-        how += f": {told[culprit.rank].error}"
-    threads = config.transport_class.ranks_are_threads
-    who = "the script" if threads else f"rank {culprit.rank}"
-    others = "; the other ranks were stopped" if len(ranks) > 1 else ""
-    return ScriptExit(128 - code if code < 0 else code, f"{who} failed ({how}){others}")
+    def _handlers(self, rank: int) -> list[Callable[[bytes], None]]:
+        assert self._output is not None
+        return [functools.partial(self._output.write, rank, error) for error in (False, True)]

@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType, TracebackType
+from typing import Any, Protocol, TypeVar
 
 from fsdpcore.core.errors import RankFailedError
 
@@ -46,6 +47,8 @@ class RankProcess:
         environ: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         stdin: int | None = subprocess.DEVNULL,
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> None:
         self.rank = rank
         self.stopped = False
@@ -58,6 +61,8 @@ class RankProcess:
                     env=None if environ is None else dict(environ),
                     pass_fds=pass_fds,
                     stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
                     start_new_session=True,
                 )
             except OSError as error:
@@ -114,8 +119,34 @@ class RankProcess:
 R = TypeVar("R", bound=RankProcess)
 
 
-def wait(ranks: Sequence[R]) -> R | None:
-    """Wait until all ranks have ended well (return None), or one failed (return that one)."""
+class StopRequested(BaseException):
+    """Raised where a launcher waits for its ranks and is told to end them.
+
+    Attributes:
+        number: the signal that asked for it, which is passed on; 0 to let them end by themselves.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Lifeline(Protocol):
+    """What can ask a waiting launcher to end its ranks, apart from signals."""
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when ``check`` has something to find."""
+
+    def check(self) -> None:
+        """Raise ``StopRequested`` if that was asked for; never block."""
+
+
+def wait(ranks: Sequence[R], lifeline: Lifeline | None = None) -> R | None:
+    """Wait until all ranks have ended well (return None), or one failed (return that one).
+
+    Raises:
+        StopRequested: by ``lifeline``.
+    """
     while True:
         running = _running(ranks)
         for rank in ranks:  # all of them: one may have ended since it was seen running
@@ -123,10 +154,26 @@ def wait(ranks: Sequence[R]) -> R | None:
                 return rank
         if not running:
             return None
-        _sleep(running, None)
+        if lifeline is not None:
+            lifeline.check()
+        _sleep(running, None, () if lifeline is None else (lifeline.fileno(),))
 
 
-def culprit(ranks: Sequence[R], first: R, reported: Mapping[int, bool]) -> R:
+class Ended(Protocol):
+    """A rank that has ended, or will soon; see ``RankProcess``."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def failed(self) -> bool: ...
+
+
+E = TypeVar("E", bound=Ended)
+
+
+def culprit(ranks: Sequence[E], first: E, reported: Mapping[int, bool]) -> E:
     """Return the rank that failed by itself.
 
     Args:
@@ -141,17 +188,21 @@ def culprit(ranks: Sequence[R], first: R, reported: Mapping[int, bool]) -> R:
     return first
 
 
-def stop(ranks: Sequence[RankProcess], *, first: int | None = None) -> None:
+def stop(
+    ranks: Sequence[RankProcess], *, first: int | None = None, grace: float | None = None
+) -> None:
     """End ranks: wait for them, then SIGTERM, then SIGKILL. Returns once all are gone.
 
     Args:
         ranks: those that have ended are left alone.
         first: a signal to begin with.
+        grace: seconds to wait before SIGTERM (default: ``GRACE_SECONDS``).
     """
     if first is not None:
         for rank in _running(ranks):
             rank.signal(first)
-    for seconds, then in ((GRACE_SECONDS, signal.SIGTERM), (TERM_SECONDS, signal.SIGKILL)):
+    grace = GRACE_SECONDS if grace is None else grace
+    for seconds, then in ((grace, signal.SIGTERM), (TERM_SECONDS, signal.SIGKILL)):
         if _all_ended(ranks, seconds):
             return
         for rank in _running(ranks):
@@ -182,11 +233,17 @@ def _all_ended(ranks: Sequence[RankProcess], seconds: float) -> bool:
     return True
 
 
-def _sleep(running: Sequence[RankProcess], seconds: float | None) -> None:
-    """Sleep until something happens to one of the processes, or ``seconds`` have passed."""
-    if not running:
-        return
-    descriptors = [fd for rank in running for fd in rank.watched()]
+def _sleep(
+    running: Sequence[RankProcess], seconds: float | None, others: Sequence[int] = ()
+) -> None:
+    """Sleep until something happens to one of the processes, or ``seconds`` have passed.
+
+    Args:
+        running: at least one process.
+        seconds: at most; None for no limit.
+        others: descriptors that end the sleep as well, when they can be read.
+    """
+    descriptors = [*others, *(fd for rank in running for fd in rank.watched())]
     if -1 in descriptors:
         time.sleep(_POLL_SECONDS)
         return
@@ -209,6 +266,38 @@ def _interrupts_blocked() -> Iterator[None]:
 def admit_interrupts() -> None:
     """Let SIGINT through in a process that ``RankProcess`` started; one may be waiting."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+class Signals:
+    """Has SIGINT and SIGTERM raise ``StopRequested``, once whenever ``raised`` is set.
+
+    While it is not they do nothing: the job is about to end as it is. A signal that this process
+    was started to ignore stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.raised = False
+        self._before: dict[int, Any] = {}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.raised:
+            self.raised = False
+            raise StopRequested(number)
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def describe_exit(code: int) -> str:

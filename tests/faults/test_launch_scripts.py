@@ -118,7 +118,8 @@ def torch_style(rank, size, port):
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port - 1),
+        "MASTER_PORT": str(port - 1),  # which torchrun holds itself
+        "TORCHELASTIC_RUN_ID": "7",
     }
 
 
@@ -171,6 +172,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(script, free_port):
         assert line.startswith(f"rank {rank} failed: RendezvousError")
         assert "rank 1 of 3 did not come" in line
         assert f"127.0.0.1:{port}" in line
+        assert "the port after MASTER_PORT" in line
 
 
 def test_an_uncaught_exception_under_another_launcher_ends_all_ranks(script, free_port):

@@ -1,0 +1,102 @@
+"""What ranks print, line by line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.launch.output import LoggedOutput, OutputPipes, PrefixedOutput
+
+
+def lines_of(*pieces):
+    """What a handler is called with, for pieces written one after the other."""
+    seen = []
+    with OutputPipes() as pipes, pipes.ending_in(seen.append) as (end,):
+        for piece in pieces:
+            os.write(end, piece)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"a\nb\n"], [b"a", b"b"]),
+        ([b"a", b"b\n\n", b"c"], [b"ab", b"", b"c"]),
+        ([b"a\r\nb\r\n"], [b"a", b"b"]),
+        ([b"\r 1%", b"\r 2%", b"\r 3%\n"], [b" 1%", b" 2%", b" 3%"]),
+        ([b"\xff\x00\n"], [b"\xff\x00"]),
+        ([], []),
+    ],
+)
+def test_lines_are_what_was_written(pieces, lines):
+    assert lines_of(*pieces) == lines
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory():
+    assert b"".join(found := lines_of(*[b"x" * 50_000] * 5)) == b"x" * 250_000
+    assert len(found) > 1
+
+
+def test_a_process_that_holds_its_output_open_keeps_nobody(capfdbinary):
+    with OutputPipes() as pipes:
+        output = PrefixedOutput()
+        with pipes.ending_in(lambda line: output.write(7, False, line)) as (end,):
+            sleeper = "import time; print('up', flush=True); time.sleep(100)"
+            process = subprocess.Popen([sys.executable, "-c", sleeper], stdout=end)
+            os.write(end, b"said\n")
+    process.kill()
+    process.wait()
+    assert b"[7] said\n" in capfdbinary.readouterr().out
+
+
+def test_whoever_prints_where_nobody_reads_is_told():
+    def refuse(line):
+        raise BrokenPipeError
+
+    with (
+        OutputPipes() as pipes,
+        pipes.ending_in(refuse) as (end,),
+        pytest.raises(BrokenPipeError),
+    ):
+        for _ in range(1000):
+            os.write(end, b"line\n" * 1000)
+
+
+def test_the_traceback_of_the_culprit_is_last(capfd):
+    output = PrefixedOutput(lambda rank: f"host:{rank}")
+    for rank in (1, 0):
+        output.write(rank, True, b"rank %d failed:" % rank)
+        output.write(rank, True, b"  Traceback of %d" % rank)
+    output.write(2, True, b"rank 2: stopped")
+    output.write(1, False, b"out")
+    output.finish(1)
+    assert capfd.readouterr() == (
+        "[host:1] out\n",
+        "[host:2] rank 2: stopped\n"
+        "[host:0] rank 0 failed:\n[host:0]   Traceback of 0\n"
+        "[host:1] rank 1 failed:\n[host:1]   Traceback of 1\n",
+    )
+
+
+def test_a_file_for_each_rank(tmp_path, capfd):
+    output = LoggedOutput(tmp_path / "new" / "logs")
+    output.write(0, False, b"fine")
+    for line in (b"a warning", b"rank 3 failed:", b"ValueError"):
+        output.write(3, True, line)
+    output.finish(3)
+    assert capfd.readouterr() == ("", "rank 3 failed:\nValueError\n")
+    logs = {path.name: path.read_text() for path in (tmp_path / "new" / "logs").iterdir()}
+    assert logs == {
+        "rank_0.log": "fine\n",
+        "rank_3.log": "a warning\nrank 3 failed:\nValueError\n",
+    }
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--log-dir"):
+        LoggedOutput(tmp_path / "file" / "logs")
