@@ -85,6 +85,7 @@ class Training:
         layers, width, heads, context: of the model, float32, on bytes.
         batch: sequences of all ranks together; random bytes, the same ones in every step.
         prefetch, setting: as in ``Exchange``.
+        strategy, group: of our engine, and how many ranks share a copy, for those that ask.
     """
 
     layers: int = 3
@@ -94,6 +95,8 @@ class Training:
     batch: int = 32
     prefetch: int = 1
     setting: str = ""
+    strategy: str = "full_shard"
+    group: int = 0
 
     lr = 1e-3
     betas = (0.9, 0.95)

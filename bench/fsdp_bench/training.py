@@ -101,6 +101,7 @@ class OurTraining(EngineJob):
             self._stack.units(np.random.default_rng(SEED)),
             backend,
             optimizer=optimizer,
+            strategy=fc.Strategy(case.strategy, shard_group_size=case.group or None),
             precision=precision,
             prefetch=case.prefetch,
             window=offload is None,

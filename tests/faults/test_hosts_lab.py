@@ -15,8 +15,8 @@ import pytest
 from support.hosts import recording
 from support.hosts.lab import Host, Lab
 from support.hosts.middle import Flow, Frames, Middle
+from support.hosts.places import environs
 from support.hosts.plain import connected, goodput, round_trip
-from support.hosts.ranks import environs
 from support.jobs import python, started
 
 pytestmark = pytest.mark.usefixtures("needs_hosts")

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,13 @@ class _Keeper:
         namespaces.enter(self.paths[0])
         return {number: port(f"p{number}") for number in range(1, len(self._files))}
 
+    def sent(self, at: int) -> int:
+        """The bytes that a host has sent."""
+        namespaces.enter(self.paths[at])
+        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        (counts,) = [line.split(":")[1] for line in lines if line.strip().startswith("eth0:")]
+        return int(counts.split()[8])
+
     def pids(self, at: int) -> list[int]:
         """The processes that are in a namespace, but for this one."""
         wanted = os.fstat(self._files[at])
@@ -84,15 +91,21 @@ class _Keeper:
 def main() -> None:
     """Answer orders: what a method returns, or the words of an error."""
     keeper = _Keeper(int(sys.argv[1]))
-    orders = {each.__name__: each for each in (
-        keeper.run, keeper.write, keeper.switch, keeper.record, keeper.pids, keeper.kill
-    )}  # fmt: skip
+    orders: dict[str, Callable[..., Any]] = {
+        "run": keeper.run,
+        "write": keeper.write,
+        "switch": keeper.switch,
+        "record": keeper.record,
+        "sent": keeper.sent,
+        "pids": keeper.pids,
+        "kill": keeper.kill,
+    }
     print(json.dumps({"is": keeper.paths}), flush=True)
     try:
         for line in sys.stdin:
             order: dict[str, Any] = json.loads(line)
             try:
-                answer = {"is": orders[order.pop("do")](**order)}  # type: ignore[operator]
+                answer = {"is": orders[order.pop("do")](**order)}
             except OSError as error:
                 answer = {"error": str(error)}
             print(json.dumps(answer), flush=True)

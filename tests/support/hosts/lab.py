@@ -52,7 +52,8 @@ class Host:
 
     def command(self, *words: object) -> list[str]:
         """The command line that runs a command on this host."""
-        return ["nsenter", f"--net={self.namespace}", *map(str, words)]
+        nsenter = shutil.which("nsenter") or "nsenter"
+        return [nsenter, f"--net={self.namespace}", *map(str, words)]
 
     def socket(self, kind: int = socket.SOCK_STREAM) -> socket.socket:
         """Make a socket that belongs to this host, whatever thread uses it then."""
@@ -186,6 +187,10 @@ class Lab:
     def pids(self) -> list[int]:
         """All processes on its hosts."""
         return [pid for at in range(1, self._count + 1) for pid in self._ask("pids", at=at)]
+
+    def sent(self, host: int) -> int:
+        """The bytes that a host has sent until now, with the heads of packets."""
+        return int(self._ask("sent", at=host + 1))
 
     def record(self, path: Path | None) -> None:
         """Write all frames that hosts send into a file from now on; None ends that."""

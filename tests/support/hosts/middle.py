@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from support.hosts.lab import Host, Lab
-from support.hosts.ranks import PORT
+from support.hosts.places import PORT
 
 # What a host takes where a program leaves the port to it: few enough to listen at all of them.
 _FIRST, _LAST = 20_000, 20_127

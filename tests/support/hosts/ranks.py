@@ -5,33 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from support.hosts import namespaces
 from support.hosts.lab import Host
+from support.hosts.places import environs
 from support.jobs import clean_environ
 from support.zmq_ranks import PATIENCE, Body, RankProcess, joined
 
 import fsdpcore as fc
-
-PORT = 5555
-
-
-def environs(hosts: Sequence[Host], token: str = "") -> list[dict[str, str]]:
-    """The variables of each rank of a job whose ranks are on these hosts, in rank order."""
-    return [
-        {
-            "FSDPCORE_RANK": str(rank),
-            "FSDPCORE_WORLD_SIZE": str(len(hosts)),
-            "FSDPCORE_LOCAL_RANK": str(hosts[:rank].count(host)),
-            "FSDPCORE_LOCAL_WORLD_SIZE": str(hosts.count(host)),
-            "FSDPCORE_RENDEZVOUS": f"{hosts[0].address}:{PORT}",
-            "FSDPCORE_TOKEN": token or "of a test",
-        }
-        for rank, host in enumerate(hosts)
-    ]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,167 @@
+"""What is measured, on which hosts, and the least that it can take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+MIB = 1 << 20
+EXCHANGE, BARRIER = "exchange", "barrier"
+
+
+class Link(NamedTuple):
+    """What plain TCP found of a link in the same run.
+
+    Attributes:
+        goodput: bytes per second that one stream carries.
+        round_trip: seconds.
+    """
+
+    goodput: float
+    round_trip: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective, a barrier, or pairs of ranks that exchange messages.
+
+    Attributes:
+        operation: its name.
+        size: in bytes, as in ``fsdpcore bench``; of an exchange, of the message each way.
+        pairs: of an exchange: ranks 0 and 1, 2 and 3, and so on; the others do nothing.
+        late: seconds after which one rank of each pair begins.
+        limit: seconds that it may take, where the bound does not say it.
+    """
+
+    operation: str
+    size: int = 0
+    pairs: int = 0
+    late: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        parts = [f"{self.pairs} pairs," if self.pairs > 1 else "1 pair," if self.pairs else ""]
+        if self.size:
+            whole = self.size % MIB == 0
+            parts.append(f"{self.size // MIB} MiB" if whole else f"{self.size} B")
+        late = f", one {1e3 * self.late:g} ms later" if self.late else ""
+        return " ".join(filter(None, [*parts, self.operation])) + late
+
+    def order(self) -> dict[str, Any]:
+        """As a rank gets it, in JSON."""
+        return asdict(self)
+
+    def bound(self, ranks: int, link: Link) -> float:
+        """Seconds that it takes at least where every rank has a link of its own.
+
+        That is what the busiest link has to carry, at the rate of a plain stream, and one round
+        trip where that is long.
+        """
+        share = (ranks - 1) / ranks
+        parts = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}
+        moving = self.size * parts.get(self.operation, 1.0) / link.goodput
+        return self.late + moving + link.round_trip
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Hosts, their links, and what is measured on them.
+
+    Attributes:
+        name: for ``--parts``.
+        hosts, per_host: of the ranks.
+        rate: of each link, in bits per second; ``slowest`` is that of the last host's.
+        delay: from one host to another, in seconds.
+        cases: one after the other.
+    """
+
+    name: str
+    hosts: int
+    rate: float
+    cases: tuple[Case, ...]
+    per_host: int = 1
+    delay: float = 0.0
+    slowest: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        """Of all hosts."""
+        return self.hosts * self.per_host
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        words = f"{self.hosts} hosts, {self.ranks} ranks, links of {_in_words(self.rate)}"
+        if self.slowest:
+            words += f", the last one's of {_in_words(self.slowest)}"
+        return words + (f", round trip {2e3 * self.delay:g} ms" if self.delay else "")
+
+
+def _in_words(rate: float) -> str:
+    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+
+
+_LARGE = (Case("all_reduce", 8 * MIB), Case("all_gather", 8 * MIB), Case("broadcast", 8 * MIB))
+_PAIRS = tuple(Case(EXCHANGE, MIB, pairs, late) for late in (0.0, 0.01) for pairs in (1, 2))
+_FAR = (
+    Case(BARRIER),
+    Case("all_reduce", 8),
+    Case("broadcast", 8),
+    Case("all_gather", 8),
+    Case("all_reduce", MIB, limit=0.070),
+    Case("broadcast", MIB, limit=0.045),
+)
+
+SCENARIOS = (
+    Scenario("rate", 4, 100e6, _LARGE),
+    Scenario("pairs", 4, 100e6, _PAIRS),
+    Scenario("slow", 4, 100e6, _LARGE, slowest=50e6),
+    Scenario("far", 4, 1e9, _FAR, delay=0.01),
+    Scenario("shared", 2, 100e6, (Case("all_reduce", 8 * MIB), Case("all_reduce", 65536)), 2),
+)
+
+
+# Enough units that the first gather and the last reduction, which nothing can hide, are small.
+_GPT = {"layers": 8, "width": 128, "heads": 2, "context": 64, "batch": 16}
+_COMPUTING_MORE = {**_GPT, "context": 128, "batch": 32}
+
+
+@dataclass(frozen=True)
+class TrainingScenario:
+    """A GPT that is trained on two hosts of two ranks each, with one strategy after the other.
+
+    Attributes:
+        name: for ``--parts``.
+        rate: of each link, in bits per second.
+        strategies: names.
+        sizes: of the model and the batch, as ``Training`` takes them.
+    """
+
+    name: str
+    rate: float
+    strategies: tuple[str, ...] = field(
+        default=("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+    )
+    hosts: int = 2
+    per_host: int = 2
+    sizes: Mapping[str, Any] = field(default_factory=lambda: dict(_GPT))
+
+    @property
+    def ranks(self) -> int:
+        """Of all hosts."""
+        return self.hosts * self.per_host
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        links = f"links of {_in_words(self.rate)}"
+        return f"training a GPT: {self.hosts} hosts, {self.ranks} ranks, {links}"
+
+
+TRAININGS = (
+    TrainingScenario("train-100m", 100e6),
+    TrainingScenario("train-1g", 1e9, sizes=_COMPUTING_MORE),
+)

@@ -1,0 +1,284 @@
+"""A whole run: make hosts, start the contestants on them, let them take turns, print, save."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import gpt_model
+from fsdp_bench.cases import ALONE, Training, to_order
+from support.hosts import plain
+from support.hosts.lab import Lab, why_no_hosts
+
+from fsdpcore import __version__
+from fsdpcore.bench.harness import options, record, table
+from fsdpcore.bench.harness.measurements import OURS
+from fsdpcore.bench.harness.start import RankProgram, Start
+from fsdpcore.bench.harness.team import Team
+from fsdpcore.bench.harness.turns import Entrant, alternate, run_seconds, start_all, versions_of
+from fsdpcore.core.errors import ConfigError
+from hosts_bench import start
+from hosts_bench.cases import SCENARIOS, TRAININGS, Case, Link, Scenario, TrainingScenario
+from hosts_bench.start import GLOO
+
+# Ours with what it says encrypted; by the transport's own option.
+ENCRYPTED = "encrypted"
+PEERS = (ENCRYPTED, GLOO)
+PARTS = tuple(each.name for each in (*SCENARIOS, *TRAININGS))
+_BENCH = Path(__file__).parents[1]
+_FOLDERS = (_BENCH, _BENCH.parent / "tests", Path(gpt_model.__file__).parent)
+_WARMUP = 2
+# Before all ranks have got an order and wait for its time.
+_LEAD_SECONDS = 0.02
+# A plain stream of about a tenth of a second.
+_STREAM_SECONDS = 0.1
+_STEPS = 2
+
+
+@dataclass(frozen=True)
+class HostsRun:
+    """What to measure, and where the results go.
+
+    Attributes:
+        parts: some of ``PARTS``.
+        transport: URL of ours.
+        against: some of ``PEERS``.
+        rounds: how often the contestants take turns.
+        json: file to write.
+    """
+
+    parts: tuple[str, ...]
+    transport: str = "zmq://"
+    against: tuple[str, ...] = ()
+    rounds: int = 5
+    json: Path | None = None
+
+    def check(self) -> None:
+        """Check everything that can be wrong before a rank is started.
+
+        Raises:
+            ArgumentError: an option's value is wrong.
+            ConfigError: this machine can make no hosts.
+            MissingDependencyError: a package is needed that is not installed.
+        """
+        options.check_known("--parts", self.parts, PARTS)
+        options.check_known("--against", self.against, PEERS)
+        options.check_torch([peer for peer in self.against if peer == GLOO])
+        options.check_writable(self.json)
+        if why := why_no_hosts():
+            raise ConfigError(why)
+
+
+def measure(request: HostsRun, echo: options.Echo) -> int:
+    """Measure all parts; how much was wrong, over all contestants."""
+    run = record.RunRecord("hosts")
+    first = f"fsdpcore {__version__}, transport {request.transport}"
+    for line in table.heading(run.machine, first, f"median of {request.rounds} rounds"):
+        echo(line)
+    results: list[dict[str, Any]] = []
+    versions: dict[str, Any] = {}
+    for scenario in SCENARIOS:
+        if scenario.name in request.parts:
+            results += _collectives(request, scenario, versions, echo)
+    for training in TRAININGS:
+        if training.name in request.parts:
+            results += _training(request, training, versions, echo)
+    run.save(request.json, versions=versions, settings=_settings(request), results=results)
+    return sum(each["wrong"] for each in results)
+
+
+def _settings(request: HostsRun) -> dict[str, Any]:
+    return {name: value for name, value in vars(request).items() if name != "json"}
+
+
+@contextlib.contextmanager
+def _started(
+    request: HostsRun,
+    scenario: Scenario | TrainingScenario,
+    program: RankProgram,
+    others: Sequence[str],
+) -> Iterator[tuple[Lab, list[Entrant]]]:
+    """Hosts, and the contestants on them: ours first."""
+    delay = scenario.delay if isinstance(scenario, Scenario) else 0.0
+    with Lab(scenario.hosts, rate=scenario.rate, delay=delay) as lab, contextlib.ExitStack() as all:
+        starts: dict[str, Start] = {}
+        for name, url in _urls(request).items():
+            starts[name] = start.on_hosts(lab, scenario.per_host, program, url, contestant=name)
+        for name in others:
+            starts[name] = start.one_by_one(lab, scenario.per_host, program, contestant=name)
+        yield lab, start_all(all, scenario.ranks, starts)
+
+
+def _urls(request: HostsRun) -> dict[str, str]:
+    found = {OURS: request.transport}
+    if ENCRYPTED in request.against:
+        found[ENCRYPTED] = request.transport.replace("security=none", "security=curve")
+    return found
+
+
+# Collectives.
+
+
+def _collectives(
+    request: HostsRun, scenario: Scenario, versions: dict[str, Any], echo: options.Echo
+) -> Iterator[dict[str, Any]]:
+    program = RankProgram.module("hosts_bench.member", *_FOLDERS, threads=1)
+    others = [name for name in request.against if name == GLOO]
+    echo(f"#\n# {scenario.name}: {scenario.title}")
+    with _started(request, scenario, program, others) as (lab, entrants):
+        if scenario.slowest:
+            lab.set_rate(scenario.hosts - 1, scenario.slowest)
+        versions |= versions_of(entrants)
+        for case in scenario.cases:
+            yield _case(request, scenario, case, lab, entrants, echo)
+
+
+def _case(
+    request: HostsRun,
+    scenario: Scenario,
+    case: Case,
+    lab: Lab,
+    entrants: Sequence[Entrant],
+    echo: options.Echo,
+) -> dict[str, Any]:
+    wrong = 0
+    for name, team in entrants:
+        team.ask(name, "prepare", case=case.order())
+        wrong += int(sum(sum(ranks) for ranks in team.ask(name, "check")))
+        for _ in range(_WARMUP):
+            _once(team, name)
+    teams, links = dict(entrants), list[Link]()
+
+    def turn(name: str, number: int) -> float:
+        if name == OURS:
+            links.append(_link(lab, scenario))
+        return _once(teams[name], name)
+
+    samples = alternate(teams, request.rounds, turn)
+    for name, team in entrants:
+        team.ask(name, "release")
+    link = Link(*(median(values) for values in zip(*links, strict=True)))
+    bound = case.bound(scenario.ranks, link)
+    if scenario.per_host > 1:
+        bound *= 2 / 3  # of an all_reduce: half of it passes between two hosts, twice
+    echo(_line(case.name, bound, samples, case.limit))
+    return {
+        "part": scenario.name,
+        "case": case.order(),
+        "bound_ms": 1e3 * bound,
+        "goodput_mbit": 8e-6 * link.goodput,
+        "round_trip_ms": 1e3 * link.round_trip,
+        "wrong": wrong,
+        "samples_ms": {name: [1e3 * each for each in taken] for name, taken in samples.items()},
+    }
+
+
+def _once(team: Team, name: str) -> float:
+    """Have all ranks do it at one time; seconds until the last is done."""
+    answers = team.ask(name, "once", at=time.monotonic() + _LEAD_SECONDS)
+    return max(seconds for (seconds,) in answers)
+
+
+def _link(lab: Lab, scenario: Scenario | TrainingScenario) -> Link:
+    """What plain TCP finds of the slowest link."""
+    slowest = scenario.slowest if isinstance(scenario, Scenario) else 0.0
+    size = int((slowest or scenario.rate) / 8 * _STREAM_SECONDS)
+    one, other = lab.hosts[0], lab.hosts[-1]
+    far = isinstance(scenario, Scenario) and scenario.delay
+    trip = plain.round_trip(one, other, 3) if far else 0.0
+    return Link(plain.goodput(one, other, size), trip)
+
+
+def _line(
+    name: str, bound: float, samples: Mapping[str, Sequence[float]], limit: float = 0.0
+) -> str:
+    parts = [f"  {name:42} bound {1e3 * bound:8.1f} ms"]
+    for contestant, taken in samples.items():
+        parts.append(
+            f"{contestant} {1e3 * median(taken):8.1f} ms ({median(taken) / bound:.2f} of the "
+            f"bound, {1e3 * min(taken):.1f} to {1e3 * max(taken):.1f})"
+        )
+    if limit:
+        parts.append(f"limit {1e3 * limit:g} ms")
+    return "; ".join(parts)
+
+
+# Training.
+
+
+def _training(
+    request: HostsRun, scenario: TrainingScenario, versions: dict[str, Any], echo: options.Echo
+) -> Iterator[dict[str, Any]]:
+    program = RankProgram.module("fsdp_bench.member", *_FOLDERS, threads=1)
+    echo(f"#\n# {scenario.name}: {scenario.title}")
+    with _started(request, scenario, program, [ALONE]) as (lab, entrants):
+        versions |= versions_of(entrants)
+        for strategy in scenario.strategies:
+            group = scenario.per_host if strategy == "hybrid_shard" else 0
+            case = Training(**scenario.sizes, strategy=strategy, group=group)
+            yield _strategy(request, scenario, case, lab, entrants, echo)
+
+
+def _strategy(
+    request: HostsRun,
+    scenario: TrainingScenario,
+    case: Training,
+    lab: Lab,
+    entrants: Sequence[Entrant],
+    echo: options.Echo,
+) -> dict[str, Any]:
+    losses = {}
+    for name, team in entrants:
+        team.ask(name, "prepare", case=to_order(case))
+        if name != ALONE:
+            losses[name] = [sum(ranks) for ranks in zip(*team.ask(name, "losses", count=2))]  # noqa: B905
+    teams, rates, moved = dict(entrants), list[float](), list[float]()
+
+    def turn(name: str, number: int) -> float:
+        before = _sent(lab)
+        took = max(run_seconds(teams[name], name, 0, _STEPS)) / _STEPS
+        if name == OURS:
+            moved.append((_sent(lab) - before) / _STEPS)
+            before, link = _sent(lab), _link(lab, scenario)
+            # The stream that warms the link up is a quarter of what is timed.
+            size = 1.25 * scenario.rate / 8 * _STREAM_SECONDS
+            rates.append(link.goodput * (_sent(lab) - before) / size)
+        return took
+
+    samples = alternate(teams, request.rounds, turn)
+    for name, team in entrants:
+        team.ask(name, "release")
+    computing = median(samples.pop(ALONE))
+    moving = median(moved) / median(rates)
+    bound = max(computing, moving)
+    echo(
+        _line(case.strategy, bound, samples)
+        + f"; computing {1e3 * computing:.1f} ms, {median(moved) / 1e6:.2f} MB: "
+        f"{1e3 * moving:.1f} ms"
+    )
+    first = losses[OURS]
+    same = all(
+        math.isclose(a, b, rel_tol=1e-3)
+        for found in losses.values()
+        for a, b in zip(found, first, strict=True)
+    )
+    return {
+        "part": scenario.name,
+        "case": to_order(case),
+        "bound_ms": 1e3 * bound,
+        "computing_ms": 1e3 * computing,
+        "moved_mb": median(moved) / 1e6,
+        "wrong": 0 if same else 1,
+        "samples_ms": {name: [1e3 * each for each in taken] for name, taken in samples.items()},
+    }
+
+
+def _sent(lab: Lab) -> float:
+    """Bytes that the host that sends the most has sent."""
+    return max(lab.sent(host.number) for host in lab)

@@ -1,0 +1,88 @@
+"""Starting the ranks of a contestant on the hosts of a lab."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from support.hosts.lab import Lab
+from support.hosts.places import environs
+
+from fsdpcore.bench.harness.start import RankProgram, Start
+from fsdpcore.launch.supervision import RankProcess
+
+GLOO = "gloo"
+
+
+def on_hosts(
+    lab: Lab, per_host: int, program: RankProgram, transport: str, **options: Any
+) -> Start:
+    """Start ranks of ours that join as the variables say.
+
+    Args:
+        lab: whose hosts they are on.
+        per_host: number of ranks on each.
+        program: of a rank.
+        transport: URL, to which what tells the hosts apart is added.
+        options: of all ranks.
+    """
+    hosts = [host for host in lab for _ in range(per_host)]
+
+    def start(directory: Path, path: str) -> list[RankProcess]:
+        join = "&" if "?" in transport else "?"
+        places = environs(hosts, secrets.token_hex(16))
+        return [
+            _process(
+                lab,
+                program,
+                rank,
+                rank // per_host,
+                {**place, "FSDPCORE_TRANSPORT": f"{transport}{join}host_id={hosts[rank].name}"},
+                {**options, "path": path},
+            )
+            for rank, place in enumerate(places)
+        ]
+
+    return start
+
+
+def one_by_one(lab: Lab, per_host: int, program: RankProgram, **options: Any) -> Start:
+    """Start ranks of others, which meet through a file, as ``RankProgram.one_by_one`` does."""
+
+    def start(directory: Path, path: str) -> list[RankProcess]:
+        size = per_host * len(lab.hosts)
+        shared = {"store": str(directory / "store"), "world_size": size, "path": path}
+        return [
+            _process(
+                lab,
+                program,
+                rank,
+                rank // per_host,
+                {"GLOO_SOCKET_IFNAME": "eth0"},
+                {"threads": program.threads, **options, **shared, "rank": rank},
+            )
+            for rank in range(size)
+        ]
+
+    return start
+
+
+def _process(
+    lab: Lab,
+    program: RankProgram,
+    rank: int,
+    host: int,
+    environ: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> RankProcess:
+    given = {name: value for name, value in os.environ.items() if not name.startswith("FSDPCORE_")}
+    command = [program.python, *program.command, json.dumps(options)]
+    return RankProcess(
+        rank,
+        lab.hosts[host].command(*command),
+        environ={**given, **program.environ, **environ},
+    )

@@ -1,0 +1,24 @@
+"""Which rank a process on a host is to be: what a user sets who starts each by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from support.hosts.lab import Host
+
+PORT = 5555
+
+
+def environs(hosts: Sequence[Host], token: str = "") -> list[dict[str, str]]:
+    """The variables of each rank of a job whose ranks are on these hosts, in rank order."""
+    return [
+        {
+            "FSDPCORE_RANK": str(rank),
+            "FSDPCORE_WORLD_SIZE": str(len(hosts)),
+            "FSDPCORE_LOCAL_RANK": str(hosts[:rank].count(host)),
+            "FSDPCORE_LOCAL_WORLD_SIZE": str(hosts.count(host)),
+            "FSDPCORE_RENDEZVOUS": f"{hosts[0].address}:{PORT}",
+            "FSDPCORE_TOKEN": token or "of a test",
+        }
+        for rank, host in enumerate(hosts)
+    ]
