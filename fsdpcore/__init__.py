@@ -15,6 +15,7 @@ from fsdpcore.collectives.operations.table import __all__ as _operations
 from fsdpcore.comm.backend import Backend, SubBackend
 from fsdpcore.comm.dump_trace import dump_trace
 from fsdpcore.comm.mesh import Mesh
+from fsdpcore.comm.message_status import MessageStatus
 from fsdpcore.core import errors
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import (
@@ -39,6 +40,8 @@ from fsdpcore.core.errors import (
     UnsupportedError,
 )
 from fsdpcore.core.reductions import ReduceOp
+from fsdpcore.core.waiting import wait_all, wait_any
+from fsdpcore.core.wildcard import ANY
 from fsdpcore.core.work import Work
 from fsdpcore.launch.launch import init, launch
 
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
 __version__ = _version("fsdpcore")
 
 __all__ = [
+    "ANY",
     "FSDP",
     "ArgumentError",
     "ArrayPiece",
@@ -91,6 +95,7 @@ __all__ = [
     "LossScale",
     "MemoryEstimate",
     "Mesh",
+    "MessageStatus",
     "MismatchError",
     "MissingDependencyError",
     "NonFiniteGradientError",
@@ -133,6 +138,8 @@ __all__ = [
     "optim",
     "parallel",
     "train_step",
+    "wait_all",
+    "wait_any",
     *_operations,
 ]
 

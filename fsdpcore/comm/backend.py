@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import DTypeLike
 
 from fsdpcore.comm.job import Job
-from fsdpcore.comm.message_work import finish
 from fsdpcore.comm.messages import GroupMessages
 from fsdpcore.comm.order import CallOrder
+from fsdpcore.comm.point_to_point import PointToPoint
 from fsdpcore.core.buffers import (
     Array,
     dtype_code,
@@ -36,7 +36,6 @@ from fsdpcore.core.errors import (
     in_words,
 )
 from fsdpcore.core.text import name_ranks
-from fsdpcore.core.work import Deadline, Work
 from fsdpcore.diagnostics.status import Group
 
 B = TypeVar("B", bound="Backend")
@@ -70,7 +69,7 @@ def provide_collectives(make: Callable[[Backend], Collectives]) -> None:
     _make_collectives = make
 
 
-class Backend(ABC):
+class Backend(PointToPoint):
     """A group of ``world_size`` ranks, seen from the rank that is number ``rank`` of it.
 
     ``fc.launch`` and ``fc.init`` make that of the whole job, ``sub``, ``split``, ``host_group`` and
@@ -141,78 +140,6 @@ class Backend(ABC):
     def timeout(self) -> float:
         """Seconds that an operation may take where the call does not say."""
         return self.root.default_timeout
-
-    # Point to point.
-
-    def send(
-        self, array: ArrayLike, dst: int, *, tag: int = 0, timeout: float | None = None
-    ) -> None:
-        """Send ``array`` to rank ``dst``, which must ``recv`` with the same shape, dtype and tag.
-
-        Blocks until ``array`` may be changed again. Small messages are buffered; for large ones
-        that means until the receiver has them, so two ranks that send to each other at the same
-        time should use ``isend``.
-
-        Args:
-            array: of any shape; bool, integers, floating point up to 64 bits, complex.
-            dst: a rank of this group, not this one.
-            tag: tells messages of the same two ranks apart, 0 to 2**31 - 1; those of one tag
-                arrive in order.
-            timeout: seconds; by default ``backend.timeout``.
-
-        Raises:
-            ArgumentError: no such rank, this rank itself, a dtype that cannot travel.
-            CommTimeoutError: not done after ``timeout`` seconds (default: ``backend.timeout``).
-            MismatchError: the receiver expects another shape or dtype.
-            PeerFailedError: another rank failed or left.
-        """
-        limit = Deadline(self.timeout if timeout is None else timeout).seconds
-        finish(self._messages.isend(array, dst, tag), limit)
-
-    def recv(self, out: Array, src: int, *, tag: int = 0, timeout: float | None = None) -> Array:
-        """Receive into ``out`` what rank ``src`` sends with ``tag``, and return ``out``.
-
-        Blocks until the data is there. After a timeout nothing is written to ``out`` any more,
-        and the message can still be received by a later call if it had not begun to arrive.
-
-        Args:
-            out: a writable array of the shape and dtype that are sent; need not be contiguous.
-            src, tag, timeout: as ``dst``, ``tag`` and ``timeout`` of ``send``.
-
-        Raises:
-            The same errors as ``send``.
-        """
-        limit = Deadline(self.timeout if timeout is None else timeout).seconds
-        finish(self._messages.irecv(out, src, tag), limit)
-        return out
-
-    def isend(self, array: ArrayLike, dst: int, *, tag: int = 0) -> Work:
-        """Start to send ``array``, which must not change before the returned work is done.
-
-        Args:
-            array, dst, tag: as of ``send``.
-
-        Returns:
-            A ``Work``, whose ``wait`` raises what ``send`` would.
-
-        Raises:
-            ArgumentError: as ``send``, at once.
-        """
-        return self._messages.isend(array, dst, tag)
-
-    def irecv(self, out: Array, src: int, *, tag: int = 0) -> Work:
-        """Start to receive into ``out``, to be read once the returned work has been waited for.
-
-        Args:
-            out, src, tag: as of ``recv``.
-
-        Returns:
-            A ``Work``: ``wait`` returns ``out``, and raises what ``recv`` would.
-
-        Raises:
-            ArgumentError: as ``recv``, at once.
-        """
-        return self._messages.irecv(out, src, tag)
 
     # Groups and collectives.
 

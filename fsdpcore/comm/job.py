@@ -12,14 +12,22 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import ClassVar
 
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.sharing import MappedRegion, MemorySharing
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import HOST, Device
-from fsdpcore.core.errors import ClosedError, CommunicationError, MismatchError, PeerFailedError
+from fsdpcore.core.errors import (
+    ClosedError,
+    CommunicationError,
+    MismatchError,
+    PeerFailedError,
+    UnsupportedError,
+)
 from fsdpcore.core.policy import Policy
+from fsdpcore.core.text import name_ranks
 from fsdpcore.core.work import OrderedExecutor, Pending, fresh
 from fsdpcore.diagnostics import deadlocks
 from fsdpcore.diagnostics.recorder import Recorder
@@ -59,6 +67,8 @@ class Job(ABC):
         memory: how ranks of one host share memory; None, on all ranks, where a transport has no
             way to.
         regions: the memory that this rank shares because of its groups, unmapped at the end.
+        matches_any: the transport matches receives from any rank or with any tag, those with more
+            room than is sent, messages to itself, and probes.
         warned: that ranks of a host cannot share memory has been logged.
         forked: this process was forked from the rank's; connections and memory belong to the rank.
     """
@@ -68,6 +78,7 @@ class Job(ABC):
     hosts: tuple[int, ...]
     memory: MemorySharing | None = None
     device: Device = HOST
+    matches_any: ClassVar[bool] = False
     warned: bool = False
 
     def __init__(self, timeout: float, policy: Policy | None) -> None:
@@ -94,7 +105,8 @@ class Job(ABC):
         """Start sending ``data`` (flat, contiguous) to rank ``dst`` of the job.
 
         Never blocks on the peer. ``data`` belongs to the transport until the returned ``Pending``
-        has finished.
+        has finished. What a rank sends to itself is copied, into its own table of messages: such a
+        send has finished at once.
 
         Raises:
             CommunicationError: the backend is broken or closed.
@@ -104,12 +116,28 @@ class Job(ABC):
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
         """Ask for the next message from rank ``src`` that matches ``envelope``; never blocks.
 
+        ``src`` and the envelope's tag may be ``ANY_NUMBER``, its signature one of ``pack_room``;
+        the returned ``Receive`` has the message's own key and envelope then. Nothing is written to
+        ``out`` behind what comes.
+
         ``out`` belongs to the transport until the returned ``Pending`` has finished; that fails
         with ``MismatchError`` if the message has another size or signature.
 
         Raises:
             CommunicationError: the backend is broken or closed.
         """
+
+    def post_probe(self, src: int, envelope: Envelope) -> Pending:
+        """Ask which message ``post_recv`` would take, without taking it; never blocks.
+
+        Returns:
+            A ``Receive`` that has finished if there is one, and else does when there is, with the
+            message's own key and envelope.
+
+        Raises:
+            CommunicationError: the backend is broken or closed.
+        """
+        raise UnsupportedError(f"{type(self).__name__} cannot look for messages ahead of time")
 
     # What a transport does when something goes wrong, and at the end.
 
@@ -228,17 +256,39 @@ class Job(ABC):
         for executor in self._executors:
             executor.close(self.default_timeout if self._failure is None else 1.0)
 
+    def lonely(self, channels: Iterable[int]) -> PeerFailedError | None:
+        """Why nothing can come from any rank of a group: all others have left; None if it can.
+
+        Args:
+            channels: of the groups in which a message from any rank is waited for.
+        """
+        for channel in channels:
+            group = self.recorder.group(channel)
+            others = [rank for rank in group.ranks if rank != self.rank] if group else []
+            if others and all(self.departed(rank) for rank in others):
+                left = "has left the job" if len(others) == 1 else "have left the job"
+                return PeerFailedError(f"{name_ranks(others)} {left}, all that could send")
+        return None
+
     def unexpected(self, src: int, channel: int) -> list[int]:
         """The tags of messages from ``src`` that have come and that nobody has asked for."""
         return []
 
-    def message_report(self, peer: int, channel: int) -> str:
-        """Say what ``peer`` (of the whole job) does, for the error of a message that timed out."""
-        report = deadlocks.unmatched(self.rank, peer, channel, self._ask)
-        tags = sorted(set(self.unexpected(peer, channel)))
-        if tags:
-            shown = ", ".join(map(str, tags[:_MAX_TAGS])) + (", ..." if tags[_MAX_TAGS:] else "")
-            report += f"\n  rank {peer} has sent messages that nobody receives, with tag {shown}"
+    def message_report(self, peer: int, group: Group) -> str:
+        """Say what ``peer`` (of the whole job) does, for the error of a message that timed out.
+
+        ``ANY_NUMBER`` stands for all others of the group whose message it is.
+        """
+        peers = [rank for rank in group.ranks if rank != self.rank] if peer < 0 else [peer]
+        report = deadlocks.unmatched(self.rank, peers, group.channel, self._ask)
+        for rank in peers[: deadlocks.MAX_SHOWN]:
+            tags = sorted(set(self.unexpected(rank, group.channel)))
+            if tags:
+                more = ", ..." if tags[_MAX_TAGS:] else ""
+                shown = ", ".join(map(str, tags[:_MAX_TAGS])) + more
+                report += (
+                    f"\n  rank {rank} has sent messages that nobody receives, with tag {shown}"
+                )
         return report
 
     def missing_from(self, ranks: Iterable[int], channel: int, sequence: int) -> str:

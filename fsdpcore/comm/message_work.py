@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from fsdpcore.comm.job import Job
-from fsdpcore.core.buffers import Array
+from fsdpcore.comm.matching import Receive
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Deadline, Pending, Work
 from fsdpcore.diagnostics.entries import MessageEntry, MessageRecord
@@ -21,8 +21,8 @@ class MessageWork(Work):
         job, group: whose message it is.
         pending: what the transport made of it.
         entry: what is recorded of it.
-        peer: the other rank's number in the group.
-        deliver: called once it is received; returns the caller's array.
+        peer: the other rank's number in the group; ``ANY_NUMBER`` for any.
+        deliver: called once it is received; returns what ``wait`` does.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class MessageWork(Work):
         pending: Pending,
         entry: MessageEntry,
         peer: int,
-        deliver: Callable[[], Array] | None,
+        deliver: Callable[[Pending], Any] | None,
     ) -> None:
         self._job = job
         self._group = group
@@ -40,7 +40,7 @@ class MessageWork(Work):
         self._entry = entry
         self._peer = peer
         self._deliver = deliver
-        self._value: Array | None = None
+        self._value: Any = None
         entry.work = weakref.ref(self)
 
     def done(self) -> bool:
@@ -50,9 +50,27 @@ class MessageWork(Work):
             recorder = self._job.recorder
             if self._pending.error is None:
                 recorder.end(self._entry)
+                self._name_sender()
             else:
                 recorder.fail(self._entry, self._pending.error)
         return True
+
+    def _name_sender(self) -> None:
+        """Record from whom a message came that could be from any rank, or with any tag."""
+        message = self._entry.call
+        assert isinstance(message, MessageRecord)
+        if message.peer < 0 or message.tag < 0:
+            sender, _, tag = cast("Receive", self._pending).key
+            self._entry.call = message._replace(peer=sender, tag=tag)
+
+    def _ends(self) -> list[Pending]:
+        return [self._pending]
+
+    def _limit(self) -> float:
+        return self._job.default_timeout
+
+    def _blocks(self, waiting: bool) -> None:
+        self._entry.waiting = waiting
 
     def wait(self, timeout: float | None = None) -> Any:
         limit = self._job.default_timeout if timeout is None else timeout
@@ -65,14 +83,14 @@ class MessageWork(Work):
             self._entry.waiting = False
             self.done()
         if self._deliver is not None:  # once: the caller may have changed the array since
-            self._value = self._deliver()
+            self._value = self._deliver(self._pending)
             self._deliver = None
         return self._value
 
     def _timed_out(self, limit: float) -> CommTimeoutError:
         message = self._entry.call
         assert isinstance(message, MessageRecord)
-        report = self._job.message_report(message.peer, self._group.channel)
+        report = self._job.message_report(message.peer, self._group)
         return CommTimeoutError(f"{self._words()} timed out after {limit:g} s{report}")
 
     def _words(self) -> str:
@@ -83,22 +101,15 @@ class MessageWork(Work):
         return f"{message.words(self._peer)} {where}"
 
 
-def finish(work: MessageWork, timeout: float) -> None:
+def finish(work: MessageWork, timeout: float) -> Any:
     """Wait; when the time is over, withdraw the message before raising."""
     try:
-        work.wait(timeout)
-    except BaseException as error:
+        return work.wait(timeout)
+    except CommTimeoutError as error:
         withdrawn = work._pending.cancel()
-        recorder = work._job.recorder
-        if not isinstance(error, CommTimeoutError):
-            recorder.fail(work._entry, error)
-            if not withdrawn and not work._pending.finished:  # a peer may have half of it
-                left = f"{work._words()} was left half done: {in_words(error)}"
-                work._job.fail(CommunicationError(left), tell=True)
-            raise
         if work._pending.finished:  # just now: it must not get lost
-            work.wait()
-            return
+            return work.wait()
+        recorder = work._job.recorder
         recorder.fail(work._entry, error)
         if not withdrawn:
             error = CommTimeoutError(f"{error}\n  part of it was sent: the job cannot go on")
@@ -107,3 +118,17 @@ def finish(work: MessageWork, timeout: float) -> None:
             raise error
         recorder.save(seldom=True)
         raise
+    except BaseException as error:
+        give_up(work, error)
+        raise
+
+
+def give_up(work: MessageWork, error: BaseException) -> None:
+    """Withdraw a message because of an error; the job breaks if a peer may have half of it."""
+    withdrawn = work.done() or work._pending.cancel()
+    if work.done():
+        return
+    work._job.recorder.fail(work._entry, error)
+    if not withdrawn:
+        left = f"{work._words()} was left half done: {in_words(error)}"
+        work._job.fail(CommunicationError(left), tell=True)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.job import Job
+from fsdpcore.comm.matching import Receive
+from fsdpcore.comm.message_status import MessageStatus
 from fsdpcore.comm.message_work import MessageWork
 from fsdpcore.comm.order import CallOrder
-from fsdpcore.core.buffers import Array, Bytes, byte_view, dtype_code, input_array, pack_signature
+from fsdpcore.core.buffers import (
+    Array,
+    byte_view,
+    dtype_code,
+    input_array,
+    pack_room,
+    pack_signature,
+    unpack_signature,
+)
 from fsdpcore.core.checks import as_rank, as_tag
 from fsdpcore.core.device import HOST
-from fsdpcore.core.errors import ArgumentError, CommunicationError
+from fsdpcore.core.errors import CommunicationError, UnsupportedError
+from fsdpcore.core.wildcard import ANY, ANY_NUMBER, Wildcard
 from fsdpcore.core.work import Pending
 from fsdpcore.diagnostics.entries import MessageRecord
 from fsdpcore.diagnostics.status import Group
@@ -35,52 +47,115 @@ class GroupMessages:
     def isend(self, array: ArrayLike, dst: int, tag: int) -> MessageWork:
         """Start to send ``array``; see ``Backend.isend``."""
         source = input_array(self._on_host(array))
-        self._check_peer(dst, "send to")
+        as_rank(dst, len(self._group.ranks), f"rank {self._rank} cannot send to")
+        self._check_supported(dst != self._rank)
         dtype, shape, to = source.dtype, source.shape, self._group.ranks[dst]
         envelope = Envelope(self._group.channel, as_tag(tag), pack_signature(dtype, shape))
         message = MessageRecord("send", dtype, shape, source.nbytes, to, tag)
-        return self._post(self._job.post_send, byte_view(source), dst, envelope, message, None)
+        post = self._job.post_send
+        return self._post(message, dst, None, post, byte_view(source), to, envelope)
 
-    def irecv(self, out: Array, src: int, tag: int) -> MessageWork:
+    def irecv(
+        self, out: Array, src: int | Wildcard, tag: int | Wildcard, status: MessageStatus | None
+    ) -> MessageWork:
         """Start to receive into ``out``; see ``Backend.irecv``."""
         device = self._job.device if self._job.device.claims(out) else HOST
         shape = tuple(getattr(out, "shape", ()))
         device.check_out(out, shape, getattr(out, "dtype", np.dtype(object)))
         dtype_code(out.dtype)
-        self._check_peer(src, "receive from")
+        peer, sender, number = self._sender(src, tag, "receive from")
+        self._check_supported(status is None)
         direct = device.on_host and out.flags.c_contiguous
         staging = out if direct else np.empty(out.shape, out.dtype)
-        dtype, sender = out.dtype, self._group.ranks[src]
-        envelope = Envelope(self._group.channel, as_tag(tag), pack_signature(dtype, shape))
-        message = MessageRecord("recv", dtype, shape, out.nbytes, sender, tag)
+        dtype, roomy = out.dtype, status is not None and len(shape) == 1
+        signature = pack_room(dtype, *shape) if roomy else pack_signature(dtype, shape)
+        envelope = Envelope(self._group.channel, number, signature)
+        message = MessageRecord("recv", dtype, shape, out.nbytes, sender, number)
 
-        def deliver() -> Array:
+        def deliver(pending: Pending) -> Array:
+            part: Any = ...
+            if status is not None:
+                self._describe(pending, status)
+                part = slice(status.count) if roomy else ...
             if staging is not out:
-                device.write(out, staging)
+                device.write(out[part], staging[part])
             return out
 
-        return self._post(self._job.post_recv, byte_view(staging), src, envelope, message, deliver)
+        post = self._job.post_recv
+        return self._post(message, peer, deliver, post, byte_view(staging), sender, envelope)
+
+    def probe(self, src: int | Wildcard, tag: int | Wildcard) -> MessageWork:
+        """Start to look for a message; see ``Backend.probe``."""
+        peer, sender, number = self._sender(src, tag, "look for a message from")
+        message = MessageRecord("probe", None, (), 0, sender, number)
+        envelope = Envelope(self._group.channel, number)
+
+        def deliver(pending: Pending) -> MessageStatus:
+            return self._describe(pending, MessageStatus())
+
+        return self._post(message, peer, deliver, self._job.post_probe, sender, envelope)
+
+    def iprobe(self, src: int | Wildcard, tag: int | Wildcard) -> MessageStatus | None:
+        """Look for a message that is there; see ``Backend.iprobe``. It is not recorded."""
+        _, sender, number = self._sender(src, tag, "look for a message from")
+        self._order.check_open()
+        self._job.progress()
+        try:
+            probe = self._job.post_probe(sender, Envelope(self._group.channel, number))
+        except CommunicationError as error:
+            self._job.fail(error, tell=True)
+            raise
+        probe.cancel()
+        if not probe.finished:
+            return None
+        probe.join(0)
+        return self._describe(probe, MessageStatus())
 
     def _post(
         self,
-        post: Callable[[Bytes, int, Envelope], Pending],
-        data: Bytes,
-        peer: int,
-        envelope: Envelope,
         message: MessageRecord,
-        deliver: Callable[[], Array] | None,
+        peer: int,
+        deliver: Callable[[Pending], Any] | None,
+        post: Callable[..., Pending],
+        *args: Any,
     ) -> MessageWork:
+        """Record a message, and start it by ``post(*args)``."""
         self._order.check_open()
         recorder = self._job.recorder
         entry = recorder.message(self._group, message)
         try:
-            pending = post(data, self._group.ranks[peer], envelope)
+            pending = post(*args)
         except BaseException as error:
             recorder.fail(entry, error)
             if isinstance(error, CommunicationError):
                 self._job.fail(error, tell=True)
             raise
         return MessageWork(self._job, self._group, pending, entry, peer, deliver)
+
+    def _sender(self, src: int | Wildcard, tag: int | Wildcard, verb: str) -> tuple[int, int, int]:
+        """From whom a message may be: as a number of the group, of the job; and with what tag."""
+        number = ANY_NUMBER if tag is ANY else as_tag(tag)
+        self._check_supported(src is not ANY and src != self._rank and tag is not ANY)
+        if src is ANY:
+            return ANY_NUMBER, ANY_NUMBER, number
+        peer = as_rank(src, len(self._group.ranks), f"rank {self._rank} cannot {verb}")
+        return peer, self._group.ranks[peer], number
+
+    def _check_supported(self, plain: bool) -> None:
+        if not (plain or self._job.matches_any):
+            name = self._job.capabilities.transport
+            raise UnsupportedError(
+                f"messages from any rank, with any tag, to oneself, and with a status are not "
+                f"supported on {name} yet"
+            )
+
+    def _describe(self, pending: Pending, status: MessageStatus) -> MessageStatus:
+        """Say in ``status`` what a receive has taken, or a probe has found."""
+        receive = cast("Receive", pending)
+        sender, _, status.tag = receive.key
+        status.source = self._group.ranks.index(sender)
+        status.dtype, status.shape = unpack_signature(receive.envelope.signature)
+        return status
 
     def _on_host(self, array: ArrayLike) -> ArrayLike:
         """Return the values of an array of the device as one of the host, others as they are.
@@ -90,10 +165,3 @@ class GroupMessages:
         if self._job.device.on_host:
             return array
         return self._job.device.to_host(self._job.device.given(array, "array"))
-
-    def _check_peer(self, peer: int, verb: str) -> None:
-        as_rank(peer, len(self._group.ranks), f"rank {self._rank} cannot {verb}")
-        if peer == self._rank:
-            raise ArgumentError(
-                f"rank {self._rank} cannot {verb} itself; copy the array, or name another rank"
-            )

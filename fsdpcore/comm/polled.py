@@ -69,6 +69,7 @@ class LeaderFollowers(ABC):
 class PolledMessage(Pending):
     """A message whose waiting thread looks after all messages meanwhile."""
 
+    polled = True
     __slots__ = ("_poller",)
 
     def __init__(self, poller: LeaderFollowers) -> None:
@@ -79,6 +80,9 @@ class PolledMessage(Pending):
         if not self.finished:
             self._poller.wait(self, seconds)
         return self.finished
+
+    def signal(self) -> PolledMessage:
+        return PolledMessage(self._poller)
 
     def follow(self, seconds: float) -> None:
         """Block until the message has finished, ``poke`` was called, or the time is over."""

@@ -122,6 +122,29 @@ def pack_signature(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return struct.pack(f"<BB{len(shape)}Q", dtype_code(dtype), len(shape), *shape)
 
 
+# Beside the number of a dtype: room for arrays of any shape.
+_ROOM = 0x80
+
+
+def pack_room(dtype: np.dtype[Any], count: int) -> bytes:
+    """Encode what fits into a flat array of ``count`` elements: arrays with no more of them."""
+    return struct.pack("<BBQ", dtype_code(dtype) | _ROOM, 1, count)
+
+
+def fits_room(signature: bytes, nbytes: int, room: bytes, room_bytes: int) -> bool:
+    """Whether an array of ``nbytes`` fits into what ``pack_room`` encoded, of ``room_bytes``.
+
+    False if ``room`` is a signature, or ``signature`` is none of an array of that size.
+    """
+    if not room or not room[0] & _ROOM or nbytes > room_bytes:
+        return False
+    try:
+        dtype, shape = unpack_signature(signature)
+    except ProtocolError:
+        return False
+    return dtype is DTYPES[room[0] & ~_ROOM] and math.prod(shape) * dtype.itemsize == nbytes
+
+
 def unpack_signature(signature: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Decode what ``pack_signature`` encoded; bytes behind it are ignored.
 
@@ -136,8 +159,14 @@ def unpack_signature(signature: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def describe_signature(signature: bytes) -> str:
-    """Say in words what ``pack_signature`` encoded; never raises, for use in error messages."""
+    """Say in words what ``pack_signature`` encoded; never raises, for use in error messages.
+
+    That of ``pack_room`` as well.
+    """
     try:
+        if signature and signature[0] & _ROOM:
+            dtype, shape = unpack_signature(bytes((signature[0] & ~_ROOM,)) + signature[1:])
+            return f"up to {math.prod(shape)} elements of {dtype.name}"
         dtype, shape = unpack_signature(signature)
     except ProtocolError:
         return "not an array"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
@@ -11,8 +10,8 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 from fsdpcore.core.errors import (
     ArgumentError,
@@ -65,13 +64,19 @@ class Pending:
     """One message that a transport has been asked to move, finished by the transport.
 
     Once ``finish`` was called, the transport does not touch the message's buffer any more.
+
+    Attributes:
+        finished: it has ended, well or badly; in the latter case, ``error`` says why.
+        polled: who waits for it looks after the messages of the rank meanwhile.
     """
 
-    __slots__ = ("_gate", "error", "finished")
+    polled: ClassVar[bool] = False
+    __slots__ = ("_gate", "_watchers", "error", "finished")
 
     def __init__(self) -> None:
         self.finished = False
         self.error: BaseException | None = None
+        self._watchers: tuple[Pending, ...] = ()
         # A bare lock, held until the end: waiting on it costs a fraction of a threading.Event.
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -81,8 +86,12 @@ class Pending:
         if not self.finished:
             self.error = error
             self.finished = True
-            with contextlib.suppress(RuntimeError):  # two threads finished it at once
+            try:  # noqa: SIM105 (a context manager would take longer than all the rest)
                 self._gate.release()
+            except RuntimeError:  # two threads finished it at once
+                pass
+            for watcher in self._watchers:
+                watcher.finish()
 
     def settle(self, seconds: float) -> bool:
         """Wait up to ``seconds``; return whether it finished, well or badly."""
@@ -99,6 +108,20 @@ class Pending:
         if self.error is not None:
             raise fresh(self.error)
         return True
+
+    def watch(self, signal: Pending) -> None:
+        """Have ``signal`` finish as soon as this has, at once if it has already."""
+        self._watchers = (*self._watchers, signal)
+        if self.finished:
+            signal.finish()
+
+    def unwatch(self, signal: Pending) -> None:
+        """Forget what ``watch`` was asked for."""
+        self._watchers = tuple(each for each in self._watchers if each is not signal)
+
+    def signal(self) -> Pending:
+        """Make one for ``watch``, which is waited for as this one is: by polling, where that is."""
+        return Pending()
 
     def cancel(self) -> bool:
         """Give up on the message. On return the transport does not touch its buffer any more.
@@ -150,30 +173,27 @@ class Work(ABC):
         """What was started, for people."""
         return "an operation"
 
+    # What ``wait_any`` needs to know.
+
+    def _ends(self) -> list[Pending]:
+        """What finishes until it has ended; nothing where ``done`` has to be asked again."""
+        return []
+
+    def _limit(self) -> float:
+        """For how many seconds ``wait`` waits by default."""
+        return math.inf
+
+    def _blocks(self, waiting: bool) -> None:  # noqa: B027 (most have nobody to tell)
+        """A thread begins, or ceases, to wait for it; said to ranks that ask for this one."""
+
+    def _timed_out(self, limit: float) -> CommTimeoutError:
+        """The error of who has waited for ``limit`` seconds."""
+        return CommTimeoutError(f"{self._words()} is not finished after waiting {limit:g} s")
+
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__}: {self._words()}, {'ended' if self.done() else 'under way'}>"
         )
-
-
-class AllOf(Work):
-    """Several operations as one; with none, it has ended. Its result is that of the last."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = tuple(works)
-
-    def done(self) -> bool:
-        return all(work.done() for work in self._works)
-
-    def _words(self) -> str:
-        return f"{len(self._works)} operations"
-
-    def wait(self, timeout: float | None = None) -> Any:
-        deadline = None if timeout is None else Deadline(timeout)
-        result = None
-        for work in self._works:
-            result = work.wait(None if deadline is None else deadline.remaining())
-        return result
 
 
 class Failures:
@@ -208,7 +228,7 @@ class TaskWork(Work):
         self._task: Callable[[], Any] | None = task
         self._text = text
         self._failures = failures or Failures()
-        self._ended = threading.Event()
+        self._ended = Pending()
         self._value: Any = None
         self._error: BaseException | None = None
 
@@ -222,25 +242,28 @@ class TaskWork(Work):
             self._failures.note(self._text, error)
         self._task = None  # the arrays that it holds can be freed
         ending()
-        self._ended.set()
+        self._ended.finish()
 
     def _fail(self, error: BaseException) -> None:
         """End without running, because of ``error``."""
         self._error = error
         self._task = None
-        self._ended.set()
+        self._ended.finish()
 
     def done(self) -> bool:
-        return self._ended.is_set()
+        return self._ended.finished
+
+    def _ends(self) -> list[Pending]:
+        return [self._ended]
 
     def _words(self) -> str:
         return self._text
 
     def wait(self, timeout: float | None = None) -> Any:
         deadline = Deadline(math.inf if timeout is None else timeout)
-        while not self._ended.wait(min(deadline.remaining(), SLICE_SECONDS)):
+        while not self._ended.settle(min(deadline.remaining(), SLICE_SECONDS)):
             if not deadline.remaining():
-                raise CommTimeoutError(f"{self._text} is not finished after waiting {timeout} s")
+                raise self._timed_out(deadline.seconds)
         if self._error is not None:
             self._failures.tell()
             error = self._error

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fsdpcore.core.text import rank_list
+from fsdpcore.core.wildcard import ANY_NUMBER
 from fsdpcore.diagnostics.status import (
     WORLD_CHANNEL,
     Group,
@@ -27,6 +28,8 @@ _SILENT = (
 )
 _MAX_STEPS = 8
 _MAX_FOLLOWED = 3
+MAX_SHOWN = 8
+"""Of the ranks that may send a message which any of them may."""
 _CYCLE = (
     "the ranks call these operations in different orders; call them in the same order on all "
     "ranks, or start them with async_op=True (isend, irecv)"
@@ -58,12 +61,27 @@ def missing(me: int, group: Group, sequence: int, ask: Ask) -> str:
     return "\n".join([":", *lines, *_listed(causes)])
 
 
-def unmatched(me: int, peer: int, channel: int, ask: Ask) -> str:
-    """Say what the peer of a message that has timed out does; see ``missing``."""
+def unmatched(me: int, peers: Sequence[int], channel: int, ask: Ask) -> str:
+    """Say what the ranks do that a message which has timed out may be from or to; see ``missing``.
+
+    Args:
+        me: the rank that has waited for it, in the whole job.
+        peers: the one rank at its other end, or all that may be.
+        channel: of its group.
+        ask: as of ``missing``.
+    """
+    peers = [peer for peer in peers if peer != me]
+    if not peers:
+        return f": nobody but rank {me} itself can send it"
     chains = _Chains(me, ask)
-    known = chains.ask([peer], channel)
-    cause = "" if chains.meet(me, peer) else chains.follow(peer)
-    return "\n".join([":", f"  rank {peer}: {_text(known, peer)}", *_listed([cause])])
+    known = chains.ask(peers, channel)
+    lines = [f"  rank {peer}: {_text(known, peer)}" for peer in peers[:MAX_SHOWN]]
+    if peers[MAX_SHOWN:]:
+        lines.append(f"  and {len(peers) - MAX_SHOWN} more ranks")
+    causes = []
+    if not any(chains.meet(me, peer) for peer in peers) and chains.all_wait(peers):
+        causes = [chains.follow(peer) for peer in peers[:_MAX_FOLLOWED]]
+    return "\n".join([":", *lines, *_listed(causes)])
 
 
 def _text(known: Mapping[int, Status], rank: int) -> str:
@@ -168,6 +186,8 @@ class _Chains:
 
     def _late(self, rank: int, wait: OpenOperation) -> list[int]:
         """Who has not come to an operation that ``rank`` is in."""
+        if wait.open:
+            return self._senders(rank, wait)
         if wait.peer >= 0:
             self.ask([wait.peer], wait.channel)
             return [] if self.meet(rank, wait.peer) else [wait.peer]
@@ -175,14 +195,27 @@ class _Chains:
         known = self.ask(others, wait.channel)
         return [r for r in others if r not in known or known[r].entered < wait.sequence]
 
+    def _senders(self, rank: int, wait: OpenOperation) -> list[int]:
+        """Who could send what ``rank`` waits for from any rank; nobody if one of them still may."""
+        others = [other for other in wait.ranks if other != rank]
+        self.ask([other for other in others if other not in self._known], wait.channel)
+        meets = any(self.meet(rank, other) for other in others)
+        return others if self.all_wait(others) and not meets else []
+
+    def all_wait(self, ranks: Sequence[int]) -> bool:
+        """Whether each of these ranks waits for something; of one alone, ``follow`` says it."""
+        return not ranks[1:] or all(self._status(rank).waits for rank in ranks)
+
     def meet(self, one: int, other: int) -> bool:
         """Whether two ranks are at the two ends of one message."""
         ends = [
-            [wait for wait in self._status(rank).waits if wait.peer == peer]
+            [wait for wait in self._status(rank).waits if wait.peer == peer or wait.open]
             for rank, peer in ((one, other), (other, one))
         ]
         return any(
-            (a.channel, a.tag) == (b.channel, b.tag) and a.op != b.op
+            a.channel == b.channel
+            and (a.tag == b.tag or ANY_NUMBER in (a.tag, b.tag))
+            and (a.op == "send") != (b.op == "send")
             for a in ends[0]
             for b in ends[1]
         )

@@ -60,10 +60,13 @@ class OperationRecord(Protocol):
 
 
 class MessageRecord(NamedTuple):
-    """What is recorded of a message; ``peer`` is a number in the whole job."""
+    """What is recorded of a message, or of a probe for one, which has no dtype.
+
+    ``peer`` is a number in the whole job; it and ``tag`` are -1 for any.
+    """
 
     operation: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any] | None
     shape: tuple[int, ...]
     nbytes: int
     peer: int
@@ -73,9 +76,15 @@ class MessageRecord(NamedTuple):
 
     def words(self, peer: int) -> str:
         """Describe it to those who call its peer ``peer``."""
-        direction = "to" if self.operation == "send" else "from"
-        what = f"{self.operation} of {self.dtype} {self.shape}"
-        return f"{what} {direction} rank {peer} (tag {self.tag})"
+        of = "" if self.dtype is None else f" of {self.dtype} {self.shape}"
+        return f"{self.operation}{of} {ends(self.operation, peer, self.tag)}"
+
+
+def ends(operation: str, peer: int, tag: int) -> str:
+    """Say between whom a message is: ``to rank 2 (tag 0)``, ``from any rank (any tag)``."""
+    direction = "to" if operation == "send" else "from"
+    rank = "any rank" if peer < 0 else f"rank {peer}"
+    return f"{direction} {rank} ({'any tag' if tag < 0 else f'tag {tag}'})"
 
 
 class OperationEntry:

@@ -86,9 +86,9 @@ class OpenOperation:
         text: the operation in words, with its group.
         seconds: since it began or, if it is ``over``, since it failed.
         over: it has failed.
-        op: name of the collective, or ``send`` or ``recv``.
+        op: name of the collective, or ``send``, ``recv`` or ``probe``.
         sequence: number of the collective in its group; 0 for a message.
-        peer, tag: of a message; -1 for a collective.
+        peer, tag: of a message; -1 for any, and for a collective.
         channel, ranks, position, name, on_device: the ``Group``.
     """
 
@@ -104,6 +104,11 @@ class OpenOperation:
     position: int
     name: str
     on_device: bool
+
+    @property
+    def open(self) -> bool:
+        """Whether it waits for a message from any rank."""
+        return not self.sequence and self.peer < 0
 
     @property
     def group(self) -> Group:

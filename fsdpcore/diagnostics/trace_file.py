@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.diagnostics.entries import ends
 from fsdpcore.diagnostics.status import Group
 
 FORMAT = "fsdpcore-trace"
@@ -41,13 +42,13 @@ class TracedOperation:
     """One operation of a rank.
 
     Attributes:
-        op: collective, or ``send`` or ``recv``.
+        op: collective, or ``send``, ``recv`` or ``probe``.
         sequence: number of the collective in its group, 0 for a message.
         group: whose operation it is.
         start_ns, end_ns: wall-clock time; ``end_ns`` is None where it has not ended.
         state: ``started``, ``done``, ``failed`` or ``timed out``.
         error: why it failed, or empty.
-        peer, tag: of a message; -1 for a collective.
+        peer, tag: of a message; -1 for any, and for a collective.
         details: dtype, shape, bytes, algorithm and label, for display.
     """
 
@@ -75,7 +76,7 @@ class TracedOperation:
     @property
     def collective(self) -> bool:
         """Whether it is no message."""
-        return self.peer < 0
+        return self.sequence > 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -85,8 +86,7 @@ class TracedOperation:
     def __str__(self) -> str:
         if self.collective:
             return f"{self.op} #{self.sequence} of {self.group}"
-        direction = "to" if self.op == "send" else "from"
-        return f"{self.op} {direction} rank {self.peer} (tag {self.tag})"
+        return f"{self.op} {ends(self.op, self.peer, self.tag)}"
 
 
 @dataclass(frozen=True)

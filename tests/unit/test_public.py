@@ -30,11 +30,11 @@ ERRORS = """
 MODULES = {
     "fsdpcore": f"""
         {OPERATIONS} {ERRORS}
-        ArrayPiece Backend Batch BoxShard Capabilities Chain EngineState FSDP Layer LayerStack
-        LossScale MemoryEstimate Mesh Offload Plan Precision Prefetch ReduceOp Report ShardedArray
-        ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize Work
+        ANY ArrayPiece Backend Batch BoxShard Capabilities Chain EngineState FSDP Layer LayerStack
+        LossScale MemoryEstimate Mesh MessageStatus Offload Plan Precision Prefetch ReduceOp Report
+        ShardedArray ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize Work
         __version__ adapters checkpoint dump_trace errors fully_shard init initializers launch
-        make_plan memory_estimate optim parallel train_step
+        make_plan memory_estimate optim parallel train_step wait_all wait_any
     """,
     "fsdpcore.errors": ERRORS,
     "fsdpcore.checkpoint": """
@@ -66,8 +66,8 @@ MODULES = {
 
 # What instances show, attributes included.
 BACKEND = """
-    abort barrier capabilities close device empty host_group hosts irecv isend rank ranks recv root
-    send shared_window split sub timeout world_size
+    abort barrier capabilities close device empty host_group hosts iprobe irecv isend probe rank
+    ranks recv root send sendrecv shared_window split sub timeout world_size
 """
 ENGINE = """
     algorithm all_windowed backend close device evaluation everyone full_params gathered

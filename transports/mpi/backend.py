@@ -38,11 +38,12 @@ from fsdpcore.core.errors import (
     RendezvousError,
     in_words,
 )
+from fsdpcore.core.wildcard import ANY_NUMBER
 from fsdpcore.core.work import Deadline, Pending
 from fsdpcore.diagnostics.status import Status
 
 from ..memory.shared import memory_sharing
-from .engine import MpiEngine
+from .engine import MpiEngine, MpiReceive
 from .guard import BlockedCallGuard
 from .library import MPI, PROCESS, poll_until, versions
 from .native import native_algorithms
@@ -87,6 +88,7 @@ class MpiBackend(MpiTransport):
     """One rank; made by ``join``."""
 
     needs_launcher = True
+    matches_any = True
     options: ClassVar[type[MpiOptions]] = MpiOptions
     transport_capabilities = Capabilities("mpi", alpha=10e-6, beta=0.13e-9, gamma=0.1e-9)
 
@@ -148,6 +150,9 @@ class MpiBackend(MpiTransport):
                 self._refuse(dst)
             try:
                 size = data.size
+                if dst == self.rank:
+                    self.engine.send_to_self(data, envelope)
+                    return _SENT
                 if size > self._eager_bytes:
                     return self.engine.offer(dst, data, envelope)
                 channel, tag, signature = envelope
@@ -165,12 +170,27 @@ class MpiBackend(MpiTransport):
             self.check_usable()
             try:
                 incoming = self.engine.post(src, out, envelope)
-                if src in self._left and self.table.withdraw_receive(incoming):
-                    self._refuse(src)
+                self._check_senders(incoming, src, envelope)
             except BaseException as error:
                 self._interrupted(error)
                 raise
         return incoming
+
+    def post_probe(self, src: int, envelope: Envelope) -> Pending:
+        with self.lock:
+            self.check_usable()
+            probe = self.engine.probe(src, envelope)
+            self._check_senders(probe, src, envelope)
+        return probe
+
+    def _check_senders(self, incoming: MpiReceive, src: int, envelope: Envelope) -> None:
+        """Withdraw a receive, and raise, if nobody is there to send what it waits for."""
+        if src in self._left and self.table.withdraw_receive(incoming):
+            self._refuse(src)
+        elif src == ANY_NUMBER:
+            error = self.lonely([envelope.channel])
+            if error is not None and self.table.withdraw_receive(incoming):
+                raise error
 
     def departed(self, rank: int) -> bool:
         return rank in self._left
@@ -226,6 +246,8 @@ class MpiBackend(MpiTransport):
         self._left.add(peer)
         if self.table.awaits(peer) or self.engine.offered_to(peer):
             self._miss(peer)
+        elif (error := self.lonely(self.table.open_channels())) is not None:
+            self.fail(error, tell=True)
 
     def _miss(self, peer: int) -> None:
         """Break the backend because something was needed of a rank that has left."""

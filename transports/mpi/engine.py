@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.comm.matching import Key, MatchTable, mismatch
+from fsdpcore.comm.matching import Key, MatchTable, fit
 from fsdpcore.comm.polled import PolledMessage
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import MismatchError, ProtocolError
@@ -51,7 +53,7 @@ class MpiSend(PolledMessage):
 
 
 class MpiReceive(PolledMessage):
-    """A receive: waiting for its message, or for the rest of it."""
+    """A receive: waiting for its message, or for the rest of it. Or a probe for a message."""
 
     __slots__ = ("engine", "envelope", "key", "out")
 
@@ -171,6 +173,12 @@ class MpiEngine:
 
     # Receiving.
 
+    def send_to_self(self, data: Bytes, envelope: Envelope) -> None:
+        """Keep a copy of a message until it is received, however large it is."""
+        channel, tag, signature = envelope
+        kind, size = MpiFrameKind.EAGER, data.size
+        self._arrive(MpiFrame(kind, self.rank, channel, tag, 0, size, signature, data.data))
+
     def post(self, src: int, out: Bytes, envelope: Envelope) -> MpiReceive:
         """Ask for a message; a mismatch with one that has come is passed on, too."""
         incoming = MpiReceive(self, src, out, envelope)
@@ -178,6 +186,12 @@ class MpiEngine:
         if arrival is not None:
             self._match(incoming, arrival)
         return incoming
+
+    def probe(self, src: int, envelope: Envelope) -> MpiReceive:
+        """Ask which message ``post`` would take."""
+        probe = MpiReceive(self, src, _NO_BYTES, envelope)
+        self.table.probe(probe)
+        return probe
 
     def _arrive(self, frame: MpiFrame) -> None:
         arrival = MpiUnexpected(frame)
@@ -188,14 +202,17 @@ class MpiEngine:
             arrival.keep()
 
     def _match(self, incoming: MpiReceive, arrival: MpiUnexpected) -> None:
-        envelope, out = incoming.envelope, incoming.out
-        if arrival.signature != envelope.signature or arrival.size != out.size:
-            sent = Envelope(envelope.channel, envelope.tag, arrival.signature)
-            error = mismatch(arrival.source, sent, arrival.size, self.rank, envelope, out.size)
-            assert error is not None
-            incoming.finish(error)
-            self._mismatched(error)
-        elif arrival.kind is MpiFrameKind.EAGER:
+        envelope = incoming.envelope
+        if arrival.signature != envelope.signature or arrival.size != incoming.out.size:
+            source, channel, tag = arrival.key
+            sent = Envelope(channel, tag, arrival.signature)
+            error = fit(incoming, source, sent, arrival.size, self.rank)
+            if error is not None:
+                incoming.finish(error)
+                self._mismatched(error)
+                return
+        out = incoming.out
+        if arrival.kind is MpiFrameKind.EAGER:
             out.data[:] = arrival.payload
             incoming.finish()
         else:
@@ -354,3 +371,6 @@ def _pieces(data: Bytes) -> list[Any]:
         return [[data, data.size, MPI.BYTE]]
     parts = [data[at : at + _PIECE] for at in range(0, data.size, _PIECE)]
     return [[part, part.size, MPI.BYTE] for part in parts]
+
+
+_NO_BYTES: Bytes = np.empty(0, np.uint8)

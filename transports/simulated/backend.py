@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.comm.matching import Key, MatchTable, mismatch
+from fsdpcore.comm.matching import Key, MatchTable, fit
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ClosedError, CommunicationError, ConfigError, PeerFailedError
 from fsdpcore.core.policy import Policy
+from fsdpcore.core.wildcard import ANY_NUMBER
 from fsdpcore.core.work import Pending
 from fsdpcore.diagnostics.status import Status
 
@@ -56,27 +57,22 @@ class SimOptions:
             raise ConfigError(f"sim: shm must be 'auto' or 'off', got {self.shm!r}")
 
 
-class _PostedMessage(Pending):
-    """One side of a message: the sender's bytes, or the receiver's room for them."""
+class _PostedSend(Pending):
+    """What a rank sends, in the inbox of its receiver."""
 
-    __slots__ = ("backend", "data", "envelope", "key")
+    __slots__ = ("backend", "data", "envelope", "inbox", "key")
 
-    def __init__(self, backend: SimBackend, data: Bytes, src: int, envelope: Envelope) -> None:
+    def __init__(self, backend: SimBackend, data: Bytes, envelope: Envelope, inbox: _Inbox) -> None:
         super().__init__()
         self.backend = backend
         self.data = data
         self.envelope = envelope
-        self.key: Key = (src, envelope.channel, envelope.tag)
-
-
-class _PostedSend(_PostedMessage):
-    __slots__ = ("inbox",)
-
-    def __init__(
-        self, backend: SimBackend, data: Bytes, src: int, envelope: Envelope, inbox: _Inbox
-    ) -> None:
-        super().__init__(backend, data, src, envelope)
+        self.key: Key = (backend.rank, envelope.channel, envelope.tag)
         self.inbox = inbox
+
+    @property
+    def signature(self) -> bytes:
+        return self.envelope.signature
 
     def cancel(self) -> bool:
         with self.inbox.lock:
@@ -84,8 +80,17 @@ class _PostedSend(_PostedMessage):
         return withdrawn or self.settle(60)  # a peer is copying: its end is near
 
 
-class _PostedReceive(_PostedMessage):
-    __slots__ = ()
+class _PostedReceive(Pending):
+    """What a rank receives, or probes for."""
+
+    __slots__ = ("backend", "envelope", "key", "out")
+
+    def __init__(self, backend: SimBackend, out: Bytes, src: int, envelope: Envelope) -> None:
+        super().__init__()
+        self.backend = backend
+        self.out = out
+        self.envelope = envelope
+        self.key: Key = (src, envelope.channel, envelope.tag)
 
     def cancel(self) -> bool:
         inbox = self.backend.inbox
@@ -106,6 +111,7 @@ class SimBackend(Transport):
     """One rank of a simulated job; ``threads`` makes them all."""
 
     ranks_are_threads = True
+    matches_any = True
     options: ClassVar[type[SimOptions]] = SimOptions
     transport_capabilities = Capabilities("sim", alpha=20e-6, beta=0.1e-9, gamma=0.1e-9)
 
@@ -146,16 +152,17 @@ class SimBackend(Transport):
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
         self._before_post()
         peer = self._world[dst]
-        send = _PostedSend(self, data, self.rank, envelope, peer.inbox)
+        send = _PostedSend(self, data, envelope, peer.inbox)
         if self._injector is not None and self._injector.drops(dst):
             send.finish()
             return send
-        if data.size <= self._eager_bytes:
+        eager = data.size <= self._eager_bytes or dst == self.rank
+        if eager:
             send.data = data.copy()
         with peer.inbox.lock:
             self._check_peer_alive(peer)
             receive = peer.inbox.table.arrive(send)
-            if receive is None and data.size <= self._eager_bytes:
+            if receive is None and eager:
                 send.finish()
         if receive is not None:
             _deliver(send, receive)
@@ -167,14 +174,31 @@ class SimBackend(Transport):
         with self.inbox.lock:
             send = self.inbox.table.post(receive)
             if send is None:
-                try:
-                    self._check_peer_alive(self._world[src])
-                except CommunicationError:
-                    self.inbox.table.withdraw_receive(receive)
-                    raise
+                self._check_senders(receive)
         if send is not None:
             _deliver(send, receive)
         return receive
+
+    def post_probe(self, src: int, envelope: Envelope) -> Pending:
+        self._before_post()
+        probe = _PostedReceive(self, _NO_BYTES, src, envelope)
+        with self.inbox.lock:
+            self.inbox.table.probe(probe)
+            if not probe.finished:
+                self._check_senders(probe)
+        return probe
+
+    def _check_senders(self, receive: _PostedReceive) -> None:
+        """Withdraw a receive, and raise, if nobody is there to send what it waits for."""
+        src, channel, _ = receive.key
+        try:
+            if src != ANY_NUMBER:
+                self._check_peer_alive(self._world[src])
+            elif (error := self.lonely([channel])) is not None:
+                raise error
+        except CommunicationError:
+            self.inbox.table.withdraw_receive(receive)
+            raise
 
     def _before_post(self) -> None:
         if self._injector is not None and self._injector.before_post():
@@ -241,8 +265,11 @@ class SimBackend(Transport):
         for peer in self._world:
             with peer.inbox.lock:
                 waits = peer.inbox.table.awaits(self.rank)
+                lonely = peer.lonely(peer.inbox.table.open_channels())
             if waits:
                 peer.fail(error, tell=True)
+            elif lonely is not None:
+                peer.fail(lonely, tell=True)
         with self.inbox.lock:
             senders = {send.backend for send in self.inbox.table.messages() if not send.finished}
         for sender in senders:
@@ -251,12 +278,16 @@ class SimBackend(Transport):
 
 def _deliver(send: _PostedSend, receive: _PostedReceive) -> None:
     """Copy a matched message, on the thread of whichever side came second."""
-    src, dst = send.key[0], receive.backend.rank
-    error = mismatch(src, send.envelope, send.data.size, dst, receive.envelope, receive.data.size)
+    error, sent, wanted = None, send.envelope, receive.envelope
+    if sent.signature != wanted.signature or send.data.size != receive.out.size:
+        error = fit(receive, send.key[0], sent, send.data.size, receive.backend.rank)
     if error is None:
-        np.copyto(receive.data, send.data)
+        np.copyto(receive.out, send.data)
     send.finish(error)
     receive.finish(error)
     if error is not None:
         send.backend.fail(error)
         receive.backend.fail(error, tell=True)
+
+
+_NO_BYTES: Bytes = np.empty(0, np.uint8)

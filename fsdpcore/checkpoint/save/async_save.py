@@ -23,7 +23,7 @@ from fsdpcore.collectives.consensus import agree
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import StateError, in_words
-from fsdpcore.core.work import Work
+from fsdpcore.core.work import Pending, Work
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -43,6 +43,9 @@ class CheckpointFuture(Work):
 
     def _words(self) -> str:
         return self._work._words()
+
+    def _ends(self) -> list[Pending]:
+        return self._work._ends()
 
     def wait(self, timeout: float | None = None) -> Saved:
         """Block until it has ended and return what was saved, as often as it is called.

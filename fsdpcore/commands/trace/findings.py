@@ -209,7 +209,7 @@ def _waits(
     waits: dict[int, tuple[int, TracedOperation]] = {}
     for rank, operations in stuck.items():
         for op in operations:
-            late = [op.peer]
+            late = [op.peer] if op.peer >= 0 else []
             if op.collective:
                 late = [r for r in op.group.ranks if _is_late(by_rank.get(r), op.key, op)]
             # One that is stuck as well leads on, where there is one.

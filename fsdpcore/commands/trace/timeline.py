@@ -91,7 +91,8 @@ def _event(dump: TraceDump, op: TracedOperation, row: int, origin: int) -> dict[
         args |= {"peer": op.peer, "tag": op.tag}
     if op.error:
         args["error"] = op.error
-    name = f"{op.op} #{op.sequence}" if op.collective else f"{op.op} rank {op.peer}"
+    other = "any rank" if op.peer < 0 else f"rank {op.peer}"
+    name = f"{op.op} #{op.sequence}" if op.collective else f"{op.op} {other}"
     if op.state != "done":
         name += f" ({op.state if op.end_ns is not None else 'not ended'})"
     return {

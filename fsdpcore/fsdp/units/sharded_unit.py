@@ -24,7 +24,8 @@ import numpy as np
 from fsdpcore.core.buffers import DTYPES, Array
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.errors import CommunicationError, StateError
-from fsdpcore.core.work import AllOf, Work
+from fsdpcore.core.waiting import AllOf
+from fsdpcore.core.work import Work
 from fsdpcore.fsdp.offload.arrays import (
     GATHERED,
     GRADIENTS,
