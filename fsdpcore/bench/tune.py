@@ -35,6 +35,7 @@ KIB, MIB = 2**10, 2**20
 # formulas are for another.
 _CHANGE, _UNUSUAL = 1.2, 1.05
 _MAX_CALLS = 200
+_BURST = 16  # messages
 _DTYPE = np.dtype(np.float32)
 
 
@@ -230,8 +231,8 @@ def fit_own(
     for timing in timings:
         for name, seconds in timing.seconds.items():
             if name not in ALGORITHMS[timing.collective]:
-                alpha, beta, gamma = known[timing.collective][name].cost(world_size)
-                terms = [alpha, beta * timing.nbytes, gamma * timing.nbytes]
+                cost = known[timing.collective][name].cost(world_size)
+                terms = [cost.alpha, cost.beta * timing.nbytes, cost.gamma * timing.nbytes]
                 rows.setdefault(name, []).append((terms, seconds))
     found = {}
     for name, measured in rows.items():
@@ -246,15 +247,33 @@ def fit_own(
 def _measure_costs(backend: Backend, effort: Effort) -> Costs:
     sizes = np.array(effort.messages, np.float64)
     seconds = np.array([_ping_pong(backend, size, effort) for size in effort.messages])
-    alpha, beta = 0.0, 0.0
+    alpha, beta, latency = 0.0, 0.0, 0.0
+    # On one host a message takes hardly longer than its two ends are busy with it.
+    several = len(set(backend.hosts)) > 1
+    busy = _burst(backend, effort) if several else math.inf
     if backend.rank == 0:
         terms = np.stack([np.ones_like(sizes), sizes], axis=1)
-        alpha, beta = map(float, fit(terms, seconds))
-    return Costs(alpha, beta, _reduction(backend, effort))
+        trip, beta = map(float, fit(terms, seconds))
+        alpha = min(trip, busy or trip)
+        latency = trip - alpha
+    return Costs(alpha, beta, _reduction(backend, effort), latency)
 
 
 def _ping_pong(backend: Backend, nbytes: int, effort: Effort) -> float:
     """Seconds that a message takes between the first rank and the last; counts on rank 0 only."""
+    there_and_back = _messages(backend, nbytes, 1)
+    return _rounds(backend, {"": there_and_back}, effort)[""] / 2
+
+
+def _burst(backend: Backend, effort: Effort) -> float:
+    """Seconds that each further message takes, of many that leave one after the other."""
+    few, many = (_messages(backend, effort.messages[0], count) for count in (1, 1 + _BURST))
+    seconds = _rounds(backend, {"few": few, "many": many}, effort)
+    return max(0.0, seconds["many"] - seconds["few"]) / _BURST
+
+
+def _messages(backend: Backend, nbytes: int, count: int) -> Callable[[], None]:
+    """Return what sends so many messages from the first rank to the last, and one back."""
     peer = {0: backend.world_size - 1, backend.world_size - 1: 0}.get(backend.rank)
     data = backend.empty(nbytes, np.uint8)
     data.fill(1)
@@ -262,13 +281,14 @@ def _ping_pong(backend: Backend, nbytes: int, effort: Effort) -> float:
     def there_and_back() -> None:
         if peer is None:
             return
-        for turn in (0, 1):
-            if (backend.rank == 0) == (turn == 0):
-                backend.send(data, peer)
-            else:
-                backend.recv(data, peer)
+        for turn, messages in enumerate((count, 1)):
+            for _ in range(messages):
+                if (backend.rank == 0) == (turn == 0):
+                    backend.send(data, peer)
+                else:
+                    backend.recv(data, peer)
 
-    return _rounds(backend, {"": there_and_back}, effort)[""] / 2
+    return there_and_back
 
 
 def _reduction(backend: Backend, effort: Effort) -> float:

@@ -103,7 +103,8 @@ def _costs(findings: Findings, title: str) -> Table:
     for name, costs in known.items():
         if costs is not None:
             rates = (_rate(costs.beta), _rate(costs.gamma))
-            table.add_row(Text(name), f"{costs.alpha * 1e6:.1f} us", *rates)
+            trip = f", {costs.latency * 1e3:.2f} ms a trip" if costs.latency else ""
+            table.add_row(Text(name), f"{costs.alpha * 1e6:.1f} us{trip}", *rates)
     return table
 
 

@@ -12,15 +12,17 @@ from fsdpcore.core.policy import Costs
 
 
 class CostTerms(NamedTuple):
-    """A cost: messages, and bytes moved and reduced as multiples of n, on the busiest rank.
+    """A cost: messages, and bytes moved and reduced as multiples of n, on the busiest rank; trips.
 
     Messages and bytes are those that a rank sends or those that it receives, whichever are more;
-    for ``star``, whose centre first receives and then sends, both together.
+    for ``star``, whose centre first receives and then sends, both together. The trips
+    (``latency``) are the longest chain of messages each of which waits for the one before it.
     """
 
     alpha: float
     beta: float
     gamma: float
+    latency: float = 0
 
 
 class Comparison(Enum):

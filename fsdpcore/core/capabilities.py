@@ -14,6 +14,7 @@ class Capabilities:
         alpha, beta, gamma: seconds per message, per byte moved, and per byte reduced. They feed the
             choice of algorithms, and need to be right in proportion only.
         shared_window: ``Backend.shared_window`` works where all ranks are on one host.
+        latency: seconds per trip between ranks, beyond alpha.
     """
 
     transport: str
@@ -21,3 +22,4 @@ class Capabilities:
     beta: float
     gamma: float
     shared_window: bool = False
+    latency: float = 0.0

@@ -44,11 +44,20 @@ class AlgorithmRanges(tuple[AlgorithmRange, ...]):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per message (``alpha``), per byte moved (``beta``), per byte reduced (``gamma``)."""
+    """What messages and bytes cost, in seconds.
+
+    Attributes:
+        alpha: per message, of a rank that sends or receives several.
+        beta, gamma: per byte moved, and per byte reduced.
+        latency: per trip, beyond alpha: from when a message is sent until it is there. It counts
+            for messages one after the other, each of which waits for the one before; alpha counts
+            for those that leave at once, too. 0 where both ranks are on one host.
+    """
 
     alpha: float
     beta: float
     gamma: float
+    latency: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,11 +113,15 @@ class Policy:
         overrides: what the user wants, by collective; it wins over everything but a call's own
             ``algorithm=``.
         tuning: of the transport in use.
+        link: what messages cost between the hosts of the job, as was measured when it began; equal
+            on all ranks, and set before their first collective. It counts for groups that span
+            hosts, unless ``tuning`` has the fastest algorithms for such a group.
     """
 
     deterministic: bool = False
     overrides: Mapping[str, AlgorithmRanges] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
+    link: Costs | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -119,7 +132,8 @@ class Policy:
             for e in sorted(tuning.measured, key=lambda e: (e.ranks, e.hosts))
         ]
         known = (tuning.costs, sorted(tuning.own.items()), entries)
-        return _digest((self.deterministic, _text(self.overrides), _digest(known, 8)), 8)
+        chosen_by = (self.deterministic, _text(self.overrides), _digest(known, 8), self.link)
+        return _digest(chosen_by, 8)
 
     def __str__(self) -> str:
         """Say in short what the ranks may differ in; the digest comes first, to tell all apart."""

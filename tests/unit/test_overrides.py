@@ -231,6 +231,8 @@ def _policies() -> list[Policy]:
         Policy(overrides={"reduce_scatter": ring}),
         Policy(tuning=Tuning(Costs(1e-6, 1e-9, 1e-9))),
         Policy(tuning=Tuning(Costs(1e-6, 1e-9, 2e-9))),
+        Policy(tuning=Tuning(Costs(1e-6, 1e-9, 1e-9, 1e-3))),
+        Policy(link=Costs(1e-6, 1e-9, 1e-9)),
         Policy(tuning=Tuning(own={"shared": Costs(1e-6, 1e-9, 1e-9)})),
         Policy(tuning=Tuning(measured=(entry,))),
         Policy(tuning=Tuning(measured=(dataclasses.replace(entry, ranks=5),))),

@@ -425,7 +425,8 @@ def _split(beta: float, gamma: float = 0.0) -> Callable[[int], CostTerms]:
 
     def cost(p: int) -> CostTerms:
         share = (p - 1) / p
-        return CostTerms(_ALPHA * (p - 1).bit_length(), beta * share, gamma * share)
+        depth = (p - 1).bit_length()
+        return CostTerms(_ALPHA * depth, beta * share, gamma * share, depth)
 
     return cost
 
@@ -437,9 +438,9 @@ _COSTS: dict[str, Callable[[int], CostTerms]] = {
     "all_reduce": _split(3, 1),
     "reduce_scatter": _split(8, 1),
     "all_gather": _split(1.5),
-    "broadcast": lambda p: CostTerms(_ALPHA * (p - 1).bit_length(), 1.4 * (p - 1).bit_length(), 0),
+    "broadcast": lambda p: _split(0)(p)._replace(beta=1.4 * (p - 1).bit_length()),
     "reduce": _split(3, 1),
     "gather": _split(1),
     "scatter": _split(1),
-    "all_to_all": lambda p: CostTerms(0.3 * (p - 1), (p - 1) / p, 0),
+    "all_to_all": lambda p: CostTerms(0.3 * (p - 1), (p - 1) / p, 0, 1),
 }

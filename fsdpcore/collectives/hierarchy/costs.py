@@ -59,7 +59,7 @@ def _scattering(hosts: hierarchical.Arrangement) -> CostTerms:
         sent = max(k * (len(hosts.owners(rank, host)) - 1) for rank in ranks)
         received = sum(len(blocks) for other, blocks in hosts.blocks.items() if other != host)
         messages = max(messages, sent, received)
-    return CostTerms(messages, messages / p, (sum(map(len, hosts.blocks.values())) - 1) / p)
+    return CostTerms(messages, messages / p, (sum(map(len, hosts.blocks.values())) - 1) / p, 1)
 
 
 def _gathering(hosts: hierarchical.Arrangement) -> CostTerms:
@@ -67,11 +67,11 @@ def _gathering(hosts: hierarchical.Arrangement) -> CostTerms:
     for host, ranks in hosts.members.items():
         received = max(len(hosts.owners(rank, host)) - 1 for rank in ranks)
         messages = max(messages, received)
-    return CostTerms(messages, messages / p, 0)
+    return CostTerms(messages, messages / p, 0, 1)
 
 
 def _broadcasting(hosts: hierarchical.Arrangement) -> CostTerms:
     # Of any root: the one on the smallest host sends the largest pieces.
     sizes = [len(ranks) for ranks in hosts.members.values()]
     most = max(len(sizes) - 1, -(-max(sizes) // min(sizes)))
-    return CostTerms(most, most / min(sizes), 0)
+    return CostTerms(most, most / min(sizes), 0, 1)

@@ -6,10 +6,10 @@ For ``algorithm="auto"``, the first of these that has an answer decides:
 2. where the ranks share memory: ``shared`` for arrays that all of them can see in place, and for
    others what follows;
 3. the ranges that ``fsdpcore tune`` measured, where it did for a group of this size;
-4. the lowest cost by the formulas of the algorithms' docstrings, with the alpha, beta and gamma
-   of the tuning table or, for a transport that it does not know, of ``Capabilities``. Where a
-   group spans several hosts, each of whose ranks share memory, ``hierarchy.costs`` has those of
-   ``hierarchical``; otherwise it takes as many messages as ``direct``.
+4. the lowest cost by the formulas of the algorithms' docstrings, with the costs of the tuning
+   table or, for a transport that it does not know, of ``Capabilities``; for a group that spans
+   hosts, with those that were measured between them (``Policy.link``). What ``hierarchical``
+   costs there is known (``hierarchy.costs``) where the ranks of each host share memory.
 
 What is named but cannot be used (the group has no such algorithm, it does not support the dtype
 or the reduction, it is not canonical where ``deterministic`` is set) is passed over. An override
@@ -131,10 +131,12 @@ def cheapest(collective: str, nbytes: int, backend: Backend) -> str:
 
 
 def _cheapest(known: Algorithms, nbytes: int, backend: Backend) -> str:
-    tuning = backend.root.policy.tuning
+    policy = backend.root.policy
+    link = policy.link if len(set(backend.hosts)) > 1 else None
+    usual = link or policy.tuning.costs or backend.capabilities
 
     def seconds(name: str) -> float:
-        costs = tuning.own.get(name) or known[name].costs or tuning.costs or backend.capabilities
+        costs = policy.tuning.own.get(name) or known[name].costs or usual
         return predict(known[name], backend.world_size, nbytes, costs)
 
     return min(known, key=seconds)
@@ -146,7 +148,8 @@ def predict(
     """Return the seconds that an algorithm takes by its cost formula."""
     terms = algorithm.cost(world_size)
     moved, reduced = terms.beta * costs.beta, terms.gamma * costs.gamma
-    seconds = terms.alpha * costs.alpha + nbytes * (moved + reduced)
+    seconds = terms.latency * costs.latency + terms.alpha * costs.alpha
+    seconds += nbytes * (moved + reduced)
     return seconds + (algorithm.besides(nbytes) if algorithm.besides is not None else 0.0)
 
 

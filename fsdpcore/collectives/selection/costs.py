@@ -8,6 +8,7 @@ TOML, with one table for each transport. Everything in it is optional::
     alpha = 6.0e-05                       # seconds per message
     beta = 5.0e-10                        # seconds per byte moved
     gamma = 1.0e-10                       # seconds per byte reduced
+    latency = 0.01                        # seconds per trip, beyond alpha; 0 by default
 
     [zmq.own.shared]                      # the same of an algorithm of the transport's own
     alpha = 2.0e-06
@@ -48,7 +49,7 @@ else:
 FORMAT = 1
 _SHIPPED = "the shipped costs.toml"
 
-_NUMBERS = ("alpha", "beta", "gamma")
+_NUMBERS = ("alpha", "beta", "gamma", "latency")
 
 
 @functools.lru_cache(maxsize=1)
@@ -131,7 +132,7 @@ def _own(table: _Table) -> Costs:
 def _costs(table: _Table) -> Costs:
     numbers = []
     for name in _NUMBERS:
-        number: Any = table.get(name)
+        number: Any = table.get(name, 0.0 if name == "latency" else None)
         if type(number) not in (int, float) or not 0 <= number < math.inf:
             raise ConfigError(f"{table.where}: {name} must be seconds, 0 or more, got {number!r}")
         numbers.append(float(number))
@@ -204,6 +205,8 @@ def format_table(table: Mapping[str, Tuning]) -> str:
 
 def _cost_lines(costs: Costs) -> list[str]:
     units = {"alpha": "message", "beta": "byte moved", "gamma": "byte reduced"}
+    if costs.latency:
+        units["latency"] = "trip, beyond alpha"
     return [
         f"{name} = {getattr(costs, name):.3e}  # seconds per {unit}" for name, unit in units.items()
     ]

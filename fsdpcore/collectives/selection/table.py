@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,21 +34,31 @@ def _depth(p: int) -> int:
     return (p - 1).bit_length()
 
 
+def _tree_depth(p: int) -> int:
+    """From the root of a binomial tree to the rank that is farthest: the most bits of a number."""
+    return p.bit_length() - 1
+
+
 def _pairwise(p: int) -> CostTerms:
-    return CostTerms(p - 1, (p - 1) / p, 0)
+    return CostTerms(p - 1, (p - 1) / p, 0, 1)
 
 
 def _reducing_pairwise(p: int) -> CostTerms:
-    return CostTerms(p - 1, (p - 1) / p, (p - 1) / p)
+    return CostTerms(p - 1, (p - 1) / p, (p - 1) / p, 1)
 
 
 def _both_pairwise(p: int) -> CostTerms:
-    return CostTerms(2 * (p - 1), 2 * (p - 1) / p, (p - 1) / p)
+    return CostTerms(2 * (p - 1), 2 * (p - 1) / p, (p - 1) / p, 2)
+
+
+def _around(of: Callable[[int], CostTerms]) -> Callable[[int], CostTerms]:
+    """The same messages one after the other, as in a ring."""
+    return lambda p: of(p)._replace(latency=of(p).alpha)
 
 
 def _doubling(p: int) -> CostTerms:
     busiest = int(traffic.sends(p).max())
-    return CostTerms(busiest, busiest, _depth(p))
+    return CostTerms(busiest, busiest, _depth(p), _depth(p))
 
 
 def _doubling_scan(p: int) -> CostTerms:
@@ -63,27 +75,51 @@ def _doubling_exscan(p: int) -> CostTerms:
 
 def _doubling_all_gather(p: int) -> CostTerms:
     chunks = max(p - 1, int(traffic.chunks_spread(p).max()))
-    return CostTerms(int(traffic.sends(p).max()), chunks / p, 0)
+    return CostTerms(int(traffic.sends(p).max()), chunks / p, 0, _depth(p))
 
 
 def _halving(p: int) -> CostTerms:
     kept = int(traffic.chunks_kept(p).max())
-    return CostTerms(int(traffic.sends(p).max()), max(p - 1, kept) / p, kept / p)
+    return CostTerms(int(traffic.sends(p).max()), max(p - 1, kept) / p, kept / p, _depth(p))
 
 
 def _rabenseifner(p: int) -> CostTerms:
     kept = int(traffic.chunks_kept(p).max())
-    return CostTerms(
-        int((traffic.sends(p) + traffic.receives(p)).max()), (p - 1 + kept) / p, kept / p
-    )
+    messages = int((traffic.sends(p) + traffic.receives(p)).max())
+    return CostTerms(messages, (p - 1 + kept) / p, kept / p, 2 * _depth(p))
 
 
 def _bruck_all_to_all(p: int) -> CostTerms:
-    return CostTerms(_depth(p), sum(bin(distance).count("1") for distance in range(p)) / p, 0)
+    blocks = sum(bin(distance).count("1") for distance in range(p))
+    return CostTerms(_depth(p), blocks / p, 0, _depth(p))
+
+
+def _tree(p: int) -> CostTerms:
+    return CostTerms(_depth(p), _depth(p), 0, _tree_depth(p))
 
 
 def _star(p: int) -> CostTerms:
-    return CostTerms(2 * (p - 1), (p - 1) * (1 + 1 / p), 0)
+    return CostTerms(p - 1, p - 1, 0, 1)
+
+
+def _both_star(p: int) -> CostTerms:
+    return CostTerms(2 * (p - 1), (p - 1) * (1 + 1 / p), 0, 2)
+
+
+def _spread_by_star(p: int) -> CostTerms:
+    return CostTerms(p - 1, (p - 1) / p, 0, 1)
+
+
+def _spread_by_tree(p: int) -> CostTerms:
+    return CostTerms(_depth(p), 2 * (p - 1) / p, 0, _tree_depth(p))
+
+
+def _on_one_host(cost: Callable[[int], CostTerms]) -> Algorithm:
+    """``hierarchical``: its formula holds on one host, where it is nowhere the best.
+
+    On several it has to be asked for, unless ``hierarchy.costs`` knows what it costs there.
+    """
+    return Algorithm(hierarchical, cost, besides=lambda nbytes: math.inf)
 
 
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
@@ -91,49 +127,50 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "doubling": Algorithm(doubling, _doubling),
         "direct": Algorithm(direct, _both_pairwise),
         "rabenseifner": Algorithm(rabenseifner, _rabenseifner),
-        "hierarchical": Algorithm(hierarchical, _both_pairwise),
-        "star": Algorithm(star, lambda p: CostTerms(2 * (p - 1), 2 * (p - 1), p - 1)),
-        "ring": Algorithm(ring, _both_pairwise, False, _commutes),
+        "hierarchical": _on_one_host(_both_pairwise),
+        "star": Algorithm(star, lambda p: CostTerms(2 * (p - 1), 2 * (p - 1), p - 1, 2)),
+        "ring": Algorithm(ring, _around(_both_pairwise), False, _commutes),
     },
     "reduce_scatter": {
         "direct": Algorithm(direct, _reducing_pairwise),
         "halving": Algorithm(halving, _halving),
         "doubling": Algorithm(doubling, _doubling),
-        "hierarchical": Algorithm(hierarchical, _reducing_pairwise),
-        "star": Algorithm(star, lambda p: _star(p)._replace(gamma=p - 1)),
-        "ring": Algorithm(ring, _reducing_pairwise, False, _commutes),
+        "hierarchical": _on_one_host(_reducing_pairwise),
+        "star": Algorithm(star, lambda p: _both_star(p)._replace(gamma=p - 1)),
+        "ring": Algorithm(ring, _around(_reducing_pairwise), False, _commutes),
     },
     "scan": {"doubling": Algorithm(doubling, _doubling_scan)},
     "exscan": {"doubling": Algorithm(doubling, _doubling_exscan)},
     "all_gather": {
         "direct": Algorithm(direct, _pairwise),
         "doubling": Algorithm(doubling, _doubling_all_gather),
-        "bruck": Algorithm(bruck, lambda p: CostTerms(_depth(p), (p - 1) / p, 0)),
-        "hierarchical": Algorithm(hierarchical, _pairwise),
-        "star": Algorithm(star, _star),
-        "ring": Algorithm(ring, _pairwise),
+        "bruck": Algorithm(bruck, lambda p: CostTerms(_depth(p), (p - 1) / p, 0, _depth(p))),
+        "hierarchical": _on_one_host(_pairwise),
+        "star": Algorithm(star, _both_star),
+        "ring": Algorithm(ring, _around(_pairwise)),
     },
     "broadcast": {
-        "tree": Algorithm(tree, lambda p: CostTerms(_depth(p), _depth(p), 0)),
+        "tree": Algorithm(tree, _tree),
         "scatter_gather": Algorithm(
-            scatter_gather, lambda p: CostTerms(2 * _depth(p), 2 * (p - 1) / p, 0)
+            scatter_gather,
+            lambda p: CostTerms(2 * _depth(p), 2 * (p - 1) / p, 0, _tree_depth(p) + _depth(p)),
         ),
-        "hierarchical": Algorithm(
-            hierarchical, lambda p: CostTerms(2 * (p - 1), 2 * (p - 1) / p, 0)
+        "hierarchical": _on_one_host(
+            lambda p: CostTerms(2 * (p - 1), 2 * (p - 1) / p, 0, min(2, p - 1))
         ),
-        "star": Algorithm(star, lambda p: CostTerms(p - 1, p - 1, 0)),
+        "star": Algorithm(star, _star),
     },
     "reduce": {
-        "tree": Algorithm(tree, lambda p: CostTerms(_depth(p), _depth(p), _depth(p))),
-        "star": Algorithm(star, lambda p: CostTerms(p - 1, p - 1, p - 1)),
+        "tree": Algorithm(tree, lambda p: _tree(p)._replace(gamma=_depth(p))),
+        "star": Algorithm(star, lambda p: _star(p)._replace(gamma=p - 1)),
     },
     "gather": {
-        "star": Algorithm(star, lambda p: CostTerms(p - 1, (p - 1) / p, 0)),
-        "tree": Algorithm(tree, lambda p: CostTerms(_depth(p), 2 * (p - 1) / p, 0)),
+        "star": Algorithm(star, _spread_by_star),
+        "tree": Algorithm(tree, _spread_by_tree),
     },
     "scatter": {
-        "star": Algorithm(star, lambda p: CostTerms(p - 1, (p - 1) / p, 0)),
-        "tree": Algorithm(tree, lambda p: CostTerms(_depth(p), 2 * (p - 1) / p, 0)),
+        "star": Algorithm(star, _spread_by_star),
+        "tree": Algorithm(tree, _spread_by_tree),
     },
     "all_to_all": {
         "direct": Algorithm(direct, _pairwise),

@@ -55,7 +55,8 @@ def seconds(collective: str, ranks: int, nbytes: int, costs: Costs | Capabilitie
     """
     if ranks == 1 or not nbytes:
         return 0.0
-    return _cheapest(collective, ranks, nbytes, Costs(costs.alpha, costs.beta, costs.gamma))
+    plain = Costs(costs.alpha, costs.beta, costs.gamma, costs.latency)
+    return _cheapest(collective, ranks, nbytes, plain)
 
 
 @functools.lru_cache(maxsize=4096)
