@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, overload
 
 import typer
 
 from fsdpcore.bench.harness.usage import one_line
+from fsdpcore.commands.shares import (
+    RunOptions,
+    hosts_orders,
+    node_share,
+    variables_for_hosts,
+    warn_of_one_host,
+    whole_job,
+)
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.launch import secret
-from fsdpcore.launch.config import PREFIX, Config, resolve
+from fsdpcore.launch.config import PREFIX, resolve
 from fsdpcore.launch.endings import ScriptExit
-from fsdpcore.launch.hosts import check_reachable, is_loopback, join_address, parse_address
+from fsdpcore.launch.hosts import HostShare, parse_hosts
 from fsdpcore.launch.output import LoggedOutput, PrefixedOutput, RankOutput
-from fsdpcore.launch.scripts import JobShare, run_script, script_command
+from fsdpcore.launch.remote import host_of, run_hosts
+from fsdpcore.launch.scripts import run_script, script_command
 
 _HOSTS = "Several hosts, from one of them"
 _NODES = "Several hosts, started on each"
@@ -52,6 +60,32 @@ def run(
         typer.Option(help="Folder for the ranks' last operations; see 'fsdpcore trace'."),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as 'python -m' does.")] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B:4,...",
+            help="Hosts to start ranks on, over ssh; with a number of ranks, or what is left "
+            "shared evenly.",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="What starts a command on a host, in place of ssh, such as 'ssh -p 2222' or "
+            "'kubectl exec -i {host} --'.",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="A variable for the ranks; those of FSDPCORE_* go by themselves.",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +140,8 @@ def run(
     with one_line():
         if ranks is not None and ranks < 1:
             raise ConfigError(f"the number of ranks (-n) must be at least 1, got {ranks}")
+        options = RunOptions(ranks, hosts, launcher, env or [], address, nodes, node_rank, per_node)
+        options.check()
         command = script_command(script, arguments or [], module=module)
         given = {"transport": transport, "world_size": ranks, **settings}
         config = resolve(given, os.environ, Path.cwd(), default_transport="zmq")
@@ -113,16 +149,18 @@ def run(
         for name, value in settings.items():
             if value is not None:
                 environ[PREFIX + name.upper()] = str(value)
-        if nodes is None and (node_rank, per_node, address) != (None, None, None):
-            raise ConfigError("--node-rank, --per-node and --address need --nnodes")
-        if nodes is None:
-            share = whole_job(config)
+        if hosts is not None:
+            parts = parse_hosts(hosts, config.world_size or None)
+            variables = variables_for_hosts(config, environ, options)
+            orders = hosts_orders(
+                parts, config, options, variables, script, arguments or [], module
+            )
+            ending = run_hosts(parts, orders, launcher, _output(log_dir, prefix, parts))
         else:
-            share = _share_of_node(config, nodes, node_rank, per_node, address, ranks)
-        output = _output(log_dir, bool(prefix))
-        ending = run_script(
-            command, config, environ, share, output, _warn_of_one_host(config, nodes)
-        )
+            share = whole_job(config) if nodes is None else node_share(config, options)
+            listening = None if nodes is not None else warn_of_one_host(config)
+            output = _output(log_dir, prefix)
+            ending = run_script(command, config, environ, share, output, listening)
     finish(ending)
 
 
@@ -133,105 +171,27 @@ def finish(ending: ScriptExit) -> NoReturn:
     raise typer.Exit(ending.code)
 
 
-def _output(log_dir: Path | None, prefix: bool) -> RankOutput | None:
-    """Where the ranks' lines go; None if they print to this command's own output."""
+@overload
+def _output(
+    log_dir: Path | None, prefix: bool | None, hosts: Sequence[HostShare]
+) -> RankOutput: ...
+
+
+@overload
+def _output(log_dir: Path | None, prefix: bool | None) -> RankOutput | None: ...
+
+
+def _output(
+    log_dir: Path | None, prefix: bool | None, hosts: Sequence[HostShare] = ()
+) -> RankOutput | None:
+    """Where the ranks' lines go; None if they print to this command's own output.
+
+    On one host they do unless a user wants something else, so that a terminal is one for them,
+    too.
+    """
     if log_dir is not None:
         return LoggedOutput(log_dir)
+    if hosts:
+        label = None if prefix is False else lambda rank: f"{host_of(rank, hosts).address}:{rank}"
+        return PrefixedOutput(label)
     return PrefixedOutput() if prefix else None
-
-
-def whole_job(config: Config) -> JobShare:
-    """All ranks, on this host."""
-    if not config.world_size:
-        raise ConfigError("how many ranks? Say so with -n, as in 'fsdpcore run -n 4 train.py'")
-    if not config.host:
-        return JobShare(config.world_size, config.world_size)
-    address = join_address(config.host, config.port)
-    return JobShare(config.world_size, config.world_size, address=address)
-
-
-def _warn_of_one_host(config: Config, nodes: int | None) -> Callable[[str], None] | None:
-    """What to say once all ranks of one host meet where those of several could.
-
-    Started so on each of these hosts, the command makes as many jobs.
-    """
-    if nodes is not None or is_loopback(config.host):
-        return None
-    words = (
-        f"fsdpcore: all {config.world_size} ranks of this job are on this host, though "
-        f"{config.transport} is an address for several hosts; to use them, say --nnodes and "
-        "--node-rank on each, or --hosts on one"
-    )
-    return lambda address: typer.echo(words, err=True)
-
-
-def _share_of_node(
-    config: Config,
-    nodes: int,
-    node_rank: int | None,
-    per_node: str | None,
-    address: str | None,
-    ranks: int | None,
-) -> JobShare:
-    """The ranks of this host, where the command runs on each of several."""
-    _check_between_hosts(config)
-    if nodes < 1:
-        raise ConfigError(f"the number of hosts (--nnodes) must be at least 1, got {nodes}")
-    if node_rank is None or not 0 <= node_rank < nodes:
-        raise ConfigError(
-            f"which of the {nodes} hosts is this? Say so with --node-rank 0 to {nodes - 1}"
-            + (f", not {node_rank}" if node_rank is not None else "")
-        )
-    counts = _counts(nodes, per_node, config.world_size, ranks)
-    if address is None and config.port:
-        address = join_address(config.host, config.port)
-    host, port = parse_address(address) if address else ("", 0)
-    if not port:
-        raise ConfigError(
-            "where do the ranks meet? Say so with --address HOST:PORT, an address of host 0 and "
-            "a port that is free there; the same on all hosts"
-        )
-    check_reachable(host)
-    return JobShare(
-        sum(counts),
-        counts[node_rank],
-        sum(counts[:node_rank]),
-        join_address(host, port),
-        secret.token(os.environ),
-        secret.job_id(os.environ),
-    )
-
-
-def _counts(nodes: int, per_node: str | None, world_size: int, ranks: int | None) -> list[int]:
-    """How many ranks each host runs."""
-    if per_node is None:
-        if not world_size or world_size % nodes:
-            raise ConfigError(
-                f"how many ranks on each of the {nodes} hosts? Say so with --per-node, as in "
-                "--per-node 4, or --per-node 2,4 where they differ"
-            )
-        return [world_size // nodes] * nodes
-    items = [item.strip() for item in per_node.split(",")]
-    if not all(item.isdecimal() and int(item) for item in items) or len(items) not in (1, nodes):
-        raise ConfigError(
-            f"--per-node {per_node}: expected a positive number, or one for each of {nodes} hosts"
-        )
-    counts = [int(item) for item in items] * (nodes if len(items) == 1 else 1)
-    if ranks is not None and ranks != sum(counts):
-        raise ConfigError(f"-n {ranks} contradicts --per-node {per_node}: {sum(counts)} ranks")
-    return counts
-
-
-def _check_between_hosts(config: Config) -> None:
-    """Refuse transports whose ranks this command cannot start on several hosts."""
-    transport = config.transport_class
-    if transport.ranks_are_threads:
-        raise ConfigError(
-            f"ranks of transport {config.transport!r} are threads of one process, so they cannot "
-            "be on several hosts; use another transport, such as zmq"
-        )
-    if transport.needs_launcher:
-        raise ConfigError(
-            f"ranks of transport {config.transport!r} are started by MPI's own launcher, on "
-            "several hosts too: 'mpirun --host a:4,b:4 -n 8 python train.py'"
-        )

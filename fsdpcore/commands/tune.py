@@ -15,7 +15,8 @@ from rich.text import Text
 from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.bench.tune import FULL, KIB, MIB, QUICK, Findings, measure
 from fsdpcore.collectives.selection.costs import read_table, write_table
-from fsdpcore.commands.run import finish, whole_job
+from fsdpcore.commands.run import finish
+from fsdpcore.commands.shares import whole_job
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRanges, Tuning
 from fsdpcore.launch.config import Config, resolve

@@ -1,0 +1,202 @@
+"""From the options of ``fsdpcore run`` to the ranks that each host starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import typer
+
+from fsdpcore import __version__
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.launch import secret
+from fsdpcore.launch.agent import Order
+from fsdpcore.launch.config import PREFIX, Config
+from fsdpcore.launch.environment import LAUNCH_VARIABLES
+from fsdpcore.launch.hosts import (
+    HostShare,
+    check_reachable,
+    is_loopback,
+    join_address,
+    parse_address,
+)
+from fsdpcore.launch.scripts import JobShare
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options that say where the ranks are; None where one is not given."""
+
+    ranks: int | None
+    hosts: str | None
+    launcher: str | None
+    env: list[str]
+    address: str | None
+    nodes: int | None
+    node_rank: int | None
+    per_node: str | None
+
+    def check(self) -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+            ConfigError: says which.
+        """
+        if self.hosts is not None and self.nodes is not None:
+            raise ConfigError(
+                "--hosts starts the ranks of all hosts, --nnodes those of this one; use one of them"
+            )
+        for name, value, needed, there in (
+            ("--launcher", self.launcher, "--hosts", self.hosts),
+            ("--env", self.env or None, "--hosts", self.hosts),
+            ("--node-rank", self.node_rank, "--nnodes", self.nodes),
+            ("--per-node", self.per_node, "--nnodes", self.nodes),
+            ("--address", self.address, "--hosts or --nnodes", self.hosts or self.nodes),
+        ):
+            if value is not None and there is None:
+                raise ConfigError(f"{name} needs {needed}")
+
+
+def whole_job(config: Config) -> JobShare:
+    """All ranks, on this host."""
+    if not config.world_size:
+        raise ConfigError("how many ranks? Say so with -n, as in 'fsdpcore run -n 4 train.py'")
+    if not config.host:
+        return JobShare(config.world_size, config.world_size)
+    address = join_address(config.host, config.port)
+    return JobShare(config.world_size, config.world_size, address=address)
+
+
+def warn_of_one_host(config: Config) -> Callable[[str], None] | None:
+    """What to do once all ranks of one host meet where those of several could: to say so.
+
+    Started so on each of these hosts, the command makes as many jobs.
+    """
+    if is_loopback(config.host):
+        return None
+    words = (
+        f"fsdpcore: all {config.world_size} ranks of this job are on this host, though "
+        f"{config.transport} is an address for several hosts; to use them, say --nnodes and "
+        "--node-rank on each, or --hosts on one"
+    )
+    return lambda address: typer.echo(words, err=True)
+
+
+def node_share(config: Config, options: RunOptions) -> JobShare:
+    """The ranks of this host, where the command runs on each of several."""
+    _check_between_hosts(config)
+    nodes, number = options.nodes or 0, options.node_rank
+    if nodes < 1:
+        raise ConfigError(f"the number of hosts (--nnodes) must be at least 1, got {nodes}")
+    if number is None or not 0 <= number < nodes:
+        raise ConfigError(
+            f"which of the {nodes} hosts is this? Say so with --node-rank, 0 to {nodes - 1}"
+            + (f"; it is not {number}" if number is not None else "")
+        )
+    counts = _counts(nodes, config.world_size, options)
+    host, port = _address(config, options)
+    if not port:
+        raise ConfigError(
+            "where do the ranks meet? Say so with --address HOST:PORT, an address of host 0 and "
+            "a port that is free there; the same on all hosts"
+        )
+    return JobShare(
+        sum(counts),
+        counts[number],
+        sum(counts[:number]),
+        join_address(host, port),
+        secret.token(os.environ),
+        secret.job_id(os.environ),
+    )
+
+
+def _counts(nodes: int, world_size: int, options: RunOptions) -> list[int]:
+    """How many ranks each host runs."""
+    text = options.per_node
+    if text is None:
+        if not world_size or world_size % nodes:
+            raise ConfigError(
+                f"how many ranks on each of the {nodes} hosts? Say so with --per-node, as in "
+                "--per-node 4, or --per-node 2,4 where they differ"
+            )
+        return [world_size // nodes] * nodes
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdecimal() and int(item) for item in items) or len(items) not in (1, nodes):
+        raise ConfigError(
+            f"--per-node {text}: expected a positive number, or one for each of {nodes} hosts"
+        )
+    counts = [int(item) for item in items] * (nodes if len(items) == 1 else 1)
+    if options.ranks not in (None, sum(counts)):
+        raise ConfigError(f"-n {options.ranks} contradicts --per-node {text}: {sum(counts)} ranks")
+    return counts
+
+
+def _address(config: Config, options: RunOptions) -> tuple[str, int]:
+    """Where the ranks of several hosts meet: an option, or the transport's URL; or nothing."""
+    if options.address is not None:
+        host, port = parse_address(options.address)
+    else:
+        host, port = config.host, config.port
+    check_reachable(host)
+    return host, port
+
+
+def hosts_orders(
+    hosts: Sequence[HostShare],
+    config: Config,
+    options: RunOptions,
+    variables: dict[str, str],
+    script: str,
+    arguments: list[str],
+    module: bool,
+) -> list[Order]:
+    """What each of several hosts is to run; the first finds out where all meet."""
+    _check_between_hosts(config)
+    host, port = _address(config, options)
+    others = [] if host else [share.address for share in hosts[1:]] or [hosts[0].address]
+    token, job = secret.new_token(), secret.new_job()
+    orders, first = [], 0
+    total = sum(share.ranks for share in hosts)
+    for each in hosts:
+        address = join_address(host or hosts[0].address, port)
+        share = JobShare(total, each.ranks, first, address, token, job)
+        first += each.ranks
+        orders.append(
+            Order(__version__, os.getcwd(), variables, script, arguments, module, share, others)
+        )
+    return orders
+
+
+def variables_for_hosts(
+    config: Config, environ: Mapping[str, str], options: RunOptions
+) -> dict[str, str]:
+    """The variables that the ranks of other hosts get from this one."""
+    chosen = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(PREFIX) and name not in LAUNCH_VARIABLES
+    }
+    for item in options.env:
+        name, given, value = item.partition("=")
+        if not name or (not given and name not in environ):
+            raise ConfigError(
+                f"--env {item}: there is no such variable here; give it as NAME=VALUE"
+            )
+        chosen[name] = value if given else environ[name]
+    return {**chosen, "FSDPCORE_TRANSPORT": config.transport}
+
+
+def _check_between_hosts(config: Config) -> None:
+    """Refuse transports whose ranks this command cannot start on several hosts."""
+    transport = config.transport_class
+    if transport.ranks_are_threads:
+        raise ConfigError(
+            f"ranks of transport {config.transport!r} are threads of one process, so they cannot "
+            "be on several hosts; use another transport, such as zmq"
+        )
+    if transport.needs_launcher:
+        raise ConfigError(
+            f"ranks of transport {config.transport!r} are started by MPI's own launcher, on "
+            "several hosts too: 'mpirun --host a:4,b:4 -n 8 python train.py'"
+        )

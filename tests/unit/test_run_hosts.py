@@ -1,0 +1,172 @@
+"""``fsdpcore run`` for several hosts: options, and what is wrong with them, without a process."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from support.jobs import clean_environ
+from typer.testing import CliRunner
+
+from fsdpcore.commands.main import app
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.launch import agent
+from fsdpcore.launch.agent import Order
+from fsdpcore.launch.endings import RankEnd, RankEnds
+from fsdpcore.launch.hosts import HostShare, join_address, parse_address
+from fsdpcore.launch.remote import agent_command, host_of
+from fsdpcore.launch.scripts import JobShare
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in set(os.environ) - set(clean_environ()):
+        monkeypatch.delenv(name)
+    path = tmp_path / "script.py"
+    path.touch()
+    return str(path)
+
+
+HOSTS = ["--hosts", "a,b:4", "-n", "8"]
+NODES = ["--nnodes", "2", "--node-rank", "1", "--per-node", "2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([*HOSTS, *NODES], "use one of them"),
+        (["-n", "2", "--per-node", "2"], "--per-node needs --nnodes"),
+        (["-n", "2", "--node-rank", "0"], "--node-rank needs --nnodes"),
+        (["-n", "2", "--launcher", "rsh"], "--launcher needs --hosts"),
+        ([*NODES, "--env", "X"], "--env needs --hosts"),
+        (["-n", "2", "--address", "a"], "--address needs --hosts or --nnodes"),
+        (["--hosts", "a,b"], "how many ranks"),
+        ([*HOSTS, "--transport", "sim"], "threads of one process"),
+        ([*HOSTS, "--transport", "mpi"], "mpirun --host"),
+        ([*HOSTS, "--launcher", "no-such-program x"], "no command 'no-such-program'"),
+        ([*HOSTS, "--launcher", "'"], "--launcher '"),
+        ([*HOSTS, "--env", "NOT_SET_HERE"], "--env NOT_SET_HERE"),
+        ([*HOSTS, "--address", "0.0.0.0:1"], "cannot come to 0.0.0.0"),
+        (NODES, "say so with --address HOST:PORT"),
+        ([*NODES, "--address", "head"], "say so with --address HOST:PORT"),
+        ([*NODES, "--address", "head:x"], "is not HOST:PORT"),
+        ([*NODES, "--transport", "sim"], "threads of one process"),
+        (["--nnodes", "2", "--per-node", "2"], "which of the 2 hosts is this"),
+        (["--nnodes", "2", "--node-rank", "2", "-n", "4"], "it is not 2"),
+        (["--nnodes", "0", "--node-rank", "0", "-n", "4"], "at least 1, got 0"),
+        (["--nnodes", "2", "--node-rank", "0"], "how many ranks on each of the 2"),
+        (["--nnodes", "2", "--node-rank", "0", "-n", "3"], "how many ranks on each of the 2"),
+        ([*NODES, "-n", "5"], "-n 5 contradicts --per-node 2: 4 ranks"),
+        ([*NODES[:-1], "1,2,3"], "one for each of 2 hosts"),
+        ([*NODES[:-1], "0"], "expected a positive number"),
+    ],
+)
+def test_what_is_wrong_is_one_line(script, options, words):
+    result = CliRunner().invoke(app, ["run", *options, script])
+    assert result.exit_code == 2
+    (line,) = result.output.splitlines()
+    assert words.lower() in line.lower()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ("env -i", ["-i", "n1", "PYTHON", "-m", agent.MODULE]),
+        ("env a-{host} -- ", ["a-n1", "--", "PYTHON", "-m", agent.MODULE]),
+    ],
+)
+def test_a_launcher_gets_the_host_and_the_words_of_a_command(monkeypatch, launcher, expected):
+    monkeypatch.setattr("sys.executable", "PYTHON")
+    program, *rest = agent_command(launcher, "n1")
+    assert os.path.basename(program) == "env"
+    assert rest == expected
+
+
+def test_ssh_gets_one_line_for_a_shell_and_asks_nothing(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/a b/python")
+    monkeypatch.setattr("shutil.which", lambda program: f"/bin/{program}")
+    program, *options, host, line = agent_command(None, "me@n1")
+    assert (program, host, line) == ("/bin/ssh", "me@n1", f"'/a b/python' -m {agent.MODULE}")
+    assert "BatchMode=yes" in options
+
+
+def test_hosts_are_filled_one_after_the_other():
+    shares = [HostShare("a", 2), HostShare("b", 1)]
+    assert [host_of(rank, shares).name for rank in range(3)] == ["a", "a", "b"]
+    with pytest.raises(ValueError, match="rank 3"):
+        host_of(3, shares)
+
+
+@pytest.mark.parametrize("address", ["a:1", "[::1]:29500", "10.0.0.1:0"])
+def test_addresses(address):
+    assert join_address(*parse_address(address)) == address
+
+
+def test_an_address_without_a_port_leaves_it_open():
+    assert parse_address("head") == ("head", 0)
+    assert parse_address("[::1]") == ("::1", 0)
+    for wrong in ("", ":1", "a:", "a:65536", "a:-1", "::1", "fe80::1:80"):
+        with pytest.raises(ConfigError, match="is not HOST:PORT"):
+            parse_address(wrong)
+
+
+ORDER = Order("1", "/", {"A": "ü\udcff"}, "s.py", ["-x", "a b"], False, JobShare(4, 2, 2), ["b"])
+
+
+def test_an_order_arrives_as_it_was_given():
+    line = ORDER.encode()
+    assert line.count(b"\n") == 1
+    assert Order.decode(line, "1") == ORDER
+    assert ORDER.share.token not in repr(ORDER), "so that no traceback shows it"
+
+
+def test_another_version_is_refused_whatever_else_it_says():
+    with pytest.raises(ConfigError, match="fsdpcore is 2 here, and 1 where"):
+        Order.decode(b'{"version": "1", "something": "new"}\n', "2")
+
+
+def test_ends_arrive_as_they_were():
+    ends = RankEnds([RankEnd(2, -9, False), RankEnd(3, 1, True, "why", True)], 2, 15)
+    assert agent.decode_ends(agent.encode_ends(ends)) == ends
+
+
+@pytest.mark.parametrize(
+    ("directory", "words"),
+    [("/no/such", "/no/such where the job"), ("", "there is no script s.py")],
+)
+def test_what_a_host_lacks_is_told(tmp_path, monkeypatch, directory, words):
+    monkeypatch.chdir(tmp_path)
+    order = Order("1", directory or str(tmp_path), {}, "s.py", [], False, JobShare(2, 1), [])
+    with pytest.raises(ConfigError, match=words):
+        agent._carry_out(order, None, None)
+
+
+def test_the_own_address_is_one_that_others_reach(monkeypatch):
+    known = {"me": "127.0.1.1", "other": "203.0.113.9", "mine": "203.0.113.1"}
+
+    def getaddrinfo(host, port, type):
+        if host not in known:
+            raise socket.gaierror
+        return [(socket.AF_INET, type, 0, "", (known[host], port))]
+
+    class Probe(socket.socket):
+        """A socket of a host that has 203.0.113.1 as well as a loopback."""
+
+        def bind(self, target):
+            self.own = target[0]
+
+        def connect(self, target):
+            self.own = "203.0.113.1"
+
+        def getsockname(self):
+            return self.own, 7
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert agent._own_address("mine", ["other"]) == "203.0.113.1"
+    assert agent._own_address("me", ["unknown", "other"]) == "203.0.113.1", "as on Debian"
+    assert agent._own_address("alias", ["other"]) == "203.0.113.1", "of ssh's configuration"
+    with pytest.raises(ConfigError, match="--address HOST"):
+        agent._own_address("me", ["unknown"])
