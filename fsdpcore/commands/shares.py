@@ -21,7 +21,7 @@ from fsdpcore.launch.hosts import (
     join_address,
     parse_address,
 )
-from fsdpcore.launch.scripts import JobShare
+from fsdpcore.launch.scripts import OTHER_HOSTS, JobShare
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ def warn_of_one_host(config: Config) -> Callable[[str], None] | None:
         return None
     words = (
         f"fsdpcore: all {config.world_size} ranks of this job are on this host, though "
-        f"{config.transport} is an address for several hosts; to use them, say --nnodes and "
-        "--node-rank on each, or --hosts on one"
+        f"{config.transport} is an address that other hosts reach; {OTHER_HOSTS}"
     )
     return lambda address: typer.echo(words, err=True)
 

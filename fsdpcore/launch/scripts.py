@@ -12,13 +12,13 @@ from pathlib import Path
 from socket import socket
 from typing import Protocol
 
-from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.launch import external, failure_report, secret, supervision
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.endings import RankEnds, ScriptExit, describe, ends_of
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
 from fsdpcore.launch.failure_report import FailureReports
-from fsdpcore.launch.hosts import parse_address
+from fsdpcore.launch.hosts import is_loopback, parse_address
 from fsdpcore.launch.output import OutputPipes, RankOutput
 from fsdpcore.launch.processes import LOOPBACK, meeting_point
 from fsdpcore.launch.rendezvous import listen
@@ -44,6 +44,12 @@ class JobShare:
     address: str = f"{LOOPBACK}:0"
     token: str = field(default_factory=secret.new_token, repr=False)
     job: str = field(default_factory=secret.new_job)
+
+
+# What a user may have meant who has all ranks of a job meet at another host's address.
+OTHER_HOSTS = (
+    "for ranks on several hosts say --nnodes and --node-rank on each of them, or --hosts on one"
+)
 
 
 class Overseer(Lifeline, Protocol):
@@ -170,7 +176,17 @@ def _listener(share: JobShare) -> Iterator[socket | None]:
     if share.first_rank:
         yield None
         return
-    with listen(*parse_address(share.address)) as listener:
+    host, port = parse_address(share.address)
+    try:
+        listener = listen(host, port)
+    except RendezvousError as error:
+        if is_loopback(host):
+            raise
+        whole = share.count == share.world_size
+        raise RendezvousError(
+            f"{error}; {OTHER_HOSTS if whole else 'the address must be one of the first host'}"
+        ) from error
+    with listener:
         yield listener
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -130,6 +131,37 @@ def test_ranks_of_torchrun(script, free_port):
     for rank, each in enumerate(done):
         assert (each.code, each.err) == (0, "")
         assert each.out == f"[({rank}, 3, [6, 6, 6, 6])]\n"
+
+
+def test_ranks_of_srun_need_no_address(script):
+    # Port and host follow from the step. Two steps of the tests at a time have different jobs.
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+    }
+    environs = [{**step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)} for k in range(2)]
+    done = launch_all(script(HEAD + PROGRAM), environs)
+    assert [(each.code, each.err) for each in done] == [(0, ""), (0, "")]
+    assert [each.out for each in done] == [f"[({k}, 2, [3, 3, 3, 3])]\n" for k in range(2)]
+
+
+def test_rank_and_world_size_by_hand_with_an_address(script, free_port):
+    url = {"FSDPCORE_TRANSPORT": f"zmq://127.0.0.1:{free_port()}", "WORLD_SIZE": "2"}
+    done = launch_all(script(HEAD + PROGRAM), [{**url, "RANK": str(rank)} for rank in range(2)])
+    assert [(each.code, each.err) for each in done] == [(0, ""), (0, "")]
+    assert [each.out for each in done] == [f"[({k}, 2, [3, 3, 3, 3])]\n" for k in range(2)]
+
+
+def test_a_job_of_one_that_was_meant_for_more_says_so():
+    source = "import fsdpcore as fc\nfc.launch(lambda backend: None)"
+    done = finished(python("-c", source), {"WORLD_SIZE": "2"})
+    assert done.code == 0
+    (line,) = done.err.splitlines()
+    assert "a job of a single rank, though WORLD_SIZE=2 is set" in line
 
 
 def test_ranks_of_mpirun_meet_where_the_url_says(script, free_port):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import fake_ssh
+from support.hosts.lab import Lab
 from support.jobs import SOON, finished, fsdpcore, started
 
 pytestmark = pytest.mark.side_by_side(4)
@@ -172,3 +173,54 @@ def test_one_command_on_each_host_with_the_secret_in_a_file(script, free_port, t
     assert [(each.code, each.err) for each in done] == [(0, ""), (0, "")]
     assert done[0].out == "[0] [0, 1, 2] 0\n"
     assert sorted(done[1].out.splitlines()) == ["[1] [0, 1, 2] 0", "[2] [0, 1, 2] 1"]
+
+
+# Hosts with a network of their own.
+
+HOSTS_JOB = """
+import os, time
+import fsdpcore as fc
+
+def main(backend):
+    print("ready", fc.all_gather([backend.rank], backend).tolist(), flush=True)
+    time.sleep(100 if backend.rank == 2 else 0)
+    backend.barrier()
+
+if __name__ == "__main__":
+    fc.launch(main)
+"""
+
+
+def test_a_host_that_dies_ends_the_job_with_its_name(script, needs_hosts):
+    with Lab(2) as lab:
+        names = [host.namespace for host in lab.hosts]
+        where = ["--hosts", ",".join(names), "--launcher", "nsenter --net={host}"]
+        command = ["run", *where, "--no-prefix", "--address", lab.hosts[0].address, "-n", 4]
+        with started(fsdpcore(*command, script(HOSTS_JOB))) as job:
+            job.wait_for("ready [0, 1, 2, 3]", 4)
+            killed = time.time()
+            lab.kill(1)
+            done = job.finish()
+        assert done.code == 137
+        assert f"host {names[1]}: the command that starts its ranks" in done.err.splitlines()[-1]
+        for rank in (0, 1):
+            (line,) = [one for one in done.err.splitlines() if one.startswith(f"rank {rank}:")]
+            assert "stopped, because rank" in line
+        assert done.ended - killed < SOON
+        assert not lab.pids()
+
+
+def test_two_launchers_at_one_address_are_not_two_jobs_without_a_word(script, needs_hosts):
+    with Lab(2) as lab:
+        url = f"zmq://{lab.hosts[0].address}:5558"
+        command = fsdpcore("run", "-n", 2, "--transport", url, script("pass"))
+        there, elsewhere = [finished(host.command(*command)) for host in lab.hosts]
+    assert (there.code, elsewhere.code) == (0, 2)
+    for done, words in (
+        (there, "ranks of this job are on this host"),
+        (elsewhere, "cannot listen"),
+    ):
+        (line,) = done.err.splitlines()
+        assert words in line
+        assert url[6:] in line
+        assert "--nnodes" in line

@@ -6,7 +6,10 @@ import pytest
 
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.launch.config import resolve
 from fsdpcore.launch.environment import detect, launched_threads, meeting_hint, unused
+from fsdpcore.launch.launch import _warn_of_one
+from fsdpcore.launch.rank import ranks_here
 
 OURS = {
     "FSDPCORE_RANK": "2",
@@ -211,6 +214,28 @@ def test_variables_that_are_set_and_not_used_are_told(environ, words):
 )
 def test_a_job_of_one_that_was_meant_is_no_surprise(environ):
     assert unused(environ) == ""
+
+
+def test_a_job_of_one_at_an_address_for_several_hosts_is_told(caplog):
+    for transport, told in (("zmq://head:5558", 1), ("zmq://127.0.0.1:5558", 0), ("zmq", 0)):
+        caplog.clear()
+        _warn_of_one(1, resolve({"transport": transport}, {}), {})
+        assert len(caplog.messages) == told
+        assert all(f"'{transport}' names an address" in text for text in caplog.messages)
+    _warn_of_one(2, resolve({"transport": "zmq://head:5558"}, {}), {"RANK": "0"})
+    assert not caplog.messages
+
+
+class SixRanksOnTwoHosts:
+    """A backend, as far as its hosts go."""
+
+    rank, hosts = 4, (0, 0, 0, 0, 1, 1)
+
+
+def test_cores_are_shared_by_the_ranks_that_were_found_on_the_host():
+    bare = {"FSDPCORE_RANK": "4", "FSDPCORE_WORLD_SIZE": "6"}
+    assert ranks_here(detect(bare), SixRanksOnTwoHosts) == 2
+    assert ranks_here(detect({**bare, "FSDPCORE_LOCAL_WORLD_SIZE": "5"}), SixRanksOnTwoHosts) == 5
 
 
 def test_a_local_size_that_no_launcher_says_is_known_to_be_unknown():
