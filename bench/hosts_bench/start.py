@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def on_hosts(
 
     def start(directory: Path, path: str) -> list[RankProcess]:
         join = "&" if "?" in transport else "?"
-        places = environs(hosts, secrets.token_hex(16))
+        places = environs(hosts)
         return [
             _process(
                 lab,

@@ -42,7 +42,7 @@ class Outcome:
         result: of the body.
         error: name of the exception's type; empty for none.
         text: of the exception.
-        culprit: its ``rank``, if it has one.
+        culprit, pair: its ``rank`` and its ``pair``, if it has them.
         ended: when that was, by ``time.monotonic``, which all processes of a machine share.
     """
 
@@ -50,12 +50,14 @@ class Outcome:
     error: str = ""
     text: str = ""
     culprit: int | None = None
+    pair: tuple[int, int] | None = None
     ended: float = field(default_factory=time.monotonic, compare=False)
 
     @staticmethod
     def of(error: BaseException) -> Outcome:
         """The outcome of a rank that raised."""
-        return Outcome(None, type(error).__name__, str(error), getattr(error, "rank", None))
+        culprit, pair = getattr(error, "rank", None), getattr(error, "pair", None)
+        return Outcome(None, type(error).__name__, str(error), culprit, pair)
 
 
 Tell = Callable[[Any], None]

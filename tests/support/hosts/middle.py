@@ -98,20 +98,34 @@ class Middle:
 
     def _join(self, caller: socket.socket, opener: int, port: int) -> None:
         """Open the connection that the caller wanted, under its name, and pass on what comes."""
-        called = self._faces[1 - opener].socket()
         with self._lock:
-            self._open += [caller, called]
+            self._open.append(caller)
             number, self._count = self._count, self._count + 1
         try:
-            called.bind((self._hosts[opener].address, 0))
-            called.connect((self._hosts[1 - opener].address, port))
+            called = self.call(opener, port)
         except OSError:
             _break(caller)
             return
+        self._open.append(called)
         for sender, source, target in ((opener, caller, called), (1 - opener, called, caller)):
             target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             flow = Flow(number, sender, opener, port)
             threading.Thread(target=self._pass, args=(flow, source, target), daemon=True).start()
+
+    def call(self, opener: int, port: int) -> socket.socket:
+        """Open a connection to a host as if from the other one, which does not know of it.
+
+        Raises:
+            OSError: nobody listens there.
+        """
+        sock = self._faces[1 - opener].socket()
+        try:
+            sock.bind((self._hosts[opener].address, 0))
+            sock.connect((self._hosts[1 - opener].address, port))
+        except OSError:
+            sock.close()
+            raise
+        return sock
 
     def _pass(self, flow: Flow, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 from support.hosts.lab import Host
@@ -10,7 +11,11 @@ PORT = 5555
 
 
 def environs(hosts: Sequence[Host], token: str = "") -> list[dict[str, str]]:
-    """The variables of each rank of a job whose ranks are on these hosts, in rank order."""
+    """The variables of each rank of a job whose ranks are on these hosts, in rank order.
+
+    Without a token they get one that nobody else has.
+    """
+    secret = token or secrets.token_hex(16)
     return [
         {
             "FSDPCORE_RANK": str(rank),
@@ -18,7 +23,7 @@ def environs(hosts: Sequence[Host], token: str = "") -> list[dict[str, str]]:
             "FSDPCORE_LOCAL_RANK": str(hosts[:rank].count(host)),
             "FSDPCORE_LOCAL_WORLD_SIZE": str(hosts.count(host)),
             "FSDPCORE_RENDEZVOUS": f"{hosts[0].address}:{PORT}",
-            "FSDPCORE_TOKEN": token or "of a test",
+            "FSDPCORE_TOKEN": secret,
         }
         for rank, host in enumerate(hosts)
     ]

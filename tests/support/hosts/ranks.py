@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ import fsdpcore as fc
 
 @contextlib.contextmanager
 def on_hosts(
-    body: Body, hosts: Iterable[Host], per_host: int = 1, **options: Any
+    body: Body, hosts: Iterable[Host], per_host: int = 1, token: str = "", **options: Any
 ) -> Iterator[list[RankProcess]]:
     """Run ``body(backend, line)``, from the top of a module, on so many ranks of every host.
 
@@ -30,6 +29,7 @@ def on_hosts(
         body: of every rank.
         hosts: of a lab; that, for all of them.
         per_host: number of ranks.
+        token: the job's secret; by default one that nobody else has.
         options: settings, and options of the transport; by default with deadlines longer than
             any test's patience.
     """
@@ -37,7 +37,7 @@ def on_hosts(
     given = {"timeout": 2 * PATIENCE, "rendezvous_timeout": 2 * PATIENCE, **options}
     joins = [
         partial(_join, host, environ, given)
-        for host, environ in zip(placed, environs(placed, secrets.token_hex(16)), strict=True)
+        for host, environ in zip(placed, environs(placed, token), strict=True)
     ]
     with joined(body, joins) as ranks:
         yield ranks
