@@ -126,7 +126,7 @@ SCENARIOS = (
 
 # Enough units that the first gather and the last reduction, which nothing can hide, are small.
 _GPT = {"layers": 8, "width": 128, "heads": 2, "context": 64, "batch": 16}
-_COMPUTING_MORE = {**_GPT, "context": 128, "batch": 32}
+_COMPUTING_MORE = {**_GPT, "context": 128, "batch": 64}
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,11 @@ def _process(
 ) -> RankProcess:
     given = {name: value for name, value in os.environ.items() if not name.startswith("FSDPCORE_")}
     command = [program.python, *program.command, json.dumps(options)]
+    cores, hosts = sorted(os.sched_getaffinity(0)), len(lab.hosts)
+    each = len(cores) // hosts
+    if each:  # every host has cores of its own
+        mine = cores[host * each :][:each]
+        command = ["taskset", "-c", ",".join(map(str, mine)), *command]
     return RankProcess(
         rank,
         lab.hosts[host].command(*command),
