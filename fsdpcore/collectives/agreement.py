@@ -68,7 +68,7 @@ def refuse(job: Job, group: Group, sequence: int) -> NoReturn:
     """
     calls = _calls_of_all(job, group, sequence)
     while len({each.before for each in calls.values()}) > 1:
-        earlier = job.calls_of(group.ranks, group.channel, sequence - 1)
+        earlier = _calls(job, group, sequence - 1)
         if not differ(earlier):
             break
         calls, sequence = earlier, sequence - 1
@@ -94,11 +94,17 @@ def _chosen_by(call: CallAnswer) -> str:
 
 
 def _calls_of_all(job: Job, group: Group, sequence: int) -> dict[int, CallAnswer]:
-    """Get the calls of all ranks of a group, in its order; those that do not come are left out."""
+    """Get the calls of all ranks of a group; those that do not come to it soon are left out."""
     end = time.monotonic() + _GRACE
     while True:
-        calls = job.calls_of(group.ranks, group.channel, sequence)
+        calls = _calls(job, group, sequence)
         if len(calls) == len(group.ranks) or time.monotonic() > end:
-            return {rank: calls[rank] for rank in group.ranks if rank in calls}
+            return calls
         job.check_usable()
         time.sleep(_PAUSE)
+
+
+def _calls(job: Job, group: Group, sequence: int) -> dict[int, CallAnswer]:
+    """Get the calls of a group's ranks, in its order."""
+    calls = job.calls_of(group.ranks, group.channel, sequence)
+    return {rank: calls[rank] for rank in group.ranks if rank in calls}
