@@ -21,6 +21,7 @@ from fsdpcore.launch.hosts import (
     join_address,
     parse_address,
 )
+from fsdpcore.launch.processes import LOOPBACK
 from fsdpcore.launch.scripts import OTHER_HOSTS, JobShare
 
 
@@ -153,13 +154,13 @@ def hosts_orders(
     """What each of several hosts is to run; the first finds out where all meet."""
     _check_between_hosts(config)
     host, port = _address(config, options)
-    others = [] if host else [share.address for share in hosts[1:]] or [hosts[0].address]
+    others = [] if host else [share.address for share in hosts[1:]]
+    host = host or (hosts[0].address if others else LOOPBACK)
     token, job = secret.new_token(), secret.new_job()
     orders, first = [], 0
     total = sum(share.ranks for share in hosts)
     for each in hosts:
-        address = join_address(host or hosts[0].address, port)
-        share = JobShare(total, each.ranks, first, address, token, job)
+        share = JobShare(total, each.ranks, first, join_address(host, port), token, job)
         first += each.ranks
         orders.append(
             Order(__version__, os.getcwd(), variables, script, arguments, module, share, others)

@@ -184,7 +184,7 @@ def _place(environ: Mapping[str, str], launcher: _Launcher) -> RankPlace:
         launcher.name,
         environ.get("FSDPCORE_RENDEZVOUS")
         or _master_address(environ)
-        or (_slurm_address(environ) if launcher is _SRUN else None),
+        or (_slurm_address(environ) if _is_task(environ, launcher, rank, size) else None),
         None if fd < 0 else fd,
         secret.token(environ),
         launcher.mpi,
@@ -242,6 +242,17 @@ def meeting_hint(place: RankPlace, environ: Mapping[str, str]) -> str:
             "name another address with FSDPCORE_TRANSPORT=zmq://HOST:PORT"
         )
     return ""
+
+
+def _is_task(environ: Mapping[str, str], launcher: _Launcher, rank: int, size: int) -> bool:
+    """Whether srun started the rank, perhaps speaking PMI.
+
+    What another launcher starts within a step may have the step's variables on some nodes only.
+    """
+    if launcher is not _SRUN and launcher.rank != "PMI_RANK":
+        return False
+    step = (environ.get(_SRUN.rank), environ.get(_SRUN.world_size))
+    return step == (str(rank), str(size))
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str | None:

@@ -167,6 +167,9 @@ def test_a_slurm_step_meets_on_its_first_node(nodes, first):
     assert detect({**step, "SLURM_STEP_ID": "3"}).rendezvous != place.rendezvous
     assert "srun" in meeting_hint(place, step)
     assert detect({**step, "SLURM_STEP_ID": ""}).rendezvous is None
+    assert detect({**step, "PMI_RANK": "4", "PMI_SIZE": "5"}).rendezvous == place.rendezvous
+    assert detect({**step, "PMI_RANK": "0", "PMI_SIZE": "5"}).rendezvous is None, "not srun's"
+    assert detect({**step, **OPEN_MPI}).rendezvous is None
 
 
 def test_an_error_of_the_meeting_says_how_its_address_came_about():
