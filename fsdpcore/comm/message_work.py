@@ -50,7 +50,8 @@ class MessageWork(Work):
             recorder = self._job.recorder
             if self._pending.error is None:
                 recorder.end(self._entry)
-                self._name_sender()
+                if self._deliver is not None:
+                    self._name_sender()
             else:
                 recorder.fail(self._entry, self._pending.error)
         return True

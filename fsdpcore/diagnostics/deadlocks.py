@@ -204,7 +204,8 @@ class _Chains:
 
     def all_wait(self, ranks: Sequence[int]) -> bool:
         """Whether each of these ranks waits for something; of one alone, ``follow`` says it."""
-        return not ranks[1:] or all(self._status(rank).waits for rank in ranks)
+        waiting = (rank == self._me or self._status(rank).waits for rank in ranks)
+        return not ranks[1:] or all(waiting)
 
     def meet(self, one: int, other: int) -> bool:
         """Whether two ranks are at the two ends of one message."""
