@@ -110,7 +110,7 @@ class _Host(RankProcess):
 
     @property
     def lost(self) -> bool:
-        """Whether the connection ended before the agent did; ask when all have ended."""
+        """Whether the connection ended before the agent's work did; ask when all have ended."""
         return not self.stopped and (self.ends is None or self.poll() not in agent.EXIT_CODES)
 
     def close(self) -> None:
@@ -173,13 +173,13 @@ class _HostsJob:
         for host in self.hosts:
             if host.problem:
                 return ScriptExit(2, f"host {host.share.name}: {host.problem}")
-        ranks = [rank for ends in said for rank in ends.ranks]
-        ends = RankEnds(ranks, self.failing[0] if self.failing else None)
+        first = [*self.failing, *(ends.first for ends in said if ends.first is not None)]
+        ends = RankEnds([rank for ends in said for rank in ends.ranks], first[0] if first else None)
         culprit = ends.culprit
-        by_itself = culprit is not None and not (culprit.consequence or culprit.stopped)
-        lost = [host for host in self.hosts if host.lost]
-        if lost and not by_itself:
-            return _lost(lost[0])
+        if culprit is None or culprit.consequence or culprit.stopped:
+            for host in self.hosts:
+                if host.lost:
+                    return _lost(host)
         return describe(ends, sum(host.share.ranks for host in self.hosts), self._name)
 
     def _name(self, rank: int) -> str:

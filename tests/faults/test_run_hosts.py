@@ -37,6 +37,7 @@ NAMES = ["FAKE_HOST", *OURS, "MINE"]
 
 def main(backend):
     total = fc.all_reduce(np.ones(3), backend)
+    assert sys.stdin.read() == ""
     print(sys.argv[1:], [os.environ.get(name) for name in NAMES], os.getcwd(), total.sum())
     if backend.rank == 0:
         secret, seen = os.environ["FSDPCORE_TOKEN"], b""

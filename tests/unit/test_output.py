@@ -68,17 +68,17 @@ def test_whoever_prints_where_nobody_reads_is_told():
 
 def test_the_traceback_of_the_culprit_is_last(capfd):
     output = PrefixedOutput(lambda rank: f"host:{rank}")
-    for rank in (1, 0):
+    for rank in (0, 1, 2):
         output.write(rank, True, b"rank %d failed:" % rank)
         output.write(rank, True, b"  Traceback of %d" % rank)
-    output.write(2, True, b"rank 2: stopped")
+    output.write(3, True, b"rank 3: stopped")
     output.write(1, False, b"out")
     output.finish(1)
-    assert capfd.readouterr() == (
-        "[host:1] out\n",
-        "[host:2] rank 2: stopped\n"
-        "[host:0] rank 0 failed:\n[host:0]   Traceback of 0\n"
-        "[host:1] rank 1 failed:\n[host:1]   Traceback of 1\n",
+    out, err = capfd.readouterr()
+    assert out == "[host:1] out\n"
+    assert err == "[host:3] rank 3: stopped\n" + "".join(
+        f"[host:{rank}] rank {rank} failed:\n[host:{rank}]   Traceback of {rank}\n"
+        for rank in (0, 2, 1)
     )
 
 
