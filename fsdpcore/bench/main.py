@@ -25,7 +25,7 @@ from fsdpcore.bench.rows import Row, content
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ArgumentError, MissingDependencyError
 from fsdpcore.launch.config import parse_url
-from fsdpcore.launch.external import find_mpirun
+from fsdpcore.launch.run.mpirun import find_mpirun
 
 PEERS = ("gloo", "mpi")
 _REFUSALS = {"gloo": peer_gloo.refusal, "mpi": peer_mpi.refusal}

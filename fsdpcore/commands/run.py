@@ -20,11 +20,11 @@ from fsdpcore.commands.shares import (
 )
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch.config import PREFIX, resolve
-from fsdpcore.launch.endings import ScriptExit
-from fsdpcore.launch.hosts import HostShare, parse_hosts
-from fsdpcore.launch.output import LoggedOutput, PrefixedOutput, RankOutput
-from fsdpcore.launch.remote import host_of, run_hosts
-from fsdpcore.launch.scripts import run_script, script_command
+from fsdpcore.launch.run.endings import ScriptExit
+from fsdpcore.launch.run.hosts import HostShare, host_of, parse_hosts
+from fsdpcore.launch.run.output import LoggedOutput, PrefixedOutput, RankOutput
+from fsdpcore.launch.run.remote import run_hosts
+from fsdpcore.launch.run.scripts import run_script, script_command
 
 _HOSTS = "Several hosts, from one of them"
 _NODES = "Several hosts, started on each"

@@ -11,18 +11,13 @@ import typer
 from fsdpcore import __version__
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import secret
-from fsdpcore.launch.agent import Order
+from fsdpcore.launch.addresses import check_reachable, is_loopback, join_address, parse_address
 from fsdpcore.launch.config import PREFIX, Config
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
-from fsdpcore.launch.hosts import (
-    HostShare,
-    check_reachable,
-    is_loopback,
-    join_address,
-    parse_address,
-)
 from fsdpcore.launch.processes import LOOPBACK
-from fsdpcore.launch.scripts import OTHER_HOSTS, JobShare
+from fsdpcore.launch.run.agent import Order
+from fsdpcore.launch.run.hosts import HostShare
+from fsdpcore.launch.run.scripts import OTHER_HOSTS, JobShare
 
 
 @dataclass(frozen=True)

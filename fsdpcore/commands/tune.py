@@ -22,7 +22,7 @@ from fsdpcore.core.policy import AlgorithmRanges, Tuning
 from fsdpcore.launch.config import Config, resolve
 from fsdpcore.launch.environment import detect, launched_threads
 from fsdpcore.launch.launch import launch
-from fsdpcore.launch.scripts import run_script
+from fsdpcore.launch.run.scripts import run_script
 
 DEFAULT_FILE = Path("fsdpcore-tuning.toml")
 

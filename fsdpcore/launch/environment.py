@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import secret
-from fsdpcore.launch.hosts import join_address
+from fsdpcore.launch.addresses import join_address
 
 
 class _Launcher(NamedTuple):

@@ -2,6 +2,9 @@
 
 Exit codes do not say which rank failed by itself and which it took along, nor does the order in
 which they end: the one that failed still has to tell the others while these are ending already.
+
+Between ``fsdpcore run`` and the ranks of MPI is a process that closes what they would inherit. They
+report through a pipe with a name.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ import json
 import os
 import select
 import stat
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 from fsdpcore.core.errors import PeerFailedError, RankFailedError, in_one_line
 
 VARIABLE = "FSDPCORE_REPORT_FD"
+FIFO_VARIABLE = "FSDPCORE_REPORT_FIFO"
 
 # Room for a message that ends with what to do. A line must be written in one piece, so that it is
 # no longer than PIPE_BUF either, which is 512 in some systems and 4096 on Linux.
@@ -67,6 +73,28 @@ class FailureReports:
     ) -> None:
         os.close(self._read)
         os.close(self.fd)
+
+
+class FifoFailureReports(FailureReports):
+    """Reports of ranks that inherit nothing but the environment, on this host."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="fsdpcore-")
+        self.path = str(Path(self._directory.name, "reports"))
+        os.mkfifo(self.path, 0o600)
+        self._read = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        # Held open, or the pipe would forget what is in it when the last rank has ended.
+        self.fd = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+        self.value = ""  # nothing to inherit
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self._directory.cleanup()
 
 
 def report(rank: int, error: BaseException, environ: Mapping[str, str]) -> None:

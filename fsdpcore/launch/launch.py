@@ -13,17 +13,12 @@ from typing import Any
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.place import NO_LAUNCHER, RankPlace
 from fsdpcore.core.errors import ArgumentError, ConfigError
+from fsdpcore.launch.addresses import is_loopback
 from fsdpcore.launch.blas import blas_limit, limit_for_good
 from fsdpcore.launch.config import PREFIX, Config, resolve
 from fsdpcore.launch.environment import LAUNCH_VARIABLES, detect, launched_threads, unused
-from fsdpcore.launch.external import (
-    default_transport,
-    needs_launcher,
-    open_reports,
-    place_without_launcher,
-)
+from fsdpcore.launch.external import default_transport, open_reports, place_without_launcher
 from fsdpcore.launch.failure_report import report
-from fsdpcore.launch.hosts import is_loopback
 from fsdpcore.launch.processes import run_processes
 from fsdpcore.launch.rank import ExceptHook, become, inside_rank, join, ranks_here
 from fsdpcore.launch.rank_process import refuse_during_import
@@ -104,7 +99,7 @@ def launch(
     environ = _environ()
     place = _find_place(environ)
     config = _resolve({"transport": transport, "world_size": world_size, **options}, environ, place)
-    if place is None and needs_launcher(config):
+    if place is None and config.transport_class.needs_launcher:
         place = place_without_launcher(config)
     if place is not None:
         place = _meeting(place, config, environ)
@@ -160,7 +155,7 @@ def init(transport: str | None = None, **options: Any) -> Backend:
             else f"init(): nothing says which of {size} ranks this process is; start it with "
             f"'fsdpcore run -n {size} ...', or use launch()"
         )
-    if place is None and needs_launcher(config):
+    if place is None and config.transport_class.needs_launcher:
         place = place_without_launcher(config)
     if place is None:
         _warn_of_one(1, config, environ)

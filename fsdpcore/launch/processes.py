@@ -15,8 +15,8 @@ from typing import Any
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ArgumentError, RankFailedError, in_one_line
 from fsdpcore.launch import secret, supervision
+from fsdpcore.launch.addresses import join_address
 from fsdpcore.launch.config import Config
-from fsdpcore.launch.hosts import join_address
 from fsdpcore.launch.rank_process import RankOutcome, RankTask, command, main_module
 from fsdpcore.launch.rendezvous import listen
 

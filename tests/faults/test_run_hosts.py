@@ -109,7 +109,7 @@ def agents(job):
         line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         host = [item[10:].decode() for item in environ if item.startswith(b"FAKE_HOST=")]
-        if line[1:3] == [b"-m", b"fsdpcore.launch.agent"]:
+        if line[1:3] == [b"-m", b"fsdpcore.launch.run.agent"]:
             found[host[0]] = pid
         elif fake_ssh.__file__.encode() in line:
             found[f"ssh {line[-3].decode()}"] = pid

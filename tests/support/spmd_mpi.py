@@ -22,7 +22,7 @@ from support.spmd_pool import Pool
 from support.spmd_processes import Fleet, serve
 
 import fsdpcore as fc
-from fsdpcore.launch.external import find_mpirun
+from fsdpcore.launch.run.mpirun import find_mpirun
 
 
 def mpirun(world_size: int) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.launch.hosts import is_loopback, parse_hosts
+from fsdpcore.launch.addresses import is_loopback
+from fsdpcore.launch.run.hosts import parse_hosts
 
 
 @pytest.mark.parametrize(

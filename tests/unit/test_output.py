@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.launch.output import LoggedOutput, OutputPipes, PrefixedOutput
+from fsdpcore.launch.run.output import LoggedOutput, OutputPipes, PrefixedOutput
 
 
 def lines_of(*pieces):

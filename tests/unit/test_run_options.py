@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from fsdpcore.commands.main import app
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.launch import agent
-from fsdpcore.launch.agent import Order
-from fsdpcore.launch.endings import RankEnd, RankEnds
-from fsdpcore.launch.hosts import HostShare, join_address, parse_address
-from fsdpcore.launch.remote import agent_command, host_of
-from fsdpcore.launch.scripts import JobShare
+from fsdpcore.launch.addresses import join_address, parse_address
+from fsdpcore.launch.run import agent
+from fsdpcore.launch.run.agent import Order
+from fsdpcore.launch.run.endings import RankEnd, RankEnds
+from fsdpcore.launch.run.hosts import HostShare, host_of
+from fsdpcore.launch.run.remote import agent_command
+from fsdpcore.launch.run.scripts import JobShare
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpcore.launch.external import find_mpirun
+from fsdpcore.launch.run.mpirun import find_mpirun
 from fsdpcore.launch.supervision import RankProcess
 
 Start = Callable[[Path, str], "list[RankProcess]"]

@@ -13,15 +13,16 @@ from socket import socket
 from typing import Protocol
 
 from fsdpcore.core.errors import ConfigError, RendezvousError
-from fsdpcore.launch import external, failure_report, secret, supervision
+from fsdpcore.launch import failure_report, secret, supervision
+from fsdpcore.launch.addresses import is_loopback, parse_address
 from fsdpcore.launch.config import Config
-from fsdpcore.launch.endings import RankEnds, ScriptExit, describe, ends_of
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
 from fsdpcore.launch.failure_report import FailureReports
-from fsdpcore.launch.hosts import is_loopback, parse_address
-from fsdpcore.launch.output import OutputPipes, RankOutput
 from fsdpcore.launch.processes import LOOPBACK, meeting_point
 from fsdpcore.launch.rendezvous import listen
+from fsdpcore.launch.run.endings import RankEnds, ScriptExit, describe, ends_of
+from fsdpcore.launch.run.mpirun import run_launcher
+from fsdpcore.launch.run.output import OutputPipes, RankOutput
 from fsdpcore.launch.supervision import Lifeline, RankProcess, Signals, StopRequested
 
 
@@ -96,8 +97,8 @@ def run_script(
     Raises:
         RendezvousError: the address cannot be listened at.
     """
-    if external.needs_launcher(config):
-        return external.run_launcher(command, share.world_size, _shared(config, environ, share))
+    if config.transport_class.needs_launcher:
+        return run_launcher(command, share.world_size, _shared(config, environ, share))
     ends = run_share(command, config, environ, share, output, listening)
     threads = config.transport_class.ranks_are_threads
     ending = describe(

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdpcore.core.errors import ConfigError, FsdpcoreError
+from fsdpcore.launch.addresses import is_loopback, join_address, parse_address
 from fsdpcore.launch.config import resolve
-from fsdpcore.launch.endings import RankEnd, RankEnds
-from fsdpcore.launch.hosts import is_loopback, join_address, parse_address
-from fsdpcore.launch.output import RankOutput
-from fsdpcore.launch.scripts import JobShare, run_share, script_command
+from fsdpcore.launch.run.endings import RankEnd, RankEnds
+from fsdpcore.launch.run.output import RankOutput
+from fsdpcore.launch.run.scripts import JobShare, run_share, script_command
 from fsdpcore.launch.supervision import StopRequested
 
-MODULE = "fsdpcore.launch.agent"
+MODULE = "fsdpcore.launch.run.agent"
 # All ranks ended well; one did not, or was stopped; none was started.
 EXIT_CODES = WELL, BADLY, REFUSED = 0, 1, 2
 # A frame: this byte, its kind, and what it says.

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpcore.core.errors import ConfigError, RankFailedError
-from fsdpcore.launch import agent, supervision
-from fsdpcore.launch.agent import Order
-from fsdpcore.launch.endings import RankEnds, ScriptExit, describe, exit_code, interrupted
-from fsdpcore.launch.hosts import HostShare
-from fsdpcore.launch.output import OutputPipes, RankOutput
+from fsdpcore.launch import supervision
+from fsdpcore.launch.run import agent
+from fsdpcore.launch.run.agent import Order
+from fsdpcore.launch.run.endings import RankEnds, ScriptExit, describe, exit_code, interrupted
+from fsdpcore.launch.run.hosts import HostShare, host_of
+from fsdpcore.launch.run.output import OutputPipes, RankOutput
 from fsdpcore.launch.supervision import RankProcess, Signals, StopRequested
 
 # No question for a password can be answered, as the ranks' output has the terminal.
@@ -194,16 +195,6 @@ def _lost(host: _Host) -> ScriptExit:
         f"host {host.share.name}: the command that starts its ranks ended ({how}; what it said is "
         "above); the ranks of the other hosts were stopped",
     )
-
-
-def host_of(rank: int, shares: Sequence[HostShare]) -> HostShare:
-    """The host of a rank: they are filled one after the other."""
-    behind = 0
-    for share in shares:
-        behind += share.ranks
-        if rank < behind:
-            return share
-    raise ValueError(f"no host has rank {rank}")
 
 
 def run_hosts(
