@@ -269,7 +269,7 @@ def admit_interrupts() -> None:
 
 
 class Signals:
-    """Has SIGINT and SIGTERM raise ``StopRequested``, once whenever ``raised`` is set.
+    """Has SIGINT, SIGTERM and SIGHUP raise ``StopRequested``, once whenever ``raised`` is set.
 
     While it is not they do nothing: the job is about to end as it is. A signal that this process
     was started to ignore stays ignored.
@@ -285,7 +285,7 @@ class Signals:
             raise StopRequested(number)
 
     def __enter__(self) -> Signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._receive)
         return self

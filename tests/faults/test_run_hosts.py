@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -122,6 +123,7 @@ def agents(job):
         ("launcher", signal.SIGKILL, -9, None),
         ("launcher", signal.SIGINT, 130, "interrupted (SIGINT); all ranks were stopped"),
         ("launcher", signal.SIGTERM, 143, "terminated (SIGTERM); all ranks were stopped"),
+        ("launcher", signal.SIGHUP, 129, "terminated (SIGHUP); all ranks were stopped"),
         ("ssh me@b", signal.SIGKILL, 137, "host me@b: the command that starts its ranks ended"),
         ("me@b", signal.SIGKILL, 137, "host me@b: the command that starts its ranks ended"),
     ],
@@ -193,11 +195,13 @@ if __name__ == "__main__":
 
 
 def test_a_host_that_dies_ends_the_job_with_its_name(script, needs_hosts):
+    """The hosts are known by their addresses, so that none is named for the ranks to meet."""
     with Lab(2) as lab:
-        names = [host.namespace for host in lab.hosts]
-        where = ["--hosts", ",".join(names), "--launcher", "nsenter --net={host}"]
-        command = ["run", *where, "--no-prefix", "--address", lab.hosts[0].address, "-n", 4]
-        with started(fsdpcore(*command, script(HOSTS_JOB))) as job:
+        names = [host.address for host in lab.hosts]
+        cases = [f'{host.address}) exec {shlex.join(host.command())} "$@";;' for host in lab.hosts]
+        enter = script("host=$1; shift\ncase $host in\n" + "\n".join(cases) + "\nesac\n", "enter")
+        where = ["--hosts", ",".join(names), "-n", 4, "--launcher", f"sh {enter} {{host}}"]
+        with started(fsdpcore("run", *where, "--no-prefix", script(HOSTS_JOB))) as job:
             job.wait_for("ready [0, 1, 2, 3]", 4)
             killed = time.time()
             lab.kill(1)

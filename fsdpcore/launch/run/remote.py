@@ -25,8 +25,9 @@ from fsdpcore.launch.run.hosts import HostShare, host_of
 from fsdpcore.launch.run.output import OutputPipes, RankOutput
 from fsdpcore.launch.supervision import RankProcess, Signals, StopRequested
 
-# No question for a password can be answered, as the ranks' output has the terminal.
-SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=30"
+# No question for a password can be answered, as the ranks' output has the terminal. A host that is
+# gone without a word is noticed by ssh within a minute, if no rank notices it before.
+SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15"
 # What a host gets to end its ranks, which takes two seconds at most, and to say so.
 _GRACE_SECONDS = 5.0
 
@@ -203,7 +204,7 @@ def run_hosts(
     """Run a script on the ranks of all hosts, to the end. Call it on the main thread.
 
     The first rank that fails ends the others, within two seconds and what the network takes; so do
-    SIGINT and SIGTERM. A second one ends them at once.
+    SIGINT, SIGTERM and SIGHUP. A second one ends them at once.
 
     Args:
         shares: the hosts, rank 0 on the first.

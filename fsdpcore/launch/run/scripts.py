@@ -122,8 +122,8 @@ def run_share(
 ) -> RankEnds:
     """Run ``command`` on every rank of this host; return how they ended.
 
-    The first rank that fails ends the others, within two seconds; so do SIGINT and SIGTERM, which
-    are passed on to the ranks, and ``overseer``. A second signal ends them at once.
+    The first rank that fails ends the others, within two seconds; so do ``overseer``, and SIGINT,
+    SIGTERM and SIGHUP, which are passed on to the ranks. A second signal ends them at once.
     """
     ranks: list[RankProcess] = []
     first: RankProcess | None = None
