@@ -162,29 +162,30 @@ def _break(sock: socket.socket) -> None:
 
 
 class Frames:
-    """Cuts what ZeroMQ sends into the greeting and frames, as it comes."""
+    """Cuts what ZeroMQ sends into frames, as it comes.
+
+    The greeting before them is passed on in any pieces: either end waits for parts of the other's.
+    """
 
     _GREETING = 64
     _LONG = 2
 
     def __init__(self) -> None:
         self._rest = b""
-        self._greeted = False
+        self._greeting = self._GREETING
 
     def cut(self, data: bytes) -> list[bytes]:
         """The pieces that are complete with these further bytes."""
-        self._rest += data
-        pieces = []
+        pieces = [data[: self._greeting]] if self._greeting and data else []
+        self._rest += data[self._greeting :]
+        self._greeting -= sum(map(len, pieces))
         while (size := self._size()) and len(self._rest) >= size:
             pieces.append(self._rest[:size])
             self._rest = self._rest[size:]
-            self._greeted = True
         return pieces
 
     def _size(self) -> int:
-        """Of the next piece; 0 if its head is not complete."""
-        if not self._greeted:
-            return self._GREETING
+        """Of the next frame; 0 if its head is not complete."""
         head = 9 if self._rest[:1] and self._rest[0] & self._LONG else 2
         if len(self._rest) < head:
             return 0
