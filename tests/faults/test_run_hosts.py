@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -147,6 +148,7 @@ def test_a_host_that_is_down_is_named(script, ssh):
     assert done.code == 255
     assert "[down] ssh: connect to host down port 22: No route to host" in rest
     assert last.startswith("fsdpcore: host down: the command that starts its ranks ended")
+    assert f"it needs {sys.executable}" in last
 
 
 # Each host by itself.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import time
 
 import pytest
 
@@ -41,13 +41,14 @@ def test_a_line_without_an_end_does_not_fill_the_memory():
     assert len(found) > 1
 
 
-def test_a_process_that_holds_its_output_open_keeps_nobody(capfdbinary):
+@pytest.mark.parametrize("then", ["sleep 100", "yes"])
+def test_a_process_that_holds_its_output_open_keeps_nobody(capfdbinary, then):
     with OutputPipes() as pipes:
         output = PrefixedOutput()
         with pipes.ending_in(lambda line: output.write(7, False, line)) as (end,):
-            sleeper = "import time; print('up', flush=True); time.sleep(100)"
-            process = subprocess.Popen([sys.executable, "-c", sleeper], stdout=end)
+            process = subprocess.Popen(then.split(), stdout=end)
             os.write(end, b"said\n")
+        time.sleep(0.2)
     process.kill()
     process.wait()
     assert b"[7] said\n" in capfdbinary.readouterr().out

@@ -7,11 +7,13 @@ apart, they print into pipes, which one thread of the launcher reads.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import selectors
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,8 +28,10 @@ _MAX_LINE = 1 << 16
 # How much of the end of a rank's standard error is remembered.
 _TAIL_LINES = 100
 _TAIL_WIDTH = 1 << 12
-# What ended processes have written is in the pipes; whoever still holds an end gets no longer.
+# What ended processes have written is in the pipes. Whoever still holds an end is heard until it is
+# silent for a moment, but not for ever.
 _DRAIN_SECONDS = 0.1
+_LAST_SECONDS = 1.0
 
 # A carriage return ends a line, too: progress bars know no other end.
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
@@ -156,16 +160,17 @@ class OutputPipes:
                 os.close(end)
 
     def _run(self) -> None:
-        ending = False
-        while True:
-            ready = self._selector.select(_DRAIN_SECONDS if ending else None)
+        end = math.inf
+        while time.monotonic() < end:
+            ready = self._selector.select(None if end == math.inf else _DRAIN_SECONDS)
             for key, _ in ready:
                 if key.data is None:
-                    ending = b"." in os.read(self._wake, 4096) or ending
+                    if b"." in os.read(self._wake, 4096):
+                        end = time.monotonic() + _LAST_SECONDS
                 elif not key.data.read():
                     self._selector.unregister(key.fd)
                     os.close(key.fd)
-            if ending and not ready:
+            if end < math.inf and (not ready or len(self._selector.get_map()) == 1):
                 break
         for key in list(self._selector.get_map().values()):
             if key.data is not None:

@@ -67,6 +67,7 @@ class _Host(RankProcess):
         share: the host, and how many ranks it has.
         ends: how its ranks ended; None as long as it has not said so.
         problem: why it could not start any.
+        begun: it is about to start them.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class _Host(RankProcess):
         self.ends: RankEnds | None = None
         self.problem = ""
         self._job = job
-        self._begun = self._failing = False
+        self.begun = self._failing = False
         theirs, self._input = os.pipe()
         said = functools.partial(job.output.write_host, share.address)
         try:
@@ -99,7 +100,7 @@ class _Host(RankProcess):
         """Pass on a signal, or 0: that the ranks shall end by themselves. SIGKILL ends it here."""
         if number == signal.SIGKILL:
             super().signal(number)
-        elif not self._begun:  # it may still wait for a connection
+        elif not self.begun:  # it may still wait for a connection
             self.stopped = True
             super().signal(signal.SIGKILL)
         else:
@@ -122,7 +123,7 @@ class _Host(RankProcess):
     def _hear(self, line: bytes) -> None:
         """Take a line of its output; called by the thread that reads that."""
         kind, text = line[1:2], line[2:]
-        self._begun = self._begun or kind == agent.MEETING
+        self.begun = self.begun or kind == agent.MEETING
         if not line.startswith(agent.MARK):
             self._job.output.write_host(self.share.address, line)
         elif kind in (agent.OUT, agent.ERROR):
@@ -191,10 +192,11 @@ class _HostsJob:
 def _lost(host: _Host) -> ScriptExit:
     code = host.poll() or 1
     how = supervision.describe_exit(code)
+    hint = "" if host.begun else f"; it needs {sys.executable}, with fsdpcore, over there"
     return ScriptExit(
         exit_code(code),
         f"host {host.share.name}: the command that starts its ranks ended ({how}; what it said is "
-        "above); the ranks of the other hosts were stopped",
+        f"above{hint}); all ranks were stopped",
     )
 
 
