@@ -57,6 +57,7 @@ class CollectiveContext:
     Attributes:
         rank, size: this rank and the number of ranks, in the group.
         region: memory that all ranks of the group see, or None.
+        comparison: how the calls of the ranks can be compared while data moves.
         inside: the context of the ranks on this host, where the group spans several.
         spec: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
@@ -74,6 +75,8 @@ class CollectiveContext:
         self.rank = backend.rank
         self.size = backend.world_size
         self.region: Region | None = None
+        on_host = backend.moves.on_host
+        self.comparison = Comparison.BY_MESSAGES if on_host else Comparison.NOT_AT_ALL
         self.inside: CollectiveContext | None = None
         self.fallback: Choice | None = None
         self.sequence = 0
@@ -84,8 +87,10 @@ class CollectiveContext:
         self._look_at = 0.0  # as ``end``: when to look again after those that this rank waits for
         self._met = False
         self._history = 0  # a digest of the group's calls so far
-        self._envelope = Envelope(backend.channel | 1, 0)
+        self._channel = backend.channel | 1
+        self._envelope = Envelope(self._channel, 0)
         self._posted: list[tuple[Pending, int]] = []  # with the peers, as numbers in the job
+        self._note = backend.order.note
         self._scratch: Array = np.empty(0, np.uint8)
 
     @property
@@ -93,6 +98,11 @@ class CollectiveContext:
         """The memory that this rank shares because of the group."""
         contexts = [self] if self.inside is None else [self, self.inside]
         return [each.region for each in contexts if each.region is not None]
+
+    def share(self, region: Region) -> None:
+        """Go by memory that all ranks of the group see from now on."""
+        self.region, self.comparison = region, Comparison.IN_MEMORY
+        self._backend.root.regions.add(region)
 
     def begin(self, spec: CallSpec, sequence: int, limit: float, background: bool) -> None:
         """Start a collective, which may take ``limit`` seconds."""
@@ -104,9 +114,9 @@ class CollectiveContext:
         now = time.monotonic()
         self.end = now + limit
         # In shared memory all compare their calls in every step that they wait in.
-        in_memory = self.region is not None
-        self._look_at = self.end if in_memory else min(now + PATIENCE, self.end)
-        self._backend.order.note(sequence, self._history, spec.fingerprint)
+        asks = limit > PATIENCE and self.region is None
+        self._look_at = now + PATIENCE if asks else self.end
+        self._note(sequence, self._history, spec.fingerprint)
 
     def scratch(self, size: int, dtype: np.dtype[Any]) -> Array:
         """Return a flat array to receive into, until the next call of this.
@@ -163,13 +173,6 @@ class CollectiveContext:
             self.entry.algorithm = self.fallback.name
         return self.fallback
 
-    @property
-    def comparison(self) -> Comparison:
-        """How the calls of the ranks can be compared while data moves."""
-        if self.region is not None:
-            return Comparison.IN_MEMORY
-        return Comparison.BY_MESSAGES if self._backend.moves.on_host else Comparison.NOT_AT_ALL
-
     def enter(self) -> None:
         """Begin to move data, by messages that tell the call; meet first where it takes that."""
         spec, possible = self.spec, self.comparison
@@ -203,8 +206,8 @@ class CollectiveContext:
 
     def _mark(self) -> None:
         """Have the messages from now on tell what this rank calls, and has called."""
-        self._history = add_call(self._history, self.spec.digest)
-        self._envelope = self._envelope._replace(tag=tag_of(self._history))
+        self._history = history = add_call(self._history, self.spec.digest)
+        self._envelope = Envelope(self._channel, tag_of(history))
 
     def disagree(self) -> NoReturn:
         """Raise the error of ranks that call different things, and tell it to all."""

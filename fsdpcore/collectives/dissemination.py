@@ -25,10 +25,10 @@ class Messages(Protocol):
 
 def exchange_numbers(context: Messages, number: int) -> list[int]:
     """Tell all ranks of the group a number below 2**64; return those of all, in their order."""
-    numbers = np.empty((context.size, 1), np.uint64)
+    numbers = np.empty(context.size, np.uint64)
     numbers[0] = number
     _disseminate(context, numbers)
-    found: list[int] = numbers[:, 0].tolist()
+    found: list[int] = numbers.tolist()
     first = context.size - context.rank  # where rank 0's is
     return found[first:] + found[:first]
 

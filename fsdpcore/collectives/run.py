@@ -99,9 +99,9 @@ def _first(backend: Backend, context: CollectiveContext) -> None:
     if not backend.moves.on_host:
         state.context = context
         return
-    context.region = establish(context, backend)
-    if context.region is not None:
-        backend.root.regions.add(context.region)
+    region = establish(context, backend)
+    if region is not None:
+        context.share(region)
         found = shared.algorithms(state.operations)
     elif host_context.establish(context, backend, state.operations):
         tuning = backend.root.policy.tuning

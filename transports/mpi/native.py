@@ -425,8 +425,8 @@ def _split(beta: float, gamma: float = 0.0) -> Callable[[int], CostTerms]:
 
     def cost(p: int) -> CostTerms:
         share = (p - 1) / p
-        depth = (p - 1).bit_length()
-        return CostTerms(_ALPHA * depth, beta * share, gamma * share, depth)
+        depth = (p - 1).bit_length()  # the ranks meet before, by as many trips
+        return CostTerms(_ALPHA * depth, beta * share, gamma * share, 2 * depth)
 
     return cost
 
@@ -442,5 +442,5 @@ _COSTS: dict[str, Callable[[int], CostTerms]] = {
     "reduce": _split(3, 1),
     "gather": _split(1),
     "scatter": _split(1),
-    "all_to_all": lambda p: CostTerms(0.3 * (p - 1), (p - 1) / p, 0, 1),
+    "all_to_all": lambda p: _split(1)(p)._replace(alpha=0.3 * (p - 1)),
 }

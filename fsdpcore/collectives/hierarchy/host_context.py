@@ -20,6 +20,7 @@ from fsdpcore.collectives.shared.establish import establish as establish_region
 from fsdpcore.collectives.shared.interpreter import move
 from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend, SubBackend
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.channels import channel_of
 from fsdpcore.core.reductions import Reduction
@@ -76,21 +77,19 @@ class HostContext(CollectiveContext):
         whole = self._whole
         self.spec, self.sequence, self.entry = whole.spec, whole.sequence, whole.entry
         self.background, self.end = whole.background, whole.end
-        self._look_at, self._envelope = (
-            whole._look_at,
-            self._envelope._replace(tag=whole._envelope.tag),
-        )
+        self._look_at = whole._look_at
+        self._envelope = Envelope(self._channel, whole._envelope.tag)
 
     def establish(self) -> None:
         """Let the ranks of this host find out whether they share memory."""
         self.follow()
         try:
-            region = self.region = establish_region(self, self._group)
+            region = establish_region(self, self._group)
         finally:
             self.release()
         if region is not None:
+            self.share(region)
             self.carrier = self._memory
-            self._group.root.regions.add(region)
 
     def look(self, awaited: Sequence[int]) -> None:
         self._whole.look(awaited)
