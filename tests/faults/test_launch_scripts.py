@@ -134,14 +134,14 @@ def test_ranks_of_torchrun(script, free_port):
 
 
 def test_ranks_of_srun_need_no_address(script):
-    # Port and host follow from the step. Two steps of the tests at a time have different jobs.
+    # Host and port follow from the step: here 10000 and its number, which no other test listens at.
     step = {
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NODEID": "0",
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "20000",
+        "SLURM_STEP_ID": str(os.getpid() % 10_000),
     }
     environs = [{**step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)} for k in range(2)]
     done = launch_all(script(HEAD + PROGRAM), environs)
