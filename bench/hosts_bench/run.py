@@ -15,6 +15,7 @@ import gpt_model
 from fsdp_bench.cases import ALONE, Training, to_order
 from support.hosts import plain
 from support.hosts.lab import Lab, why_no_hosts
+from support.hosts.places import PORT
 
 from fsdpcore import __version__
 from fsdpcore.bench.harness import options, record, table
@@ -108,8 +109,10 @@ def _started(
     delay = scenario.delay if isinstance(scenario, Scenario) else 0.0
     with Lab(scenario.hosts, rate=scenario.rate, delay=delay) as lab, contextlib.ExitStack() as all:
         starts: dict[str, Start] = {}
-        for name, url in _urls(request).items():
-            starts[name] = start.on_hosts(lab, scenario.per_host, program, url, contestant=name)
+        for port, (name, url) in enumerate(_urls(request).items(), PORT):
+            starts[name] = start.on_hosts(
+                lab, scenario.per_host, program, url, port, contestant=name
+            )
         for name in others:
             starts[name] = start.one_by_one(lab, scenario.per_host, program, contestant=name)
         yield lab, start_all(all, scenario.ranks, starts)

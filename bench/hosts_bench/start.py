@@ -18,7 +18,7 @@ GLOO = "gloo"
 
 
 def on_hosts(
-    lab: Lab, per_host: int, program: RankProgram, transport: str, **options: Any
+    lab: Lab, per_host: int, program: RankProgram, transport: str, port: int, **options: Any
 ) -> Start:
     """Start ranks of ours that join as the variables say.
 
@@ -27,13 +27,14 @@ def on_hosts(
         per_host: number of ranks on each.
         program: of a rank.
         transport: URL, to which what tells the hosts apart is added.
+        port: at which they meet, on the first host.
         options: of all ranks.
     """
     hosts = [host for host in lab for _ in range(per_host)]
 
     def start(directory: Path, path: str) -> list[RankProcess]:
         join = "&" if "?" in transport else "?"
-        places = environs(hosts)
+        places = environs(hosts, port=port)
         return [
             _process(
                 lab,

@@ -50,11 +50,14 @@ def test_collectives_and_training_are_measured_beside_what_a_plain_stream_would_
     bench, smaller, tmp_path
 ):
     path = tmp_path / "hosts.json"
-    done = bench("--parts", "rate,train-1g", "--rounds", 1, "--json", path)
+    parts = ["--parts", "rate,train-1g", "--against", "encrypted"]
+    done = bench(*parts, "--rounds", 1, "--json", path)
     assert done.exit_code == 0, done.output
     found = json.loads(path.read_text())
     assert found["schema"] == "fsdpcore.bench.hosts/1"
     gather, exchange, barrier, training = found["results"]
+    for result in (gather, exchange, barrier, training):
+        assert list(result["samples_ms"]) == ["fsdpcore", "encrypted"]
     for result in (gather, exchange, barrier):
         assert result["goodput_mbit"] < 1000
         assert 2 <= result["bound_ms"] <= min(result["samples_ms"]["fsdpcore"]) + 2

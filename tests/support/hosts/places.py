@@ -10,7 +10,7 @@ from support.hosts.lab import Host
 PORT = 5555
 
 
-def environs(hosts: Sequence[Host], token: str = "") -> list[dict[str, str]]:
+def environs(hosts: Sequence[Host], token: str = "", port: int = PORT) -> list[dict[str, str]]:
     """The variables of each rank of a job whose ranks are on these hosts, in rank order.
 
     Without a token they get one that nobody else has.
@@ -22,7 +22,7 @@ def environs(hosts: Sequence[Host], token: str = "") -> list[dict[str, str]]:
             "FSDPCORE_WORLD_SIZE": str(len(hosts)),
             "FSDPCORE_LOCAL_RANK": str(hosts[:rank].count(host)),
             "FSDPCORE_LOCAL_WORLD_SIZE": str(hosts.count(host)),
-            "FSDPCORE_RENDEZVOUS": f"{hosts[0].address}:{PORT}",
+            "FSDPCORE_RENDEZVOUS": f"{hosts[0].address}:{port}",
             "FSDPCORE_TOKEN": secret,
         }
         for rank, host in enumerate(hosts)
