@@ -45,6 +45,16 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"plan"},
         {"engine"},
     ),
+    "fsdpcore.launch": (
+        {"addresses", "exec_rank", "failure_report", "secret", "supervision"},
+        {"environment", "rendezvous"},
+        {"config"},
+        {"blas"},
+        {"rank"},
+        {"external", "rank_process", "threads"},
+        {"processes"},
+        {"launch", "run"},
+    ),
     "fsdpcore.checkpoint": (
         {"format"},
         {"storage", "memory"},
