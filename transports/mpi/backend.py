@@ -170,7 +170,8 @@ class MpiBackend(MpiTransport):
             self.check_usable()
             try:
                 incoming = self.engine.post(src, out, envelope)
-                self._check_senders(incoming, src, envelope)
+                if src in self._left or src == ANY_NUMBER:
+                    self._check_senders(incoming, src, envelope)
             except BaseException as error:
                 self._interrupted(error)
                 raise
@@ -185,12 +186,12 @@ class MpiBackend(MpiTransport):
 
     def _check_senders(self, incoming: MpiReceive, src: int, envelope: Envelope) -> None:
         """Withdraw a receive, and raise, if nobody is there to send what it waits for."""
-        if src in self._left and self.table.withdraw_receive(incoming):
-            self._refuse(src)
-        elif src == ANY_NUMBER:
+        if src == ANY_NUMBER:
             error = self.lonely([envelope.channel])
             if error is not None and self.table.withdraw_receive(incoming):
                 raise error
+        elif src in self._left and self.table.withdraw_receive(incoming):
+            self._refuse(src)
 
     def departed(self, rank: int) -> bool:
         return rank in self._left
