@@ -70,7 +70,7 @@ def all_reduce(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all ranks.
+        MismatchError: the ranks called different things; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 

@@ -44,6 +44,8 @@ def broadcast(
 ) -> Any:
     """Copy the root's array to all ranks; the others pass one of equal shape and dtype.
 
+    It is no barrier: the root may go on before others have begun.
+
     Args:
         array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
             of any shape, 0-d and empty ones too. It changes only where it is passed as
@@ -65,7 +67,7 @@ def broadcast(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all ranks.
+        MismatchError: the ranks called different things; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 

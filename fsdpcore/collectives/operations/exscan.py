@@ -42,6 +42,8 @@ def exscan(
 ) -> Any:
     """Combine the arrays of the ranks before this one elementwise.
 
+    It is no barrier: a rank may go on before those behind it have begun.
+
     Rank r > 0 gets what ``all_reduce`` of the ranks 0 to r - 1 alone would give, to the bit: the
     canonical tree of these ranks. Rank 0 gets the value that changes nothing: 0 for sum, bor, bxor,
     lor and lxor; 1 for prod and land; all bits set for band; the largest value of the dtype
@@ -71,7 +73,7 @@ def exscan(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all ranks.
+        MismatchError: the ranks called different things; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 

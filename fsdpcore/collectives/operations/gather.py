@@ -42,6 +42,8 @@ def gather(
 ) -> Any:
     """Join the arrays of all ranks, which have equal shapes, along axis 0; the root gets it.
 
+    It is no barrier: a rank that has sent its part may go on before others have begun.
+
     Args:
         array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
             of any shape, 0-d and empty ones too; of equal shape and dtype on all ranks.
@@ -63,7 +65,7 @@ def gather(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all ranks.
+        MismatchError: the ranks called different things; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 
@@ -111,7 +113,7 @@ def gather_v(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all ranks.
+        MismatchError: the ranks called different things; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 

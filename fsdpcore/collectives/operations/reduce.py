@@ -43,6 +43,8 @@ def reduce(
 ) -> Any:
     """Combine the arrays of all ranks elementwise; the root gets the result.
 
+    It is no barrier: a rank that has sent its part may go on before others have begun.
+
     Args:
         array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
             of any shape, 0-d and empty ones too; of equal shape and dtype on all ranks.
@@ -66,7 +68,7 @@ def reduce(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all ranks.
+        MismatchError: the ranks called different things; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 

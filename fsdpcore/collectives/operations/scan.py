@@ -42,6 +42,8 @@ def scan(
 ) -> Any:
     """Combine the arrays of the ranks up to this one, itself included, elementwise.
 
+    It is no barrier: a rank may go on before those behind it have begun.
+
     Rank r gets what ``all_reduce`` of the ranks 0 to r alone would give, to the bit: the canonical
     tree of these ranks; a mean divides by r + 1. Arrays of a GPU are refused: copy them to the
     host.
@@ -68,7 +70,7 @@ def scan(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all ranks.
+        MismatchError: the ranks called different things; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 

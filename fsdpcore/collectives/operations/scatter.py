@@ -54,7 +54,7 @@ def scatter(
 
     The other ranks pass None: they learn shape and dtype from the root, in one small broadcast.
     Where axis 0 does not divide evenly, the first ranks get one row more, as in
-    ``numpy.array_split``.
+    ``numpy.array_split``. It is no barrier: the root may go on before others have begun.
 
     Args:
         array: on the root, of a dtype that travels (bool, integers, floats with bfloat16, complex),
@@ -76,7 +76,7 @@ def scatter(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all ranks.
+        MismatchError: the ranks called different things; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 
@@ -101,7 +101,8 @@ def scatter_v(
 ) -> Any:
     """Split the root's array along axis 0; rank r gets the next ``counts[r]`` rows.
 
-    The other ranks pass None for both: they learn counts, shape and dtype from the root.
+    The other ranks pass None for both: they learn counts, shape and dtype from the root. It is no
+    barrier: the root may go on before others have begun.
 
     Args:
         array: on the root, of a dtype that travels (bool, integers, floats with bfloat16, complex),
@@ -124,7 +125,7 @@ def scatter_v(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all ranks.
+        MismatchError: the ranks called different things; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 
