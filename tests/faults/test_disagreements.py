@@ -100,6 +100,31 @@ def test_every_pair_of_calls(most: str, one: str) -> None:
         assert any(line.startswith(start) and words in line for line in lines), texts[0]
 
 
+def _two_levels(backend: fc.Backend, who: int, one: str) -> str:
+    """Memory inside of hosts, messages between them."""
+    fc.all_reduce(np.ones(9), backend, algorithm="hierarchical")
+
+    def both() -> None:
+        if backend.rank == who:
+            CALLS[one][0](backend)
+        else:
+            fc.all_reduce(np.ones(9), backend, algorithm="hierarchical")
+        backend.barrier()
+
+    return str(expect(fc.MismatchError, both))
+
+
+@pytest.mark.parametrize("one", CALLS)
+def test_ranks_that_wait_in_memory(one: str) -> None:
+    who = [*CALLS].index(one) % 4
+    texts = run_on(SimBackend, _two_levels, world_size=4, args=(who, one), hosts=2)
+    assert len(set(texts)) == 1, texts
+    assert texts[0].startswith("collective #2 does not fit together")
+    assert f"rank {who}: " in texts[0]
+    assert CALLS[one][1] in texts[0]
+    assert "algorithm hierarchical" in texts[0]
+
+
 def _sequence(backend: fc.Backend, lists: Sequence[Sequence[str]], words: Sequence[str]) -> str:
     def everything() -> None:
         for name in lists[backend.rank]:
