@@ -202,6 +202,22 @@ def _two_roots(backend: fc.Backend) -> None:
     meet()
 
 
+def _one_comes_late(backend: fc.Backend) -> str:
+    if backend.rank == 2:
+        time.sleep(0.9)  # the others know for a while that they differ
+    return str(expect(fc.MismatchError, fc.all_reduce, np.ones(3 + backend.rank), backend))
+
+
+def test_who_comes_late_is_named_too() -> None:
+    texts = run_on(SimBackend, _one_comes_late, world_size=P, shm="off")
+    assert len(set(texts)) == 1
+    assert [line.split(":")[0] for line in texts[0].splitlines()[1:]] == [
+        "  rank 0",
+        "  rank 1",
+        "  rank 2",
+    ]
+
+
 # Ranks that are ahead.
 
 
