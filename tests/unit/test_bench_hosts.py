@@ -60,7 +60,7 @@ def test_collectives_and_training_are_measured_beside_what_a_plain_stream_would_
         assert list(result["samples_ms"]) == ["fsdpcore", "encrypted"]
     for result in (gather, exchange, barrier):
         assert result["goodput_mbit"] < 1000
-        assert 2 <= result["bound_ms"] <= min(result["samples_ms"]["fsdpcore"]) + 2
+        assert 1 <= result["bound_ms"] <= min(result["samples_ms"]["fsdpcore"]) + 2
     # Both ranks of a host send: what is gathered and reduced of all parameters, at least.
     assert training["moved_mb"] * 1e6 > 1000
     assert training["bound_ms"] >= training["computing_ms"]
