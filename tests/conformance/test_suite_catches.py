@@ -9,7 +9,15 @@ import pytest
 from fsdpcore.transports.simulated.backend import SimBackend
 from support import oracle, sabotage
 from support.arrays import arrays_of, check_same
-from support.bodies import agreement, endings, groups, movement, point_to_point, reductions
+from support.bodies import (
+    agreement,
+    endings,
+    groups,
+    movement,
+    point_to_point,
+    reductions,
+    wildcards,
+)
 from support.spmd import RanksFailed, run_on
 
 import fsdpcore as fc
@@ -58,6 +66,9 @@ CASES = [
     Case(sabotage.ReceivesAfterTimeout, point_to_point.timeout_leaves_all_well, "timed out", (3,)),
     Case(sabotage.ForgetsThatItIsBroken, agreement.difference, "Error", ("shape",)),
     Case(sabotage.ForgetsThatItIsBroken, endings.after_close, "Error"),
+    Case(sabotage.LetsMessagesOvertake, wildcards.older_message_first, "AssertionError"),
+    Case(sabotage.WritesBehindTheEnd, wildcards.from_any_rank, "written behind its end"),
+    Case(sabotage.WaitsForNobody, wildcards.left_alone, "CommTimeoutError", ("recv",)),
     Case(sabotage.LeavesWithoutAWord, endings.early_leaver, "CommTimeoutError", ("recv",)),
     Case(sabotage.AbortsAlone, endings.aborted, "CommTimeoutError", ("all_reduce",)),
     Case(sabotage.HidesTheReason, endings.aborted, "is not in", ("recv",)),

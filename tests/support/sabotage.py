@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from fsdpcore.transports.simulated.backend import SimBackend
 
 from fsdpcore.comm.envelope import Envelope
+from fsdpcore.comm.matching import Key, MatchTable, takes
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import CommunicationError
 from fsdpcore.core.work import Pending
@@ -178,6 +180,33 @@ class ReceivesAfterTimeout(SimBackend):
 
 class ForgetsThatItIsBroken(SimBackend):
     def check_usable(self) -> None: ...
+
+
+class _NewestFirst(MatchTable[Any, Any]):
+    def _oldest(self, wanted: Key) -> Key | None:
+        found = [key for key in self._messages if takes(wanted, key)]
+        return max(found, key=lambda key: self._messages[key][0][0], default=None)
+
+
+class LetsMessagesOvertake(SimBackend):
+    """A receive that leaves the tag open takes what was sent last."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.inbox.table = _NewestFirst()
+
+
+class WritesBehindTheEnd(SimBackend):
+    def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
+        out[-1:] ^= 0xFF
+        return super().post_recv(out, src, envelope)
+
+
+class WaitsForNobody(SimBackend):
+    """Whoever waits for any rank is not told that all have left."""
+
+    def lonely(self, channels: Iterable[int]) -> None:
+        return None
 
 
 class LeavesWithoutAWord(SimBackend):
