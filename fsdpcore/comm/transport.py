@@ -89,8 +89,9 @@ class Transport(Job, Backend):
         """Return this transport's own algorithms by collective and name, for a group of its ranks.
 
         Equal on all ranks of the group; does not communicate. Their functions have the signature
-        of those in ``collectives/algorithms``, and may communicate by other means than the
-        context that they are given.
+        of those in ``collectives/algorithms``. Those that communicate by other means than the
+        context that they are given say so by ``comparison=Comparison.NOT_AT_ALL``: then the ranks
+        meet before them.
         """
         return {}
 

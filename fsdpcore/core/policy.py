@@ -1,8 +1,8 @@
 """How ``algorithm="auto"`` is decided: settings, overrides and costs, the same on every rank.
 
 A ``Policy`` is made from the configuration and stays with the transport. Ranks with different
-policies could choose different algorithms and hang, so its ``digest`` is part of what ranks
-compare before any data moves.
+policies could choose different algorithms and hang, so its ``digest`` is part of what the ranks
+compare of each call.
 """
 
 from __future__ import annotations
