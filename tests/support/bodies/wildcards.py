@@ -235,6 +235,9 @@ def several_works(backend: fc.Backend) -> None:
         sends = [backend.isend(np.full(rooms[0].shape, float(me)), rank) for rank in others]
         total = fc.all_reduce(np.ones(2), backend, async_op=True) if number else None
         works, found = [*receives, *([total] if total else [])], []
+        # Who waits for any looks after the messages of the rank, as who waits for one does.
+        ends = [end for work in receives for end in work._ends()]
+        assert all(end.signal().polled == end.polled for end in ends)
         while works:
             work = works.pop(fc.wait_any(works))
             assert work.done()
