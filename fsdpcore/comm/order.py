@@ -144,6 +144,8 @@ class CallOrder:
 
     def close(self) -> None:
         """Let no further collective begin, and let the asynchronous ones end."""
+        if not self.closed:
+            self._job.recorder.close_group(self)
         self.closed = True
         if self.executor is not None:
             self._job.end_executor(self.executor)

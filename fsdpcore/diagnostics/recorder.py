@@ -30,6 +30,7 @@ from fsdpcore.diagnostics.trace_file import FORMAT, VERSION, file_name, write_js
 DEFAULT_SIZE = 1000
 # A program that polls with short timeouts must not spend its time on writing.
 _SECONDS_BETWEEN_TIMEOUTS = 1.0
+_CLOSED = 64  # groups
 
 
 class RecordedGroup(Protocol):
@@ -82,6 +83,7 @@ class Recorder:
         self._groups: weakref.WeakValueDictionary[int, RecordedGroup] = (
             weakref.WeakValueDictionary()
         )
+        self._closed: deque[RecordedGroup] = deque(maxlen=_CLOSED)
         self._directory: Path | None = None
         self._file_lock = threading.Lock()
         self._written = -_SECONDS_BETWEEN_TIMEOUTS
@@ -98,6 +100,10 @@ class Recorder:
     def add_group(self, order: RecordedGroup) -> None:
         """Note that this rank is a member of a group, for as long as the group is in use."""
         self._groups[order.group.channel] = order
+
+    def close_group(self, order: RecordedGroup) -> None:
+        """Keep what is known of a group for a while: others may still wait in its last call."""
+        self._closed.append(order)
 
     def begin(self, order: RecordedGroup, sequence: int, call: OperationRecord) -> OperationEntry:
         """Note that collective number ``sequence`` of a group starts on this rank."""

@@ -218,6 +218,23 @@ def test_who_comes_late_is_named_too() -> None:
     ]
 
 
+def _in_a_group_that_one_has_closed(backend: fc.Backend) -> str:
+    def in_group() -> None:
+        with backend.sub(range(P)) as group:
+            fc.broadcast(np.ones(3 + (backend.rank == 0)), group, algorithm="star")
+        del group
+        time.sleep(1.5)
+        backend.barrier()
+
+    return str(expect(fc.MismatchError, in_group))
+
+
+def test_a_group_that_one_has_closed() -> None:
+    texts = run_on(SimBackend, _in_a_group_that_one_has_closed, world_size=P, shm="off")
+    assert len(set(texts)) == 1
+    assert "rank 0: broadcast(float64 of shape (4,)" in texts[0]
+
+
 # Ranks that are ahead.
 
 
