@@ -120,13 +120,13 @@ def test_death_of_a_rank(world_size: int, posts: int) -> None:
     _run(_death, world_size, victim, faults=Faults(crash={victim: posts}))
 
 
-def _death_while_waiting_long(backend: fc.Backend) -> None:
-    """A peer that waits for a message of the dead rank is woken, long before its deadline."""
+def _death_while_waiting_long(backend: fc.Backend, src: Any) -> None:
+    """A peer that the dead rank may have sent to is woken, long before its deadline."""
     if backend.rank == 1:
         meet()
         expect(InjectedCrash, backend.send, np.ones(3), 2)
     elif backend.rank == 0:
-        work = backend.irecv(np.empty(3), 1)
+        work = backend.irecv(np.empty(3), src)
         meet()
         error = expect(fc.PeerFailedError, work.wait)
         check_words(error, "rank 1 has died")
@@ -135,8 +135,9 @@ def _death_while_waiting_long(backend: fc.Backend) -> None:
     meet()
 
 
-def test_death_wakes_who_waits() -> None:
-    _run(_death_while_waiting_long, 3, faults=Faults(crash={1: 0}), op_timeout=300.0)
+@pytest.mark.parametrize("src", [1, fc.ANY])
+def test_death_wakes_who_waits(src: Any) -> None:
+    _run(_death_while_waiting_long, 3, src, faults=Faults(crash={1: 0}), op_timeout=300.0)
 
 
 def _unlucky(backend: fc.Backend) -> None:

@@ -262,10 +262,12 @@ class SimBackend(Transport):
         """Let the receives and large sends of peers that wait for this rank fail."""
         self.gone = self.gone or how
         error = PeerFailedError(f"rank {self.rank} {how}", self.rank)
+        died = isinstance(self._failure, InjectedCrash)
         for peer in self._world:
             with peer.inbox.lock:
-                waits = peer.inbox.table.awaits(self.rank)
-                lonely = peer.lonely(peer.inbox.table.open_channels())
+                table = peer.inbox.table
+                waits = table.awaits(self.rank) or (died and table.open_channels())
+                lonely = peer.lonely(table.open_channels())
             if waits:
                 peer.fail(error, tell=True)
             elif lonely is not None:
