@@ -26,11 +26,13 @@ waits = pytest.mark.side_by_side(4)
 @waits
 def test_a_link_carries_what_was_asked_for() -> None:
     with Lab(2, rate=100e6) as lab:
-        # A plain stream loses 5 % to the heads of packets. The machine may be busy at times.
-        found = max(8 * goodput(*lab.hosts, 1_500_000) for _ in range(3))
-        assert 85e6 < found < 98e6
-        lab.set_rate(1, 10e6)
-        assert 8e6 < 8 * goodput(*lab.hosts, 300_000) < 10.5e6
+        for rate in (100e6, 10e6):
+            lab.set_rate(1, rate)
+            found = [8 * goodput(*lab.hosts, int(rate / 80)) for _ in range(3)]
+            # A plain stream loses 5 % to the heads of packets. Where the machine is busy, what was
+            # kept from the receiver may come to it too late, or all at once.
+            assert max(found) > 0.85 * rate, found
+            assert min(found) < 0.98 * rate, found
 
 
 @waits
