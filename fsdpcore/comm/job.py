@@ -12,20 +12,13 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar
 
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.sharing import MappedRegion, MemorySharing
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.device import HOST, Device
-from fsdpcore.core.errors import (
-    ClosedError,
-    CommunicationError,
-    MismatchError,
-    PeerFailedError,
-    UnsupportedError,
-)
+from fsdpcore.core.errors import ClosedError, CommunicationError, MismatchError, PeerFailedError
 from fsdpcore.core.policy import Policy
 from fsdpcore.core.text import name_ranks
 from fsdpcore.core.work import OrderedExecutor, Pending, fresh
@@ -67,8 +60,6 @@ class Job(ABC):
         memory: how ranks of one host share memory; None, on all ranks, where a transport has no
             way to.
         regions: the memory that this rank shares because of its groups, unmapped at the end.
-        matches_any: the transport matches receives from any rank or with any tag, those with more
-            room than is sent, messages to itself, and probes.
         warned: that ranks of a host cannot share memory has been logged.
         forked: this process was forked from the rank's; connections and memory belong to the rank.
     """
@@ -78,7 +69,6 @@ class Job(ABC):
     hosts: tuple[int, ...]
     memory: MemorySharing | None = None
     device: Device = HOST
-    matches_any: ClassVar[bool] = False
     warned: bool = False
 
     def __init__(self, timeout: float, policy: Policy | None) -> None:
@@ -127,6 +117,7 @@ class Job(ABC):
             CommunicationError: the backend is broken or closed.
         """
 
+    @abstractmethod
     def post_probe(self, src: int, envelope: Envelope) -> Pending:
         """Ask which message ``post_recv`` would take, without taking it; never blocks.
 
@@ -137,7 +128,6 @@ class Job(ABC):
         Raises:
             CommunicationError: the backend is broken or closed.
         """
-        raise UnsupportedError(f"{type(self).__name__} cannot look for messages ahead of time")
 
     # What a transport does when something goes wrong, and at the end.
 
@@ -211,8 +201,11 @@ class Job(ABC):
             self._peers_know = True
         if isinstance(error, MismatchError):
             self.fail(error)
-        elif isinstance(error, PeerFailedError) and error.rank not in (rank, self.rank):
-            self.fail(PeerFailedError(f"{error} (reported by rank {rank})", error.rank))
+        elif isinstance(error, PeerFailedError) and (
+            error.pair is not None or error.rank not in (rank, self.rank)
+        ):
+            text = f"{error} (reported by rank {rank})"
+            self.fail(PeerFailedError(text, error.rank, pair=error.pair))
         else:
             self.fail(PeerFailedError(f"rank {rank} failed: {error}", rank))
 

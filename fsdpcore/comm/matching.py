@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.buffers import Bytes, describe_signature, fits_room
@@ -44,6 +44,10 @@ class Message(Protocol):
     @property
     def key(self) -> Key:
         """The sender's rank, the channel and the tag."""
+
+    @property
+    def signature(self) -> bytes:
+        """Dtype and shape."""
 
 
 R = TypeVar("R", bound=Receive)
@@ -183,7 +187,7 @@ def takes(wanted: Key, key: Key) -> bool:
     )
 
 
-def _show(probe: Receive, message: Any) -> None:
+def _show(probe: Receive, message: Message) -> None:
     _, channel, tag = probe.key = message.key
     probe.envelope = Envelope(channel, tag, message.signature)
     probe.finish()

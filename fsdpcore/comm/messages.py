@@ -25,7 +25,7 @@ from fsdpcore.core.buffers import (
 )
 from fsdpcore.core.checks import as_rank, as_tag
 from fsdpcore.core.device import HOST
-from fsdpcore.core.errors import CommunicationError, UnsupportedError
+from fsdpcore.core.errors import CommunicationError
 from fsdpcore.core.wildcard import ANY, ANY_NUMBER, Wildcard
 from fsdpcore.core.work import Pending
 from fsdpcore.diagnostics.entries import MessageRecord
@@ -48,7 +48,6 @@ class GroupMessages:
         """Start to send ``array``; see ``Backend.isend``."""
         source = input_array(self._on_host(array))
         as_rank(dst, len(self._group.ranks), f"rank {self._rank} cannot send to")
-        self._check_supported(dst != self._rank)
         dtype, shape, to = source.dtype, source.shape, self._group.ranks[dst]
         envelope = Envelope(self._group.channel, as_tag(tag), pack_signature(dtype, shape))
         message = MessageRecord("send", dtype, shape, source.nbytes, to, tag)
@@ -64,7 +63,6 @@ class GroupMessages:
         device.check_out(out, shape, getattr(out, "dtype", np.dtype(object)))
         dtype_code(out.dtype)
         peer, sender, number = self._sender(src, tag, "receive from")
-        self._check_supported(status is None)
         direct = device.on_host and out.flags.c_contiguous
         staging = out if direct else np.empty(out.shape, out.dtype)
         dtype, roomy = out.dtype, status is not None and len(shape) == 1
@@ -135,19 +133,10 @@ class GroupMessages:
     def _sender(self, src: int | Wildcard, tag: int | Wildcard, verb: str) -> tuple[int, int, int]:
         """From whom a message may be: as a number of the group, of the job; and with what tag."""
         number = ANY_NUMBER if tag is ANY else as_tag(tag)
-        self._check_supported(src is not ANY and src != self._rank and tag is not ANY)
         if src is ANY:
             return ANY_NUMBER, ANY_NUMBER, number
         peer = as_rank(src, len(self._group.ranks), f"rank {self._rank} cannot {verb}")
         return peer, self._group.ranks[peer], number
-
-    def _check_supported(self, plain: bool) -> None:
-        if not (plain or self._job.matches_any):
-            name = self._job.capabilities.transport
-            raise UnsupportedError(
-                f"messages from any rank, with any tag, to oneself, and with a status are not "
-                f"supported on {name} yet"
-            )
 
     def _describe(self, pending: Pending, status: MessageStatus) -> MessageStatus:
         """Say in ``status`` what a receive has taken, or a probe has found."""

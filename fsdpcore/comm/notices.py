@@ -52,6 +52,7 @@ def failure_as_json(error: CommunicationError, limit: int) -> dict[str, Any]:
     content: dict[str, Any] = {"kind": type(error).__name__, "reason": str(error)[:limit]}
     if isinstance(error, PeerFailedError) and error.rank is not None:
         content["rank"] = error.rank
+        content["pair"] = error.pair
     return content
 
 
@@ -60,6 +61,17 @@ def failure_from_json(content: Mapping[str, Any], world_size: int) -> Communicat
     reason, culprit = str(content.get("reason", "no reason given")), content.get("rank")
     if content.get("kind") == MismatchError.__name__:
         return MismatchError(reason)
-    if type(culprit) is int and 0 <= culprit < world_size:
+    if _is_rank(culprit, world_size):
+        pair = content.get("pair")
+        if (
+            isinstance(pair, list)
+            and len(pair) == 2
+            and all(_is_rank(rank, world_size) for rank in pair)
+        ):
+            return PeerFailedError(reason, culprit, pair=(pair[0], pair[1]))
         return PeerFailedError(reason, culprit)
     return CommunicationError(reason)
+
+
+def _is_rank(value: object, world_size: int) -> bool:
+    return type(value) is int and 0 <= value < world_size

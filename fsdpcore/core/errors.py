@@ -111,12 +111,16 @@ class MismatchError(CommunicationError):
 class PeerFailedError(CommunicationError):
     """Another rank failed, was lost or left while this rank still needed it.
 
-    ``rank`` is that rank in the whole job.
+    ``rank`` is that rank in the whole job. Where two ranks live but have lost each other, ``pair``
+    has both, and ``rank`` is the lower one.
     """
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(
+        self, message: str, rank: int | None = None, *, pair: tuple[int, int] | None = None
+    ) -> None:
         super().__init__(message)
         self.rank = rank
+        self.pair = pair
 
 
 class ProtocolError(CommunicationError):

@@ -17,8 +17,8 @@ from fsdpcore.core.errors import ArgumentError, RankFailedError, in_one_line
 from fsdpcore.launch import secret, supervision
 from fsdpcore.launch.addresses import join_address
 from fsdpcore.launch.config import Config
+from fsdpcore.launch.endpoints import listen
 from fsdpcore.launch.rank_process import RankOutcome, RankTask, command, main_module
-from fsdpcore.launch.rendezvous import listen
 
 LOOPBACK = "127.0.0.1"
 

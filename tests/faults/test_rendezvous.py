@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
-from support.zmq_ranks import PATIENCE, listener, place
-from support.zmq_rogue import TOKEN, card_of, letter, read_letter
+import zmq
+from fsdpcore.transports.zmq.backend import ZmqBackend
+from fsdpcore.transports.zmq.keys import JobKeys
+from fsdpcore.transports.zmq.meeting import MeetingHost, attend
+from support.zmq_ranks import (
+    PATIENCE,
+    Line,
+    Outcome,
+    config,
+    joined,
+    listener,
+    place,
+)
+from support.zmq_rogue import TOKEN, Guest, Keys, card_of
 
+import fsdpcore as fc
 from fsdpcore.comm.place import RankPlace
-from fsdpcore.core.errors import ConfigError, RendezvousError
-from fsdpcore.launch.rendezvous import describe_address, listen, meet, split_address
+from fsdpcore.core.errors import RendezvousError
+from fsdpcore.core.work import Deadline
+from fsdpcore.launch.endpoints import listen
 
 pytestmark = pytest.mark.side_by_side(8)
 
@@ -36,22 +51,34 @@ class Meeting:
         self.found: dict[int, Any] = {}
         self._threads: list[threading.Thread] = []
 
-    def start(self, rank: int, delay: float = 0.0, **other: Any) -> None:
+    def start(
+        self, rank: int, delay: float = 0.0, version: str = fc.__version__, **other: Any
+    ) -> None:
         """Let a rank come, after a while; ``other`` replaces fields of its place."""
         here = place(rank, self.world_size, self.port, TOKEN, None if rank else self.sock)
         number = len(self._threads)
-        args = (number, replace(here, **other), delay)
+        args = (number, replace(here, **other), delay, version)
         thread = threading.Thread(target=self._come, args=args, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _come(self, number: int, here: RankPlace, delay: float) -> None:
+    def _come(self, number: int, here: RankPlace, delay: float, version: str) -> None:
         time.sleep(delay)
-        address = ("127.0.0.1", self.port)
+        address, deadline = ("127.0.0.1", self.port), Deadline(self.timeout)
+        keys, card = JobKeys(here.token, here.job), {"number": here.rank}
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.found[number] = meet(here, address, {"number": here.rank}, self.timeout)
+            if here.rank == 0:
+                descriptor = self.sock.dup().detach()
+                host = MeetingHost(context, here, keys, descriptor, address, version)
+                met = host.meet(card, deadline)
+            else:
+                met = attend(context, here, keys, address, card, deadline, version)
+            self.found[number] = met
         except BaseException as error:
             self.found[number] = error
+        finally:
+            context.destroy()
 
     def connect(self, data: bytes = b"") -> socket.socket:
         """Come as a stranger, and say something."""
@@ -68,8 +95,10 @@ class Meeting:
 
     def check_complete(self) -> None:
         """All ranks have met."""
-        cards = [{"number": rank} for rank in range(self.world_size)]
-        assert self.ends() == [cards] * self.world_size
+        met = self.ends()
+        assert len({found.nonce for found in met}) == 1
+        for found in met:
+            assert [card["number"] for card in found.cards] == list(range(self.world_size))
 
 
 @contextlib.contextmanager
@@ -114,8 +143,7 @@ def test_ranks_that_come_before_anybody_listens(free_port: Callable[[], int]) ->
         time.sleep(0.3)
         ranks.sock = listen("127.0.0.1", ranks.port)
         ranks.start(0)
-        cards = [{"number": 0}, {"number": 1}]
-        assert ranks.ends() == [cards, cards]
+        ranks.check_complete()
 
 
 def test_one_rank_is_missing() -> None:
@@ -148,15 +176,15 @@ def test_nobody_listens(free_port: Callable[[], int]) -> None:
         ranks.start(1)
         ranks.start(2)
         for rank, text in zip([1, 2], errors(ranks.ends()), strict=True):
-            assert f"rank {rank} found no rank 0 at the rendezvous 127.0.0.1:{ranks.port}" in text
-            assert "within 3 s: " in text
+            where = f"127.0.0.1:{ranks.port}"
+            assert text == f"rank {rank} found no rank 0 at the rendezvous at {where} within 3 s"
 
 
 def test_rank_0_is_missing_though_its_launcher_listens() -> None:
     with meeting(2, timeout=LACKING) as ranks:
         ranks.start(1)
         (text,) = errors(ranks.ends())
-        assert text.startswith("rank 0 did not answer rank 1 at the rendezvous at 127.0.0.1:")
+        assert text.startswith("rank 1 found no rank 0 at the rendezvous at 127.0.0.1:")
 
 
 def test_a_rank_twice() -> None:
@@ -172,11 +200,19 @@ def test_a_rank_twice() -> None:
 def test_rank_0_twice() -> None:
     with meeting(2) as ranks:
         ranks.start(0)
-        stranger = ranks.connect(letter(card_of(0)))
-        (text,) = errors(ranks.ends())
-        assert "two processes came as rank 0" in text
-        assert "two processes came as rank 0" in read_letter(stranger)["error"]
-        stranger.close()
+        with Guest(ranks.port, card_of(0)) as second:
+            (text,) = errors(ranks.ends())
+            assert "two processes came as rank 0" in text
+            assert second.answer() == {"error": text}
+
+
+def test_another_version() -> None:
+    with meeting(2) as ranks:
+        ranks.start(0)
+        ranks.start(1, version="0.0.1")
+        for text in errors(ranks.ends()):
+            ours = fc.__version__
+            assert text.startswith(f"rank 1 runs fsdpcore 0.0.1, rank 0 {ours}: install one")
 
 
 def test_another_world_size() -> None:
@@ -191,72 +227,145 @@ def test_another_world_size() -> None:
 def test_a_rank_that_does_not_exist(rank: object) -> None:
     with meeting(2) as ranks:
         ranks.start(0)
-        stranger = ranks.connect(letter({**card_of(1), "rank": rank}))
-        (text,) = errors(ranks.ends())
-        assert "which does not exist" in text
-        stranger.close()
+        with Guest(ranks.port, {**card_of(1), "rank": rank}):
+            (text,) = errors(ranks.ends())
+            assert "which does not exist" in text
 
 
-@pytest.mark.parametrize("card", [None, 3, "x", []])
+@pytest.mark.parametrize("card", [3, "x", []])
 def test_a_rank_without_a_card(card: object) -> None:
     with meeting(2) as ranks:
         ranks.start(0)
-        stranger = ranks.connect(letter(card_of(1, card=card)))
-        (text,) = errors(ranks.ends())
-        assert "rank 1 came without a card" in text
-        stranger.close()
+        with Guest(ranks.port, card_of(1, card=card)):
+            (text,) = errors(ranks.ends())
+            assert "rank 1 came without a card" in text
 
 
-def test_another_token() -> None:
+@pytest.mark.parametrize("other", [{"token": "yours"}, {"job": "another"}])
+def test_another_secret_or_job(other: dict[str, str]) -> None:
     with meeting(2, timeout=LACKING) as ranks:
         ranks.start(0)
-        ranks.start(1, token="yours")
+        ranks.start(1, **other)
         texts = errors(ranks.ends())
         assert "rank 1 of 2 did not come" in texts[0]
-        assert "rank 0 ended the rendezvous at 127.0.0.1:" in texts[1]
+        assert "is their secret (FSDPCORE_TOKEN) the same one?" in texts[0]
+        where = f"127.0.0.1:{ranks.port}"
+        assert f"who listens at {where} does not know the secret of rank 1" in texts[1]
         assert "FSDPCORE_TOKEN" in texts[1]
 
 
+@contextlib.contextmanager
+def false_rank_0() -> Iterator[tuple[zmq.Socket[bytes], int]]:
+    """A socket where rank 0 should be, that knows the secret."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        sock = context.socket(zmq.ROUTER)
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, Keys().meeting())
+        yield sock, sock.bind_to_random_port("tcp://127.0.0.1")
+    finally:
+        context.destroy(0)
+
+
+def come(port: int, rank: int = 1) -> Any:
+    here, address = place(rank, 2, port, TOKEN), ("127.0.0.1", port)
+    with zmq.Context() as context:
+        return attend(context, here, JobKeys(TOKEN), address, {}, Deadline(PATIENCE), "")
+
+
 def test_rank_0_dies_before_it_answers() -> None:
-    with meeting(2) as ranks:
-        ranks.start(1)
-        connection, _ = ranks.sock.accept()
-        connection.recv(1)
-        connection.close()
-        (text,) = errors(ranks.ends())
-        assert "rank 0 ended the rendezvous" in text
+    with false_rank_0() as (sock, port):
+        closing = threading.Thread(target=lambda: (sock.recv(), sock.close(0)))
+        closing.start()
+        with pytest.raises(RendezvousError, match=r"rank 0 ended the rendezvous .* it failed"):
+            come(port)
+        closing.join()
 
 
-def test_a_rank_that_dies_while_it_waits_can_be_started_again() -> None:
-    with meeting(3) as ranks:
-        ranks.start(0)
-        first = ranks.connect(letter(card_of(1, 3)))
-        time.sleep(0.2)
-        first.close()
-        time.sleep(0.2)
-        ranks.start(1)
-        ranks.start(2)
-        ranks.check_complete()
+ANSWERS = {
+    "nothing": b"",
+    "no JSON": b"{{",
+    "no text": b"\xff\xfe",
+    "deep JSON": b"[" * 100_000,
+    "a list": b"[]",
+    "neither table nor error": b'{"a": 1}',
+    "a table of another size": b'{"table": [{}], "nonce": "00"}',
+    "a table that is none": b'{"table": 5, "nonce": "00"}',
+    "a table without a nonce": b'{"table": [{}, {}]}',
+    "a table with a nonce that is none": b'{"table": [{}, {}], "nonce": "xy"}',
+}
 
 
-# A length, and what follows it; the job must go on as if nobody had come.
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_makes_no_sense(name: str) -> None:
+    def answer() -> None:
+        who, _ = sock.recv_multipart()
+        sock.send_multipart([who, ANSWERS[name]])
+        if b"table" in ANSWERS[name]:
+            sock.recv_multipart()
+        sock.close()
+
+    with false_rank_0() as (sock, port):
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(RendezvousError, match=r"rank 0 sent rank 1 .* that makes no sense"):
+            come(port)
+        thread.join()
+
+
+def waiting(backend: fc.Backend, line: Line) -> None:
+    raise AssertionError("met though a rank never came")
+
+
+def come_as(here: RankPlace) -> Any:
+    return ZmqBackend.join(here, config())
+
+
+def come_first(here: RankPlace, sock: socket.socket) -> Any:
+    with sock:
+        return ZmqBackend.join(replace(here, listener_fd=sock.fileno()), config())
+
+
+def test_a_rank_that_is_killed_while_others_meet_ends_the_meeting_at_once() -> None:
+    with listener() as sock:
+        port = sock.getsockname()[1]
+        places = [place(rank, 4, port, TOKEN) for rank in range(3)]  # one never comes
+        joins = [partial(come_first, places[0], sock), *(partial(come_as, p) for p in places[1:])]
+        with joined(waiting, joins) as ranks:
+            while established(port) < 2:
+                time.sleep(0.01)
+            time.sleep(0.2)  # to say who they are
+            start = time.monotonic()
+            ranks[1].send_signal(signal.SIGKILL)
+            found = [ranks[0].outcome(), ranks[2].outcome()]
+    for outcome in found:
+        assert isinstance(outcome, Outcome)
+        assert outcome.error == "RendezvousError", outcome
+        assert "rank 1 was lost while the ranks met: its process ended" in outcome.text
+        assert outcome.ended - start < 5
+
+
+def established(port: int) -> int:
+    """How many connections a listening port has, by the kernel's word."""
+    with open("/proc/net/tcp") as lines:
+        rows = [line.split() for line in lines][1:]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+
+
+# The job must go on as if nobody had come.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 STRANGERS = {
     "nothing": b"",
-    "half a length": b"\x05\x00",
-    "a length and nothing": struct.pack("<I", 100),
-    "half a message": letter(card_of(1))[:-5],
-    "a huge length": struct.pack("<I", 2**32 - 1) + b"x" * 100,
     "a web request": b"GET / HTTP/1.0\r\n\r\n",
-    "an empty message": struct.pack("<I", 0),
-    "no JSON": struct.pack("<I", 3) + b"\xff\xfe{",
-    "a list": letter([1, 2]),
-    "deep JSON": struct.pack("<I", 100_000) + b"[" * 100_000,
-    "no token": letter({"fsdpcore": 1, "rank": 1, "world_size": 2}),
-    "a wrong token": letter(card_of(1, token="x")),
-    "a token that is not ASCII": letter(card_of(1, token="ñ")),
-    "a token with a lone surrogate": letter(card_of(1, token="\ud800")),
-    "a token that is no text": letter(card_of(1, token={"a": 1})),  # type: ignore[arg-type]
-    "another protocol": letter({**card_of(1), "fsdpcore": 2}),
+    "zeros": bytes(1000),
+    "half a greeting": GREETING[:5],
+    "without encryption": GREETING + b"NULL".ljust(52, b"\0"),
+    "half a CURVE handshake": GREETING + b"CURVE".ljust(52, b"\0") + b"\x04\xc8\x05HELLO",
+    "a CURVE handshake of zeros": GREETING
+    + b"CURVE".ljust(52, b"\0")
+    + b"\x04\xc8\x05HELLO\x01\x00"
+    + bytes(192),
+    "a huge command": GREETING + b"CURVE".ljust(52, b"\0") + b"\x06" + b"\x7f" * 8,
 }
 
 
@@ -271,7 +380,7 @@ def test_a_stranger_changes_nothing(name: str, leaves: bool) -> None:
         ranks.start(1)
         ranks.check_complete()
         if not leaves:
-            assert received(stranger) == b""  # above all not the table
+            assert len(received(stranger)) < 300  # of a handshake; above all not the table
             stranger.close()
 
 
@@ -285,6 +394,31 @@ def received(connection: socket.socket) -> bytes:
     return data
 
 
+MESSAGES = {
+    "no JSON": b"{",
+    "no text": b"\xff\xfe",
+    "a list": b"[1, 2]",
+    "deep JSON": b"[" * 60_000,
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_is_no_card_changes_nothing(name: str) -> None:
+    with meeting(2) as ranks:
+        ranks.start(0)
+        with Guest(ranks.port, MESSAGES[name]):
+            ranks.start(1)
+            ranks.check_complete()
+
+
+def test_a_card_that_is_too_large_changes_nothing() -> None:
+    with meeting(2) as ranks:
+        ranks.start(0)
+        with Guest(ranks.port, card_of(1, card={"a": "x" * (1 << 16)})):
+            ranks.start(1)
+            ranks.check_complete()
+
+
 def test_many_strangers() -> None:
     with meeting(2) as ranks:
         ranks.start(0)
@@ -295,62 +429,10 @@ def test_many_strangers() -> None:
             stranger.close()
 
 
-def test_a_rank_that_says_more_than_its_card_is_not_believed() -> None:
-    with meeting(3) as ranks:
-        ranks.start(0)
-        first = ranks.connect(letter(card_of(1, 3)))
-        time.sleep(0.2)
-        first.sendall(b"more")
-        assert received(first) == b""
-        first.close()
-        ranks.start(1)
-        ranks.start(2)
-        ranks.check_complete()
-
-
-ANSWERS = {
-    "nothing": b"",
-    "a huge length": struct.pack("<I", 2**32 - 1),
-    "no JSON": struct.pack("<I", 2) + b"{{",
-    "deep JSON": struct.pack("<I", 100_000) + b"[" * 100_000,
-    "a list": letter([]),
-    "neither table nor error": letter({"a": 1}),
-    "a table of another size": letter({"table": [{}]}),
-    "a table that is none": letter({"table": 5}),
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_a_stranger_where_rank_0_should_be(name: str) -> None:
-    with meeting(2) as ranks:
-        ranks.start(1)
-        connection, _ = ranks.sock.accept()
-        assert connection.recv(4096)
-        connection.sendall(ANSWERS[name])
-        connection.close()
-        errors(ranks.ends())
-
-
-@pytest.mark.parametrize(
-    ("text", "host", "port"), [("a.b:5", "a.b", 5), ("[::1]:5", "::1", 5), ("::1:5", "::1", 5)]
-)
-def test_split_address(text: str, host: str, port: int) -> None:
-    assert split_address(text) == (host, port)
-    assert split_address(describe_address(host, port)) == (host, port)
-
-
-@pytest.mark.parametrize(
-    "text", ["host", "host:", "host:x", "", "host:0", "host:-1", "host:65536", "host: 5"]
-)
-def test_a_bad_address(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not HOST:PORT"):
-        split_address(text)
-
-
 def test_listen_at_a_port_that_is_taken() -> None:
     with listen("127.0.0.1") as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RendezvousError, match=f"rank 0 cannot listen at 127.0.0.1:{port}: "):
+        with pytest.raises(RendezvousError, match=f"cannot listen at 127.0.0.1:{port}: "):
             listen("127.0.0.1", port)
 
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from support.bodies.point_to_point import check_words, expect
 from support.cases import bodies, jobs
-from support.spmd import TRANSPORTS, meet, run
+from support.spmd import meet, run
 
 import fsdpcore as fc
 
 pytestmark = pytest.mark.side_by_side(8)
-HERE = [name for name in TRANSPORTS if name != "zmq"]
 # Time for every rank to begin a call after a meeting, with all cores busy.
 PATIENCE = 1.0
 
@@ -74,13 +73,13 @@ def on_its_way(backend: fc.Backend) -> None:
     meet()
 
 
-@jobs(3, on=HERE)
+@jobs(3)
 @bodies(nobody_sends, somebody_still_may)
 def test_reports(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
-@jobs(2, on=HERE)
+@jobs(2)
 @bodies(on_its_way)
 def test_reports_of_a_sender(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)

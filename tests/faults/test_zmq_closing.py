@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpcore.transports.zmq import connect
 from fsdpcore.transports.zmq.backend import ZmqBackend
 from support import fake_cuda
 from support.zmq_ranks import PATIENCE, Outcome, config, listener, place, run_threads
@@ -244,7 +243,7 @@ def test_a_rank_that_finds_nobody_leaves_nothing() -> None:
         with pytest.raises(RendezvousError):
             join(rank)
     with pytest.raises(RendezvousError):
-        join(0, interface="192.0.2.1")
+        join(1, interface="192.0.2.1", security="none")
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -277,25 +276,19 @@ def test_what_to_do_where_mpirun_names_no_meeting_point(
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("fails_at", [1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("step", ["_address_of", "_check_security", "_card", "JobKeys"])
 def test_a_rank_that_runs_out_of_something_leaves_nothing(
-    fails_at: int, monkeypatch: pytest.MonkeyPatch
+    step: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = 0
-    original = connect.listen
+    def broken(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, "too many files")
 
-    def broken(*args: Any) -> str:
-        nonlocal count
-        count += 1
-        if count == fails_at:
-            raise OSError(errno.EMFILE, "too many files")
-        return original(*args)
-
-    monkeypatch.setattr("fsdpcore.transports.zmq.backend.listen", broken)
-    with listener() as meeting:
-        here = place(0, 4, meeting.getsockname()[1], "token", meeting)
-        with pytest.raises(OSError, match="too many files"):
-            ZmqBackend.join(here, config(rendezvous_timeout=0.3))
+    where = "backend" if step == "JobKeys" else "joining"
+    monkeypatch.setattr(f"fsdpcore.transports.zmq.{where}.{step}", broken)
+    with listener() as meeting, pytest.raises(OSError, match="too many files"):
+        here = place(rank, 4, meeting.getsockname()[1], "token", None if rank else meeting)
+        ZmqBackend.join(here, config(rendezvous_timeout=0.3))
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -308,14 +301,14 @@ def test_a_single_rank_leaves_nothing() -> None:
 def test_the_others_hear_of_a_rank_that_fails_while_it_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = ZmqBackend._greet_all
+    original = ZmqBackend._measure
 
     def broken(self: ZmqBackend, *args: Any) -> None:
         original(self, *args)
         if self.rank == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ZmqBackend, "_greet_all", broken)
+    monkeypatch.setattr(ZmqBackend, "_measure", broken)
     outcomes = run_threads(lambda backend: backend.barrier(), 3)
     assert outcomes[1].error == "KeyboardInterrupt"
     for outcome in (outcomes[0], outcomes[2]):

@@ -113,29 +113,23 @@ def test_the_reason_of_a_rank_that_raises_reaches_all() -> None:
             assert f"rank {VICTIM} failed: ValueError: the loss is not a number: ñ" in outcome.text
 
 
-def test_a_connection_that_is_cut_is_told_to_those_whose_connections_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All ranks live, but two of them cannot reach each other: the third hears of it."""
-    monkeypatch.setattr("fsdpcore.transports.zmq.control._CUT_SECONDS", 0.2)
-    told = threading.Event()
+def test_a_link_that_is_cut_while_both_ranks_live_names_the_two_everywhere() -> None:
+    told = threading.Barrier(4)
 
-    def body(backend: ZmqBackend) -> None:
+    def body(backend: ZmqBackend) -> tuple[int, int] | None:
         backend.barrier()
         if backend.rank == 0:
-            channel = backend.control.peers[1].peer_channel
-            assert channel is not None
-            channel.frame_socket._sock.shutdown(socket.SHUT_RDWR)
-        try:
-            backend.recv(np.empty(3), 0 if backend.rank == 2 else 2)
-        finally:
-            if backend.rank == 2:
-                told.set()
-            assert told.wait(15), "rank 2 was not told"  # nor by ranks that leave: they stay
+            descriptors = backend.control.links._descriptors
+            (descriptor,) = [found for found, rank in descriptors.items() if rank == 1]
+            with socket.socket(fileno=os.dup(descriptor)) as cut:
+                cut.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(fc.PeerFailedError) as error:
+            backend.recv(np.empty(3), (backend.rank + 2) % 4)
+        told.wait(15)  # nobody hears of it from ranks that leave: they stay
+        assert "the connection between rank 0 and rank 1 is lost" in str(error.value)
+        return error.value.pair
 
-    outcomes = run_threads(body, 3)
-    assert [outcome.error for outcome in outcomes] == ["PeerFailedError"] * 3, outcomes
-    assert "is lost: its connection broke" in outcomes[2].text, outcomes
+    assert run_threads(body, 4) == [Outcome((0, 1))] * 4
 
 
 def hanging(backend: fc.Backend, line: Line) -> None:

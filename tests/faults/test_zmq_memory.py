@@ -26,6 +26,7 @@ from support.zmq_rogue import (
     REFUSE,
     SEEN,
     TAKEN,
+    Frame,
     Rogue,
     frame,
     rogue_job,
@@ -213,7 +214,8 @@ def _another_file(rogue: Lender) -> tuple[int, int]:
     """Of the same process, but none that was made to be shared."""
     segment, offset = rogue.place(rogue.array())
     low = segment & ((1 << 22) - 1)
-    descriptor = rogue.line.fileno()
+    descriptor = os.dup(0)
+    rogue.others.append((os.fdopen(descriptor), None))  # type: ignore[attr-defined]
     return segment >> 42 << 42 | descriptor << 22 | low, offset
 
 
@@ -272,17 +274,17 @@ BAD = [
     ("no number", frame(LEND, size=SIZE, signature=bytes(16))),
     ("a piece nobody asked for", frame(PIECE, message=1, size=3, signature=bytes(16))),
     ("a piece without a place", frame(PIECE, message=1, size=3)),
-    ("two introductions", 2 * frame(MEMORY, signature=bytes(16))),
+    ("two introductions", *2 * [frame(MEMORY, signature=bytes(16))]),
     ("half an introduction", frame(MEMORY, signature=bytes(8))),
     ("no introduction", frame(MEMORY)),
 ]
 
 
-@pytest.mark.parametrize("data", [case[1] for case in BAD], ids=[case[0] for case in BAD])
-def test_frames_that_make_no_sense(data: bytes) -> None:
+@pytest.mark.parametrize("frames", [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_frames_that_make_no_sense(frames: list[Frame]) -> None:
     with near_job() as (backend, rogue):
         out, pending = post(backend)
-        rogue.send(data)
+        rogue.send(*frames)
         fails(pending, "from the connection to rank 1: ")
         assert (out == 1).all()
 
@@ -512,7 +514,7 @@ def test_two_answers(first: int, second: int) -> None:
     with near_job() as (backend, rogue):
         pending = backend.post_send(np.zeros(1 << 26, np.uint8), 1, HERE)
         number = _numbers(rogue.read(LEND))[0]
-        rogue.send(frame(first, message=number) + frame(second, message=number))
+        rogue.send(frame(first, message=number), frame(second, message=number))
         fails(pending, "a second time")
 
 
@@ -567,7 +569,7 @@ def test_closing_waits_until_lent_arrays_are_taken() -> None:
             time.sleep(0.2)
             answers.append(reader.read(offer, SIZE))
             rogue.send(frame(TAKEN, message=_numbers(offer)[0], offset=SIZE))
-            rogue.say(frame(SEEN))
+            rogue.send(frame(SEEN))
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -612,9 +614,7 @@ def test_a_message_counts_as_granted_once(monkeypatch: pytest.MonkeyPatch) -> No
         rogue.send(frame(GRANT, message=_numbers(offer)[0]))
         rogue.send(frame(TAKEN, message=_numbers(offer)[0], offset=zmq_memory._AHEAD_BYTES))
         catch_up(backend, rogue)
-        peer_channel = backend._peers[1].peer_channel
-        assert peer_channel is not None
-        assert peer_channel.granted == 1
+        assert backend.control.peers[1].channel.granted == 1
 
 
 def test_a_rank_that_has_no_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

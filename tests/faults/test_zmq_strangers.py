@@ -3,66 +3,62 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from fsdpcore.transports.zmq import joining
 from fsdpcore.transports.zmq.backend import ZmqBackend
 from support.zmq_ranks import PATIENCE, config, listener, place, run_threads
 from support.zmq_rogue import (
     EAGER,
     FAIL,
     TOKEN,
+    Address,
+    Keys,
     Rogue,
     frame,
-    greeting,
-    proof,
+    rogue_job,
     stranger_job,
+    url,
 )
 
 import fsdpcore as fc
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.place import RankPlace
-from fsdpcore.core.errors import RendezvousError
+from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.launch.config import resolve
 
 # What strangers send to a port where ranks listen for each other.
-GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00PLAIN" + bytes(47)
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+PLAIN = GREETING + b"NULL".ljust(52, b"\0")
+READY = b"\x04\x29\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 BYTES = {
     "nothing": b"",
     "a web request": b"GET / HTTP/1.0\r\n\r\n",
     "zeros": bytes(1000),
-    "half a greeting": GREETING[:20],
-    "a greeting": GREETING,
-    "a greeting and a huge command": GREETING + b"\x06" + b"\xff" * 8,
-    "a greeting and a huge message": GREETING + b"\x02" + b"\x7f" * 8 + bytes(100),
+    "half a greeting": GREETING,
+    "another mechanism": GREETING + b"PLAIN".ljust(52, b"\0"),
+    "a greeting and a huge command": PLAIN + b"\x06" + b"\xff" * 8,
+    "a name that no rank has": PLAIN + READY + b"\x00\x03abc",
+    "a huge message": PLAIN + READY + b"\x02" + b"\x7f" * 8 + bytes(100),
+    "half a message": PLAIN + READY + b"\x01\x03abc",
 }
 
 
 @contextlib.contextmanager
-def raw(address: tuple[str, int], data: bytes) -> Iterator[socket.socket]:
+def raw(address: Address, data: bytes) -> Iterator[socket.socket]:
     """A plain TCP connection that has sent some bytes."""
     with socket.create_connection(address) as connection:
         connection.sendall(data)
         yield connection
-
-
-def port_of(rogue: Rogue) -> tuple[str, int]:
-    """Where rank 0 listens for ZeroMQ's connection."""
-    host, _, port = rogue.endpoint.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
-
-
-def finish(rogue: Rogue, joined: Callable[[], ZmqBackend]) -> None:
-    """Let the true rank 1 come after all, and check that the job works."""
-    rogue.connect()
-    rogue.greet()
-    backend = joined()
-    assert isinstance(backend, ZmqBackend), backend
-    check(backend, rogue)
 
 
 def check(backend: ZmqBackend, rogue: Rogue) -> None:
@@ -73,130 +69,218 @@ def check(backend: ZmqBackend, rogue: Rogue) -> None:
     backend.check_usable()
 
 
+@pytest.mark.parametrize("security", ["auto", "curve"])
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_stranger_before_the_rank(name: str, leaves: bool) -> None:
+def test_a_stranger_changes_nothing(name: str, leaves: bool, security: str) -> None:
+    """Before the rank comes, and after it."""
     with (
-        stranger_job() as (port, joined),
-        Rogue(port) as rogue,
-        raw(port_of(rogue), BYTES[name]) as connection,
-    ):
-        if leaves:
-            connection.close()
-        finish(rogue, joined)
-
-
-@pytest.mark.parametrize("name", BYTES)
-def test_a_stranger_after_the_rank(name: str) -> None:
-    with stranger_job() as (port, joined), Rogue(port) as rogue:
-        rogue.connect()
-        rogue.greet()
-        backend = joined()
-        with raw(port_of(rogue), BYTES[name]):
-            check(backend, rogue)
-        check(backend, rogue)
-
-
-PEERS = {
-    "without a password": (None, ""),
-    "with the password of another job": ("1", proof(1, 0, "another")),
-    "with the password of another rank": ("1", proof(2, 0)),
-    "with the token itself": ("1", TOKEN),
-}
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_a_stranger_that_speaks_zeromq_is_not_heard(name: str) -> None:
-    with stranger_job() as (port, joined), Rogue(port) as rogue:
-        stranger = rogue.dial(*PEERS[name])
-        gone = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(rogue.endpoint)
-        with contextlib.suppress(zmq.Again):  # it may have been shown out already
-            stranger.send(frame(FAIL, payload=b"bad"), zmq.DONTWAIT)
-        assert gone.poll(int(PATIENCE * 1000)), "nobody showed the stranger out"
-        gone.close(0)
-        finish(rogue, joined)
-
-
-def test_the_true_password_works_once() -> None:
-    with stranger_job() as (port, joined), Rogue(port) as rogue:
-        rogue.connect()
-        rogue.greet()
-        backend = joined()
-        second = rogue.dial()
-        gone = second.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        second.setsockopt(zmq.LINGER, 0)
-        second.connect(rogue.endpoint)
-        with contextlib.suppress(zmq.Again):
-            second.send(frame(FAIL, payload=b"bad"), zmq.DONTWAIT)
-        assert gone.poll(int(PATIENCE * 1000))
-        gone.close(0)
-        check(backend, rogue)
-
-
-# The port for data connections.
-
-SHOWN = {
-    "nothing": b"",
-    "a web request": BYTES["a web request"],
-    "zeros": bytes(1000),
-    "half a greeting": greeting(1, 0)[:30],
-    "the greeting of another job": greeting(1, 0, "another"),
-    "the greeting of another rank": greeting(2, 0),
-    "the greeting of rank 0": greeting(0, 1),
-    "another rank, with the proof of this one": greeting(2, 0)[:16] + greeting(1, 0)[16:],
-}
-
-
-@pytest.mark.parametrize("name", SHOWN)
-@pytest.mark.parametrize("leaves", [True, False])
-def test_a_stranger_at_the_data_port(name: str, leaves: bool) -> None:
-    with (
-        stranger_job() as (port, joined),
-        Rogue(port) as rogue,
-        raw(rogue.data, SHOWN[name]) as connection,
-    ):
-        if leaves:
-            connection.close()
-        elif len(SHOWN[name]) >= len(greeting(1, 0)):
-            connection.settimeout(PATIENCE)
-            with contextlib.suppress(ConnectionError):
-                assert connection.recv(1) == b"", "nobody showed the stranger out"
-        finish(rogue, joined)
-
-
-def test_many_strangers_at_the_data_port() -> None:
-    with (
-        stranger_job() as (port, joined),
-        Rogue(port) as rogue,
+        stranger_job(security=security) as (port, joined),
+        Rogue(port, encrypted=security == "curve") as rogue,
         contextlib.ExitStack() as stack,
     ):
+        for _ in range(2):
+            connection = stack.enter_context(raw(rogue.address, BYTES[name]))
+            if leaves:
+                connection.close()
+            if not rogue.number:
+                rogue.connect()
+            check(joined(), rogue)
+
+
+def test_many_strangers() -> None:
+    with stranger_job() as (port, joined), Rogue(port) as rogue, contextlib.ExitStack() as stack:
         for _ in range(200):
-            stack.enter_context(raw(rogue.data, b"who is there?"))
-        finish(rogue, joined)
-
-
-def test_the_data_port_is_closed_once_all_have_come() -> None:
-    with stranger_job() as (port, joined), Rogue(port) as rogue:
-        finish(rogue, joined)
-        with pytest.raises(ConnectionError):
-            socket.create_connection(rogue.data)
-
-
-def test_the_true_greeting_works_once() -> None:
-    with stranger_job() as (port, joined), Rogue(port) as rogue:
-        rogue.line.connect(rogue.data)
-        rogue.line.settimeout(PATIENCE)
-        rogue.send(greeting(1, 0))
-        assert rogue.answered()
-        with raw(rogue.data, greeting(1, 0)) as second:
-            second.settimeout(PATIENCE)
-            with contextlib.suppress(ConnectionError):
-                assert second.recv(1) == b"", "nobody showed the stranger out"
+            stack.enter_context(raw(rogue.address, b"who is there?"))
         rogue.connect()
-        rogue.hello()
         check(joined(), rogue)
+
+
+def shown_out(rogue: Rogue, name: bytes, server: bytes | None) -> None:
+    """Come as this, and be neither let in nor heard."""
+    stranger = rogue.dial(name, server)
+    stranger.setsockopt(zmq.LINGER, 0)
+    failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    events = failed | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    monitor = stranger.get_monitor_socket(events)
+    stranger.connect(url(rogue.address))
+    stranger.send_multipart([b"rank 0", bytes(8) + frame(FAIL)[0], b"{}"])
+    assert monitor.poll(int(PATIENCE * 1000)), "nobody showed the stranger out"
+    event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+    assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    stranger.disable_monitor()
+    monitor.close(0)
+    stranger.close(0)
+
+
+STRANGERS = {
+    "without encryption": None,
+    "with another secret": Keys("another token of a job").listening(0),
+    "with the secret of another job": Keys(TOKEN, "another").listening(0),
+    "with another rank's key": Keys().listening(1),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_who_does_not_know_the_secret_is_shown_out(name: str) -> None:
+    """Though it knows the name of the link, and comes before the rank."""
+    with (
+        stranger_job(security="curve") as (port, joined),
+        Rogue(port, encrypted=True) as rogue,
+    ):
+        joined()
+        shown_out(rogue, rogue.name, STRANGERS[name])
+        rogue.connect()
+        check(joined(), rogue)
+
+
+@pytest.mark.parametrize("security", ["auto", "curve"])
+def test_the_name_of_an_earlier_link_or_of_another_is_not_heard(security: str) -> None:
+    encrypted = security == "curve"
+    with rogue_job(security=security) as (backend, rogue):
+        server = rogue.keys.listening(0) if encrypted else None
+        check(backend, rogue)
+        others = [rogue.keys.link(1, 0, bytes(32)), rogue.keys.link(0, 1, rogue.nonce), rogue.name]
+        for name in others:
+            stranger = rogue.dial(name, server)
+            greeted = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            stranger.connect(url(rogue.address))
+            assert greeted.poll(int(PATIENCE * 1000))
+            stranger.send_multipart([b"rank 0", bytes(8) + frame(FAIL)[0], b"{}"])
+            time.sleep(0.02)  # to be heard
+            stranger.disable_monitor()
+            greeted.close(0)
+            stranger.close(0)
+        check(backend, rogue)
+
+
+# Somebody who listens in between.
+
+
+class Tap:
+    """Passes on what it is told, by connections to it, and keeps it."""
+
+    def __init__(self) -> None:
+        self.heard: list[bytearray] = []
+        self._selector = selectors.DefaultSelector()
+        self._open: list[socket.socket] = []
+        self._over = False
+        self._wake, self._woken = socket.socketpair()
+        self._open += [self._wake, self._woken]
+        self._lock = threading.Lock()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def to(self, address: Address) -> Address:
+        """Where to connect to instead of an address."""
+        sock = listener()
+        self._open.append(sock)
+        self._selector.register(sock, selectors.EVENT_READ, address)
+        self._wake.send(b"!")
+        return "127.0.0.1", sock.getsockname()[1]
+
+    def _run(self) -> None:
+        while not self._over:
+            for key, _ in self._selector.select():
+                sock: Any = key.fileobj
+                if key.data is None:
+                    sock.recv(100)
+                elif isinstance(key.data[0], str):
+                    self._join(sock.accept()[0], socket.create_connection(key.data))
+                else:
+                    self._pass(sock, *key.data)
+
+    def _join(self, *both: socket.socket) -> None:
+        self._open += both
+        for sock, other in (both, both[::-1]):
+            self.heard.append(bytearray())
+            self._selector.register(sock, selectors.EVENT_READ, (other, self.heard[-1]))
+
+    def _pass(self, sock: socket.socket, other: socket.socket, heard: bytearray) -> None:
+        try:
+            data = sock.recv(1 << 20)
+            other.sendall(data)
+        except OSError:
+            data = b""
+        heard += data
+        if not data:
+            self._selector.unregister(sock)
+            with contextlib.suppress(OSError):
+                other.shutdown(socket.SHUT_WR)
+
+    def __enter__(self) -> Tap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._wake.send(b"!")
+        self._thread.join()
+        for sock in self._open:
+            sock.close()
+        self._selector.close()
+
+
+@pytest.mark.parametrize("security", ["curve", "auto"])
+def test_who_listens_learns_nothing_and_can_use_nothing(security: str) -> None:
+    """Without encryption, what is said in the meeting is safe all the same, and messages are not.
+
+    What a rank has said is said once more, by another connection, when it was the first to say it.
+    """
+    text = bytes(range(200, 250)) * 20
+    with Tap() as tap, rogue_job(security=security, via=tap.to) as (backend, rogue):
+        backend.post_send(np.frombuffer(text, np.uint8), 1, Envelope(0, 0))
+        assert rogue.read(EAGER).endswith(text)
+        rogue.send(frame(EAGER, payload=text))
+        out = np.empty(len(text), np.uint8)
+        assert backend.post_recv(out, 1, Envelope(0, 0)).join(PATIENCE)
+        said = [bytes(heard) for heard in tap.heard]
+        assert len(said) == 6
+        everything = b"".join(said)
+        for secret in (TOKEN.encode(), rogue.nonce, rogue.nonce.hex().encode(), b"world_size"):
+            assert secret not in everything
+        for plain in (text, rogue.name, b"FDP1"):
+            assert (plain in everything) == (security == "auto")
+        if security == "curve":
+            for one in said:  # a meeting, and links
+                with raw(rogue.address, one) as connection:
+                    connection.settimeout(PATIENCE)
+                    with contextlib.suppress(ConnectionError):
+                        while connection.recv(1 << 16):
+                            pass
+        check(backend, rogue)
+
+
+def other_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "is_loopback", lambda host: False)
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [("", "has no secret"), ("0123456789abcde", "has a secret that can be guessed")],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_that_others_reach_needs_a_secret(
+    token: str, why: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other_machines_reach(monkeypatch)
+    with listener() as meeting:
+        here = place(rank, 2, meeting.getsockname()[1], token, None if rank else meeting)
+        text = (
+            f"the job {why}.* reach 127.0.0.1: .*FSDPCORE_TOKEN.*'openssl rand -hex 32' makes one"
+        )
+        with pytest.raises(ConfigError, match=text):
+            ZmqBackend.join(here, config())
+
+
+def test_without_security_the_job_runs_and_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other_machines_reach(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        found = run_threads(total, 3, security="none")
+    assert [outcome.result for outcome in found] == [6.0] * 3, found
+    assert sum("security=none: whoever reaches" in line for line in caplog.messages) == 1
 
 
 def test_ranks_of_two_jobs_do_not_mix() -> None:
@@ -217,9 +301,8 @@ def test_ranks_of_two_jobs_do_not_mix() -> None:
             thread.join(PATIENCE)
     texts = sorted(str(error) for error in errors)
     assert [type(error) for error in errors] == [RendezvousError, RendezvousError]
-    assert "without an answer to rank 1" in texts[0]
-    assert "FSDPCORE_TOKEN" in texts[0]
-    assert "rank 1 of 2 did not come" in texts[1]
+    assert "rank 1 of 2 did not come" in texts[0]
+    assert "does not know the secret of rank 1" in texts[1]
 
 
 def total(backend: fc.Backend) -> float:
@@ -257,6 +340,7 @@ HOSTS = [
     "127.0.0.1",
     "localhost",
     "127.0.0.2",
+    "0.0.0.0",
     pytest.param("[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")),
 ]
 
@@ -269,7 +353,7 @@ def test_addresses_in_the_url(host: str) -> None:
     sums: list[float] = []
 
     def join(rank: int) -> None:
-        here = RankPlace(rank, 2, rank, 2, "a test", None, None, "token")
+        here = RankPlace(rank, 2, rank, 2, "a test", None, None, TOKEN)
         with ZmqBackend.join(here, settings) as backend:
             sums.append(total(backend))
 
@@ -295,13 +379,37 @@ def test_a_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         url = {"transport": f"zmq://127.0.0.1:{port}", "rendezvous_timeout": 0.5}
         here = RankPlace(0, 2, 0, 2, "a test", None, None, "token")
-        with pytest.raises(RendezvousError, match=f"rank 0 cannot listen at 127.0.0.1:{port}: .*"):
+        with pytest.raises(RendezvousError, match=f"cannot listen at 127.0.0.1:{port}: .*"):
             ZmqBackend.join(here, resolve(url, {}))
 
 
 def test_an_interface_that_this_host_does_not_have() -> None:
     settings = config(interface="192.0.2.1", rendezvous_timeout=0.5)
     with listener() as meeting:
-        here = place(0, 2, meeting.getsockname()[1], "token", meeting)
-        with pytest.raises(RendezvousError, match=r"rank 0 cannot listen at 192\.0\.2\.1"):
+        here = place(1, 2, meeting.getsockname()[1], TOKEN)
+        with pytest.raises(RendezvousError, match=r"rank 1 .*cannot listen at 192\.0\.2\.1"):
             ZmqBackend.join(here, settings)
+
+
+def addresses(backend: ZmqBackend) -> list[tuple[str, int]]:
+    total(backend)
+    return [tuple(address) for address in backend.control.watch._addresses]
+
+
+def test_the_interface_and_ports_that_ranks_are_to_listen_at() -> None:
+    first = free_port(socket.AF_INET, "127.0.0.1")
+    found = run_threads(addresses, 3, interface="lo", port=f"{first}-{min(first + 9, 65535)}")
+    for outcome in found:
+        assert not outcome.error, outcome
+        assert {host for host, _ in outcome.result} == {"127.0.0.1"}
+        assert all(first <= port <= first + 9 for _, port in outcome.result[1:])
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_ports_that_are_all_taken(several: bool) -> None:
+    with listener() as meeting, listener() as taken:
+        port = taken.getsockname()[1]
+        text = f"{port}-{port}" if several else f"{port}"
+        here = place(1, 2, meeting.getsockname()[1], "token")
+        with pytest.raises(RendezvousError, match=r"rank 1 finds no free port: .*cannot listen at"):
+            ZmqBackend.join(here, config(port=text))

@@ -31,7 +31,7 @@ import fsdpcore as fc
 from fsdpcore.collectives.shared import region
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.launch.config import resolve
-from fsdpcore.launch.rendezvous import listen
+from fsdpcore.launch.endpoints import listen
 
 _START_SECONDS = 90.0
 _DEAD = Outcome(error="its process has died")

@@ -1,4 +1,8 @@
-"""A rank 1 that speaks the protocols of rendezvous and ``zmq`` by hand, so as to break them."""
+"""A rank 1 that speaks the meeting and the frames of ``zmq`` by hand, so as to break them.
+
+Keys, names and frames are made here once more, and nothing is taken from the package: what the
+two do not agree on is seen.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,31 @@ import contextlib
 import hashlib
 import hmac
 import json
-import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq
 from fsdpcore.transports.zmq.backend import ZmqBackend
 from support.zmq_ranks import PATIENCE, config, listener, place
+from zmq.utils import z85
+
+import fsdpcore as fc
 
 TOKEN = "the token of the job"
-HELLO, EAGER, OFFER, GRANT, DATA, _, FAIL, BYE, QUERY, STATUS, SEEN = range(1, 12)
-MEMORY, LEND, PIECE, TAKEN, REFUSE, NOTE = range(12, 18)
+EAGER, OFFER, GRANT, DATA = 2, 3, 4, 5
+FAIL, BYE, QUERY, STATUS, SEEN, MEMORY = 7, 8, 9, 10, 11, 12
+LEND, PIECE, TAKEN, REFUSE, NOTE, CREDIT, LOST = range(13, 20)
 HEADER_BYTES = 48
+_HOST = "one host"
 MESSAGES = (EAGER, OFFER, GRANT, DATA, MEMORY, LEND, PIECE, TAKEN, REFUSE)
+
+Address = tuple[str, int]
+Frame = tuple[bytes, ...]
+Socket = zmq.Socket[bytes]
+# Given the address of a listening socket, returns the one to connect to instead.
+Via = Callable[[Address], Address]
 
 
 def frame(
@@ -32,131 +46,191 @@ def frame(
     size: int = 0,
     offset: int = 0,
     signature: bytes = b"",
-    payload: bytes = b"",
-) -> bytes:
-    """Encode a frame."""
-    size = size or len(payload)
+    payload: bytes | None = None,
+) -> Frame:
+    """Encode a frame: header with signature, and the payload if there is one."""
+    size = size or len(payload or b"")
     header = struct.pack(
-        "<4sBBHQQQQQ", b"FDP1", 3, kind, len(signature), channel, tag, message, size, offset
+        "<4sBBHQQQQQ", b"FDP1", 4, kind, len(signature), channel, tag, message, size, offset
     )
-    return header + signature + payload
+    return (header + signature,) if payload is None else (header + signature, payload)
 
 
-def proof(src: int, dst: int, token: str = TOKEN) -> str:
-    """What ``src`` shows to ``dst``."""
-    text = f"fsdpcore zmq: rank {src} to rank {dst}".encode()
-    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+class Keys:
+    """The keys of a job and the names of its links: HKDF (RFC 5869) with SHA-256."""
+
+    def __init__(self, token: str = TOKEN, job: str = "") -> None:
+        salt = hashlib.sha256(b"fsdpcore job " + job.encode()).digest()
+        self._extracted = hmac.new(salt, token.encode(), hashlib.sha256).digest()
+
+    def _expand(self, info: bytes) -> bytes:
+        return hmac.new(self._extracted, b"fsdpcore " + info + b"\x01", hashlib.sha256).digest()
+
+    def meeting(self) -> bytes:
+        """The secret key of rank 0 while the ranks meet."""
+        return z85.encode(self._expand(b"meeting"))
+
+    def listening(self, rank: int) -> bytes:
+        """The secret key with which a rank listens."""
+        return z85.encode(self._expand(f"rank {rank}".encode()))
+
+    def link(self, src: int, dst: int, nonce: bytes) -> bytes:
+        """What ``src`` calls itself when it connects to ``dst``."""
+        return b"fc" + self._expand(f"link {src} {dst} ".encode() + nonce)[:22]
 
 
-def greeting(src: int, dst: int, token: str = TOKEN) -> bytes:
-    """What ``src`` shows to ``dst`` at the beginning of a data connection."""
-    text = f"fsdpcore data: rank {src} to rank {dst}".encode()
-    return struct.pack("<8sQ", b"fsdpcore", src) + hmac.digest(token.encode(), text, "sha256")
+def url(address: Address) -> str:
+    """Write an address as ZeroMQ reads it."""
+    return f"tcp://{address[0]}:{address[1]}"
 
 
-def letter(content: Any) -> bytes:
-    """Encode a message of the rendezvous."""
-    body = json.dumps(content).encode()
-    return struct.pack("<I", len(body)) + body
+def know(sock: Socket, server: bytes) -> Socket:
+    """Let a socket that will connect know who listens, by its secret key."""
+    public, secret = zmq.curve_keypair()
+    sock.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(server))
+    sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    return sock
 
 
-def card_of(rank: int, world_size: int = 2, token: str = TOKEN, **other: Any) -> dict[str, Any]:
-    """What a rank sends to the rendezvous."""
-    message = {"fsdpcore": 1, "token": token, "rank": rank, "world_size": world_size}
-    return {**message, "card": {"endpoints": {}}, **other}
+def card_of(rank: int, world_size: int = 2, card: Any = None, **other: Any) -> dict[str, Any]:
+    """What a rank says when it comes to the meeting."""
+    message = {"fsdpcore": 2, "version": fc.__version__, "rank": rank, "world_size": world_size}
+    return {**message, "card": {} if card is None else card, **other}
 
 
-def read_letter(connection: socket.socket) -> Any:
-    """Read a message of the rendezvous."""
-    connection.settimeout(PATIENCE)
-    with connection.makefile("rb") as stream:
-        (length,) = struct.unpack("<I", stream.read(4))
-        return json.loads(stream.read(length))
+class Guest:
+    """Somebody who comes to the meeting with a message.
+
+    Args:
+        port: of the meeting at this host.
+        message: what to say, as JSON or as it is.
+        keys: with those of the job, rank 0 listens.
+    """
+
+    def __init__(self, port: int, message: Any, keys: Keys | None = None) -> None:
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._socket = know(self._context.socket(zmq.DEALER), (keys or Keys()).meeting())
+        self._socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
+        self._gone = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(url(("127.0.0.1", port)))
+        self.say(message)
+
+    def say(self, message: Any) -> None:
+        """Send a message."""
+        data = message if isinstance(message, bytes) else json.dumps(message).encode()
+        self._socket.send(data)
+
+    def answer(self) -> Any:
+        """What rank 0 says."""
+        return json.loads(self._socket.recv())
+
+    def thank(self) -> None:
+        """Confirm the answer, and wait until rank 0 has ended the meeting."""
+        self.say({})
+        assert self._gone.poll(int(PATIENCE * 1000)), "the meeting does not end"
+
+    def __enter__(self) -> Guest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.disable_monitor()
+        self._gone.close(0)
+        self._context.destroy(0)
 
 
 class Rogue:
     """Rank 1 of 2, by hand.
 
+    Args:
+        port: where the ranks meet.
+        encrypted: as rank 0 is.
+        via: what is put between the two.
+
     Attributes:
-        endpoint: where rank 0 listens for rank 1.
-        data: where it listens for data connections.
-        socket: the ZeroMQ connection.
-        line: the data connection.
+        address: where rank 0 listens.
+        number: of the next frame to rank 0.
+        credits: it says how many bytes have come.
     """
 
-    def __init__(self, port: int, host: str | None = None) -> None:
-        ours = {} if host is None else {"card": {"endpoints": {}, "host": host}}
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(letter(card_of(1, **ours)))
-            card = read_letter(connection)["table"][0]
-        self.endpoint = card["endpoints"]["1"]
-        self.data: tuple[str, int] = tuple(card["data"])
-        self.line = socket.socket()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.dial()
+    def __init__(self, port: int, *, encrypted: bool = False, via: Via = lambda at: at) -> None:
+        self.keys, self.encrypted, self.credits, self.number = Keys(), encrypted, True, 0
+        self._read = self._came = 0
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._inbox = self._make()
+        if encrypted:
+            self._inbox.setsockopt(zmq.CURVE_SERVER, 1)
+            self._inbox.setsockopt(zmq.CURVE_SECRETKEY, self.keys.listening(1))
+        own = self._inbox.bind_to_random_port("tcp://127.0.0.1")
+        card = {"address": via(("127.0.0.1", own)), "encrypted": encrypted, "host": _HOST}
+        with Guest(via(("127.0.0.1", port))[1], card_of(1, card=card)) as guest:
+            answer = guest.answer()
+            guest.thank()
+        self.nonce = bytes.fromhex(answer["nonce"])
+        self.address: Address = via(tuple(answer["table"][0]["address"]))
+        self.name = self.keys.link(1, 0, self.nonce)
+        self.outbox = self.dial(self.name, self.keys.listening(0) if encrypted else None)
 
-    def dial(self, user: str | None = "1", password: str = proof(1, 0)) -> zmq.Socket[bytes]:
-        """Make a socket that connects to rank 0; without PLAIN if there is no user."""
-        sock: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+    def _make(self) -> Socket:
+        sock: Socket = self._context.socket(zmq.ROUTER)
         sock.setsockopt(zmq.LINGER, 1000)
         sock.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
-        if user is not None:
-            sock.setsockopt_string(zmq.PLAIN_USERNAME, user)
-            sock.setsockopt_string(zmq.PLAIN_PASSWORD, password)
+        sock.setsockopt(zmq.SNDHWM, 0)
         return sock
+
+    def dial(self, name: bytes, server: bytes | None = None) -> Socket:
+        """Make a socket for a link to rank 0, with CURVE if a key is given; not connected."""
+        sock = self._make()
+        sock.setsockopt(zmq.ROUTING_ID, name)
+        sock.setsockopt(zmq.CONNECT_ROUTING_ID, b"rank 0")
+        return sock if server is None else know(sock, server)
 
     def connect(self) -> None:
         """Connect to rank 0."""
-        self.socket.connect(self.endpoint)
+        self.outbox.connect(url(self.address))
 
-    def greet(self, **wrong: Any) -> None:
-        """Say HELLO, and open the data connection."""
-        self.hello(**wrong)
-        self.line.connect(self.data)
-        self.line.settimeout(PATIENCE)
-        self.send(greeting(1, 0))
+    def send(self, *frames: Frame) -> None:
+        """Send frames, with the next numbers."""
+        for head, *payload in frames:
+            self.raw(struct.pack("<Q", self.number) + head, *payload)
 
-    def hello(self, **wrong: Any) -> None:
-        """Say HELLO, with other contents where the test wants them."""
-        content = {"rank": 1, "proof": proof(1, 0), **wrong}
-        self.say(frame(HELLO, payload=json.dumps(content).encode()))
+    def raw(self, *parts: bytes) -> None:
+        """Send the parts of one ZeroMQ message as they are; it counts as a frame."""
+        self.number += 1
+        self.outbox.send_multipart([b"rank 0", *parts])
 
-    def say(self, *parts: bytes) -> None:
-        """Send the parts of one ZeroMQ message."""
-        self.socket.send_multipart(parts)
+    def hang_up(self) -> None:
+        """End the link to rank 0."""
+        self.outbox.close(0)
 
-    def send(self, data: bytes) -> None:
-        """Send bytes on the data connection."""
-        self.line.sendall(data)
-
-    def shut(self) -> None:
-        """End the data connection on this side."""
-        self.line.shutdown(socket.SHUT_WR)
-
-    def answered(self) -> bool:
-        """Whether rank 0 answers the greeting on the data connection as it should."""
-        return self._take(len(greeting(0, 1))) == greeting(0, 1)
+    def deafen(self) -> None:
+        """Listen no more, and end the link from rank 0."""
+        self._inbox.close(0)
 
     def read(self, kind: int) -> bytes:
         """Return the next frame of a kind, passing over others."""
-        while True:
-            data = self.next_message() if kind in MESSAGES else self.socket.recv_multipart()[0]
-            if data[5] == kind:
-                return data
+        while (data := self.next())[5] != kind:
+            pass
+        return data
 
     def next_message(self) -> bytes:
-        """Return the next frame on the data connection."""
-        header = self._take(HEADER_BYTES)
-        kind, signed, size, offset = header[5], header[6], *struct.unpack("<QQ", header[32:])
-        inline = {EAGER: size, OFFER: offset, DATA: size}.get(kind, 0)
-        return header + self._take(signed + inline)
+        """Return the next frame that is about a message."""
+        while (data := self.next())[5] not in MESSAGES:
+            pass
+        return data
 
-    def _take(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            got = self.line.recv(size - len(data))
-            assert got, "rank 0 has ended the data connection"
-            data += got
+    def next(self) -> bytes:
+        """Return the next frame."""
+        name, head, *rest = self._inbox.recv_multipart()
+        assert name == self.keys.link(0, 1, self.nonce)
+        assert len(rest) <= 1
+        assert head[:8] == struct.pack("<Q", self._read)
+        self._read += 1
+        data = head[8:] + b"".join(rest)
+        if rest and data[5] in MESSAGES:
+            self._came += len(rest[0])
+            if self.credits:
+                self.send(frame(CREDIT, size=self._came))
         return data
 
     def __enter__(self) -> Rogue:
@@ -164,12 +238,15 @@ class Rogue:
 
     def __exit__(self, *_: object) -> None:
         self._context.destroy()
-        self.line.close()
 
 
 @contextlib.contextmanager
 def stranger_job(**options: Any) -> Iterator[tuple[int, Any]]:
-    """Let a rank 0 of 2 wait for its rank 1; yields the port, and a function for its backend."""
+    """Let a rank 0 of 2 wait for its rank 1; yields the port, and a function for its backend.
+
+    The two are on one host, and share no memory unless the options say so.
+    """
+    options = {"host_id": _HOST, "shm": "off", **options}
     found: list[Any] = []
 
     def join() -> None:
@@ -197,16 +274,18 @@ def stranger_job(**options: Any) -> Iterator[tuple[int, Any]]:
 
 
 @contextlib.contextmanager
-def rogue_job(*, near: bool = False, **options: Any) -> Iterator[tuple[ZmqBackend, Rogue]]:
-    """A rank 0 whose rank 1 has greeted it and is in the test's hand; ``near``: on one host."""
-    host = "one host" if near else None
+def rogue_job(
+    *, near: bool = False, via: Via = lambda at: at, **options: Any
+) -> Iterator[tuple[ZmqBackend, Rogue]]:
+    """A rank 0 whose rank 1 has come and is in the test's hand; ``near``: memory may be shared."""
     if near:
-        options["host_id"] = host
-    with stranger_job(**options) as (port, joined), Rogue(port, host) as rogue:
+        options.setdefault("shm", "auto")
+    encrypted = options.get("security") == "curve"
+    with (
+        stranger_job(**options) as (port, joined),
+        Rogue(port, encrypted=encrypted, via=via) as rogue,
+    ):
         rogue.connect()
-        rogue.greet()
-        rogue.read(HELLO)
-        assert rogue.answered()
         backend = joined()
         assert isinstance(backend, ZmqBackend), backend
         yield backend, rogue

@@ -47,7 +47,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
     ),
     "fsdpcore.launch": (
         {"addresses", "exec_rank", "failure_report", "secret", "supervision"},
-        {"environment", "rendezvous"},
+        {"environment", "endpoints"},
         {"config"},
         {"blas"},
         {"rank"},
@@ -75,7 +75,8 @@ TRANSPORTS = "transports"
 # Imports that point up, each with its reason.
 EXCEPTIONS = {
     # A transport between processes lets its ranks meet as those that a launcher starts do.
-    ("transports", "fsdpcore.launch.rendezvous"),
+    ("transports", "fsdpcore.launch.addresses"),
+    ("transports", "fsdpcore.launch.endpoints"),
 }
 
 FILES = modules()

@@ -1,17 +1,22 @@
-"""How the zmq transport looks for input: with as few calls and as little sleep as there can be."""
+"""What a rank of zmq sends when, who watches whom, and how it waits: with as little as can be."""
 
 from __future__ import annotations
 
+import math
 import os
-import socket
+from collections import deque
 from typing import Any
 
 import pytest
-from fsdpcore.transports.zmq import poller
-from fsdpcore.transports.zmq.frame_socket import FrameSocket
+from fsdpcore.transports.zmq import joining, poller
+from fsdpcore.transports.zmq.outlet import Flow, Outlet
 from fsdpcore.transports.zmq.poller import Waker, _PollSet
-from fsdpcore.transports.zmq.wire import Frame, FrameKind, pack_header
+from fsdpcore.transports.zmq.watch import neighbours
+from hypothesis import given
+from hypothesis import strategies as st
 from support.zmq_ranks import PATIENCE
+
+from fsdpcore.core.errors import ConfigError
 
 
 def test_a_thread_that_waits_is_awake_for_a_moment_before_it_sleeps(
@@ -25,55 +30,167 @@ def test_a_thread_that_waits_is_awake_for_a_moment_before_it_sleeps(
     assert watched.look(0.0) == []
     assert watched.look(0.001) == [waker.clear]
     waker.close()
+    waker.wake()  # a thread that has waited may be late
 
 
-class Counted(socket.socket):
-    """Counts what reads from it; one of a pair, which has no options of TCP."""
+# What is sent when.
 
-    calls = 0
-
-    def setsockopt(self, *args: Any) -> None:
-        pass
-
-    def recv_into(self, *args: Any) -> int:
-        self.calls += 1
-        return super().recv_into(*args)
-
-    def recvmsg_into(self, *args: Any) -> Any:
-        self.calls += 1
-        return super().recvmsg_into(*args)
+SEGMENT, WINDOW = 10, 25
 
 
-class Payload:
-    def __init__(self, size: int) -> None:
-        self.room = memoryview(bytearray(size))
-        self.whole = False
+class Source:
+    """A large message: its segments are named by it and their numbers."""
 
-    def filled(self) -> None:
-        self.whole = True
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.ready, self.count, self.told = name, size, 0, 0
+
+    def next_segment(self, most: int) -> tuple[bytes, Any]:
+        assert self.told == self.count, "the one before was not told"
+        size = min(self.ready, most)
+        self.ready -= size
+        self.count += 1
+        return f"{self.name}{self.count}".encode(), bytes(size)
+
+    def sent(self) -> None:
+        self.told += 1
+
+
+class Sent:
+    """An outlet, and what it has sent so far."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[bytes, Any]] = []
+        self.outlet = Outlet(lambda *frame: self.frames.append(frame), Flow(SEGMENT, WINDOW))
+
+    def names(self) -> list[str]:
+        """The headers of what was sent since the last call."""
+        found = [header.decode() for header, _ in self.frames]
+        self.frames.clear()
+        return found
+
+
+def test_no_more_is_sent_than_the_window_until_credit_comes() -> None:
+    there = Sent()
+    there.outlet.add(Source("a", 100))
+    assert there.names() == ["a1", "a2", "a3"]  # the last one begins inside of the window
+    there.outlet.taken(4)
+    assert there.names() == []
+    there.outlet.taken(5)
+    assert there.names() == ["a4"]
+    there.outlet.taken(3)  # an older word
+    there.outlet.taken(14)
+    assert there.names() == []
+    there.outlet.taken(2**63)  # of what was not sent, nothing can have come
+    assert there.names() == ["a5", "a6", "a7"]
+    assert not there.outlet.flushed
+    there.outlet.taken(70)
+    assert there.names() == ["a8", "a9", "a10"]
+    assert there.outlet.flushed
+
+
+def test_large_messages_take_turns_and_small_ones_pass_them() -> None:
+    there = Sent()
+    there.outlet.put(b"0", bytes(26))
+    for source in (Source("a", 25), Source("b", 15), Source("c", 5)):
+        there.outlet.add(source)
+    there.outlet.put(b"1", b"x")
+    there.outlet.put(b"2")
+    assert there.names() == ["0"]
+    for total in range(1, 200):
+        there.outlet.taken(total)
+    assert there.names() == ["1", "2", "a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_small_messages_stay_in_order_and_as_they_were() -> None:
+    there, data, owner = Sent(), bytearray(30), Source("offer", 0)
+    there.outlet.put(b"0", data)
+    data[:] = b"1" * 30
+    there.outlet.put(b"1", data)
+    there.outlet.post(b"2", bytearray(b"of its owner"), owner)
+    there.outlet.put(b"3", b"")
+    data[:] = b"?" * 30
+    assert there.names() == ["0"]
+    assert not there.outlet.flushed
+    assert owner.told == 0
+    there.outlet.taken(30)
+    assert bytes(there.frames[0][1]) == b"1" * 30
+    assert there.names() == ["1"]
+    there.outlet.taken(60)
+    assert there.names() == ["2", "3"]
+    assert owner.told == 1
+
+
+def test_a_note_goes_at_once() -> None:
+    there = Sent()
+    there.outlet.put(b"0", bytes(26))
+    there.outlet.put(b"1")
+    there.outlet.note(b"note")
+    assert there.names() == ["0", "note"]
+
+
+def test_what_is_withdrawn_is_not_sent() -> None:
+    there, offer, source = Sent(), Source("offer", 0), Source("a", 100)
+    there.outlet.put(b"0", bytes(26))
+    there.outlet.post(b"1", b"x", offer)
+    there.outlet.put(b"2")
+    there.outlet.add(source)
+    there.outlet.withdraw(offer)
+    there.outlet.withdraw(source)
+    there.outlet.taken(26)
+    assert there.names() == ["0", "2"]
+    assert (offer.told, source.count) == (0, 0)
+    assert there.outlet.flushed
+
+
+def test_a_link_that_has_ended_takes_everything_and_sends_nothing() -> None:
+    there = Sent()
+    there.outlet.put(b"0", bytes(26))
+    there.outlet.add(Source("a", 100))
+    there.outlet.end()
+    assert there.outlet.flushed
+    there.outlet.note(b"1")
+    there.outlet.put(b"2")
+    there.outlet.post(b"3", b"x", Source("b", 0))
+    there.outlet.add(Source("c", 100))
+    there.outlet.taken(26)
+    assert there.names() == ["0"]
+    assert there.outlet.flushed
+
+
+# Who watches whom.
+
+
+@given(st.integers(2, 1000))
+def test_a_few_neighbours_for_each_and_none_far_away(world_size: int) -> None:
+    found = [neighbours(rank, range(world_size)) for rank in range(world_size)]
+    for rank, others in enumerate(found):
+        assert 1 <= len(others) <= 4
+        assert rank not in others
+        assert len(set(others)) == len(others)
+        assert all(rank in found[other] for other in others)
+    steps, queue = {0: 0}, deque([0])
+    while queue:
+        rank = queue.popleft()
+        for other in found[rank]:
+            if other not in steps:
+                steps[other] = steps[rank] + 1
+                queue.append(other)
+    assert len(steps) == world_size
+    assert max(steps.values()) <= math.isqrt(world_size) + 2
+
+
+# Options.
 
 
 @pytest.mark.parametrize(
-    ("sizes", "calls"),
-    [([100], 1), ([100, 200], 1), ([10_000], 2), ([10_000, 100], 2), ([3000, 3000], 2)],
+    ("text", "found"),
+    [("0", [0]), ("5", [5]), ("5-5", [5]), ("5-7", [5, 6, 7]), ("65535", [65535])],
 )
-def test_what_is_there_is_read_at_once_and_nothing_is_asked_for_more(
-    sizes: list[int], calls: int
-) -> None:
-    here, there = socket.socketpair()
-    payloads: list[Payload] = []
+def test_ports(text: str, found: list[int]) -> None:
+    assert list(joining.ports(text)) == found
 
-    def begin(frame: Frame, inline: int) -> tuple[Payload, memoryview]:
-        payloads.append(Payload(inline))
-        return payloads[-1], payloads[-1].room
 
-    unused: Any = None  # nothing is sent
-    with there, Counted(fileno=here.detach()) as counted:
-        frames = FrameSocket(counted, unused, begin)
-        sent = [bytes([1 + number]) * size for number, size in enumerate(sizes)]
-        for data in sent:
-            there.sendall(pack_header(FrameKind.EAGER, size=len(data)) + data)
-        assert frames.serve()
-        assert [payload.room.tobytes() for payload in payloads] == sent
-        assert all(payload.whole for payload in payloads)
-        assert counted.calls == calls
+@pytest.mark.parametrize("text", ["", "-1", "x", "7-5", "0-5", "65536", "1-65536", "1-2-3", "5-"])
+def test_ports_that_make_no_sense(text: str) -> None:
+    with pytest.raises(ConfigError, match="port must be 0, N or N-M"):
+        joining.ports(text)

@@ -88,7 +88,6 @@ class MpiBackend(MpiTransport):
     """One rank; made by ``join``."""
 
     needs_launcher = True
-    matches_any = True
     options: ClassVar[type[MpiOptions]] = MpiOptions
     transport_capabilities = Capabilities("mpi", alpha=10e-6, beta=0.13e-9, gamma=0.1e-9)
 

@@ -111,7 +111,6 @@ class SimBackend(Transport):
     """One rank of a simulated job; ``threads`` makes them all."""
 
     ranks_are_threads = True
-    matches_any = True
     options: ClassVar[type[SimOptions]] = SimOptions
     transport_capabilities = Capabilities("sim", alpha=20e-6, beta=0.1e-9, gamma=0.1e-9)
 

@@ -1,60 +1,52 @@
-"""``zmq``: the ranks are processes, with a ZeroMQ and a TCP connection between each two.
+"""``zmq``: the ranks are processes, which tell each other everything over ZeroMQ.
 
-ZeroMQ carries what the ranks tell each other: who is there, who fails or leaves, what they are
-doing. Messages go over the TCP connection, straight from the sender's array into the receiver's;
-between ranks of one host, the bytes of large ones go through memory (``memory.py``).
-Sends start on the caller's thread; whoever waits looks after the connections; while nobody does, a
-thread of each rank watches them, so data moves while Python computes.
+Each has two sockets, whatever the number of ranks (``links.py``). Between ranks of one host, the
+bytes of large messages go through memory (``memory.py``). Sends start on the caller's thread;
+whoever waits looks after what comes; while nobody does, a thread of each rank does, so data moves
+while Python computes.
 
-A rank that dies is noticed by its connections. One that fails or leaves says so first.
+A rank that dies is noticed by its links, whether or not anybody needs it (``watch.py``). One that
+fails or leaves says so first. What travels between hosts is encrypted (``keys.py``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import socket
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import zmq
 
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.comm.hosts import HostOptions, identity, number, warn_of_containers
+from fsdpcore.comm.hosts import HostOptions
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
-from fsdpcore.core.errors import (
-    ClosedError,
-    CommunicationError,
-    ConfigError,
-    RendezvousError,
-    in_words,
-)
+from fsdpcore.core.checks import as_choice
+from fsdpcore.core.errors import ClosedError, CommunicationError, ConfigError, in_words
 from fsdpcore.core.policy import Policy
+from fsdpcore.core.wildcard import ANY_NUMBER
 from fsdpcore.core.work import Deadline, Pending
 from fsdpcore.diagnostics.status import Status
-from fsdpcore.launch.rendezvous import RankInfo, meet
 
 from ..memory.shared import memory_sharing
-from .acceptor import Acceptor
+from . import joining
 from .channel import PeerChannel
-from .connect import (
-    Authenticator,
-    connect,
-    host_of,
-    listen,
-    meeting_point,
-    open_socket,
-    own_address,
-    proof,
-)
 from .control import Control
-from .messages import ConnectionState, IncomingMessage, MessageSizes
+from .joining import Joined
+from .keys import JobKeys
+from .link_speed import measure
+from .links import Links
+from .messages import SENT, ConnectionState, IncomingMessage
+from .outlet import Flow, Outlet
 from .peer import Peer
 from .poller import Poller
-from .wire import MAX_INLINE, MAX_SEGMENT
+from .watch import Watch
+from .wire import MAX_INLINE, MAX_PAYLOAD
 
 if TYPE_CHECKING:
     from fsdpcore.comm.config import TransportConfig
@@ -62,6 +54,9 @@ if TYPE_CHECKING:
 
 # How long a rank that closes, and one that failed, waits for the others to have read all it said.
 _CLOSING_SECONDS, _FAILED_SECONDS = 5.0, 0.5
+# What may be under way on a link within a host, and, as long as nothing else is known, between two.
+_NEAR_WINDOW, _FAR_WINDOW = 4 << 20, 4 << 20
+_FAR_SEGMENT = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -71,20 +66,33 @@ class ZmqOptions(HostOptions):
     HOST:PORT is where rank 0 lets the others meet. Large messages, too, go through shared memory.
 
     Attributes:
-        interface: address of this host at which the ranks listen; by default loopback, or the
-            one from which HOST is reached.
+        security: "auto" encrypts where the ranks do not meet at the loopback address, and then
+            needs a secret; "curve" encrypts everywhere; "none" nowhere, for networks that are
+            trusted.
+        heartbeat: seconds without a sign of life after which a rank counts as lost.
+        port: where the ranks listen: 0 for any free port, N, or a range N-M, of which each rank
+            of a host takes one.
+        interface: at which the ranks of this host listen: an address or an interface's name; by
+            default loopback, or the one from which HOST is reached.
         segment_bytes: large messages travel in pieces of this size, between which others get
             their turn.
         eager_bytes: messages up to this size are sent at once, and kept by the receiver.
     """
 
+    security: str = "auto"
+    heartbeat: float = 5.0
+    port: str = "0"
     interface: str = ""
     segment_bytes: int = 1 << 20
     eager_bytes: int = 64 * 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1024 <= self.segment_bytes <= MAX_SEGMENT:
+        as_choice(self.security, ("auto", "curve", "none"), "security", error=ConfigError)
+        if not 0.1 <= self.heartbeat <= 3600:
+            raise ConfigError(f"heartbeat must be 0.1 to 3600 seconds, got {self.heartbeat:g}")
+        joining.ports(self.port)
+        if not 1024 <= self.segment_bytes <= MAX_PAYLOAD:
             raise ConfigError(f"segment_bytes must be 1 KiB to 16 MiB, got {self.segment_bytes}")
         if not 0 <= self.eager_bytes <= MAX_INLINE:
             raise ConfigError(f"eager_bytes must be 0 to 1 MiB, got {self.eager_bytes}")
@@ -103,18 +111,19 @@ class ZmqBackend(Transport):
         super().__init__(place.rank, place.world_size, timeout, policy=policy)
         self.memory = memory = memory_sharing(options.shm)
         self._options = options
-        self._token = place.token
-        sizes = MessageSizes(options.eager_bytes, options.segment_bytes)
         self.state = ConnectionState(
-            place.rank, sizes, memory, functools.partial(self.fail, tell=True)
+            place.rank, options.eager_bytes, memory, functools.partial(self.fail, tell=True)
         )
-        self.control = Control(self, self.state, place.token)
+        self.control = Control(self, self.state, self._make_peer)
         self.lock, self.table = self.state.lock, self.state.table
         name = f"fsdpcore-zmq-rank{place.rank}"
-        self.poller = self.state.poller = Poller(self.lock, self.control.tick, name)
-        self._peers = self.control.peers
+        self.poller = self.state.poller = Poller(self.lock, self._tick, name)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._acceptor = Acceptor(place.rank, place.token, self._arrived)
+        self._joined = False
+        # What a rank sends to itself waits in its table of messages, and is seen by no socket.
+        nowhere = Outlet(lambda header, payload: None, Flow(0, 0))
+        self._own_channel = PeerChannel(self.state, self.rank, nowhere)
+        self._far_flow = Flow(min(_FAR_SEGMENT, options.segment_bytes), _FAR_WINDOW, _FAR_WINDOW)
 
     # Joining.
 
@@ -130,8 +139,10 @@ class ZmqBackend(Transport):
         try:
             if place.world_size > 1:
                 scheme = cls.transport_capabilities.transport
-                address = meeting_point(place, config, scheme)
-                backend._connect(place, address, config.rendezvous_timeout)
+                address = joining.meeting_point(place, config, scheme)
+                deadline = Deadline(config.rendezvous_timeout)
+                backend._connect(place, address, deadline)
+                backend._measure(deadline)
         except BaseException as error:
             why = f"rank {place.rank} did not join: {in_words(error)}"
             backend.fail(CommunicationError(why), tell=True)
@@ -139,110 +150,141 @@ class ZmqBackend(Transport):
             raise
         return backend
 
-    def _connect(self, place: RankPlace, address: tuple[str, int], timeout: float) -> None:
-        """Listen for the higher ranks, meet all, connect to the lower ones, greet each other."""
-        deadline = Deadline(timeout)
-        listening = place.rank == 0
-        host = self._options.interface or own_address(address, deadline, listening=listening)
-        authenticator = Authenticator(self._context)
-        endpoints = self._listen(authenticator, host)
-        rank_info: RankInfo = {"endpoints": endpoints, "host": identity(self._options.host_id)}
-        if endpoints:
-            here = host_of(next(iter(endpoints.values())))
-            rank_info["data"] = self._acceptor.listen(here, self._peers)
-        rank_infos = meet(place, address, rank_info, timeout)
-        identities = [str(rank_info.get("host")) for rank_info in rank_infos]
-        self.hosts = number(identities)
-        if self.rank == 0 and not self._options.host_id:
-            warn_of_containers(identities)
-        for rank in range(self.rank):
-            sock = self._new_peer(rank, host).socket
-            connect(sock, rank_infos[rank], self.rank, rank, self._token)
-        self.poller.add(self._acceptor.fileno(), self._acceptor.answer, rare=True)
-        self.poller.add(authenticator.fileno(), authenticator.answer, rare=True)
-        for peer in self._peers.values():
-            self.control.add(peer)
-        authenticator.answer()
-        for rank in range(self.rank):
-            self._acceptor.call(rank, rank_infos[rank].get("data"), deadline)
-        self._greet_all(timeout, deadline)
-        self.poller.remove(self._acceptor.fileno())
-        self._acceptor.close()
+    def _connect(self, place: RankPlace, address: tuple[str, int], deadline: Deadline) -> None:
+        """Meet the other ranks, let them connect, and connect to those that watch this one."""
+        options, keys = self._options, JobKeys(place.token, place.job)
+        joined = joining.meet(self._context, place, keys, address, options, deadline)
+        self.hosts = joined.hosts
+        with self.lock:
+            with joined.listener:  # which is ZeroMQ's once it listens
+                self._open(keys, joined)
+            for rank in self.control.watch.neighbours:
+                self.control.open(rank)
+        self._joined = True
         self.poller.start()
 
-    def _listen(self, authenticator: Authenticator, host: str) -> dict[str, str]:
-        endpoints: dict[str, str] = {}
-        for rank in range(self.rank + 1, self.world_size):
-            sock = self._new_peer(rank, host).socket
-            authenticator.expect(sock, rank, proof(self._token, rank, self.rank))
-            endpoints[str(rank)] = listen(sock, host, self.rank)
-        return endpoints
-
-    def _new_peer(self, rank: int, host: str) -> Peer:
-        sock = open_socket(self._context, host)
-        peer = self._peers[rank] = Peer(rank, sock, listening=rank > self.rank)
-        return peer
-
-    def _arrived(self, rank: int, sock: socket.socket) -> None:
-        """Take over the data connection to a rank."""
-        peer = self._peers[rank]
-        memory = self.state.memory
-        near = memory.available and self.hosts[rank] == self.hosts[self.rank]
-        serve = functools.partial(self.control.serve_mail, peer)
-        peer_channel = PeerChannel(self.state, rank, sock, serve, memory if near else None)
-        peer.connect(peer_channel)
-
-    def _greet_all(self, timeout: float, deadline: Deadline) -> None:
-        def all_there() -> bool:
-            return all(peer.joined for peer in self._peers.values())
-
+    def _measure(self, deadline: Deadline) -> None:
+        """Go by what the links between hosts carry, if there are several hosts."""
+        if len(set(self.hosts)) == 1:
+            return
+        speed = measure(self, deadline)
+        self.policy = dataclasses.replace(self.policy, link=speed.costs(self.capabilities))
         with self.lock:
-            self.control.introduce()
-            self.poller.until(lambda: self._failure or all_there(), deadline.remaining() + 1.0)
-            # A job may fail while a slow rank joins; it has joined nonetheless, and learns of the
-            # failure by its first call, if only everybody is there.
-            if not self.poller.until(all_there, _FAILED_SECONDS if self._failure else 0.0):
-                self.check_usable()
-                silent = [str(peer.rank) for peer in self._peers.values() if not peer.joined]
-                raise RendezvousError(
-                    f"rank {self.rank} met all ranks, but could not connect to "
-                    f"{', '.join(silent)} within {timeout:g} s; is a firewall between them?"
-                )
+            self._far_flow = speed.flow(self._options.segment_bytes)
+            for peer in self.control.peers.values():
+                if self.hosts[peer.rank] != self.hosts[self.rank]:
+                    peer.channel.use(self._far_flow)
+
+    def _open(self, keys: JobKeys, joined: Joined) -> None:
+        control = self.control
+        control.links = links = Links(
+            self._context,
+            self.rank,
+            self.world_size,
+            keys,
+            encrypted=joined.encrypted,
+            heartbeat=self._options.heartbeat,
+            lost=control.lost,
+        )
+        control.watch = Watch(
+            self.rank,
+            joined.hosts,
+            joined.addresses,
+            self._options.heartbeat,
+            control.spread,
+            control.open,
+            lambda rank: control.gone(rank) or self._failure is not None,
+            control.note_left,
+            functools.partial(self.fail, tell=True),
+        )
+        links.introduce(joined.nonce, joined.addresses)
+        links.listen(joined.listener, joined.own, joined.sources)
+        for descriptor, handler in links.watched(control.serve, control.look):
+            self.poller.add(descriptor, handler)
+
+    def _make_peer(self, rank: int) -> Peer:
+        memory, links = self.state.memory, self.control.links
+        near = self.hosts[rank] == self.hosts[self.rank]
+        flow = Flow(self._options.segment_bytes, _NEAR_WINDOW) if near else self._far_flow
+        outlet = Outlet(functools.partial(links.send, rank), flow)
+        shared = memory if near and memory.available else None
+        return Peer(rank, PeerChannel(self.state, rank, outlet, shared))
+
+    def _tick(self) -> float | None:
+        return self.control.tick() if self._joined else None
 
     # Messages.
 
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
         with self.lock:
             self.check_usable()
-            peer = self._peers[dst]
-            if peer.left or self.control.leaving or peer.peer_channel is None:
+            if dst == self.rank:
+                return self._send_to_self(data, envelope)
+            peer = self.control.peer(dst)
+            if peer.left or self.control.leaving:
                 self._refuse(peer)
-            assert peer.peer_channel is not None
             try:
-                return peer.peer_channel.send(data, envelope)
+                return peer.channel.send(data, envelope)
             except BaseException as error:
                 self.control.interrupted(error)
                 raise
 
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
         with self.lock:
-            self.check_usable()
-            peer = self._peers[src]
-            assert peer.peer_channel is not None, "it has joined"
-            incoming = IncomingMessage(peer.peer_channel, out, envelope)
+            incoming = self._receive(out, src, envelope)
             try:
-                if peer.left or peer.lost_at is not None:
-                    self.control.serve(peer)  # its last words
-                    self.control.serve_mail(peer)
-                    self.check_usable()
-                posted = peer.peer_channel.receive(incoming)
-                if posted and peer.left:
-                    self.table.withdraw_receive(incoming)
-                    self._refuse(peer)
+                arrival = self.table.post(incoming)
+                if arrival is not None:
+                    arrival.peer_channel.meet(arrival, incoming)
+                else:
+                    self._check_senders(incoming, src, envelope)
             except BaseException as error:
                 self.control.interrupted(error)
                 raise
         return incoming
+
+    def post_probe(self, src: int, envelope: Envelope) -> Pending:
+        with self.lock:
+            probe = self._receive(_NO_BYTES, src, envelope)
+            self.table.probe(probe)
+            if not probe.finished:
+                self._check_senders(probe, src, envelope)
+        return probe
+
+    def _receive(self, out: Bytes, src: int, envelope: Envelope) -> IncomingMessage:
+        """Make a receive, once the last words of who sends are read."""
+        self.check_usable()
+        if src != ANY_NUMBER and src != self.rank:
+            peer = self.control.peer(src)
+            if peer.left or peer.lost:
+                self.control.serve()
+                self.check_usable()
+        return IncomingMessage(self.state, out, src, envelope)
+
+    def _check_senders(self, incoming: IncomingMessage, src: int, envelope: Envelope) -> None:
+        """Withdraw a receive, and raise, if nobody is there to send what it waits for."""
+        if src == ANY_NUMBER:
+            error = self.lonely([envelope.channel])
+            if error is not None:
+                self.table.withdraw_receive(incoming)
+                raise error
+        elif self.departed(src):
+            self.table.withdraw_receive(incoming)
+            self._refuse(self.control.peer(src))
+        else:
+            self.control.await_from(src)
+
+    def _send_to_self(self, data: Bytes, envelope: Envelope) -> Pending:
+        try:
+            self._own_channel.send_to_self(data, envelope)
+        except BaseException as error:
+            self.control.interrupted(error)
+            raise
+        return SENT
+
+    def progress(self) -> None:
+        with self.lock:
+            self.control.serve()
 
     def _refuse(self, peer: Peer) -> None:
         """Raise because of a message to or from a rank that has left, or by one that leaves."""
@@ -258,7 +300,8 @@ class ZmqBackend(Transport):
     # What the ranks tell each other.
 
     def departed(self, rank: int) -> bool:
-        return self._peers[rank].left
+        peer = self.control.peers.get(rank)
+        return peer is not None and peer.left
 
     def _tell(self, error: CommunicationError) -> None:
         with self.lock:
@@ -275,10 +318,9 @@ class ZmqBackend(Transport):
     def _fail_pending(self, error: CommunicationError) -> None:
         with self.lock:
             waits: list[Pending] = list(self.table.receives())
-            for peer in self._peers.values():
-                if peer.peer_channel is not None:
-                    waits += peer.peer_channel.waits()
-                    peer.peer_channel.drop_all()
+            for peer in self.control.peers.values():
+                waits += peer.channel.waits()
+                peer.channel.drop_all()
             self.table.clear()
             for pending in waits:
                 pending.finish(error)
@@ -289,38 +331,37 @@ class ZmqBackend(Transport):
             return
         self._close_executors()  # what they still run needs the connections
         with self.lock:
-            if self._failure is None and not self.control.leaving:
+            if self._joined and self._failure is None and not self.control.leaving:
                 # Said first, so that nobody waits for a receive that will never be posted, while
                 # this rank waits until what it has sent is taken.
                 self.control.say_bye()
-                self.poller.until(
-                    lambda: self._failure or all(peer.idle for peer in self._peers.values()),
-                    self.default_timeout,
-                )
+                self.poller.until(lambda: self._failure or self._idle(), self.default_timeout)
         super().close()
 
+    def _idle(self) -> bool:
+        return all(peer.idle for peer in self.control.peers.values())
+
     def _release(self, flush: bool) -> None:
+        seconds = _CLOSING_SECONDS if flush else _FAILED_SECONDS
         with self.lock:
             if self.control.released:
                 return
             if self._failure is not None and not isinstance(self._failure, ClosedError):
                 self.control.say_failed(self._failure)
-            elif not self.control.leaving:
+            elif self._joined and not self.control.leaving:
                 self.control.say_bye()
-            for peer in self._peers.values():
-                peer.shut()
             # Not left to ZeroMQ's LINGER, which for a peer that is gone waits until it is over.
-            self.poller.until(
-                lambda: all(peer.has_read_all for peer in self._peers.values()),
-                _CLOSING_SECONDS if flush else _FAILED_SECONDS,
-            )
+            peers = self.control.peers
+            self.poller.until(lambda: all(p.has_read_all for p in peers.values()), seconds)
             self.control.released = True
         self.poller.stop()
-        self._acceptor.close()
-        for peer in self._peers.values():
-            peer.close()
+        if self._joined:
+            self.control.links.close(0)
         # Very rarely libzmq never comes back from this, though all sockets are closed: seen after
         # failures, on a loaded machine. What is left then are its own idle threads.
         ending = threading.Thread(target=self._context.destroy, args=(0,), daemon=True)
         ending.start()
-        ending.join(_CLOSING_SECONDS if flush else _FAILED_SECONDS)
+        ending.join(seconds)
+
+
+_NO_BYTES: Bytes = np.empty(0, np.uint8)

@@ -1,4 +1,4 @@
-"""The messages between a rank of the ``zmq`` transport and one other, on their data connection.
+"""The messages between a rank of the ``zmq`` transport and one other.
 
 Small messages are sent at once, whole, and kept by the receiver until they are asked for. Of a
 large one, the first bytes are, as long as not too much of that is waiting at the receiver; the
@@ -8,17 +8,13 @@ Between ranks of one host the bytes of large messages go through memory (``memor
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
-
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.comm.matching import mismatch
+from fsdpcore.comm.matching import fit
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import ProtocolError
 from fsdpcore.core.work import Pending
 
 from ..memory.shared import SharedMemory
-from .frame_socket import FrameSocket, Room
 from .memory import Borrowing, Lending
 from .messages import (
     EAGER,
@@ -28,17 +24,15 @@ from .messages import (
     OutgoingMessage,
     UnexpectedMessage,
 )
+from .outlet import Flow, Outlet
 from .poller import AwaitedMessage
 from .wire import Frame, FrameKind, pack_header, split_place
 
-# What is sent of a large message before it is known whether anybody receives it, and how much of
-# that may be on its way to one peer.
-_AHEAD_BYTES = 256 * 1024
-_MOST_AHEAD_BYTES = 1 << 20
-
-_NOTES = frozenset(
-    {FrameKind.GRANT, FrameKind.MEMORY, FrameKind.PIECE, FrameKind.TAKEN, FrameKind.REFUSE}
-)
+# Of the bytes that are sent before it is known whether anybody receives them, how many may be on
+# their way to one peer: as many as for so many messages.
+_MOST_AHEAD = 4
+# How often the sender hears that bytes have come, in a window.
+_CREDITS = 4
 
 
 class PeerChannel:
@@ -47,15 +41,13 @@ class PeerChannel:
     Args:
         state: of this rank.
         rank: of the other.
-        sock: the connection to it.
-        serve: serves ``frame_socket``, and calls ``copy``; called when there may be input, or
-            room for output.
+        outlet: of the frames to it.
         memory: of this rank, if the other is on the same host and shares it.
 
     Attributes:
         rank: of the other.
-        frame_socket: the connection to it.
-        posted, arrived: how many messages were sent on it, and have come.
+        outlet: of the frames to it.
+        posted, arrived: how many messages were sent to it, and have come.
         asked, granted: how many of those that have come were asked for, and of those sent.
         last: how many will have come, and be granted, once the peer has said that it leaves.
     """
@@ -64,22 +56,23 @@ class PeerChannel:
         self,
         state: ConnectionState,
         rank: int,
-        sock: socket.socket,
-        serve: Callable[[], None],
+        outlet: Outlet,
         memory: SharedMemory | None = None,
     ) -> None:
         self.state = state
         self.rank = rank
-        self.serve = serve
-        self.frame_socket = FrameSocket(sock, state.poller, self._begin)
-        state.poller.add(sock.fileno(), serve)
+        self.outlet = outlet
         self.posted = self.arrived = 0
         self.asked = self.granted = 0
         self.last: tuple[int, int] | None = None
         self._sending: dict[int, OutgoingMessage] = {}
         self._receiving: dict[int, IncomingMessage] = {}
+        # Offers whose receives were not posted so far, with what has come of them.
+        self._early: dict[int, UnexpectedMessage] = {}
         self._dropped: dict[int, int] = {}
         self._ahead = 0
+        # Bytes of payloads that have come, and of which the peer knows that they have.
+        self._came = self._told = 0
         self._lending = None if memory is None else Lending(self, memory)
         self._borrowing = Borrowing(self, memory)
         self._closed = False
@@ -91,10 +84,8 @@ class PeerChannel:
         channel, tag, signature = envelope
         self.posted += 1
         size = data.size
-        if size <= self.state.sizes.eager:
-            self.frame_socket.put(
-                pack_header(FrameKind.EAGER, channel, tag, 0, size, 0, signature), data
-            )
+        if size <= self.state.eager:
+            self.outlet.put(pack_header(FrameKind.EAGER, channel, tag, 0, size, 0, signature), data)
             return SENT
         number = next(self.state.numbers)
         if self._lending is not None:
@@ -102,11 +93,16 @@ class PeerChannel:
             if lent is not None:
                 self._sending[number] = lent
                 return lent
-        ahead = min(_AHEAD_BYTES, size, _MOST_AHEAD_BYTES - self._ahead)
+        flow = self.outlet.flow
+        ahead = min(flow.ahead, size, max(_MOST_AHEAD * flow.ahead - self._ahead, 0))
         self._ahead += ahead
         outgoing = self._sending[number] = OutgoingMessage(self, number, data, ahead)
-        offer = pack_header(FrameKind.OFFER, channel, tag, number, size, ahead, signature)
-        self.frame_socket.post([offer, data[:ahead]], outgoing)
+        first = min(ahead, flow.segment)
+        outgoing.left = size - first
+        offer = pack_header(FrameKind.OFFER, channel, tag, number, size, first, signature)
+        self.outlet.post(offer, data[:first], outgoing)
+        if outgoing.ready:
+            self.outlet.add(outgoing)
         return outgoing
 
     def _grant(self, frame: Frame) -> None:
@@ -127,8 +123,8 @@ class PeerChannel:
                 self._lending.grant(outgoing)
             return
         self._ahead -= outgoing.ahead
-        if outgoing.left:
-            self.frame_socket.add(outgoing)
+        if outgoing.ready:
+            self.outlet.add(outgoing)
         else:
             self.finish_sent(outgoing)
 
@@ -162,7 +158,7 @@ class PeerChannel:
     def _withdraw(self, outgoing: OutgoingMessage) -> None:
         if self._sending.pop(outgoing.number, None) is None:
             return
-        self.frame_socket.withdraw(outgoing)
+        self.outlet.withdraw(outgoing)
         if self._lending is not None and outgoing.lent:
             self._lending.withdraw(outgoing)
         elif not outgoing.granted:
@@ -175,35 +171,67 @@ class PeerChannel:
 
     # Receiving.
 
-    def receive(self, incoming: IncomingMessage) -> bool:
-        """Post a receive; return whether its message has still to come."""
-        arrival = self.state.table.post(incoming)
-        if arrival is None:
-            return True
-        if not self._fits(arrival.frame, incoming):
-            return False
-        if arrival.whole and arrival.frame.kind is FrameKind.EAGER:
-            incoming.out.data[:] = arrival.bytes
-            incoming.finish()
-            return False
-        if arrival.place is not None:
-            self._accept_lent(arrival, incoming)
-            if self.copy():
-                self.state.poller.again(self.serve)
-            return False
-        self._accept(arrival.frame, incoming, len(arrival.bytes))
-        arrival.incoming = incoming
-        if arrival.whole:
-            self.hand_over(arrival, incoming)
-        return False
+    def meet(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
+        """Bring a message that came through it and its receive together, if they fit."""
+        if self._fits(arrival.frame, incoming):
+            self._meet(arrival, incoming)
 
-    def _begin(self, frame: Frame, inline: int) -> Room:
-        """Say where the payload of a frame goes that comes in now."""
+    def send_to_self(self, data: Bytes, envelope: Envelope) -> None:
+        """Keep a copy of a message until it is received, however large it is."""
+        channel, tag, signature = envelope
+        payload = data.tobytes()
+        self._arrive(Frame(FrameKind.EAGER, channel, tag, 0, data.size, 0, signature, payload))
+
+    def _meet(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
+        """Bring a message and the receive that it fits together."""
+        number = arrival.frame.message
+        if arrival.place is None:
+            for piece in arrival.pieces:
+                end = incoming.begun + len(piece)
+                incoming.out.data[incoming.begun : end] = piece
+                incoming.begun = end
+        if arrival.frame.kind is FrameKind.EAGER:
+            incoming.finish()
+            return
+        incoming.peer_channel = self
+        incoming.number = number
+        self._receiving[number] = incoming
+        if arrival.place is not None:
+            self._borrowing.accept(incoming, arrival.frame, arrival.place)
+            self.copy_on()
+            return
+        self._early.pop(number, None)
+        self.ask(FrameKind.GRANT, number)
+        incoming.filled()
+
+    def take(self, frame: Frame) -> None:
+        """Handle a frame that is about messages.
+
+        Raises:
+            ProtocolError: it makes no sense.
+        """
+        if frame.payload is not None:
+            self._came += len(frame.payload)
+            if self._came - self._told >= self.outlet.flow.window // _CREDITS:
+                self._credit()
         if frame.kind is FrameKind.DATA:
-            return self._begin_data(frame)
-        if frame.kind in _NOTES:
+            self._take_data(frame)
+        elif frame.kind in (FrameKind.EAGER, FrameKind.OFFER, FrameKind.LEND):
+            self._arrive(frame)
+        else:
             self._heed(frame)
-            return None, None
+
+    def _credit(self) -> None:
+        self._told = self._came
+        self.outlet.note(pack_header(FrameKind.CREDIT, size=self._came))
+
+    def use(self, flow: Flow) -> None:
+        """Have bytes go both ways by another flow, as the peer does, too."""
+        self.outlet.flow = flow
+        # The peer's window may be smaller than what it would wait for by the old one.
+        self._credit()
+
+    def _arrive(self, frame: Frame) -> None:
         self.arrived += 1
         if self.last is not None and self.arrived > self.last[0]:
             raise ProtocolError("a message after the rank has left")
@@ -215,20 +243,16 @@ class PeerChannel:
                 frame = frame._replace(signature=signature)
         arrival = UnexpectedMessage(self, frame, place)
         incoming = self.state.table.arrive(arrival)
-        if incoming is None:
-            arrival.bytes = bytearray(inline)
-            return arrival, memoryview(arrival.bytes)
-        if not self._fits(frame, incoming):
-            return None, None
-        if place is not None:
-            self._accept_lent(arrival, incoming)
-            return None, None
-        self._accept(frame, incoming, inline)
-        return incoming, incoming.out.data[:inline]
+        if incoming is not None:
+            self.meet(arrival, incoming)
+        elif frame.kind is FrameKind.OFFER:
+            self._early[frame.message] = arrival
 
     def _heed(self, frame: Frame) -> None:
         """Do what a frame says that has no bytes of messages with it."""
-        if frame.kind is FrameKind.TAKEN:
+        if frame.kind is FrameKind.CREDIT:
+            self.outlet.taken(frame.size)
+        elif frame.kind is FrameKind.TAKEN:
             self._taken(frame.message, frame.offset)
         elif frame.kind is FrameKind.PIECE:
             self._read_piece(frame)
@@ -239,17 +263,25 @@ class PeerChannel:
 
     def _check_offer(self, frame: Frame) -> None:
         number = frame.message
-        if number == EAGER or number in self._receiving or number in self._dropped:
+        known = number in self._receiving or number in self._dropped or number in self._early
+        if number == EAGER or known:
             raise ProtocolError(f"rank {self.rank} offers message {number} a second time")
         if frame.offset > frame.size:
             raise ProtocolError(f"rank {self.rank} sends more of a message than there is")
 
-    def _begin_data(self, frame: Frame) -> Room:
+    def _take_data(self, frame: Frame) -> None:
+        early = self._early.get(frame.message)
+        if early is not None:
+            if frame.offset != early.begun or early.begun + frame.size > early.frame.size:
+                raise ProtocolError(f"rank {self.rank} sent data that is not what it has offered")
+            early.pieces.append(frame.payload)
+            early.begun += frame.size
+            return
         incoming = self._expected(frame)
-        if incoming is None:
-            return None, None
-        incoming.begun = end = frame.offset + frame.size
-        return incoming, incoming.out.data[frame.offset : end]
+        if incoming is not None:
+            incoming.begun = end = frame.offset + frame.size
+            incoming.out.data[frame.offset : end] = frame.payload
+            incoming.filled()
 
     def _read_piece(self, frame: Frame) -> None:
         place = split_place(frame)[0]
@@ -277,60 +309,39 @@ class PeerChannel:
         if frame.signature == wanted.signature and frame.size == incoming.out.size:
             return True
         sent = Envelope(frame.channel, frame.tag, frame.signature)
-        size, here = incoming.out.size, self.state.rank
-        error = mismatch(self.rank, sent, frame.size, here, wanted, size)
-        assert error is not None
+        error = fit(incoming, self.rank, sent, frame.size, self.state.rank)
+        if error is None:
+            return True
         incoming.finish(error)
         self.state.fail(error)
         return False
 
-    def _accept(self, frame: Frame, incoming: IncomingMessage, inline: int) -> None:
-        """Have a message come into a receive that it fits, and ask for the rest of a large one."""
-        incoming.number = frame.message
-        incoming.begun = inline
-        self._receiving[frame.message] = incoming
-        if frame.kind is FrameKind.OFFER:
-            self.ask(FrameKind.GRANT, frame.message)
-
-    def _accept_lent(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
-        """Do so with a message whose first bytes are in memory; ``copy`` is called after it."""
-        assert arrival.place is not None
-        incoming.number = arrival.frame.message
-        self._receiving[incoming.number] = incoming
-        self._borrowing.accept(incoming, arrival.frame, arrival.place)
-
     def ask(self, kind: FrameKind, number: int) -> None:
         """Ask for a message, or the rest of it, with GRANT or REFUSE."""
         self.asked += 1
-        self.frame_socket.post([pack_header(kind, message=number)])
+        self.outlet.note(pack_header(kind, message=number))
 
     def copy(self) -> bool:
         """Copy for a while what the peer lends; return whether there is more to copy."""
         return self._borrowing.copy()
 
-    def hand_over(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
-        """Copy what has come of a message before its receive."""
-        if self._receiving.get(incoming.number) is incoming:  # it was not given up
-            incoming.out.data[: len(arrival.bytes)] = arrival.bytes
-            incoming.filled()
+    def copy_on(self) -> None:
+        """Copy on what the peer lends, and give others their turn in between."""
+        if self.copy():
+            self.state.poller.again(self.copy_on)
 
     def finish_received(self, incoming: IncomingMessage) -> None:
         """Finish a receive that is complete."""
         del self._receiving[incoming.number]
         incoming.finish()
 
-    def cancel_receive(self, incoming: IncomingMessage) -> bool:
-        """Write no more into a receive's array; return whether no peer will notice."""
-        with self.state.lock:
-            if self.state.table.withdraw_receive(incoming):
-                return True
-            if self._receiving.get(incoming.number) is incoming:
-                self._drop(incoming)
-        return incoming.finished
+    def drop_receive(self, incoming: IncomingMessage) -> None:
+        """Write no more into the array of a receive that has met its message."""
+        if self._receiving.get(incoming.number) is incoming:
+            self._drop(incoming)
 
     def _drop(self, incoming: IncomingMessage) -> None:
         del self._receiving[incoming.number]
-        self.frame_socket.divert(incoming)
         if not self._borrowing.drop(incoming) and incoming.begun < incoming.out.size:
             self._dropped[incoming.number] = incoming.out.size - incoming.begun
 
@@ -338,9 +349,9 @@ class PeerChannel:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was sent is wanted, and with the kernel or read, or never will be."""
-        read = self.frame_socket.ended or self._lending is None or self._lending.flushed
-        return read and not self._sending and self.frame_socket.flushed
+        """Whether all that was sent is wanted, and on its way or read, or never will be."""
+        read = self.outlet.ended or self._lending is None or self._lending.flushed
+        return read and not self._sending and self.outlet.flushed
 
     def heard_all(self) -> bool:
         """Whether all has come that a peer which leaves had to say about messages.
@@ -354,6 +365,11 @@ class PeerChannel:
             raise ProtocolError("a message after the rank has left")
         return self.arrived == self.last[0] and self.granted >= self.last[1]
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether more is to come of messages that were asked for."""
+        return bool(self._receiving)
+
     def waits(self) -> list[AwaitedMessage]:
         """What is in flight, apart from receives that no message came for."""
         return [*self._sending.values(), *self._receiving.values()]
@@ -365,6 +381,7 @@ class PeerChannel:
     def drop_all(self) -> None:
         """Forget what is in flight; frames that have begun still go out."""
         self._closed = True
+        self._early.clear()
         for outgoing in list(self._sending.values()):
             self._withdraw(outgoing)
         self._borrowing.close()

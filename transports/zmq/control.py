@@ -1,19 +1,15 @@
-"""What the ranks of the ``zmq`` transport tell each other besides messages, over ZeroMQ.
+"""What the ranks of the ``zmq`` transport tell each other, and who of them is there.
 
-Who is there, that a rank fails or leaves, and what it is doing. This overtakes the messages, which
-have connections of their own, and is looked after by a thread of its own in every rank.
+Frames are read here, and handed on: those of messages to the ``PeerChannel`` of their rank, those
+about lost links to ``Watch``. The rest is handled here: that a rank fails or leaves, and what it is
+doing. A failure spreads from neighbour to neighbour (``watch.py``), so that ranks without a link
+between them hear of it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hmac
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import zmq
 
 from fsdpcore.comm.notices import failure_as_json, failure_from_json, pack_json, unpack_json
 from fsdpcore.comm.status_query import StatusQuery
@@ -27,21 +23,15 @@ from fsdpcore.core.errors import (
 )
 from fsdpcore.diagnostics.status import Status
 
-from .connect import proof
+from .links import Links
 from .messages import ConnectionState
 from .peer import Peer
-from .wire import Frame, FrameKind, unpack
+from .watch import Watch
+from .wire import MESSAGES, Frame, FrameKind, pack_header, unpack
 
-_EVENTS = int(zmq.EVENTS)
-_POLLIN, _POLLOUT, _NOBLOCK = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK)
-
-# A connection breaks a moment before the last frames on it have been read; wait for them.
-_LAST_WORDS_SECONDS = 0.05
-# A rank whose data connection has ended says why, or its other connection breaks, too.
-_CUT_SECONDS = 5.0
 _MAX_TEXT = 64 * 1024
 # Frames that are read before other threads of this rank get their turn.
-_FRAMES_AT_ONCE = 8
+_FRAMES_AT_ONCE = 32
 
 
 def _heard_by_nobody(rank: int, content: Mapping[str, Any]) -> None:
@@ -49,91 +39,85 @@ def _heard_by_nobody(rank: int, content: Mapping[str, Any]) -> None:
 
 
 class Control:
-    """The connections of one rank, and what is said on them.
+    """What one rank says to the others and hears of them.
 
     Attributes:
-        peers: the other ranks.
-        introduced: this rank says who it is, and may say more.
-        leaving: it has said BYE.
+        peers: the other ranks that this one has sent anything, or heard anything of.
+        leaving: this rank has said BYE.
         released: its sockets are not used any more.
         heard: takes what a rank says by ``note``; must not wait.
 
     Called with the lock of the connections held.
     """
 
-    def __init__(self, backend: Transport, state: ConnectionState, token: str) -> None:
+    def __init__(
+        self,
+        backend: Transport,
+        state: ConnectionState,
+        make_peer: Callable[[int], Peer],
+    ) -> None:
         self.peers: dict[int, Peer] = {}
-        self.introduced = False
         self.leaving = False
         self.released = False
         self.heard: Callable[[int, Mapping[str, Any]], None] = _heard_by_nobody
+        self.links: Links
+        self.watch: Watch
         self._backend = backend
         self._state = state
-        self._token = token
+        self._make_peer = make_peer
         self._queries: dict[int, StatusQuery] = {}
+        state.serve = self.serve
 
-    def add(self, peer: Peer) -> None:
-        """Look after a peer, whose sockets are there."""
-        poller = self._state.poller
-        serve = functools.partial(self.serve, peer)
-        poller.add(int(peer.socket.getsockopt(zmq.FD)), serve, rare=True)
-        poller.add(int(peer.monitor.getsockopt(zmq.FD)), peer.read_monitor, rare=True)
-
-    def introduce(self) -> None:
-        """Say to all peers who this rank is."""
-        self.introduced = True
-        for peer in self.peers.values():
-            shown = proof(self._token, self._backend.rank, peer.rank)
-            hello = {"rank": self._backend.rank, "proof": shown}
-            peer.queue(Frame(FrameKind.HELLO, payload=pack_json(hello)))
-            self.serve(peer)
-            peer.read_monitor()
+    def peer(self, rank: int) -> Peer:
+        """Another rank; known from now on."""
+        found = self.peers.get(rank)
+        if found is None:
+            found = self.peers[rank] = self._make_peer(rank)
+        return found
 
     # What comes.
 
-    def serve(self, peer: Peer) -> None:
-        """Do what there is to do on a peer's socket; see ``poller.py`` for why all of it."""
+    def serve(self) -> None:
+        """Handle the frames that have come, up to a few; the poller is told of the others."""
+        if not self.released and not self._read():
+            self._state.poller.again(self.serve)
+
+    def tick(self) -> float | None:
+        """Do what is due; return after how many seconds to be called again, if ever."""
         if self.released:
-            return
-        sock = peer.socket
-        try:
-            for _ in range(_FRAMES_AT_ONCE):
-                events = int(sock.getsockopt(_EVENTS))
-                if events & _POLLIN:
-                    if peer.greeted:
-                        self._handle(peer, unpack(sock.recv(_NOBLOCK)))
-                    else:
-                        self._greet(peer)
-                elif events & _POLLOUT and not peer.flushed:
-                    peer.flush()
-                else:
-                    return
-            self._state.poller.again(functools.partial(self.serve, peer))
-        except BaseException as error:
-            self._went_wrong(peer, error)
+            return None
+        if not self._read():
+            return 0.0
+        for peer in self.peers.values():
+            if peer.lost and not peer.left and peer.rank in self.watch.left:
+                self._note_gone(peer)
+        return self.watch.tick()
 
-    def serve_mail(self, peer: Peer) -> None:
-        """Do what there is to do on a peer's data connection, if that is not too much."""
-        peer_channel = peer.peer_channel
-        if peer_channel is None or self.released:
-            return
-        try:
-            served = peer_channel.frame_socket.serve()
-            if peer_channel.copy() or not served:
-                self._state.poller.again(functools.partial(self.serve_mail, peer))
-            if peer_channel.last is not None or peer_channel.frame_socket.ended:
-                self._note_progress(peer)
-        except BaseException as error:
-            self._went_wrong(peer, error)
+    def _read(self) -> bool:
+        """Handle frames; return whether none are left."""
+        for _ in range(_FRAMES_AT_ONCE):
+            rank = None
+            try:
+                arrival = self.links.receive()
+                if arrival is None:
+                    return True
+                rank = arrival.rank
+                self._handle(self.peer(rank), unpack(arrival.header, arrival.payload))
+            except BaseException as error:
+                self._went_wrong(rank, error)
+        return False
 
-    def _went_wrong(self, peer: Peer, error: BaseException) -> None:
+    def look(self) -> None:
+        """Look for links that have broken."""
+        if not self.released:
+            self.links.look()
+
+    def _went_wrong(self, rank: int | None, error: BaseException) -> None:
         if not isinstance(error, ProtocolError):
             self.interrupted(error)
             raise error
-        if peer.peer_channel is not None:
-            peer.peer_channel.frame_socket.stop()
-        text = f"from the connection to rank {peer.rank}: {error}"
-        self._backend.fail(ProtocolError(text), tell=True)
+        where = "" if rank is None else f"from the connection to rank {rank}: "
+        self._backend.fail(ProtocolError(f"{where}{error}"), tell=True)
 
     def interrupted(self, error: BaseException) -> None:
         """Break the backend when Ctrl-C, or a bug, has left a message half handled."""
@@ -145,131 +129,166 @@ class Control:
 
     def _handle(self, peer: Peer, frame: Frame) -> None:
         kind = frame.kind
-        if kind is FrameKind.QUERY:
+        if kind in MESSAGES:
+            peer.channel.take(frame)
+            if peer.channel.last is not None:
+                self._note_progress(peer)
+        elif kind is FrameKind.QUERY:
             answer = self._backend.recorder.status(frame.channel, frame.size).as_json()
-            peer.queue(Frame(FrameKind.STATUS, message=frame.message, payload=pack_json(answer)))
+            self._say(peer, FrameKind.STATUS, answer, message=frame.message)
         elif kind is FrameKind.STATUS:
             self._note_status(peer, frame)
         elif kind is FrameKind.FAIL:
-            peer.queue(Frame(FrameKind.SEEN))
-            self._note_failure(peer, frame)
+            self._say(peer, FrameKind.SEEN)
+            self._note_failure(peer, unpack_json(frame))
         elif kind is FrameKind.BYE:
-            peer.expect(frame.size, frame.offset)
+            peer.channel.last = (frame.size, frame.offset)
             self._note_progress(peer)
         elif kind is FrameKind.SEEN:
             peer.has_seen = True
-        elif kind is FrameKind.NOTE:
-            self.heard(peer.rank, unpack_json(frame))
+        elif kind is FrameKind.LOST:
+            self.watch.heard(peer.rank, unpack_json(frame))
         else:
-            raise ProtocolError(f"a second {kind.name} frame")
-
-    def _greet(self, peer: Peer) -> None:
-        part = peer.socket.recv(_NOBLOCK, copy=False)
-        frame = unpack(part.bytes)
-        content = unpack_json(frame) if frame.kind is FrameKind.HELLO else {}
-        shown = str(content.get("proof", "")).encode(errors="replace")
-        expected = proof(self._token, peer.rank, self._backend.rank).encode()
-        if content.get("rank") != peer.rank or not hmac.compare_digest(shown, expected):
-            raise ProtocolError("who is there is not that rank of this job")
-        peer.greet(int(part.get(zmq.SRCFD)))
+            self.heard(peer.rank, unpack_json(frame))
 
     # Failure and leaving.
 
-    def _note_failure(self, peer: Peer, frame: Frame) -> None:
-        error = failure_from_json(unpack_json(frame), self._backend.world_size)
+    def _note_failure(self, peer: Peer, content: Mapping[str, Any]) -> None:
+        """Take a rank's word that the job has failed, and pass it on."""
+        error = failure_from_json(content, self._backend.world_size)
         peer.left = True
-        self._backend.peer_reported(peer.rank, error)
+        origin = content.get("from")
+        rank = origin if type(origin) is int else peer.rank
+        known = self._backend.failure is not None
+        self._backend.peer_reported(rank, error)
+        if not known:
+            for neighbour in self.watch.neighbours:
+                self._say_failed(self.peer(neighbour), content)
 
     def _note_progress(self, peer: Peer) -> None:
-        """Look whether a peer's last message has come, and then whether the last byte has."""
-        peer_channel = peer.peer_channel
-        if peer_channel is None:
-            return
-        if peer_channel.heard_all() and not peer.left:
+        """Look whether the last message of a peer that leaves has come."""
+        if peer.channel.heard_all() and not peer.left:
             self._note_leaving(peer)
-        if not peer_channel.frame_socket.ended:
-            return
-        if peer.left:
-            if not peer.answered:
-                peer.answered = True
-                peer.queue(Frame(FrameKind.SEEN))
-            if peer_channel.waits():
-                self.miss(peer)
-        elif peer.cut_at is None:
-            peer.cut_at = time.monotonic()
-            self._state.poller.remind()
+        heard = peer.channel.heard_all() and not peer.channel.incomplete
+        if peer.left and not peer.answered and heard:
+            peer.answered = True
+            self._say(peer, FrameKind.SEEN)
 
     def _note_leaving(self, peer: Peer) -> None:
         """A peer posts no more messages; break the backend if any is needed from it."""
         peer.left = True
-        unwanted = peer.peer_channel is not None and peer.peer_channel.unwanted()
-        if unwanted or self._state.table.awaits(peer.rank):
+        table = self._state.table
+        if peer.channel.unwanted() or table.awaits(peer.rank):
             self.miss(peer)
+        elif (error := self._backend.lonely(table.open_channels())) is not None:
+            self._backend.fail(error, tell=True)
+
+    def open(self, rank: int) -> None:
+        """Make sure that there is a link to a rank, and notice when it breaks."""
+        peer = self.peer(rank)
+        if self.links.open(rank):
+            # The other rank only knows whose connection it is once a frame has come on it.
+            self._say(peer, FrameKind.CREDIT)
+
+    def gone(self, rank: int) -> bool:
+        """Whether a rank of which a link has broken has left or failed, as it said itself.
+
+        What it sent last has been read: breaks the backend if part of a message is missing.
+        """
+        peer = self.peer(rank)
+        if peer.left and peer.channel.waits():
+            self.miss(peer)
+        return rank in self.watch.left or peer.left
+
+    def lost(self, rank: int, to: bool) -> None:
+        """Note that the link from a rank, or ``to`` it, has broken."""
+        if self.released:
+            return
+        peer = self.peer(rank)
+        if to and not peer.lost:
+            peer.lost = True
+            peer.channel.outlet.end()
+        self.watch.lost(rank)
+        self._state.poller.remind()
+
+    def note_left(self, rank: int) -> None:
+        """Note that a rank has told all others that it leaves."""
+        self._state.poller.remind()
+        if self._state.table.awaits(rank):
+            self.await_from(rank)
+
+    def await_from(self, rank: int) -> None:
+        """A message is awaited from a rank: find out whether it can still come.
+
+        Who leaves says good-bye itself to those that it has sent anything. Whether this rank is one
+        of them shows when that process is no longer there: a link to it is opened for that.
+        """
+        if rank in self.watch.left:
+            self.open(rank)
+
+    def _note_gone(self, peer: Peer) -> None:
+        """A rank that leaves has gone: all that it had to say has come."""
+        if peer.channel.last is None:
+            peer.channel.last = (peer.channel.arrived, peer.channel.granted)
+        self._note_leaving(peer)
 
     def miss(self, peer: Peer) -> None:
         """Break the backend because something was needed of a rank that has left."""
         error = PeerFailedError(f"rank {peer.rank} has left the job", peer.rank)
         self._backend.fail(error, tell=True)
 
-    def tick(self) -> float | None:
-        """Fail because of peers whose connections broke a while ago without a last word."""
-        due = None
-        for peer in self.peers.values():
-            wait = self._patience(peer)
-            if wait is None or self._backend.failure is not None:
-                continue
-            if wait > 0:
-                due = wait if due is None else min(due, wait)
-                continue
-            self.serve(peer)
-            self.serve_mail(peer)
-            if not peer.left:
-                why = "the process died, was stopped for long, or the network failed"
-                if not peer.greeted:
-                    why = "before it said who it was"
-                text = f"rank {peer.rank} is lost: its connection broke: {why}"
-                self._backend.fail(PeerFailedError(text, peer.rank), tell=True)
-            elif peer.peer_channel is not None and peer.peer_channel.waits():
-                self.miss(peer)
-        return due
-
-    def _patience(self, peer: Peer) -> float | None:
-        """How many seconds a broken connection still has for last words; None if it holds."""
-        ends = []
-        if peer.lost_at is not None:
-            ends.append(peer.lost_at + _LAST_WORDS_SECONDS)
-        if peer.cut_at is not None:
-            ends.append(peer.cut_at + _CUT_SECONDS)
-        return min(ends) - time.monotonic() if ends else None
-
     # What this rank says.
 
     def say_bye(self) -> None:
         """Tell each peer that no more comes than what is on its way."""
         self.leaving = True
-        for peer in self.peers.values():
-            peer_channel = peer.peer_channel
-            posted, asked = (
-                (peer_channel.posted, peer_channel.asked) if peer_channel is not None else (0, 0)
-            )
-            self.to(peer, Frame(FrameKind.BYE, size=posted, offset=asked))
+        self.watch.leave()
+        for peer in list(self.peers.values()):
+            if not peer.lost:
+                peer.told, peer.has_seen = True, False
+                header = pack_header(
+                    FrameKind.BYE, size=peer.channel.posted, offset=peer.channel.asked
+                )
+                peer.channel.outlet.note(header)
 
     def say_failed(self, error: CommunicationError) -> None:
         """Tell all peers by what this rank is broken."""
-        payload = pack_json(failure_as_json(error, _MAX_TEXT))
-        for peer in self.peers.values():
-            self.to(peer, Frame(FrameKind.FAIL, payload=payload))
+        content = failure_as_json(error, _MAX_TEXT) | {"from": self._backend.rank}
+        for peer in list(self.peers.values()):
+            self._say_failed(peer, content)
+
+    def _say_failed(self, peer: Peer, content: Mapping[str, Any]) -> None:
+        if not peer.lost:
+            peer.told, peer.has_seen = True, False
+            self._say(peer, FrameKind.FAIL, content)
 
     def note(self, rank: int, content: Mapping[str, Any]) -> None:
         """Say something to a rank that the transport built on this one understands."""
-        self.to(self.peers[rank], Frame(FrameKind.NOTE, payload=pack_json(content)))
+        self._say(self.peer(rank), FrameKind.NOTE, content)
 
-    def to(self, peer: Peer, frame: Frame) -> None:
-        """Send a frame to a peer that is still there."""
-        if self.introduced and not self.released and peer.lost_at is None:
-            with contextlib.suppress(zmq.ZMQError):
-                peer.queue(frame)
-                self.serve(peer)
+    def spread(self, content: Mapping[str, Any], source: int | None = None) -> None:
+        """Tell the neighbours, but for the one that it came from, of a link that has broken."""
+        for rank in self.watch.neighbours:
+            if rank != source:
+                self._say(self.peer(rank), FrameKind.LOST, content)
+
+    def _say(
+        self,
+        peer: Peer,
+        kind: FrameKind,
+        content: Mapping[str, Any] | None = None,
+        *,
+        message: int = 0,
+        channel: int = 0,
+        size: int = 0,
+    ) -> None:
+        """Send a frame ahead of messages to a peer that is still there."""
+        if self.released or peer.lost:
+            return
+        payload = None if content is None else pack_json(content)
+        size = size if payload is None else len(payload)
+        header = pack_header(kind, channel=channel, message=message, size=size)
+        self.links.send(peer.rank, header, payload)
 
     # What are the others doing?
 
@@ -280,18 +299,16 @@ class Control:
         number = next(self._state.numbers)
         query = self._queries[number] = StatusQuery(ranks)
         for rank in query.open.copy():
-            peer = self.peers[rank]
-            if self.released or peer.left or peer.lost_at is not None:
+            peer = self.peer(rank)
+            if self.released or peer.left or peer.lost:
                 query.open.discard(rank)
             else:
-                peer.queue(Frame(FrameKind.QUERY, channel, message=number, size=sequence))
-                self.serve(peer)
+                self._say(peer, FrameKind.QUERY, message=number, channel=channel, size=sequence)
         self._state.poller.until(lambda: not query.open, seconds)
         del self._queries[number]
         return query.answers
 
     def _note_status(self, peer: Peer, frame: Frame) -> None:
-        content = unpack_json(frame)
-        query = self._queries.get(frame.message)
+        query, content = self._queries.get(frame.message), unpack_json(frame)
         if query is not None:
             query.note(peer.rank, content)

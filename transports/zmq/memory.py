@@ -3,11 +3,11 @@
 An array that lies in shared memory already, like those of ``Backend.empty``, is lent: the receiver
 copies it from there. Of any other the sender copies pieces into blocks of its shared memory, the
 receiver copies them out, and both do so at the same time. The frames that tell of it go over the
-data connection (``wire.py`` lists them), so whoever looks after that moves the bytes, too, and
-nobody waits for anybody. A block is in use until the receiver has said that it has read it.
+link (``wire.py`` lists them), so whoever looks after that moves the bytes, too, and nobody waits
+for anybody. A block is in use until the receiver has said that it has read it.
 
 Whether a receiver can reach the sender's memory shows when it first has to. If it cannot, it says
-so, and all comes over the data connection.
+so, and all comes over the link.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fsdpcore.core.errors import CommunicationError, ProtocolError, in_words
 
 from ..memory.peer import MemoryPeer
 from ..memory.shared import SharedMemory
-from .frame_socket import FrameSocket
 from .messages import IncomingMessage, MessageChannel, OutgoingMessage
+from .outlet import Outlet
 from .wire import Frame, FrameKind, SegmentOffset, pack_header, pack_place
 
 _LOG = logging.getLogger("fsdpcore")
@@ -47,7 +47,7 @@ _COPY_BYTES = 16 << 20
 class MemoryChannel(MessageChannel, Protocol):
     """What the bytes in memory use of the ``PeerChannel`` whose messages they are."""
 
-    frame_socket: FrameSocket
+    outlet: Outlet
     asked: int
 
     def give_up(self, outgoing: OutgoingMessage, error: Exception) -> None:
@@ -84,7 +84,7 @@ class Lending:
         return not self._pieces
 
     def offer(self, data: Bytes, envelope: Envelope, number: int) -> OutgoingMessage | None:
-        """Start to send a message; None if it has to go over the data connection.
+        """Start to send a message; None if it has to go over the link.
 
         Raises:
             ConfigError: this rank can have no shared memory, and was told that it has to.
@@ -101,9 +101,8 @@ class Lending:
             self._ahead += ahead
         channel, tag, signature = envelope
         where = pack_place(place) + signature
-        self._peer_channel.frame_socket.post(
-            [pack_header(FrameKind.LEND, channel, tag, number, data.size, ahead, where)]
-        )
+        header = pack_header(FrameKind.LEND, channel, tag, number, data.size, ahead, where)
+        self._peer_channel.outlet.put(header)
         return OutgoingMessage(self._peer_channel, number, data, ahead, lent=True)
 
     def _introduce(self) -> bool:
@@ -114,9 +113,7 @@ class Lending:
                 if self._memory.required:
                     raise cannot_share([self._peer_channel.state.rank], str(error)) from error
                 return False
-            self._peer_channel.frame_socket.post(
-                [pack_header(FrameKind.MEMORY, signature=introduction)]
-            )
+            self._peer_channel.outlet.note(pack_header(FrameKind.MEMORY, signature=introduction))
             self._introduced = True
         return True
 
@@ -143,7 +140,7 @@ class Lending:
             found = self._copied(outgoing.data[start:end])
             if found is None:  # there is no more memory
                 self._granted.popleft()
-                peer_channel.frame_socket.add(outgoing)
+                peer_channel.outlet.add(outgoing)
                 continue
             block, place = found
             self._pieces.append((number, end, block))
@@ -155,7 +152,7 @@ class Lending:
                 offset=start,
                 signature=pack_place(place),
             )
-            peer_channel.frame_socket.post([header])
+            peer_channel.outlet.note(header)
             if not outgoing.left:
                 self._granted.popleft()
                 peer_channel.finish_sent(outgoing)
@@ -179,7 +176,7 @@ class Lending:
             self._ahead -= block.size
 
     def refuse(self, outgoing: OutgoingMessage) -> None:
-        """Send a message over the data connection, and all others: the peer reads no memory."""
+        """Send a message over the link, and all others: the peer reads no memory."""
         self._forget_first(outgoing.number)
         self._refused = True
         peer_channel = self._peer_channel
@@ -190,7 +187,7 @@ class Lending:
             return
         outgoing.lent = False
         outgoing.ahead, outgoing.left = 0, outgoing.data.size
-        peer_channel.frame_socket.add(outgoing)
+        peer_channel.outlet.add(outgoing)
 
     def withdraw(self, outgoing: OutgoingMessage) -> None:
         """Let nobody use what was lent of a message, and lend no more of it.
@@ -308,9 +305,7 @@ class Borrowing:
 
     def tell(self, number: int, end: int) -> None:
         """Say that nothing is read any more of a message's first bytes."""
-        self._peer_channel.frame_socket.post(
-            [pack_header(FrameKind.TAKEN, message=number, offset=end)]
-        )
+        self._peer_channel.outlet.note(pack_header(FrameKind.TAKEN, message=number, offset=end))
 
     def copy(self) -> bool:
         """Copy lent arrays for a while; return whether there is more to copy."""

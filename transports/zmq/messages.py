@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.matching import Key, MatchTable
@@ -21,24 +21,18 @@ from .wire import Frame, FrameKind, SegmentOffset, pack_header
 EAGER = 0
 
 
-class MessageSizes(NamedTuple):
-    """Up to how many bytes a message is sent at once, and how long the segments of others are."""
-
-    eager: int
-    segment: int
-
-
 class ConnectionState:
     """What the connections of a rank share.
 
     Attributes:
         rank: of this process.
-        sizes: of messages.
+        eager: up to how many bytes a message is sent at once.
         memory: that this rank shares with others on its host.
         lock: held by whoever touches a connection, its socket or the table.
         table: receives without a message, and messages without a receive.
         numbers: for large messages and queries.
         poller: who polls the sockets.
+        serve: handles what has come.
         fail: called with an error that concerns all ranks.
         warned: that memory is out of reach was logged.
     """
@@ -46,12 +40,12 @@ class ConnectionState:
     def __init__(
         self,
         rank: int,
-        sizes: MessageSizes,
+        eager: int,
         memory: SharedMemory,
         fail: Callable[[CommunicationError], None],
     ) -> None:
         self.rank = rank
-        self.sizes = sizes
+        self.eager = eager
         self.memory = memory
         self.fail = fail
         self.warned = False
@@ -59,6 +53,7 @@ class ConnectionState:
         self.table: MatchTable[IncomingMessage, UnexpectedMessage] = MatchTable()
         self.numbers = itertools.count(1)
         self.poller: Poller
+        self.serve: Callable[[], None]
 
 
 class MessageChannel(Protocol):
@@ -66,9 +61,6 @@ class MessageChannel(Protocol):
 
     state: ConnectionState
     rank: int
-
-    def serve(self) -> None:
-        """Do what can be done on the connection."""
 
     def finish_sent(self, outgoing: OutgoingMessage) -> None:
         """All of a message was sent."""
@@ -79,11 +71,11 @@ class MessageChannel(Protocol):
     def finish_received(self, incoming: IncomingMessage) -> None:
         """All of a message has come."""
 
-    def cancel_receive(self, incoming: IncomingMessage) -> bool:
-        """Give a receive up; see ``Pending.cancel``."""
+    def meet(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
+        """Bring a message that came through it and its receive together."""
 
-    def hand_over(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
-        """Give a message that came before its receive to that."""
+    def drop_receive(self, incoming: IncomingMessage) -> None:
+        """Write no more into the array of a receive that has met its message."""
 
 
 class OutgoingMessage(AwaitedMessage):
@@ -91,7 +83,7 @@ class OutgoingMessage(AwaitedMessage):
 
     Attributes:
         left: bytes at its end that are in no frame so far.
-        ahead: bytes that were there when it was offered.
+        ahead: bytes that are sent, or lent, before the receiver has asked for it.
         granted: the receiver has asked for the rest.
         lent: it goes through memory.
         on_its_way: a frame with its bytes is being sent.
@@ -118,13 +110,17 @@ class OutgoingMessage(AwaitedMessage):
         self.lent = lent
         self.on_its_way = not lent
 
-    def next_segment(self) -> list[Any]:
+    @property
+    def ready(self) -> int:
+        return self.left if self.granted else self.left - (self.data.size - self.ahead)
+
+    def next_segment(self, most: int) -> tuple[bytes, Any]:
         start = self.data.size - self.left
-        size = min(self.left, self.peer_channel.state.sizes.segment)
+        size = min(self.ready, most)
         self.left -= size
         self.on_its_way = True
         header = pack_header(FrameKind.DATA, message=self.number, size=size, offset=start)
-        return [header, self.data[start : start + size]]
+        return header, self.data[start : start + size]
 
     def sent(self) -> None:
         self.on_its_way = False
@@ -135,48 +131,55 @@ class OutgoingMessage(AwaitedMessage):
 
 
 class IncomingMessage(AwaitedMessage):
-    """A receive: waiting for its message, or for the rest of it.
+    """A receive, or a probe: waiting for its message, or for the rest of it.
 
     Attributes:
-        begun: bytes that have come, or are announced by the frame that comes in now.
+        begun: bytes that have come.
+        peer_channel: through which they come; None before its message has met it.
     """
 
-    __slots__ = ("begun", "envelope", "key", "number", "out", "peer_channel")
+    __slots__ = ("begun", "envelope", "key", "number", "out", "peer_channel", "state")
 
-    def __init__(self, peer_channel: MessageChannel, out: Bytes, envelope: Envelope) -> None:
-        super().__init__(peer_channel.state.poller)
-        self.peer_channel = peer_channel
+    def __init__(self, state: ConnectionState, out: Bytes, src: int, envelope: Envelope) -> None:
+        super().__init__(state.poller)
+        self.state = state
+        self.peer_channel: MessageChannel | None = None
         self.out = out
         self.envelope = envelope
-        self.key: Key = (peer_channel.rank, envelope.channel, envelope.tag)
+        self.key: Key = (src, envelope.channel, envelope.tag)
         self.number = EAGER
         self.begun = 0
 
     def filled(self) -> None:
-        if self.begun == self.out.size:
+        if self.begun == self.out.size and self.peer_channel is not None:
             self.peer_channel.finish_received(self)
 
     def settle(self, seconds: float) -> bool:
         if not self.finished:  # perhaps it is there
-            with self.peer_channel.state.lock:
-                self.peer_channel.serve()
-                self.peer_channel.state.poller.changed()
+            with self.state.lock:
+                self.state.serve()
+                self.state.poller.changed()
         return super().settle(seconds)
 
     def cancel(self) -> bool:
-        return self.peer_channel.cancel_receive(self)
+        with self.state.lock:
+            if self.state.table.withdraw_receive(self):
+                return True
+            if self.peer_channel is not None:
+                self.peer_channel.drop_receive(self)
+        return self.finished
 
 
 class UnexpectedMessage:
     """A message that came before its receive: a small one, or an offer with its first bytes.
 
     Attributes:
+        peer_channel: through which it came.
         place: where the first bytes are if they are in memory.
-        whole: all of ``bytes`` has come.
-        incoming: its receive, if that was posted meanwhile.
+        pieces: the first bytes, as they have come; ``begun`` is how many.
     """
 
-    __slots__ = ("bytes", "frame", "incoming", "key", "peer_channel", "place", "whole")
+    __slots__ = ("begun", "frame", "key", "peer_channel", "pieces", "place")
 
     def __init__(
         self, peer_channel: MessageChannel, frame: Frame, place: SegmentOffset | None = None
@@ -184,15 +187,13 @@ class UnexpectedMessage:
         self.peer_channel = peer_channel
         self.frame = frame
         self.place = place
+        self.pieces: list[Any] = [] if frame.payload is None else [frame.payload]
+        self.begun = 0 if frame.payload is None else len(frame.payload)
         self.key: Key = (peer_channel.rank, frame.channel, frame.tag)
-        self.bytes = bytearray()
-        self.whole = False
-        self.incoming: IncomingMessage | None = None
 
-    def filled(self) -> None:
-        self.whole = True
-        if self.incoming is not None:
-            self.peer_channel.hand_over(self, self.incoming)
+    @property
+    def signature(self) -> bytes:
+        return self.frame.signature
 
 
 SENT = Pending()

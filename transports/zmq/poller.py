@@ -7,9 +7,8 @@ moment longer, since who has waited once will wait again. It comes back when the
 so that transfers go on meanwhile.
 
 The descriptor of a ZeroMQ socket signals changes only, and any use of the socket may swallow such
-a signal. So whoever uses one, for sending too, goes on until nothing is left to do on it, or asks
-to have it done. These sockets are left to the own thread. Whatever another thread finishes for the
-polling one wakes it.
+a signal. So whoever reads from one goes on until nothing is left to read, or asks to have that
+done. Whatever another thread finishes for the polling one wakes it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,9 @@ class Waker:
 
     def wake(self) -> None:
         """Wake whoever polls, or whoever will poll next."""
-        with contextlib.suppress(BlockingIOError):  # it was woken already, many times over
+        # It was woken already, many times over; or is closed, by who ended while another thread
+        # stepped down.
+        with contextlib.suppress(OSError):
             self._outside.send(b"!")
 
     def clear(self) -> None:
@@ -77,6 +78,9 @@ class AwaitedMessage(PolledMessage):
         super().finish(error)
         self._poller.finished(self)
 
+    def signal(self) -> AwaitedMessage:
+        return AwaitedMessage(self._poller)
+
 
 class Poller(LeaderFollowers):
     """Polls descriptors and calls what is registered for those that are ready.
@@ -99,48 +103,25 @@ class Poller(LeaderFollowers):
         # What a waiting thread polls; the own thread when it is aside; and when it is not.
         self._leaders, self._aside, self._everything = _PollSet(), _PollSet(), _PollSet()
         self._leaders.add(self._waker.fileno(), self._waker.clear)
-        self.add(self._own_waker.fileno(), self._own_waker.clear, rare=True)
+        self._aside.add(self._own_waker.fileno(), self._own_waker.clear)
+        self._everything.add(self._own_waker.fileno(), self._own_waker.clear)
         self._unfinished: list[Callable[[], None]] = []
         self._awaited: PolledMessage | None = None
         self._leading = False
-        self._leader = 0
         self._watching = False
         self._asleep = False
         self._rest = _AWAY_SECONDS
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def add(self, descriptor: int, handler: Callable[[], None], *, rare: bool = False) -> None:
-        """Register what to call when ``descriptor`` has input; not while other threads poll.
-
-        Rare ones are left to the own thread, so that waiting threads have less to poll.
-        """
+    def add(self, descriptor: int, handler: Callable[[], None]) -> None:
+        """Register what to call when ``descriptor`` has input; before any thread polls."""
+        self._leaders.add(descriptor, handler)
         self._everything.add(descriptor, handler)
-        (self._aside if rare else self._leaders).add(descriptor, handler)
-
-    def remove(self, descriptor: int) -> None:
-        """Watch ``descriptor`` no more. Close it only when the next round of polling has begun."""
-        for poller in (self._leaders, self._aside, self._everything):
-            poller.remove(descriptor)
-        self._poll_again()
-
-    def want_room(self, descriptor: int, wanted: bool) -> None:
-        """Call the handler of ``descriptor`` when it takes output, too, or no longer."""
-        for poller in (self._leaders, self._everything):
-            poller.want_room(descriptor, wanted)
-        if wanted:
-            self._poll_again()
 
     def remind(self) -> None:
         """Have ``tick`` called soon."""
         self._own_waker.wake()
-
-    def _poll_again(self) -> None:
-        """Have the other threads that poll do it anew; the caller holds the lock."""
-        if self._watching:
-            self._own_waker.wake()
-        if self._leading and self._leader != threading.get_ident():
-            self._waker.wake()
 
     def start(self) -> None:
         """Start the own thread."""
@@ -163,7 +144,6 @@ class Poller(LeaderFollowers):
 
     def _lead(self, awaited: PolledMessage, end: float) -> None:
         try:
-            self._leader = threading.get_ident()
             self._leading = True
             if self._watching:
                 self._own_waker.wake()
@@ -296,15 +276,6 @@ class _PollSet:
     def add(self, descriptor: int, handler: Callable[[], None]) -> None:
         self._handlers[descriptor] = handler
         self._poll.register(descriptor, select.POLLIN)
-
-    def remove(self, descriptor: int) -> None:
-        if self._handlers.pop(descriptor, None) is not None:
-            self._poll.unregister(descriptor)
-
-    def want_room(self, descriptor: int, wanted: bool) -> None:
-        if descriptor in self._handlers:
-            events = select.POLLIN | select.POLLOUT if wanted else select.POLLIN
-            self._poll.modify(descriptor, events)
 
     def handlers(self) -> list[Callable[[], None]]:
         """What is called for all of them."""

@@ -1,32 +1,32 @@
 """The frames of the ``zmq`` transport, and the checks that a frame passes before it is believed.
 
 A frame is a header of fixed size, the signature of the array (see ``buffers.pack_signature``),
-and a payload. Numbers are little-endian. Control frames are ZeroMQ's messages; the frames that
-messages between ranks consist of follow one another on the data connection (``frame_socket.py``).
+and a payload, which travels as a part of its own. Numbers are little-endian.
 
 ======  ========================================================================================
-        on the ZeroMQ connection
-HELLO   first frame: JSON with the sender's rank and its proof of the job's token
-FAIL    the sender's job has failed: JSON with the reason, and the rank that is to blame if known
-BYE     no messages from the sender beyond the first ``size``, all is well; it has asked for
-        ``offset`` large ones, and still sends what it has offered
-QUERY   what are you doing?
-STATUS  the answer: JSON
-SEEN    the answer to FAIL, and to BYE once all that the sender of that had to send has come
-        on the data connection
-NOTE    JSON that a transport built on this one understands
+        messages
 EAGER   a whole small message
 OFFER   a large message is ready to be sent: its size, signature, and first ``offset`` bytes
 GRANT   the receiver has room for it
 DATA    bytes ``offset`` to ``offset + size`` of it
+TAKEN   the receiver has read the bytes before ``offset`` in memory, as announced by one of the
+        frames below; where LEND has announced all of them, this stands for GRANT, too
 MEMORY  the sender's memory introduces itself: see ``memory/shared.py``; ahead of all that follow
 LEND    as OFFER, but the first ``offset`` bytes are in the sender's memory; what is sent as
         signature begins with where: the numbers of the segment and of the byte in it
 PIECE   bytes ``offset`` to ``offset + size`` are in the sender's memory, at the place that is
         sent as signature
-TAKEN   the receiver has read the bytes before ``offset``, as announced by one of these frames;
-        where LEND has announced all of them, this stands for GRANT, too
 REFUSE  instead of GRANT: the sender's memory is out of reach, send all of it as DATA
+CREDIT  ``size`` bytes of payloads have come in all
+        what else the ranks tell each other
+FAIL    the sender's job has failed: JSON with the reason, and the rank that is to blame if known
+BYE     no messages from the sender beyond the first ``size``, all is well; it has asked for
+        ``offset`` large ones, and still sends what it has offered
+SEEN    the answer to FAIL, and to BYE once all that the sender of that had to send has come
+QUERY   what are you doing?
+STATUS  the answer: JSON
+LOST    JSON: what the sender has noticed, or heard, of a link that has broken
+NOTE    JSON that a transport built on this one understands
 ======  ========================================================================================
 """
 
@@ -40,20 +40,18 @@ from fsdpcore.core.buffers import MAX_SIGNATURE
 from fsdpcore.core.errors import ProtocolError
 
 _HEADER = struct.Struct("<IBBHQQQQQ")
-HEADER_BYTES = _HEADER.size
 _MAGIC = 0x31504446  # "FDP1"
-_VERSION = 3
+_VERSION = 4
 
-# Most that may come unasked: a control frame, a small message, or the beginning of a large one.
+# Most that may come unasked: a small message, the beginning of a large one, a text.
 MAX_INLINE = 1 << 20
 # Largest segment of a large message.
-MAX_SEGMENT = 1 << 24
+MAX_PAYLOAD = 1 << 24
 
 
 class FrameKind(enum.IntEnum):
     """What a frame is for."""
 
-    HELLO = 1
     EAGER = 2
     OFFER = 3
     GRANT = 4
@@ -69,22 +67,27 @@ class FrameKind(enum.IntEnum):
     TAKEN = 15
     REFUSE = 16
     NOTE = 17
+    CREDIT = 18
+    LOST = 19
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
-_CONTROL = frozenset(
+_WITH_JSON = frozenset({FrameKind.FAIL, FrameKind.STATUS, FrameKind.NOTE, FrameKind.LOST})
+_WITH_PAYLOAD = _WITH_JSON | {FrameKind.EAGER, FrameKind.DATA}
+MESSAGES = frozenset(
     {
-        FrameKind.HELLO,
-        FrameKind.FAIL,
-        FrameKind.BYE,
-        FrameKind.QUERY,
-        FrameKind.STATUS,
-        FrameKind.SEEN,
-        FrameKind.NOTE,
+        FrameKind.EAGER,
+        FrameKind.OFFER,
+        FrameKind.GRANT,
+        FrameKind.DATA,
+        FrameKind.MEMORY,
+        FrameKind.LEND,
+        FrameKind.PIECE,
+        FrameKind.TAKEN,
+        FrameKind.REFUSE,
+        FrameKind.CREDIT,
     }
 )
-_WITH_JSON = frozenset({FrameKind.HELLO, FrameKind.FAIL, FrameKind.STATUS, FrameKind.NOTE})
-_WITH_PAYLOAD = _WITH_JSON | {FrameKind.EAGER, FrameKind.DATA}
 _PLACE = struct.Struct("<QQ")
 _MAX_PLACED = _PLACE.size + MAX_SIGNATURE
 SegmentOffset = tuple[int, int]
@@ -102,14 +105,6 @@ class Frame(NamedTuple):
     signature: bytes = b""
     payload: Any = b""
 
-    def pack(self) -> bytes:
-        """Encode header, signature and payload; ``size`` is the payload's in a control frame."""
-        size = len(self.payload) if self.kind in _WITH_JSON else self.size
-        header = pack_header(
-            self.kind, self.channel, self.tag, self.message, size, self.offset, self.signature
-        )
-        return header + self.payload if self.payload else header
-
 
 def pack_header(
     kind: int,
@@ -120,67 +115,36 @@ def pack_header(
     offset: int = 0,
     signature: bytes = b"",
 ) -> bytes:
-    """Encode header and signature."""
+    """Encode header and signature; ``size`` is the payload's where there is one, but in OFFER."""
     header = _HEADER.pack(
         _MAGIC, _VERSION, kind, len(signature), channel, tag, message, size, offset
     )
     return header + signature if signature else header
 
 
-def unpack(data: bytes) -> Frame:
-    """Decode a control frame.
+def unpack(header: bytes, payload: Any = None) -> Frame:
+    """Decode a frame.
 
     Raises:
         ProtocolError: it is not one of this protocol, or its lengths do not fit.
     """
-    if len(data) < HEADER_BYTES:
-        raise ProtocolError(f"a frame of {len(data)} bytes is shorter than any header")
-    frame, signed, inline = _read_header(data, 0)
-    if frame.kind not in _CONTROL:
-        raise ProtocolError(f"a {frame.kind.name} frame where only control frames travel")
-    if len(data) != HEADER_BYTES + signed + inline:
-        raise ProtocolError(f"a {frame.kind.name} frame of {len(data)} bytes has the wrong length")
-    start = HEADER_BYTES + signed
-    return frame._replace(
-        signature=bytes(data[HEADER_BYTES:start]), payload=memoryview(data)[start:]
-    )
-
-
-def unpack_next(data: bytearray, start: int, end: int) -> tuple[Frame, int] | None:
-    """Decode header and signature of a frame of the data connection; None if they are not whole.
-
-    Returns:
-        The frame, and the size of the payload that follows.
-
-    Raises:
-        ProtocolError: it is not a frame of this protocol, or announces too much.
-    """
-    if end - start < HEADER_BYTES:
-        return None
-    frame, signed, inline = _read_header(data, start)
-    if frame.kind in _CONTROL:
-        raise ProtocolError(f"a {frame.kind.name} frame where only messages travel")
-    if not signed:
-        return frame, inline
-    start += HEADER_BYTES
-    if end - start < signed:
-        return None
-    return frame._replace(signature=bytes(data[start : start + signed])), inline
-
-
-def _read_header(data: bytes | bytearray, start: int) -> tuple[Frame, int, int]:
-    fields = _HEADER.unpack_from(data, start)
-    magic, version, code, signed, channel, tag, message, size, offset = fields
+    if len(header) < _HEADER.size:
+        raise ProtocolError(f"a frame of {len(header)} bytes is shorter than any header")
+    magic, version, code, signed, channel, tag, message, size, offset = _HEADER.unpack_from(header)
     if magic != _MAGIC or version != _VERSION:
         raise ProtocolError("a frame does not begin like one of this version of the protocol")
     kind = _KINDS.get(code)
     if kind is None:
         raise ProtocolError(f"a frame has the unknown kind {code}")
+    signature = header[_HEADER.size :]
+    most = _MAX_PLACED if kind is FrameKind.LEND else MAX_SIGNATURE
+    if len(signature) != signed or signed > most:
+        raise ProtocolError(f"a {kind.name} frame has the wrong length")
+    there = 0 if payload is None else len(payload)
     inline = size if kind in _WITH_PAYLOAD else offset if kind is FrameKind.OFFER else 0
-    limit = MAX_SEGMENT if kind is FrameKind.DATA else MAX_INLINE
-    if signed > (_MAX_PLACED if kind is FrameKind.LEND else MAX_SIGNATURE) or inline > limit:
-        raise ProtocolError(f"a {kind.name} frame announces {signed} + {inline} bytes: too many")
-    return Frame(kind, channel, tag, message, size, offset), signed, inline
+    if there != inline or there > (MAX_PAYLOAD if kind is FrameKind.DATA else MAX_INLINE):
+        raise ProtocolError(f"a {kind.name} frame announces {inline} bytes and has {there}")
+    return Frame(kind, channel, tag, message, size, offset, signature, payload)
 
 
 def pack_place(place: SegmentOffset) -> bytes:

@@ -16,10 +16,10 @@ from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.launch import failure_report, secret, supervision
 from fsdpcore.launch.addresses import is_loopback, parse_address
 from fsdpcore.launch.config import Config
+from fsdpcore.launch.endpoints import listen
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
 from fsdpcore.launch.failure_report import FailureReports
 from fsdpcore.launch.processes import LOOPBACK, meeting_point
-from fsdpcore.launch.rendezvous import listen
 from fsdpcore.launch.run.endings import RankEnds, ScriptExit, describe, ends_of
 from fsdpcore.launch.run.mpirun import run_launcher
 from fsdpcore.launch.run.output import OutputPipes, RankOutput

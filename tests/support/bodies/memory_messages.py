@@ -96,26 +96,26 @@ def both_ways_at_once(backend: fc.Backend) -> None:
 
 
 class _Counting:
-    """A socket that counts what it sends."""
+    """Counts the bytes that go over the link to a rank."""
 
-    def __init__(self, sock: Any) -> None:
-        self._sock = sock
+    def __init__(self, backend: Any, rank: int) -> None:
+        self._outlet = backend.control.peer(rank).channel.outlet
+        self._original = self._outlet._send
+        self._outlet._send = self._send
         self.sent = 0
 
-    def sendmsg(self, parts: Any) -> int:
-        count = int(self._sock.sendmsg(parts))
-        self.sent += count
-        return count
+    def _send(self, header: bytes, payload: Any) -> None:
+        self.sent += len(header) + (0 if payload is None else len(payload))
+        self._original(header, payload)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
+    def stop(self) -> None:
+        self._outlet._send = self._original
 
 
 def bytes_on_the_socket(backend: Any, shm: bool) -> None:
     """The payload of large messages goes through memory, or with ``shm=off`` the socket."""
     peer = 1 - backend.rank
-    sending = backend._peers[peer].peer_channel.frame_socket
-    sending._sock = counting = _Counting(sending._sock)
+    counting = _Counting(backend, peer)
     sizes = (300_000, 1 << 20, (5 << 20) + 3)
     for size in sizes:
         for make in (np.empty, backend.empty):
@@ -137,7 +137,7 @@ def bytes_on_the_socket(backend: Any, shm: bool) -> None:
     backend.send(small, peer)
     assert counting.sent - before >= small.size
     backend.recv(small, peer)
-    sending._sock = counting._sock
+    counting.stop()
 
 
 def leave_nothing(backend: Any, count: int) -> dict[str, list[int]]:
@@ -148,15 +148,15 @@ def leave_nothing(backend: Any, count: int) -> dict[str, list[int]]:
         pool = backend.memory._pool.nbytes
         _many(backend, count)
         after = soak._settled(backend, before["threads"])
-    for peer in backend._peers.values():
-        lending = peer.peer_channel._lending
+    for peer in backend.control.peers.values():
+        lending = peer.channel._lending
         end = time.monotonic() + 20
         while not lending.flushed and time.monotonic() < end:
             time.sleep(0.01)  # the last acknowledgement may be on its way
         assert lending.flushed
         assert (lending._first, lending._ahead, lending._withdrawn) == ({}, 0, set())
-        assert not peer.peer_channel._sending
-        assert not peer.peer_channel._receiving
+        assert not peer.channel._sending
+        assert not peer.channel._receiving
     assert backend.memory._pool.nbytes == pool
     return {name: [before[name], after[name]] for name in before}
 

@@ -1,0 +1,278 @@
+"""How a rank of the ``zmq`` transport joins its job: where it listens, and who is where."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import logging
+import os
+import re
+import resource
+import socket
+import struct
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from fsdpcore.comm.hosts import identity, number, warn_of_containers
+from fsdpcore.core.errors import ConfigError, RendezvousError
+from fsdpcore.core.work import Deadline
+from fsdpcore.launch.addresses import is_loopback, parse_address
+from fsdpcore.launch.endpoints import is_unspecified, listen, own_address, resolve
+
+from .keys import LEAST_SECRET, JobKeys
+from .meeting import Card, Meeting, MeetingHost, attend
+
+if TYPE_CHECKING:
+    from fsdpcore.comm.config import TransportConfig
+    from fsdpcore.comm.place import RankPlace
+
+_LOG = logging.getLogger("fsdpcore")
+_SIOCGIFADDR = 0x8915
+# Sockets that listen, ZeroMQ's own descriptors, and those of its threads.
+_OWN_FILES = 24
+_CURVE, _NONE = "curve", "none"
+
+Address = tuple[str, int]
+
+
+class JoinOptions(Protocol):
+    """What of ``ZmqOptions`` matters here."""
+
+    @property
+    def security(self) -> str:
+        """See ``ZmqOptions``."""
+
+    @property
+    def port(self) -> str:
+        """See ``ZmqOptions``."""
+
+    @property
+    def interface(self) -> str:
+        """See ``ZmqOptions``."""
+
+    @property
+    def host_id(self) -> str:
+        """See ``HostOptions``."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a rank knows once it has met the others.
+
+    Attributes:
+        hosts: the number of each rank's host.
+        addresses: where each rank is reached.
+        own: where this one listens.
+        listener: the TCP socket there.
+        sources: addresses from which the ranks connect.
+        nonce: what rank 0 has drawn.
+        encrypted: what travels between the ranks is encrypted.
+    """
+
+    hosts: tuple[int, ...]
+    addresses: list[Address]
+    own: Address
+    listener: socket.socket
+    sources: list[str]
+    nonce: bytes
+    encrypted: bool
+
+
+def ports(text: str) -> range:
+    """Read ``port``: 0, N or N-M.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text)
+    first = int(found[1]) if found else -1
+    last = int(found[2]) if found and found[2] else first
+    if not 0 <= first <= last <= 65535 or (first == 0 and last > 0):
+        raise ConfigError(f"port must be 0, N or N-M, with ports up to 65535; got {text!r}")
+    return range(first, last + 1)
+
+
+def meeting_point(place: RankPlace, config: TransportConfig, scheme: str) -> Address:
+    """Where the ranks meet: what the launcher says, or the address in the URL.
+
+    Raises:
+        ConfigError: neither says.
+    """
+    if place.rendezvous is not None:
+        return parse_address(place.rendezvous)
+    if config.port:
+        return config.host, config.port
+    hint = ""
+    # What else is built on this transport does something that MPI does not.
+    if place.mpi and scheme == "zmq" and importlib.util.find_spec("mpi4py") is None:
+        hint = '; or install mpi4py (pip install "fsdpcore[mpi]"), and use mpi'
+    raise ConfigError(
+        f"{place.launcher} does not say where the ranks can meet over ZeroMQ: name an address that "
+        f"the host of rank 0 has, as in --transport {scheme}://HOST:PORT{hint}"
+    )
+
+
+def meet(
+    context: zmq.Context[zmq.Socket[bytes]],
+    place: RankPlace,
+    keys: JobKeys,
+    address: Address,
+    options: JoinOptions,
+    deadline: Deadline,
+) -> Joined:
+    """Listen, meet the other ranks, and work out who is where. Blocks.
+
+    Raises:
+        RendezvousError: ranks are missing at the deadline, or disagree about the job.
+        ConfigError: the job needs a secret and has none.
+    """
+    _make_room(place)
+    version = metadata.version("fsdpcore")
+    with contextlib.ExitStack() as stack:
+        if place.rank == 0:
+            listener = stack.enter_context(_listen_first(place, address, options))
+            own = _address_of(listener)
+            encrypted = _check_security(place, own[0], options.security)
+            host = MeetingHost(context, place, keys, os.dup(listener.fileno()), own, version)
+            met = host.meet(_card(own, encrypted, options), deadline)
+        else:
+            found = resolve(address, deadline)
+            here = _interface_address(options.interface) or own_address(found[0], address[1])
+            encrypted = _check_security(place, here, options.security)
+            listener = stack.enter_context(_listen_at(here, ports(options.port), place.rank))
+            own = _address_of(listener)
+            card = _card(own, encrypted, options)
+            met = attend(context, place, keys, address, card, deadline, version)
+        return _joined(place, met, own, listener, options)
+
+
+def _make_room(place: RankPlace) -> None:
+    """Raise the limit of open files to what the job needs, as far as the system allows.
+
+    Raises:
+        ConfigError: rank 0 could not let all ranks meet.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
+    # Each rank has a connection to rank 0 until all have met; ZeroMQ needs a few files besides.
+    needed = opened + _OWN_FILES + (place.world_size if place.rank == 0 else 0)
+    wanted = needed + 2 * place.world_size
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise ConfigError(
+            f"rank 0 needs {needed} open files to let {place.world_size} ranks meet, and may have "
+            f"{allowed}: raise the limit (ulimit -Hn) where it is started"
+        )
+
+
+def _joined(
+    place: RankPlace,
+    met: Meeting,
+    own: Address,
+    listener: socket.socket,
+    options: JoinOptions,
+) -> Joined:
+    cards = met.cards
+    identities = [str(card.get("host")) for card in cards]
+    if place.rank == 0 and not options.host_id:
+        warn_of_containers(identities)
+    addresses = [_reach(card, met.reached) for card in cards]
+    sources = {address[0] for address in addresses}
+    sources |= {str(card["seen"]) for card in cards if card.get("seen")}
+    if any(is_loopback(source) for source in sources):
+        sources |= {"127.0.0.1", "::1"}
+    return Joined(
+        number(identities),
+        addresses,
+        own,
+        listener.dup(),
+        [source.partition("%")[0] for source in sources if (":" in source) == (":" in own[0])],
+        met.nonce,
+        # A rank may listen where others reach it that meets the rest at the loopback address.
+        any(card.get("encrypted") for card in cards),
+    )
+
+
+def _reach(card: Card, reached: str) -> Address:
+    """Where a rank is reached; ``reached`` is where rank 0 was."""
+    host, port = card["address"]
+    if is_unspecified(host):
+        host = card.get("seen") or reached
+    return str(host), int(port)
+
+
+def _card(own: Address, encrypted: bool, options: JoinOptions) -> Card:
+    return {"address": own, "encrypted": encrypted, "host": identity(options.host_id)}
+
+
+def _check_security(place: RankPlace, host: str, security: str) -> bool:
+    """Return whether to encrypt.
+
+    Raises:
+        ConfigError: others could read and join, and there is no secret that keeps them out.
+    """
+    if security == _NONE:
+        if place.rank == 0 and not is_loopback(host):
+            _LOG.warning(
+                "security=none: whoever reaches %s can read and change what the ranks send", host
+            )
+        return False
+    if security != _CURVE and is_loopback(host):
+        return False
+    if len(place.token) < LEAST_SECRET:
+        what = "has no secret" if not place.token else "has a secret that can be guessed"
+        raise ConfigError(
+            f"the job {what}, and other machines reach {host}: put one into FSDPCORE_TOKEN, or "
+            "into a file that FSDPCORE_TOKEN_FILE names, the same for all ranks; "
+            "'openssl rand -hex 32' makes one. On a network where everybody is trusted, "
+            "security=none does without"
+        )
+    return True
+
+
+# Listening.
+
+
+def _listen_first(place: RankPlace, address: Address, options: JoinOptions) -> socket.socket:
+    if place.listener_fd is not None:
+        # A duplicate: the launcher's descriptor stays open for a later meeting.
+        return socket.socket(fileno=os.dup(place.listener_fd))
+    return listen(_interface_address(options.interface) or address[0], address[1])
+
+
+def _listen_at(host: str, allowed: range, rank: int) -> socket.socket:
+    for port in allowed[:-1]:
+        with contextlib.suppress(RendezvousError):
+            return listen(host, port)
+    try:
+        return listen(host, allowed[-1])
+    except RendezvousError as error:
+        which = f"ports {allowed[0]} to {allowed[-1]}" if len(allowed) > 1 else "port"
+        raise RendezvousError(f"rank {rank} finds no free {which}: {error}") from error
+
+
+def _address_of(listener: socket.socket) -> Address:
+    host, port = listener.getsockname()[:2]
+    return str(host), int(port)
+
+
+def _interface_address(interface: str) -> str:
+    """The address that ``interface`` names, by itself or as a network interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        return interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            raise ConfigError(f"interface {interface} has no IPv4 address: {error}") from error
+    return socket.inet_ntoa(answer[20:24])

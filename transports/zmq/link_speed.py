@@ -1,0 +1,110 @@
+"""How fast the links between the hosts of a job are, measured when it begins.
+
+One rank of each host, its leader, sends to that of the next host and receives from that of the
+one before, all at the same time: first a few bytes there and back, then more and more until that
+takes long enough to tell the rate. That is a fraction of a second. The slowest link counts for all,
+so that all ranks go by the same numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdpcore.collectives import all_reduce, broadcast
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.capabilities import Capabilities
+from fsdpcore.core.policy import Costs
+from fsdpcore.core.work import Deadline
+
+from .outlet import Flow
+
+_ROUNDS = 4
+# 64 KiB to 4 MiB, the last of them again and again: TCP begins slowly. As long as bytes come faster
+# than before by that factor, their rate is not what the link carries; nor if they take less than
+# that time beyond the round trip.
+_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 4 << 20, 4 << 20)
+_GROWTH = 1.2
+_ENOUGH_SECONDS = 0.03
+# How long what is sent may wait behind what was sent before.
+_QUEUE_SECONDS = 0.005
+_LEAST_WINDOW, _MOST_WINDOW = 32 << 10, 16 << 20
+_LEAST_SEGMENT = 8 << 10
+_LEAST_AHEAD = 256 << 10
+
+
+class LinkSpeed(NamedTuple):
+    """The slowest of the links between hosts: seconds of a round trip, and bytes per second."""
+
+    round_trip: float
+    rate: float
+
+    def costs(self, capabilities: Capabilities) -> Costs:
+        """What messages cost over it."""
+        latency, beta = self.round_trip / 2, 1 / self.rate
+        return Costs(capabilities.alpha, beta, capabilities.gamma, latency)
+
+    def flow(self, most: int) -> Flow:
+        """How bytes go over it, so that none wait for longer than they must.
+
+        Args:
+            most: bytes of a segment.
+        """
+        window = int(self.rate * (self.round_trip + _QUEUE_SECONDS))
+        window = min(max(window, _LEAST_WINDOW), _MOST_WINDOW)
+        queue = max(int(self.rate * _QUEUE_SECONDS / 2), _LEAST_SEGMENT)
+        return Flow(min(queue, window // 2, most), window, max(window, _LEAST_AHEAD))
+
+
+def measure(backend: Backend, deadline: Deadline) -> LinkSpeed:
+    """Measure the links between the hosts of a job; all its ranks call this. Blocks.
+
+    Raises:
+        The errors of a collective.
+    """
+    hosts = backend.hosts
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    found = np.zeros(2)
+    group = backend.sub(range(backend.world_size), name="link speed")
+    if backend.rank in leaders:
+        among = backend.sub(leaders, name="link speed of leaders")
+        found[:] = _measure(among, deadline)
+        among.close()
+    broadcast(found, group, out=found, timeout=deadline.remaining())
+    group.close()
+    return LinkSpeed(*found.tolist())
+
+
+def _measure(group: Backend, deadline: Deadline) -> LinkSpeed:
+    """Measure among the leaders."""
+    there, back = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+    few = np.zeros(8, np.uint8)
+
+    def trip(array: np.ndarray[tuple[int], np.dtype[np.uint8]], dst: int, src: int) -> None:
+        sending = group.isend(array, dst)
+        group.recv(np.empty_like(array), src, timeout=deadline.remaining())
+        sending.wait(deadline.remaining())
+
+    def slowest(seconds: float) -> float:
+        result = all_reduce(np.array([seconds]), group, op="max", timeout=deadline.remaining())
+        return float(result[0])
+
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        trip(few, there, back)
+        trip(few, back, there)
+        times.append(time.perf_counter() - start)
+    round_trip = slowest(min(times))
+    rate = 0.0
+    for size in _SIZES:
+        array = np.zeros(size, np.uint8)
+        start = time.perf_counter()
+        trip(array, there, back)
+        seconds = slowest(time.perf_counter() - start) - round_trip / 2
+        before, rate = rate, max(rate, size / max(seconds, 1e-6))
+        if seconds > _ENOUGH_SECONDS + round_trip and rate < _GROWTH * before:
+            break
+    return LinkSpeed(round_trip, rate)

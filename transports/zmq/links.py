@@ -1,0 +1,269 @@
+"""``Links``: the ZeroMQ sockets of a rank, through which everything from and to the others goes.
+
+There are two, whatever the number of ranks: an *inbox*, where the others connect, and an *outbox*,
+which connects to them. A link leads from one rank to another; it is made when it is first used, and
+carries frames in one direction. So two ranks never connect to each other by the same link, and one
+thread can read while another one sends.
+
+ZeroMQ's sockets lose messages without a word: what was queued for a connection that broke, or what
+they cannot route. Here every frame of a link has its number, nothing connects a second time, and
+no queue of ZeroMQ's has a limit: ``Outlet`` keeps them short. A link that has broken stays broken.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import zmq
+
+from fsdpcore.core.errors import ProtocolError
+from fsdpcore.launch.addresses import join_address
+
+from .keys import JobKeys
+from .wire import MAX_PAYLOAD
+
+_NOBLOCK, _MORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+_EVENT = struct.Struct("=Hi")  # what happened, and the descriptor that it happened to
+_NUMBER = struct.Struct("<Q")  # of a frame in its link, before its header
+# A connection that breaks has lost data: never reconnect behind the scenes. The value that means
+# never, -1, makes libzmq 4.3.5 hang when such a socket is closed at the wrong moment.
+_NEVER_MS = 10 * 24 * 3600 * 1000
+# Who has connected must have shown that it knows the job's secret within this time.
+_HANDSHAKE_MS = 5_000
+_GREETED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_REFUSED = int(
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_BROKEN = int(zmq.EVENT_DISCONNECTED)
+_ACCEPTED = int(zmq.EVENT_ACCEPTED)
+
+Socket = zmq.Socket[bytes]
+Address = tuple[str, int]
+
+
+class Arrival(NamedTuple):
+    """A frame that has come: from which rank, its header and signature, and its payload."""
+
+    rank: int
+    header: bytes
+    payload: memoryview | None
+
+
+class Links:
+    """All links from and to one rank; called with the lock of the connections held.
+
+    Args:
+        context: of this rank.
+        rank, world_size: of this process, in the job.
+        keys: of the job.
+        encrypted: whether what travels is encrypted.
+        heartbeat: seconds after which a connection that is silent counts as broken.
+        lost: called with the number of a rank when a link from or to it has broken, and with
+            whether it was the one to it.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        rank: int,
+        world_size: int,
+        keys: JobKeys,
+        *,
+        encrypted: bool,
+        heartbeat: float,
+        lost: Callable[[int, bool], None],
+    ) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._keys, self._encrypted = keys, encrypted
+        self._lost = lost
+        self._inbox = _socket(context, heartbeat)
+        self._outbox = _socket(context, heartbeat)
+        self._outbox.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._outbox.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * heartbeat))
+        inbound = _ACCEPTED | _BROKEN
+        self._inbound: Socket = self._inbox.get_monitor_socket(inbound)
+        self._outbound: Socket = self._outbox.get_monitor_socket(_REFUSED | _BROKEN)
+        for monitor in (self._inbound, self._outbound):
+            _events(monitor)  # its descriptor tells of nothing until somebody has looked once
+        self._nonce = b""
+        self._endpoints: list[str] = []
+        # How many frames have come from each rank, and were sent to it; by the names of the links.
+        self._sources: dict[bytes, int] = {}
+        self._received: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
+        self._names: dict[int, bytes] = {}
+        # Which rank is at the other end: of descriptors of the inbox, and of what was connected to.
+        self._descriptors: dict[int, int] = {}
+        self._closed: set[int] = set()
+        self._by_endpoint: dict[str, int] = {}
+
+    def watched(
+        self, receive: Callable[[], None], look: Callable[[], None]
+    ) -> list[tuple[int, Callable[[], None]]]:
+        """Descriptors to poll for input, each with which of the two to call then."""
+        sockets = ((self._inbox, receive), (self._inbound, look), (self._outbound, look))
+        return [(int(sock.getsockopt(zmq.FD)), call) for sock, call in sockets]
+
+    # Beginning.
+
+    def listen(self, listener: socket.socket, address: Address, sources: Iterable[str]) -> None:
+        """Let the other ranks connect.
+
+        Args:
+            listener: a TCP socket that listens; ZeroMQ's from now on.
+            address: where it does.
+            sources: addresses that ranks come from; nobody else is let in. Empty for all.
+        """
+        inbox = self._inbox
+        inbox.setsockopt(zmq.IPV6, ":" in address[0])
+        for source in sources:
+            inbox.setsockopt_string(zmq.TCP_ACCEPT_FILTER, source)
+        if self._encrypted:
+            inbox.setsockopt(zmq.CURVE_SERVER, 1)
+            inbox.setsockopt(zmq.CURVE_SECRETKEY, self._keys.listening(self._rank).secret)
+        inbox.setsockopt(zmq.USE_FD, listener.detach())
+        inbox.bind(f"tcp://{join_address(*address)}")
+
+    def introduce(self, nonce: bytes, addresses: Iterable[Address]) -> None:
+        """Say where the ranks listen, and what rank 0 has drawn for the names of links."""
+        self._nonce = nonce
+        self._endpoints = [f"tcp://{join_address(*address)}" for address in addresses]
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                self._sources[self._keys.link_name(rank, self._rank, nonce)] = rank
+
+    def open(self, rank: int) -> bool:
+        """Connect to a rank; return False if that was done before. What is sent meanwhile waits."""
+        if rank in self._names:
+            return False
+        self._names[rank] = to = b"to %d" % rank
+        self._sent[rank] = 0
+        outbox, endpoint = self._outbox, self._endpoints[rank]
+        self._by_endpoint[endpoint] = rank
+        outbox.setsockopt(zmq.IPV6, "[" in endpoint)
+        outbox.setsockopt(zmq.CONNECT_ROUTING_ID, to)
+        name = self._keys.link_name(self._rank, rank, self._nonce)
+        outbox.setsockopt(zmq.ROUTING_ID, name)
+        if self._encrypted:
+            public, secret = zmq.curve_keypair()
+            outbox.setsockopt(zmq.CURVE_SERVERKEY, self._keys.listening(rank).public)
+            outbox.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            outbox.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        outbox.connect(endpoint)
+        return True
+
+    # Frames.
+
+    def send(self, rank: int, header: bytes, payload: Any = None) -> None:
+        """Send a frame to a rank, connecting first if need be; ZeroMQ copies it.
+
+        A link that has broken takes what is sent, and drops it: ``lost`` was or will be called.
+        """
+        name = self._names.get(rank)
+        if name is None:
+            self.open(rank)
+            name = self._names[rank]
+        number = self._sent[rank]
+        self._sent[rank] = number + 1
+        outbox = self._outbox
+        try:
+            outbox.send(name, _MORE | _NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return
+            raise
+        if payload is None:
+            outbox.send(_NUMBER.pack(number) + header, _NOBLOCK)
+        else:
+            outbox.send(_NUMBER.pack(number) + header, _MORE | _NOBLOCK)
+            outbox.send(payload, _NOBLOCK)
+
+    def receive(self) -> Arrival | None:
+        """Return the next frame that has come; None if there is none. Never blocks.
+
+        Raises:
+            ProtocolError: a frame is missing before it, or has the wrong number of parts.
+        """
+        inbox = self._inbox
+        while True:
+            try:
+                name = inbox.recv(_NOBLOCK)
+            except zmq.Again:
+                return None
+            parts = [inbox.recv(copy=False)]
+            while parts[-1].more:
+                parts.append(inbox.recv(copy=False))
+            rank = self._sources.get(name)
+            if rank is not None:
+                return self._checked(rank, parts)
+
+    def _checked(self, rank: int, parts: list[zmq.Frame]) -> Arrival:
+        head = parts[0].bytes
+        number = self._received.get(rank, 0)
+        if len(parts) > 2 or len(head) < _NUMBER.size or _NUMBER.unpack_from(head)[0] != number:
+            raise ProtocolError(f"frames from rank {rank} are missing, or are none of ours")
+        if number == 0:
+            self._descriptors[int(parts[0].get(zmq.SRCFD))] = rank
+            self._look_inbound()
+        self._received[rank] = number + 1
+        payload = parts[1].buffer if len(parts) == 2 else None
+        return Arrival(rank, head[_NUMBER.size :], payload)
+
+    # The connections.
+
+    def look(self) -> None:
+        """Find links that have broken, and call ``lost`` for them."""
+        self._look_inbound()
+        for _, _, endpoint in _events(self._outbound):
+            rank = self._by_endpoint.get(endpoint)
+            if rank is not None:
+                self._lost(rank, True)
+
+    def _look_inbound(self) -> None:
+        for event, descriptor, _ in _events(self._inbound):
+            if event & _ACCEPTED:
+                self._closed.discard(descriptor)
+            else:
+                self._closed.add(descriptor)
+        # Strangers come and go, too: only who has sent a frame is known.
+        for descriptor in self._closed & set(self._descriptors):
+            self._lost(self._descriptors.pop(descriptor), False)
+
+    def close(self, seconds: float) -> None:
+        """Close all connections; what was sent has that long to leave."""
+        for sock in (self._inbox, self._outbox):
+            sock.disable_monitor()
+        for monitor in (self._inbound, self._outbound):
+            monitor.close(0)
+        self._inbox.close(0)
+        self._outbox.close(int(1000 * seconds))
+
+
+def _socket(context: zmq.Context[Socket], heartbeat: float) -> Socket:
+    sock: Socket = context.socket(zmq.ROUTER)
+    sock.setsockopt(zmq.SNDHWM, 0)
+    sock.setsockopt(zmq.RCVHWM, 0)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD)
+    sock.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    # A host that is lost says nothing. ZeroMQ's own threads ask, without the interpreter.
+    fifth = max(int(200 * heartbeat), 1)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, fifth)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * fifth)
+    return sock
+
+
+def _events(monitor: Socket) -> list[tuple[int, int, str]]:
+    found = []
+    while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
+        record, endpoint = monitor.recv_multipart(_NOBLOCK)
+        event, value = _EVENT.unpack(record)
+        found.append((event, value, endpoint.decode()))
+    return found

@@ -1,0 +1,375 @@
+"""How the ranks of a job find each other: rank 0 collects a card from each, and hands out all.
+
+It goes over ZeroMQ with CURVE, whatever ``security`` says: who does not know the job's secret gets
+no further than the handshake, and nobody who reads the network learns anything. A joining rank
+needs one connection, and rank 0 one for each. When all have their table, rank 0 ends the meeting,
+and the port is free for the links to it (``links.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from fsdpcore.comm.place import RankPlace
+from fsdpcore.core.errors import RendezvousError
+from fsdpcore.core.text import name_ranks
+from fsdpcore.core.work import Deadline
+from fsdpcore.launch.addresses import is_loopback, join_address
+from fsdpcore.launch.endpoints import resolve
+
+from .keys import NONCE_BYTES, JobKeys, KeyPair
+
+Card = dict[str, Any]
+Socket = zmq.Socket[bytes]
+
+_PROTOCOL = 2
+_MAX_CARD = 1 << 16
+_MAX_TABLE = 1 << 28
+_RETRY_MS = 50
+# Rank 0 gives up at the deadline; the others leave it this long to tell them who was missing.
+_GRACE_SECONDS = 2.0
+_HANDSHAKE_MS = 10_000
+_EVENT = struct.Struct("=Hi")
+_GREETED, _BROKEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
+_UNLIKE = int(
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What came of a meeting.
+
+    Attributes:
+        cards: of all ranks, in rank order.
+        nonce: what rank 0 has drawn, the same on all ranks and unlike any other job's.
+        reached: the address at which rank 0 was.
+    """
+
+    cards: list[Card]
+    nonce: bytes
+    reached: str
+
+
+class MeetingHost:
+    """Rank 0's side of one meeting.
+
+    Args:
+        context: of this rank.
+        place: of rank 0.
+        keys: of the job.
+        descriptor: of the TCP socket at which it listens; ZeroMQ's from now on.
+        address: where it does.
+        version: of the package, which all ranks must have.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        place: RankPlace,
+        keys: JobKeys,
+        descriptor: int,
+        address: tuple[str, int],
+        version: str,
+    ) -> None:
+        self._place, self._address, self._version = place, address, version
+        self._names: dict[int, bytes] = {0: b""}
+        self._descriptors: dict[int, int] = {}
+        self._cards: dict[int, Card] = {}
+        self._closed: set[int] = set()
+        self._socket: Socket = context.socket(zmq.ROUTER)
+        sock = self._socket
+        _set_up(sock, address[0], _MAX_CARD)
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, keys.meeting().secret)
+        sock.setsockopt(zmq.USE_FD, descriptor)
+        self._monitor: Socket = sock.get_monitor_socket(_BROKEN | zmq.EVENT_ACCEPTED)
+        sock.bind(f"tcp://{join_address(*address)}")
+
+    def meet(self, card: Card, deadline: Deadline) -> Meeting:
+        """Collect the cards, and hand out all; blocks. See ``meet``."""
+        self._cards[0] = card
+        try:
+            self._collect(deadline)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            cards = [self._cards[rank] for rank in range(self._place.world_size)]
+            self._tell({"table": cards, "nonce": nonce.hex()})
+            self._await_thanks(Deadline(max(deadline.remaining(), _GRACE_SECONDS)))
+            return Meeting(cards, nonce, self._address[0])
+        except RendezvousError as error:
+            self._tell({"error": str(error)})
+            raise
+        finally:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(int(1000 * _GRACE_SECONDS))
+
+    def _poll(self, deadline: Deadline) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.poll(int(1000 * deadline.remaining()) + 1)
+
+    def _collect(self, deadline: Deadline) -> None:
+        missing = self._missing()
+        while missing:
+            if deadline.remaining() <= 0:
+                raise RendezvousError(self._describe_missing(missing, deadline.seconds))
+            self._poll(deadline)
+            while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._admit(*self._socket.recv_multipart(copy=False))
+            self._look_for_losses()
+            missing = self._missing()
+
+    def _missing(self) -> list[int]:
+        return sorted(set(range(self._place.world_size)) - set(self._cards))
+
+    def _describe_missing(self, missing: list[int], seconds: float) -> str:
+        host, hint = self._address[0], ""
+        if self._place.local_world_size < self._place.world_size and is_loopback(host):
+            hint = "; no other host reaches that address, name one that this host has"
+        elif len(missing) == self._place.world_size - 1:
+            hint = "; if they were started, is their secret (FSDPCORE_TOKEN) the same one?"
+        return (
+            f"{name_ranks(missing)} of {self._place.world_size} did not come to the rendezvous at "
+            f"{join_address(*self._address)} within {seconds:g} s{hint}"
+        )
+
+    def _look_for_losses(self) -> None:
+        for event, descriptor in _events(self._monitor):
+            if not event & _BROKEN:
+                self._closed.discard(descriptor)
+                continue
+            self._closed.add(descriptor)
+            rank = self._descriptors.get(descriptor)
+            if rank is not None:
+                raise RendezvousError(
+                    f"rank {rank} was lost while the ranks met: its process ended, or the network "
+                    "between it and rank 0 failed"
+                )
+
+    def _admit(self, name: zmq.Frame, *parts: zmq.Frame) -> None:
+        try:
+            message = json.loads(parts[0].bytes) if len(parts) == 1 else None
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            return  # who knows the secret sends what is right
+        rank, size, card = message.get("rank"), message.get("world_size"), message.get("card")
+        try:
+            self._check(rank, size, message)
+            if not isinstance(rank, int) or not isinstance(card, dict):
+                raise RendezvousError(f"rank {rank} came without a card")
+        except RendezvousError as error:
+            self._say([name.bytes], {"error": str(error)})  # the others hear of it, too
+            raise
+        card.setdefault("seen", parts[0].get("Peer-Address"))
+        self._names[rank], self._cards[rank] = name.bytes, card
+        self._descriptors[int(parts[0].get(zmq.SRCFD))] = rank
+
+    def _check(self, rank: Any, size: Any, message: dict[str, Any]) -> None:
+        place = self._place
+        theirs, ours = message.get("version"), self._version
+        if message.get("fsdpcore") != _PROTOCOL or theirs != ours:
+            raise RendezvousError(
+                f"rank {rank} runs fsdpcore {theirs}, rank 0 {ours}: install one version everywhere"
+            )
+        if size != place.world_size:
+            raise RendezvousError(
+                f"rank {rank} was started for a job of {size} ranks, rank 0 for one of "
+                f"{place.world_size}"
+            )
+        if type(rank) is not int or not 0 <= rank < place.world_size:
+            raise RendezvousError(f"a process came as rank {rank} of {size}, which does not exist")
+        if rank in self._cards:
+            raise RendezvousError(
+                f"two processes came as rank {rank}; every rank must be started once"
+            )
+
+    def _tell(self, content: dict[str, Any]) -> None:
+        self._say([name for rank, name in self._names.items() if rank], content)
+
+    def _say(self, names: list[bytes], content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        for name in names:
+            self._socket.send_multipart([name, data])
+
+    def _await_thanks(self, deadline: Deadline) -> None:
+        """Wait until all have their table; who is lost now is found missing by its links."""
+        waiting = set(self._names) - {0}
+        names = {name: rank for rank, name in self._names.items()}
+        while waiting and deadline.remaining() > 0:
+            self._poll(deadline)
+            while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                waiting.discard(names.get(self._socket.recv_multipart()[0], 0))
+            for event, descriptor in _events(self._monitor):
+                if event & _BROKEN:
+                    waiting.discard(self._descriptors.get(descriptor, 0))
+
+
+def attend(
+    context: zmq.Context[Socket],
+    place: RankPlace,
+    keys: JobKeys,
+    address: tuple[str, int],
+    card: Card,
+    deadline: Deadline,
+    version: str,
+) -> Meeting:
+    """Every other rank's side: bring the card, wait for the table.
+
+    Raises:
+        RendezvousError: rank 0 is not there, has another secret, or refuses the job.
+    """
+    message = {"fsdpcore": _PROTOCOL, "version": version, "rank": place.rank}
+    message |= {"world_size": place.world_size, "card": card}
+    with contextlib.ExitStack() as stack:
+        guests = [
+            stack.enter_context(_Guest(context, keys.meeting(), found, address[1]))
+            for found in resolve(address, deadline)
+        ]
+        attendance = _Attendance(guests, place.rank, address, deadline)
+        answer, reached = attendance.answer(message)
+    if "error" in answer:
+        raise RendezvousError(str(answer["error"]))
+    cards, nonce = answer.get("table"), answer.get("nonce")
+    if isinstance(cards, list) and len(cards) == place.world_size and isinstance(nonce, str):
+        with contextlib.suppress(ValueError):
+            return Meeting(cards, bytes.fromhex(nonce), reached)
+    raise RendezvousError(f"rank 0 sent rank {place.rank} a table that makes no sense")
+
+
+class _Guest:
+    """A connection to one of the addresses that rank 0 may have."""
+
+    def __init__(self, context: zmq.Context[Socket], server: KeyPair, host: str, port: int) -> None:
+        self.host = host
+        self.socket: Socket = context.socket(zmq.DEALER)
+        self.greeted = self.refused = False
+        sock = self.socket
+        _set_up(sock, host, _MAX_TABLE)
+        # Rank 0 may come later than the others.
+        sock.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
+        public, secret = zmq.curve_keypair()
+        sock.setsockopt(zmq.CURVE_SERVERKEY, server.public)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self.monitor: Socket = sock.get_monitor_socket(_GREETED | _BROKEN | _UNLIKE)
+        sock.connect(f"tcp://{join_address(host, port)}")
+
+    def look(self) -> bool:
+        """Note what happened to the connection; return whether it broke after the greeting."""
+        for event, _ in _events(self.monitor):
+            if event & _GREETED:
+                self.greeted = True
+            elif event & _UNLIKE:
+                self.refused = True
+            elif self.greeted:
+                return True
+        return False
+
+    def __enter__(self) -> _Guest:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+
+class _Attendance:
+    """The wait of a rank for rank 0's answer, at whichever of its addresses that is found first."""
+
+    def __init__(
+        self, guests: list[_Guest], rank: int, address: tuple[str, int], deadline: Deadline
+    ) -> None:
+        self._guests, self._rank, self._deadline = guests, rank, deadline
+        self._where = f"the rendezvous at {join_address(*address)}"
+        self._poller = zmq.Poller()
+        for guest in guests:
+            self._poller.register(guest.monitor, zmq.POLLIN)
+
+    def answer(self, message: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        guest = self._greeted()
+        guest.socket.send(json.dumps(message).encode())
+        self._poller = zmq.Poller()
+        self._poller.register(guest.monitor, zmq.POLLIN)
+        self._poller.register(guest.socket, zmq.POLLIN)
+        end = time.monotonic() + self._deadline.remaining() + _GRACE_SECONDS
+        while time.monotonic() < end:
+            self._poller.poll(int(1000 * (end - time.monotonic())) + 1)
+            ended = guest.look()  # first, since the answer may come, and then the end
+            with contextlib.suppress(zmq.Again):
+                answer = self._understood(guest.socket.recv(zmq.NOBLOCK))
+                if "table" in answer and not ended:
+                    self._thank(guest, end)
+                return answer, guest.host
+            if ended:
+                raise RendezvousError(
+                    f"rank 0 ended {self._where} without an answer to rank {self._rank}: it failed"
+                )
+        raise RendezvousError(
+            f"rank 0 did not answer rank {self._rank} at {self._where} within "
+            f"{self._deadline.seconds:g} s"
+        )
+
+    def _understood(self, data: bytes) -> dict[str, Any]:
+        try:
+            return dict(json.loads(data))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RendezvousError(
+                f"rank 0 sent rank {self._rank} an answer that makes no sense"
+            ) from error
+
+    def _thank(self, guest: _Guest, end: float) -> None:
+        """Say that the table is there, and wait until the port is free for links to rank 0."""
+        guest.socket.send(b"{}")
+        while not guest.look() and time.monotonic() < end:
+            guest.monitor.poll(int(1000 * (end - time.monotonic())) + 1)
+
+    def _greeted(self) -> _Guest:
+        while self._deadline.remaining() > 0:
+            self._poller.poll(int(1000 * self._deadline.remaining()) + 1)
+            for guest in self._guests:
+                guest.look()
+                if guest.greeted:
+                    return guest
+        if any(guest.refused for guest in self._guests):
+            raise RendezvousError(
+                f"who listens at {self._where[len('the rendezvous at ') :]} does not know the "
+                f"secret of rank {self._rank} (FSDPCORE_TOKEN, FSDPCORE_TOKEN_FILE), or is no rank "
+                "of this version of fsdpcore"
+            )
+        raise RendezvousError(
+            f"rank {self._rank} found no rank 0 at {self._where} within "
+            f"{self._deadline.seconds:g} s"
+        )
+
+
+def _set_up(sock: Socket, host: str, most: int) -> None:
+    sock.setsockopt(zmq.IPV6, ":" in host)
+    sock.setsockopt(zmq.SNDHWM, 0)
+    sock.setsockopt(zmq.RCVHWM, 0)
+    sock.setsockopt(zmq.MAXMSGSIZE, most)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    # A rank that waits for the others hears of rank 0's end even if its host is lost.
+    sock.setsockopt(zmq.HEARTBEAT_IVL, 1_000)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5_000)
+
+
+def _events(monitor: Socket) -> list[tuple[int, int]]:
+    found = []
+    while int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        event, value = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+        found.append((event, value))
+    return found
