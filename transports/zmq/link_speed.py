@@ -28,6 +28,8 @@ _ROUNDS = 4
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 4 << 20, 4 << 20)
 _GROWTH = 1.2
 _ENOUGH_SECONDS = 0.03
+# Who takes less than that for 1 MiB is too fast for segments and windows to matter.
+_FAST_SECONDS = 0.005
 # How long what is sent may wait behind what was sent before.
 _QUEUE_SECONDS = 0.005
 _LEAST_WINDOW, _MOST_WINDOW = 32 << 10, 16 << 20
@@ -106,5 +108,7 @@ def _measure(group: Backend, deadline: Deadline) -> LinkSpeed:
         seconds = slowest(time.perf_counter() - start) - round_trip / 2
         before, rate = rate, max(rate, size / max(seconds, 1e-6))
         if seconds > _ENOUGH_SECONDS + round_trip and rate < _GROWTH * before:
+            break
+        if size >= 1 << 20 and seconds < _FAST_SECONDS:
             break
     return LinkSpeed(round_trip, rate)
