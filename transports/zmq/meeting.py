@@ -151,12 +151,12 @@ class MeetingHost:
                 self._closed.discard(descriptor)
                 continue
             self._closed.add(descriptor)
-            rank = self._descriptors.get(descriptor)
-            if rank is not None:
-                raise RendezvousError(
-                    f"rank {rank} was lost while the ranks met: its process ended, or the network "
-                    "between it and rank 0 failed"
-                )
+        # A card may be read after the end of its connection was seen.
+        for descriptor in self._closed & set(self._descriptors):
+            raise RendezvousError(
+                f"rank {self._descriptors[descriptor]} was lost while the ranks met: its process "
+                "ended, or the network between it and rank 0 failed"
+            )
 
     def _admit(self, name: zmq.Frame, *parts: zmq.Frame) -> None:
         try:

@@ -65,32 +65,57 @@ class _Probe:
     """A new connection to a rank whose link has broken."""
 
     def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
         self._end = time.monotonic() + _ANSWER_SECONDS
-        self._socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+        self._found = ""
+        self._ended_once = False
+        self._connect()
+
+    def _connect(self) -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET)
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._found = ""
         try:
-            self._socket.connect(address)
+            self._socket.connect(self._address)
         except BlockingIOError:
             pass
         except OSError as error:
-            self._found = _refusal(error)
+            self._refused(error)
 
     def look(self) -> str:
         """What it has found; empty as long as it has not."""
         if not self._found and self._poll.poll(0):
             try:
                 # Who lives says at once that it speaks ZeroMQ's protocol.
-                self._found = CUT if self._socket.recv(1) else ENDED
+                if self._socket.recv(1):
+                    self._found = CUT
+                else:
+                    self._ended()
+            except BlockingIOError:
+                pass
             except OSError as error:
-                self._found = _refusal(error)
+                self._refused(error)
         if not self._found and time.monotonic() >= self._end:
             self._found = STOPPED if self._connected() else SILENT
         if self._found:
             self._socket.close()
         return self._found
+
+    def _refused(self, error: OSError) -> None:
+        if isinstance(error, ConnectionResetError):
+            self._ended()
+        else:
+            self._found = ENDED if isinstance(error, ConnectionRefusedError) else SILENT
+
+    def _ended(self) -> None:
+        """Try again: a process that just ends does so once, something between the two each time."""
+        self._socket.close()
+        if self._ended_once:
+            self._found = CUT
+        else:
+            self._ended_once = True
+            self._connect()
 
     def _connected(self) -> bool:
         try:
@@ -98,10 +123,6 @@ class _Probe:
         except OSError:
             return False
         return True
-
-
-def _refusal(error: OSError) -> str:
-    return ENDED if isinstance(error, ConnectionRefusedError | ConnectionResetError) else SILENT
 
 
 class Watch:
