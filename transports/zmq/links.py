@@ -34,7 +34,6 @@ _NUMBER = struct.Struct("<Q")  # of a frame in its link, before its header
 _NEVER_MS = 10 * 24 * 3600 * 1000
 # Who has connected must have shown that it knows the job's secret within this time.
 _HANDSHAKE_MS = 5_000
-_GREETED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _REFUSED = int(
     zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -91,7 +90,7 @@ class Links:
         self._inbound: Socket = self._inbox.get_monitor_socket(inbound)
         self._outbound: Socket = self._outbox.get_monitor_socket(_REFUSED | _BROKEN)
         for monitor in (self._inbound, self._outbound):
-            _events(monitor)  # its descriptor tells of nothing until somebody has looked once
+            events(monitor)  # its descriptor tells of nothing until somebody has looked once
         self._nonce = b""
         self._endpoints: list[str] = []
         # How many frames have come from each rank, and were sent to it; by the names of the links.
@@ -221,13 +220,13 @@ class Links:
     def look(self) -> None:
         """Find links that have broken, and call ``lost`` for them."""
         self._look_inbound()
-        for _, _, endpoint in _events(self._outbound):
+        for _, _, endpoint in events(self._outbound):
             rank = self._by_endpoint.get(endpoint)
             if rank is not None:
                 self._lost(rank, True)
 
     def _look_inbound(self) -> None:
-        for event, descriptor, _ in _events(self._inbound):
+        for event, descriptor, _ in events(self._inbound):
             if event & _ACCEPTED:
                 self._closed.discard(descriptor)
             else:
@@ -260,7 +259,8 @@ def _socket(context: zmq.Context[Socket], heartbeat: float) -> Socket:
     return sock
 
 
-def _events(monitor: Socket) -> list[tuple[int, int, str]]:
+def events(monitor: Socket) -> list[tuple[int, int, str]]:
+    """Return what a monitor tells: event, descriptor and endpoint of each; never blocks."""
     found = []
     while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
         record, endpoint = monitor.recv_multipart(_NOBLOCK)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import struct
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from fsdpcore.launch.addresses import is_loopback, join_address
 from fsdpcore.launch.endpoints import resolve
 
 from .keys import NONCE_BYTES, JobKeys, KeyPair
+from .links import events
 
 Card = dict[str, Any]
 Socket = zmq.Socket[bytes]
@@ -37,7 +37,6 @@ _RETRY_MS = 50
 # Rank 0 gives up at the deadline; the others leave it this long to tell them who was missing.
 _GRACE_SECONDS = 2.0
 _HANDSHAKE_MS = 10_000
-_EVENT = struct.Struct("=Hi")
 _GREETED, _BROKEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
 _UNLIKE = int(
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -146,7 +145,7 @@ class MeetingHost:
         )
 
     def _look_for_losses(self) -> None:
-        for event, descriptor in _events(self._monitor):
+        for event, descriptor, _ in events(self._monitor):
             if not event & _BROKEN:
                 self._closed.discard(descriptor)
                 continue
@@ -212,7 +211,7 @@ class MeetingHost:
             self._poll(deadline)
             while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 waiting.discard(names.get(self._socket.recv_multipart()[0], 0))
-            for event, descriptor in _events(self._monitor):
+            for event, descriptor, _ in events(self._monitor):
                 if event & _BROKEN:
                     waiting.discard(self._descriptors.get(descriptor, 0))
 
@@ -269,7 +268,7 @@ class _Guest:
 
     def look(self) -> bool:
         """Note what happened to the connection; return whether it broke after the greeting."""
-        for event, _ in _events(self.monitor):
+        for event, _, _ in events(self.monitor):
             if event & _GREETED:
                 self.greeted = True
             elif event & _UNLIKE:
@@ -365,11 +364,3 @@ def _set_up(sock: Socket, host: str, most: int) -> None:
     # A rank that waits for the others hears of rank 0's end even if its host is lost.
     sock.setsockopt(zmq.HEARTBEAT_IVL, 1_000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5_000)
-
-
-def _events(monitor: Socket) -> list[tuple[int, int]]:
-    found = []
-    while int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-        event, value = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
-        found.append((event, value))
-    return found
