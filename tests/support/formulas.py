@@ -219,7 +219,7 @@ def _share(p: int) -> Fraction:
 
 
 def _one_host(p: int) -> list[Traffic]:
-    """A hierarchical broadcast on one host: the root scatters, then all but the root gather."""
+    """A broadcast straight to all: the root scatters, then all but the root gather."""
     piece = Fraction(1, p)
     root = Traffic(2 * (p - 1), 2 * (p - 1) * piece, 0, Fraction(0))
     other = Traffic(p - 2, (p - 2) * piece, p, Fraction(1))
@@ -253,6 +253,7 @@ EXPECTED: dict[tuple[str, str], Formula] = {
     ("all_gather", "doubling"): _doubling_gather,
     ("broadcast", "tree"): _tree(whole=True, upwards=False),
     ("broadcast", "scatter_gather"): _plus(_tree(whole=False, upwards=False), _around),
+    ("broadcast", "direct"): _one_host,
     ("broadcast", "hierarchical"): _one_host,
     ("broadcast", "star"): _star(_nothing, _n),
     ("reduce", "tree"): _tree(whole=True, upwards=True, reduces=True),

@@ -88,7 +88,7 @@ def test_any_root(collective: str, p: int) -> None:
             arriving = Traffic(0, Fraction(0), 1, Fraction(1))
             for rank, more in ((0, result), (root, arriving)):
                 expected[rank] = Traffic.total([expected[rank], more])
-        elif algorithm in ("star", "hierarchical"):
+        elif algorithm in ("star", "direct", "hierarchical"):
             expected[0], expected[root] = expected[root], expected[0]
         else:
             expected = expected[-root:] + expected[:-root]

@@ -88,14 +88,32 @@ def test_auto_goes_by_the_link_between_hosts(collective: str, link: str) -> None
     assert trips(body, 4, hosts=4) == AT_BEST[collective]
 
 
-def test_auto_for_large_arrays_between_hosts() -> None:
-    def chosen(backend: Any) -> list[str]:
+# A gigabit, as it is measured where hosts are busy and where they are not.
+GIGABIT = [Costs(60e-6, 1 / rate, 0.1e-9, 10e-3) for rate in (80e6, 118e6)]
+
+
+def _chosen(p: int, calls: list[tuple[str, int, Costs]]) -> list[str]:
+    def body(backend: Any) -> list[str]:
         found = []
-        for link in LINKS.values():
+        for name, nbytes, link in calls:
             backend.policy = Policy(link=link)
-            for name in ("all_reduce", "broadcast"):
-                found.append(choose(name, "auto", 2**20, backend).name)
+            found.append(choose(name, "auto", nbytes, backend).name)
         return found
 
-    ranks = run_on(SimBackend, chosen, world_size=4, shm="off", hosts=4)
-    assert ranks == [["direct", "star", "direct", "scatter_gather"]] * 4
+    first, *others = run_on(SimBackend, body, world_size=p, shm="off", hosts=p)
+    assert others == [first] * (p - 1)
+    return list(first)
+
+
+def test_auto_for_large_arrays_between_hosts() -> None:
+    calls = [(name, 2**20, link) for link in LINKS.values() for name in ("all_reduce", "broadcast")]
+    assert _chosen(4, calls) == ["direct", "star", "direct", "direct"]
+
+
+@pytest.mark.parametrize("link", GIGABIT)
+def test_a_broadcast_far_away_goes_straight_to_all(link: Costs) -> None:
+    """In one trip; in two where the root's link would be busy for longer than that takes."""
+    sizes = 8, 2**16, 2**20, 2**22, 2**26
+    calls = [("broadcast", nbytes, link) for nbytes in sizes]
+    assert _chosen(4, calls) == ["star", "star", "star", "direct", "direct"]
+    assert _chosen(8, calls[2:]) == ["direct"] * 3

@@ -1,9 +1,10 @@
 """How fast the links between the hosts of a job are, measured when it begins.
 
 One rank of each host, its leader, sends to that of the next host and receives from that of the
-one before, all at the same time: first a few bytes there and back, then more and more until that
-takes long enough to tell the rate. That is a fraction of a second. The slowest link counts for all,
-so that all ranks go by the same numbers.
+one before, all at the same time: first a few bytes there and back, then more and more behind a few
+bytes, until it takes long enough from these to the last ones to tell the rate. When the others
+begin, and how far away they are, is not in that. It is a fraction of a second. The slowest link
+counts for all, so that all ranks go by the same numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from fsdpcore.collectives import all_reduce, broadcast
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.policy import Costs
 from fsdpcore.core.work import Deadline
@@ -24,7 +26,7 @@ from .outlet import Flow
 _ROUNDS = 4
 # 64 KiB to 4 MiB, the last of them again and again: TCP begins slowly. As long as bytes come faster
 # than before by that factor, their rate is not what the link carries; nor if they take less than
-# that time beyond the round trip.
+# that time beyond the round trip. Fewer bytes tell nothing then: a link may let some pass at once.
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 4 << 20, 4 << 20)
 _GROWTH = 1.2
 _ENOUGH_SECONDS = 0.03
@@ -84,10 +86,17 @@ def _measure(group: Backend, deadline: Deadline) -> LinkSpeed:
     there, back = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     few = np.zeros(8, np.uint8)
 
-    def trip(array: np.ndarray[tuple[int], np.dtype[np.uint8]], dst: int, src: int) -> None:
-        sending = group.isend(array, dst)
-        group.recv(np.empty_like(array), src, timeout=deadline.remaining())
-        sending.wait(deadline.remaining())
+    def trip(*arrays: Array, dst: int, src: int) -> list[float]:
+        """Send arrays, and receive as many; when each of these was there."""
+        receiving = [group.irecv(np.zeros_like(array), src) for array in arrays]
+        sending = [group.isend(array, dst) for array in arrays]
+        ends = []
+        for work in receiving:
+            work.wait(deadline.remaining())
+            ends.append(time.perf_counter())
+        for work in sending:
+            work.wait(deadline.remaining())
+        return ends
 
     def slowest(seconds: float) -> float:
         result = all_reduce(np.array([seconds]), group, op="max", timeout=deadline.remaining())
@@ -96,17 +105,17 @@ def _measure(group: Backend, deadline: Deadline) -> LinkSpeed:
     times = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
-        trip(few, there, back)
-        trip(few, back, there)
+        trip(few, dst=there, src=back)
+        trip(few, dst=back, src=there)
         times.append(time.perf_counter() - start)
     round_trip = slowest(min(times))
+    rates: dict[int, float] = {}
     rate = 0.0
     for size in _SIZES:
-        array = np.zeros(size, np.uint8)
-        start = time.perf_counter()
-        trip(array, there, back)
-        seconds = slowest(time.perf_counter() - start) - round_trip / 2
-        before, rate = rate, max(rate, size / max(seconds, 1e-6))
+        first, last = trip(few, np.zeros(size, np.uint8), dst=there, src=back)
+        seconds = slowest(last - first)
+        before, rate = rate, max(rates.get(size, 0.0), size / max(seconds, 1e-6))
+        rates[size] = rate
         if seconds > _ENOUGH_SECONDS + round_trip and rate < _GROWTH * before:
             break
         if size >= 1 << 20 and seconds < _FAST_SECONDS:

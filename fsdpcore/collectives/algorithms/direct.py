@@ -1,13 +1,18 @@
 """Direct (pairwise exchange): every rank sends each other rank exactly what that one needs.
 
-With p ranks and n bytes (per rank for all_reduce, in total for the others), each rank sends:
+With p ranks and n bytes (per rank for all_reduce and broadcast, in total for the others), each rank
+sends, for broadcast the root:
 
 ==============  ========================================
 reduce_scatter  (p - 1) alpha + ((p - 1) / p) n beta, and reduces ((p - 1) / p) n gamma
 all_gather      (p - 1) alpha + ((p - 1) / p) n beta
 all_reduce      the sum of both: 2 (p - 1) alpha + 2 ((p - 1) / p) n beta
 all_to_all      (p - 1) alpha + ((p - 1) / p) n beta
+broadcast       2 (p - 1) alpha + 2 ((p - 1) / p) n beta
 ==============  ========================================
+
+A broadcast scatters, and all but the root gather: each of these sends p - 2 messages of n / p
+bytes.
 
 As few bytes as the ring, but all messages are independent of each other and the reductions are
 canonical. Needs room for n bytes during a reduction.
@@ -16,6 +21,7 @@ canonical. Needs room for n bytes during a reduction.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -70,6 +76,25 @@ def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) ->
     own = data[bounds[context.rank] : bounds[context.rank + 1]]
     reduce_scatter(context, data, own, bounds, reduction)
     all_gather(context, own, data, bounds)
+
+
+def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
+    """Copy ``data`` of the root into ``data`` of all ranks."""
+    me, p = context.rank, context.size
+    pieces = [data[low:high] for low, high in pairwise(bounds_of(split_sizes(data.size, p)))]
+    others = [(me + step) % p for step in range(1, p)]
+    if me == root:
+        for peer in others:
+            context.isend(pieces[peer], peer)
+    else:
+        mine = context.irecv(pieces[me], root)
+        for peer in reversed(others):
+            context.irecv(pieces[peer], peer)
+        context.wait(mine)
+    for peer in others:
+        if peer != root:
+            context.isend(pieces[me], peer)
+    context.wait_all()
 
 
 def all_to_all(

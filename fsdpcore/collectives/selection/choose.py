@@ -40,6 +40,10 @@ from fsdpcore.core.policy import Costs
 
 Algorithms = dict[str, Algorithm]
 
+# Who sends on what it got is done when the receiver has asked for it: a trip more for each but the
+# first one. Up to about so many bytes nobody has to ask.
+_UNASKED = 64 * 1024
+
 
 def choose(
     collective: str,
@@ -148,7 +152,10 @@ def predict(
     """Return the seconds that an algorithm takes by its cost formula."""
     terms = algorithm.cost(world_size)
     moved, reduced = terms.beta * costs.beta, terms.gamma * costs.gamma
-    seconds = terms.latency * costs.latency + terms.alpha * costs.alpha
+    trips = terms.latency
+    if nbytes > _UNASKED and trips > 1:
+        trips += trips - 1
+    seconds = trips * costs.latency + terms.alpha * costs.alpha
     seconds += nbytes * (moved + reduced)
     return seconds + (algorithm.besides(nbytes) if algorithm.besides is not None else 0.0)
 

@@ -110,6 +110,10 @@ def _spread_by_star(p: int) -> CostTerms:
     return CostTerms(p - 1, (p - 1) / p, 0, 1)
 
 
+def _spread_directly(p: int) -> CostTerms:
+    return _both_pairwise(p)._replace(gamma=0, latency=min(2, p - 1))
+
+
 def _spread_by_tree(p: int) -> CostTerms:
     return CostTerms(_depth(p), 2 * (p - 1) / p, 0, _tree_depth(p))
 
@@ -155,9 +159,8 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
             scatter_gather,
             lambda p: CostTerms(2 * _depth(p), 2 * (p - 1) / p, 0, _tree_depth(p) + _depth(p)),
         ),
-        "hierarchical": _on_one_host(
-            lambda p: CostTerms(2 * (p - 1), 2 * (p - 1) / p, 0, min(2, p - 1))
-        ),
+        "direct": Algorithm(direct, _spread_directly),
+        "hierarchical": _on_one_host(_spread_directly),
         "star": Algorithm(star, _star),
     },
     "reduce": {

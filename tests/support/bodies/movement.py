@@ -14,7 +14,7 @@ import fsdpcore as fc
 
 ALGORITHMS = {
     "all_gather": ["auto", "star", "direct", "doubling", "bruck", "hierarchical", "ring"],
-    "broadcast": ["auto", "star", "tree", "scatter_gather", "hierarchical"],
+    "broadcast": ["auto", "star", "tree", "scatter_gather", "direct", "hierarchical"],
     "gather": ["auto", "star", "tree"],
     "scatter": ["auto", "star", "tree"],
     "all_to_all": ["auto", "direct", "bruck"],
