@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from support.arrays import array_of
+from support.arrays import Array, array_of
 from support.ckpt_gpus import check_parts, moved, rank_part, strided
 
 import fsdpcore as fc
 
-ARRAYS = {
-    "flat": array_of(0, (370, 290), np.float32),
-    "columns": array_of(1, (500, 300), ml_dtypes.bfloat16),
-    "rows": array_of(2, (3000, 200), np.float16),
-    "whole": array_of(3, (5, 4, 3), np.complex64),
-    "scalar": np.array(-7, np.int64),
-    "bool": array_of(4, (1000,), np.bool_),
-    "large": array_of(5, (3000, 2500), np.float32),
+# How each array is made, since all that collect the tests import this.
+ARRAYS: dict[str, Callable[[], Array]] = {
+    "flat": lambda: array_of(0, (370, 290), np.float32),
+    "columns": lambda: array_of(1, (500, 300), ml_dtypes.bfloat16),
+    "rows": lambda: array_of(2, (3000, 200), np.float16),
+    "whole": lambda: array_of(3, (5, 4, 3), np.complex64),
+    "scalar": lambda: np.array(-7, np.int64),
+    "bool": lambda: array_of(4, (1000,), np.bool_),
+    "large": lambda: array_of(5, (3000, 2500), np.float32),
 }
 SAVED = {"flat": "flat", "columns": "axis 1", "rows": "axis 0", "large": "flat"}
 LOADED = {"flat": "axis 0", "columns": "flat", "rows": "axis 1", "whole": "axis 2"}
@@ -29,8 +31,8 @@ ROUNDS = 300
 def parts(backend: fc.Backend, cuts: dict[str, str]) -> dict[str, Any]:
     """This rank's share of all arrays, on the host."""
     return {
-        name: rank_part(array, cuts.get(name, "whole"), backend.rank, backend.world_size)
-        for name, array in ARRAYS.items()
+        name: rank_part(made(), cuts.get(name, "whole"), backend.rank, backend.world_size)
+        for name, made in ARRAYS.items()
     }
 
 

@@ -164,11 +164,20 @@ def extent_of(regions: list[Region]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    "regions",
-    [slabs(0), slabs(1), grid(2), grid(3), grid(4), pinwheels(), sticks()],
+    ("made", "arguments"),
+    [
+        (slabs, [0]),
+        (slabs, [1]),
+        (grid, [2]),
+        (grid, [3]),
+        (grid, [4]),
+        (pinwheels, []),
+        (sticks, []),
+    ],
     ids=["rows", "columns", "squares", "cubes", "4-d", "pinwheels", "sticks"],
 )
-def test_one_overlap_among_many_boxes_is_found(regions):
+def test_one_overlap_among_many_boxes_is_found(made, arguments):
+    regions = made(*arguments)
     shape = tuple(n + 1 for n in extent_of(regions))
     random.Random(7).shuffle(regions)
     assert first_overlap(regions, shape) is None

@@ -334,9 +334,12 @@ def words_for(public, owner):
     return "\n".join(inspect.getdoc(each) or "" for each in (public, *methods, *classes))
 
 
-@pytest.mark.parametrize("name", sorted(dict(documented())))
+DOCUMENTED = dict(documented())
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
 def test_help_has_words_for_it_and_for_its_arguments(name):
-    public, owner = dict(documented())[name]
+    public, owner = DOCUMENTED[name]
     assert inspect.getdoc(public)
     if public in MADE_BY:
         assert MADE_BY[public] in inspect.getdoc(public)
