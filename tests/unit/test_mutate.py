@@ -12,6 +12,8 @@ FILES = {
     "fsdpcore/__init__.py": "",
     "transports/__init__.py": "",
     "fsdpcore/sums.py": """
+import time
+
 def below(limit):
     '''Add numbers.'''
     total = 0
@@ -19,8 +21,9 @@ def below(limit):
         total += number
     return total
 
-def spin(limit):
+def fade(limit):
     while limit > 0:
+        time.sleep(0.001)
         limit -= 1
 """,
     "transports/parity.py": """
@@ -31,13 +34,13 @@ if __name__ == "__main__":
     print(odd(3), odd(4))
 """,
     "tests/test_sums.py": """
-from fsdpcore.sums import below, spin
+from fsdpcore.sums import below, fade
 
 def test_below():
     assert below(3) == 3
 
-def test_spin():
-    spin(3)
+def test_fade():
+    fade(3)
 """,
     "tests/test_parity.py": """
 import subprocess, sys
@@ -49,9 +52,8 @@ def test_odd():
 }
 GIVEN = {
     "transports/parity.py:3: % 2 => % 3": ("failed", "tests/test_parity.py::test_odd"),
-    "fsdpcore/sums.py:7: total => total - 1": ("failed", "tests/test_sums.py::test_below"),
-    "fsdpcore/sums.py:5: range(limit) => range(1, limit)": ("survived", ""),
-    "fsdpcore/sums.py:11: -= => +=": ("hung", "tests/test_sums.py::test_spin"),
+    "fsdpcore/sums.py:7: range(limit) => range(1, limit)": ("survived", ""),
+    "fsdpcore/sums.py:14: -= => +=": ("hung", "tests/test_sums.py::test_fade"),
 }
 
 
