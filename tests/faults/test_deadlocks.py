@@ -17,7 +17,7 @@ from fsdpcore.diagnostics.status import Status
 # Nearly all of the time they wait.
 pytestmark = pytest.mark.side_by_side(16)
 # Time for every rank to begin a call after a meeting, with all cores busy.
-PATIENCE = 2.0
+PATIENCE = 1.0
 ONES = np.ones(3)
 
 

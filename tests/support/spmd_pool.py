@@ -10,7 +10,7 @@ from support.spmd_job import Job, Outcome
 from support.spmd_processes import Fleet
 
 # Jobs of one transport at the same time.
-_AT_ONCE = 4
+_AT_ONCE = 2
 _SMALL, _LARGE = 4, 8
 
 
