@@ -19,11 +19,17 @@ from support.spmd import run
     point_to_point.one_tag_keeps_order,
     point_to_point.many_outstanding,
     point_to_point.several_threads,
-    memory_messages.both_ways_at_once,
 )
 def test_messages_in_small_pieces(body: Any, world_size: int) -> None:
     tight = memory_messages.in_small_pieces
     run(tight, transport="zmq", world_size=world_size, args=(body,), eager_bytes=0, shm="on")
+
+
+def test_both_ways_at_once_in_small_pieces() -> None:
+    """Dozens of pieces a message, many times what may be ahead."""
+    body, size = memory_messages.both_ways_at_once, 40_001
+    tight = memory_messages.in_small_pieces
+    run(tight, transport="zmq", world_size=3, args=(body, size), eager_bytes=0, shm="on")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -34,10 +34,10 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-def in_small_pieces(backend: fc.Backend, body: Callable[[fc.Backend], None]) -> None:
+def in_small_pieces(backend: fc.Backend, body: Callable[..., None], *args: Any) -> None:
     """Run another body so."""
     with small_pieces():
-        body(backend)
+        body(backend, *args)
 
 
 def any_place(backend: fc.Backend, seed: int, count: int, largest: int, *, small: bool) -> None:
@@ -76,11 +76,11 @@ def _round(backend: fc.Backend, chance: random.Random, largest: int, salt: str) 
         check_same(np.array(room), expected, f"message {number} of rank {src}")
 
 
-def both_ways_at_once(backend: fc.Backend) -> None:
+def both_ways_at_once(backend: fc.Backend, size: int = 700_001) -> None:
     """More than fits into the memory for pieces, from all to all, before anybody receives."""
     me, p = backend.rank, backend.world_size
     others = [rank for rank in range(p) if rank != me]
-    size, tags = 700_001, (3, 1, 4, 0, 5, 2)
+    tags = (3, 1, 4, 0, 5, 2)
     works = [
         backend.isend(values_of(me, (size + tag,), oracle.DTYPES[1], f"{dst}"), dst, tag=tag)
         for tag in range(len(tags))
