@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import os
+import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +27,7 @@ import fsdpcore as fc
 import train_gpt
 from gpt_model import GPTConfig
 
-folder, target, strategy = sys.argv[1:4]
-transport, ranks = (sys.argv[4:] or [None])[0], int((sys.argv[5:] or [0])[0]) or None
-
-def main(backend):
+def main(backend, folder, target, strategy):
     model = GPTConfig(context=16, width=24, heads=2, layers=2, hidden=50)
     sharding = fc.Strategy(strategy)
     # So many steps that the learning rate of a step does not depend on where a run stops.
@@ -41,9 +41,12 @@ def main(backend):
     fc.checkpoint.save(folder, trainer.engine, backend)
     if backend.rank == 0:
         print(*losses)
+    return losses
 
 if __name__ == "__main__":
-    fc.launch(main, world_size=ranks, transport=transport, deterministic=True)
+    transport, ranks = (sys.argv[4:] or [None])[0], int((sys.argv[5:] or [0])[0]) or None
+    args = sys.argv[1:4]
+    fc.launch(main, world_size=ranks, transport=transport, args=args, deterministic=True)
 """
 
 
@@ -57,6 +60,13 @@ class Runs:
         self.losses: list[float] = []
 
     def go_on(self, upto: int, strategy: str, transport: str, ranks: int) -> None:
+        if transport == "sim":  # which starts no process: in this one
+            main = runpy.run_path(os.fspath(self._path))["main"]
+            options: dict[str, Any] = {"deterministic": True, "blas_threads": 1}
+            args = (self.folder, upto, strategy)
+            words = fc.launch(main, world_size=ranks, transport="sim", args=args, **options)[0]
+            self.losses += [float.fromhex(word) for word in words]
+            return
         more = [] if transport == "mpi" else [transport, ranks]
         command = python(self._path, self.folder, upto, strategy, *more)
         if transport == "mpi":
