@@ -91,15 +91,14 @@ def test_both_modes_alone(step, tmp_path):
 
 
 def test_beside_the_engine_as_it_comes(step, tmp_path):
-    """With nothing in the background, and with what a step moves between memory and files."""
-    names = ["no-prefetch", "offload"]
+    """With what a step moves between memory and files."""
     record = tmp_path / "step.json"
     disk = ["--transport", "sim", "--dir", tmp_path, "--json", record]
     picture = ["--plot", tmp_path / "step.png"] if HAS_MATPLOTLIB else []
-    done = step(*TINY, *disk, *picture, "--against", ",".join(names))
+    done = step(*TINY, *disk, *picture, "--against", "offload")
     assert done.exit_code == 0, done.output
     exchange, training = json.loads(record.read_text())["results"]
-    assert [row["contestant"] for row in exchange["rows"]] == ["fsdpcore", "no-prefetch"]
+    assert [row["contestant"] for row in exchange["rows"]] == ["fsdpcore"]
     assert all(row["wrong"] == 0 for row in training["rows"])
     assert list(training["moved"]) == ["offload"]
     assert training["moved"]["offload"]["held"] > 0
