@@ -123,7 +123,6 @@ def agents(job):
     [
         ("launcher", signal.SIGKILL, -9, None),
         ("launcher", signal.SIGINT, 130, "interrupted (SIGINT); all ranks were stopped"),
-        ("launcher", signal.SIGTERM, 143, "terminated (SIGTERM); all ranks were stopped"),
         ("launcher", signal.SIGHUP, 129, "terminated (SIGHUP); all ranks were stopped"),
         ("ssh me@b", signal.SIGKILL, 137, "host me@b: the command that starts its ranks ended"),
         ("me@b", signal.SIGKILL, 137, "host me@b: the command that starts its ranks ended"),
