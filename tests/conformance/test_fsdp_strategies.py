@@ -16,7 +16,7 @@ import fsdpcore as fc
 
 WORLD_SIZES = [2, 3, 4, 8]
 CLIP = 1.3  # of norms that fall from 5 to below it
-SHORT, LONG = 4, 50
+SHORT, LONG = 3, 50
 GRID = [(p, strategy) for p in WORLD_SIZES for strategy in strategies(p)]
 # One of each kind, over and among as many ranks as there are.
 KINDS = {
