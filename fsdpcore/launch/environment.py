@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import secret
-from fsdpcore.launch.addresses import join_address
+from fsdpcore.launch.addresses import join_address, parse_address
 
 
 class _Launcher(NamedTuple):
@@ -182,7 +182,7 @@ def _place(environ: Mapping[str, str], launcher: _Launcher) -> RankPlace:
         local_rank,
         local_size,
         launcher.name,
-        environ.get("FSDPCORE_RENDEZVOUS")
+        _rendezvous(environ)
         or _master_address(environ)
         or (_slurm_address(environ) if _is_task(environ, launcher, rank, size) else None),
         None if fd < 0 else fd,
@@ -191,6 +191,17 @@ def _place(environ: Mapping[str, str], launcher: _Launcher) -> RankPlace:
         secret.job_id(environ),
         local_known,
     )
+
+
+def _rendezvous(environ: Mapping[str, str]) -> str | None:
+    """Where a user, or ``fsdpcore run``, says that the ranks meet."""
+    text = environ.get("FSDPCORE_RENDEZVOUS")
+    if text and not parse_address(text)[1]:
+        raise ConfigError(
+            f"FSDPCORE_RENDEZVOUS={text} names no port: write HOST:PORT, a port that is free on "
+            "the host of rank 0"
+        )
+    return text
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:

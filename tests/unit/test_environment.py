@@ -124,6 +124,8 @@ def test_a_strange_list_of_slurm_tasks_is_no_error(listed):
         ({"FSDPCORE_LOCAL_WORLD_SIZE": "5"}, ["contradict", "FSDPCORE_LOCAL_WORLD_SIZE"]),
         ({"FSDPCORE_LOCAL_WORLD_SIZE": "0"}, ["contradict"]),
         ({"FSDPCORE_RENDEZVOUS_FD": "x", "FSDPCORE_RANK": "0"}, ["FSDPCORE_RENDEZVOUS_FD"]),
+        ({"FSDPCORE_RENDEZVOUS": "head"}, ["FSDPCORE_RENDEZVOUS=head names no port", "HOST:PORT"]),
+        ({"FSDPCORE_RENDEZVOUS": "head:0"}, ["FSDPCORE_RENDEZVOUS=head:0 names no port"]),
     ],
 )
 def test_values_that_make_no_sense_are_named(change, words):
