@@ -11,8 +11,9 @@ import typer
 from fsdpcore import __version__
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import secret
-from fsdpcore.launch.addresses import check_reachable, is_loopback, join_address, parse_address
+from fsdpcore.launch.addresses import is_loopback, join_address, parse_address
 from fsdpcore.launch.config import PREFIX, Config
+from fsdpcore.launch.endpoints import check_reachable
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
 from fsdpcore.launch.processes import LOOPBACK
 from fsdpcore.launch.run.agent import Order

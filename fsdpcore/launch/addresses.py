@@ -34,15 +34,3 @@ def parse_address(text: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """Write an address as ``parse_address`` reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def check_reachable(host: str) -> None:
-    """Refuse an address that stands for all of a host's own, where others need one.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    if host in ("0.0.0.0", "::"):  # noqa: S104 (refused)
-        raise ConfigError(
-            f"ranks of other hosts cannot come to {host}: name an address of the host"
-        )

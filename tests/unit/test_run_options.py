@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
+import time
 
 import pytest
 from support.jobs import clean_environ
 from typer.testing import CliRunner
 
 from fsdpcore.commands.main import app
-from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.errors import ConfigError, RendezvousError
+from fsdpcore.core.work import Deadline
 from fsdpcore.launch.addresses import join_address, parse_address
+from fsdpcore.launch.endpoints import check_reachable, resolve
 from fsdpcore.launch.run import agent
 from fsdpcore.launch.run.agent import Order
 from fsdpcore.launch.run.endings import RankEnd, RankEnds
@@ -111,6 +115,60 @@ def test_an_address_without_a_port_leaves_it_open():
     for wrong in ("", ":1", "a:", "a:65536", "a:-1", "::1", "fe80::1:80"):
         with pytest.raises(ConfigError, match="is not HOST:PORT"):
             parse_address(wrong)
+
+
+class Names:
+    """Stands in for a name server that knows nothing at first; time passes while one waits."""
+
+    def __init__(self, monkeypatch, answers):
+        self.answers, self.now, self.asked = iter(answers), 0.0, []
+        monkeypatch.setattr(socket, "getaddrinfo", self.look_up)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def look_up(self, host, port, type):
+        self.asked.append(self.now)
+        error = next(self.answers)
+        if error:
+            raise error if isinstance(error, UnicodeError) else socket.gaierror(error, "unknown")
+        return [(socket.AF_INET, type, 0, "", ("203.0.113.7", port))]
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_a_host_may_get_its_name_late(monkeypatch, caplog):
+    unknown = [socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA] * 4
+    names = Names(monkeypatch, [*unknown, 0])
+    assert resolve(("pod-0.train", 29500), Deadline(60)) == ["203.0.113.7"]
+    assert 5 < names.now < 20, "often at first, then once a second"
+    assert ["waiting for a host named 'pod-0.train'" in one.message for one in caplog.records] == [
+        True
+    ]
+
+
+def test_a_host_that_gets_no_name(monkeypatch):
+    names = Names(monkeypatch, itertools.repeat(socket.EAI_NONAME))
+    with pytest.raises(RendezvousError, match=r"'hed' .* cannot be found within 60 s: .*unknown"):
+        resolve(("hed", 29500), Deadline(60))
+    assert names.now == 60
+    assert len(names.asked) < 80
+
+
+@pytest.mark.parametrize("error", [socket.EAI_FAMILY, UnicodeError("label too long")])
+def test_what_can_be_no_host_is_refused_at_once(monkeypatch, error):
+    names = Names(monkeypatch, [error])
+    with pytest.raises(RendezvousError, match=r"'a' where .* cannot be found: "):
+        resolve(("a", 29500), Deadline(60))
+    assert names.now == 0
+
+
+def test_addresses_that_stand_for_all_of_a_hosts_own():
+    for host in ("0.0.0.0", "::", "::%eth0", "0:0::0"):
+        with pytest.raises(ConfigError, match="name an address of the host"):
+            check_reachable(host)
+    for host in ("head", "10.0.0.1", "", "::1"):
+        check_reachable(host)
 
 
 ORDER = Order("1", "/", {"A": "ü\udcff"}, "s.py", ["-x", "a b"], False, JobShare(4, 2, 2), ["b"])

@@ -140,7 +140,7 @@ def run_share(
                 ranks.append(start(0, {"FSDPCORE_THREADS": str(share.count)}))
             else:
                 # Open until the end: a script may launch several times in turn.
-                listener = stack.enter_context(_listener(share))
+                listener = stack.enter_context(_listener(share, config.rendezvous_timeout))
                 address = share.address if listener is None else meeting_point(listener)
                 if listening is not None:
                     listening(address)
@@ -172,18 +172,18 @@ def _shared(config: Config, environ: Mapping[str, str], share: JobShare) -> dict
 
 
 @contextlib.contextmanager
-def _listener(share: JobShare) -> Iterator[socket | None]:
-    """The socket that rank 0 inherits, on its host."""
+def _listener(share: JobShare, seconds: float) -> Iterator[socket | None]:
+    """The socket that rank 0 inherits; one of several hosts may take so long to have a name."""
     if share.first_rank:
         yield None
         return
     host, port = parse_address(share.address)
+    whole = share.count == share.world_size
     try:
-        listener = listen(host, port)
+        listener = listen(host, port) if whole else listen(host, port, seconds)
     except RendezvousError as error:
         if is_loopback(host):
             raise
-        whole = share.count == share.world_size
         raise RendezvousError(
             f"{error}; {OTHER_HOSTS if whole else 'the address must be one of the first host'}"
         ) from error
