@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from support import gpu_failures as bodies
 from support.fake_cuda import Machine
 from support.nccl_ranks import (
     SOON,
+    config,
     expect,
     ones,
     run,
@@ -24,8 +26,10 @@ from support.nccl_ranks import (
     until_broken,
     wait_for_end,
 )
+from support.zmq_ranks import run_joined
 
 import fsdpcore as fc
+from fsdpcore.comm.place import RankPlace
 
 # The bodies that run on GPUs, too.
 
@@ -312,6 +316,21 @@ def test_fewer_gpus_than_ranks(machine: Machine) -> None:
     machine.faults.devices = 2
     outcomes = run_ranks(lambda backend: None, 3)
     expect(outcomes, "PeerFailedError", "PeerFailedError", "ConfigError", words=("2 GPUs",))
+
+
+def test_ranks_find_their_number_on_a_host_where_no_launcher_says_it(machine: Machine) -> None:
+    from fsdpcore.transports.nccl.backend import NcclBackend
+
+    machine.faults.shared_gpu = True
+
+    def join(here: RankPlace) -> NcclBackend:
+        options = config(host_id="abbaa"[here.rank], share_gpu=True)
+        joined = NcclBackend.join(replace(here, local_known=False), options)
+        assert isinstance(joined, NcclBackend)
+        return joined
+
+    outcomes = run_joined(join, lambda backend: backend.device.ordinal, 5)
+    assert [outcome.result for outcome in outcomes] == [0, 0, 1, 1, 2], outcomes
 
 
 def test_one_gpu_in_sight_of_each_rank(machine: Machine) -> None:

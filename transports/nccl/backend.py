@@ -143,7 +143,7 @@ class NcclBackend(ZmqBackend, NcclTransport):
         """Choose the GPU, make sure that nobody else has it, and connect to the others'."""
         options = self._options
         assert isinstance(options, NcclOptions)
-        ordinal = gpus.choose(place, options.device)
+        ordinal = gpus.choose(place, self.hosts, options.device)
         self.device = self.gpu = device = CudaDevice(ordinal, self._check_device)
         device.use()
         self.communicators = Communicators(device, lambda: self.failure, self.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,11 +66,12 @@ def count_gpus() -> int:
     return count
 
 
-def choose(place: RankPlace, wanted: int) -> int:
+def choose(place: RankPlace, hosts: Sequence[int], wanted: int) -> int:
     """Return the ordinal of the GPU for a rank.
 
     Args:
-        place: who it is.
+        place: who it is. Its number on its host counts if the launcher says it.
+        hosts: the number of each rank's host, by which it is found otherwise.
         wanted: the ordinal that was asked for; -1 for one to each rank of the host.
 
     Raises:
@@ -83,12 +85,14 @@ def choose(place: RankPlace, wanted: int) -> int:
         raise ConfigError(
             f"device={wanted}: rank {place.rank} sees {count} GPUs, which are numbered from 0"
         )
-    if place.local_rank < count:
-        return place.local_rank
+    rank = place.rank
+    local_rank = place.local_rank if place.local_known else hosts[:rank].count(hosts[rank])
+    if local_rank < count:
+        return local_rank
     if count == 1:  # the launcher shows every rank its own
         return 0
     raise ConfigError(
-        f"rank {place.rank} is number {place.local_rank} on its host, which has {count} GPUs, and "
+        f"rank {rank} is number {local_rank} on its host, which has {count} GPUs, and "
         "every rank needs one: start fewer ranks per host, or name GPUs with the option 'device' "
         "(share_gpu=true lets ranks share one)"
     )
