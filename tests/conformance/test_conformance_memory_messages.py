@@ -108,11 +108,11 @@ def test_memory_that_is_required(call: str, error: OSError, culprit: int) -> Non
 
 def test_many_messages_leave_nothing() -> None:
     body = memory_messages.leave_nothing
-    found = run(body, transport="zmq", world_size=2, args=(5_000,), eager_bytes=0, shm="on")
+    found = run(body, transport="zmq", world_size=2, args=(2_500,), eager_bytes=0, shm="on")
     for rank, values in enumerate(found):
         for name in ("threads", "descriptors"):
             before, after = values[name]
             assert before == after, f"{name} of rank {rank}: {values}"
         for name in ("Rss", "Pss"):
             before, after = values[name]
-            assert after - before <= soak.SLACK_KIB, f"{name} of rank {rank}, in KiB: {values}"
+            assert after - before <= soak.SLACK_KIB // 2, f"{name} of rank {rank}, in KiB: {values}"
