@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -360,6 +361,7 @@ def test_a_link_that_ends_before_the_last_message(says: list[Frame]) -> None:
         ({"kind": "PeerFailedError", "reason": "x", "rank": "0"}, PeerFailedError, "1 failed: x"),
         ({"kind": "SystemExit", "reason": ["y"]}, PeerFailedError, r"failed: \['y'\]"),
         ({"kind": 3}, PeerFailedError, "failed: no reason given"),
+        ({"kind": 3, "from": 7}, PeerFailedError, "^rank 1 failed: no reason given"),
         ({}, PeerFailedError, "failed: no reason given"),
     ],
 )
@@ -377,3 +379,33 @@ def test_a_rank_that_meets_but_does_not_listen() -> None:
         assert isinstance(backend, ZmqBackend)
         pending = backend.post_recv(np.empty(3, np.uint8), 1, HERE)
         fails(pending, "rank 1 is lost: its process ended without a word", PeerFailedError)
+
+
+def test_whoever_reads_a_frame_wakes_those_who_wait_for_what_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rogue_job() as (backend, rogue), backend.lock:
+        calls: list[None] = []
+        monkeypatch.setattr(backend.poller, "changed", lambda: calls.append(None))
+        rogue.send(frame(QUERY, message=3))
+        end = time.monotonic() + PATIENCE
+        while not calls:
+            assert time.monotonic() < end, "nobody is told"
+            backend.control.serve()
+        assert rogue.read(STATUS)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_rank_whose_thread_ends_does_not_go_on_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise OSError("out of descriptors")
+
+    with rogue_job() as (backend, rogue):
+        pending = backend.post_recv(np.empty(3, np.uint8), 1, HERE)
+        monkeypatch.setattr(backend.control.watch, "tick", fail)
+        backend.poller.remind()
+        why = "the thread of rank 0 that looks after its links ended: .*out of descriptors"
+        fails(pending, why, CommunicationError)
+        assert "out of descriptors" in json.loads(rogue.read(FAIL)[48:])["reason"]

@@ -117,7 +117,7 @@ class ZmqBackend(Transport):
         self.control = Control(self, self.state, self._make_peer)
         self.lock, self.table = self.state.lock, self.state.table
         name = f"fsdpcore-zmq-rank{place.rank}"
-        self.poller = self.state.poller = Poller(self.lock, self._tick, name)
+        self.poller = self.state.poller = Poller(self.lock, self._tick, self._stop_polling, name)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._joined = False
         # What a rank sends to itself waits in its table of messages, and is seen by no socket.
@@ -191,11 +191,7 @@ class ZmqBackend(Transport):
             joined.hosts,
             joined.addresses,
             self._options.heartbeat,
-            control.spread,
-            control.open,
-            lambda rank: control.gone(rank) or self._failure is not None,
-            control.note_left,
-            functools.partial(self.fail, tell=True),
+            control,
         )
         links.introduce(joined.nonce, joined.addresses)
         links.listen(joined.listener, joined.own, joined.sources)
@@ -212,6 +208,10 @@ class ZmqBackend(Transport):
 
     def _tick(self) -> float | None:
         return self.control.tick() if self._joined else None
+
+    def _stop_polling(self, error: BaseException) -> None:
+        why = f"the thread of rank {self.rank} that looks after its links ended: {in_words(error)}"
+        self.fail(CommunicationError(why), tell=True)
 
     # Messages.
 
@@ -354,6 +354,8 @@ class ZmqBackend(Transport):
             peers = self.control.peers
             self.poller.until(lambda: all(p.has_read_all for p in peers.values()), seconds)
             self.control.released = True
+            if self._joined:
+                self.control.watch.close()
         self.poller.stop()
         if self._joined:
             self.control.links.close(0)

@@ -91,7 +91,8 @@ class Control:
         for peer in self.peers.values():
             if peer.lost and not peer.left and peer.rank in self.watch.left:
                 self._note_gone(peer)
-        return self.watch.tick()
+        # Who is broken or closed needs to know of no other rank's end.
+        return self.watch.tick() if self._backend.failure is None else None
 
     def _read(self) -> bool:
         """Handle frames; return whether none are left."""
@@ -103,6 +104,7 @@ class Control:
                     return True
                 rank = arrival.rank
                 self._handle(self.peer(rank), unpack(arrival.header, arrival.payload))
+                self._state.poller.changed()
             except BaseException as error:
                 self._went_wrong(rank, error)
         return False
@@ -117,7 +119,7 @@ class Control:
             self.interrupted(error)
             raise error
         where = "" if rank is None else f"from the connection to rank {rank}: "
-        self._backend.fail(ProtocolError(f"{where}{error}"), tell=True)
+        self.fail(ProtocolError(f"{where}{error}"))
 
     def interrupted(self, error: BaseException) -> None:
         """Break the backend when Ctrl-C, or a bug, has left a message half handled."""
@@ -125,7 +127,7 @@ class Control:
             why = in_words(error)
             if not isinstance(error, ConfigError):
                 why = f"rank {self._backend.rank} was interrupted: {why}"
-            self._backend.fail(CommunicationError(why), tell=True)
+            self.fail(CommunicationError(why))
 
     def _handle(self, peer: Peer, frame: Frame) -> None:
         kind = frame.kind
@@ -158,10 +160,12 @@ class Control:
         error = failure_from_json(content, self._backend.world_size)
         peer.left = True
         origin = content.get("from")
-        rank = origin if type(origin) is int else peer.rank
-        known = self._backend.failure is not None
+        rank = peer.rank
+        if type(origin) is int and 0 <= origin < self._backend.world_size:
+            rank = origin
+        first = self._backend.failure is None
         self._backend.peer_reported(rank, error)
-        if not known:
+        if first:
             for neighbour in self.watch.neighbours:
                 self._say_failed(self.peer(neighbour), content)
 
@@ -181,7 +185,7 @@ class Control:
         if peer.channel.unwanted() or table.awaits(peer.rank):
             self.miss(peer)
         elif (error := self._backend.lonely(table.open_channels())) is not None:
-            self._backend.fail(error, tell=True)
+            self.fail(error)
 
     def open(self, rank: int) -> None:
         """Make sure that there is a link to a rank, and notice when it breaks."""
@@ -190,15 +194,22 @@ class Control:
             # The other rank only knows whose connection it is once a frame has come on it.
             self._say(peer, FrameKind.CREDIT)
 
-    def gone(self, rank: int) -> bool:
-        """Whether a rank of which a link has broken has left or failed, as it said itself.
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left or failed, as it said itself."""
+        return rank in self.watch.left or self.peer(rank).left
 
-        What it sent last has been read: breaks the backend if part of a message is missing.
+    def miss_if_incomplete(self, rank: int) -> None:
+        """Break the backend if a rank has left of which part of a message is missing.
+
+        Called once a link from or to it has broken, and all that had come was read.
         """
         peer = self.peer(rank)
         if peer.left and peer.channel.waits():
             self.miss(peer)
-        return rank in self.watch.left or peer.left
+
+    def fail(self, error: CommunicationError) -> None:
+        """Break the backend, and tell the others."""
+        self._backend.fail(error, tell=True)
 
     def lost(self, rank: int, to: bool) -> None:
         """Note that the link from a rank, or ``to`` it, has broken."""
@@ -235,7 +246,7 @@ class Control:
     def miss(self, peer: Peer) -> None:
         """Break the backend because something was needed of a rank that has left."""
         error = PeerFailedError(f"rank {peer.rank} has left the job", peer.rank)
-        self._backend.fail(error, tell=True)
+        self.fail(error)
 
     # What this rank says.
 

@@ -90,13 +90,20 @@ class Poller(LeaderFollowers):
             waits for holds it too.
         tick: called by the own thread after every round; returns after how many seconds it wants
             to be called again, or None if only after the next event.
+        ended: called by the own thread with the error by which it ends.
         name: of the own thread.
     """
 
-    def __init__(self, lock: Lock, tick: Callable[[], float | None], name: str) -> None:
+    def __init__(
+        self,
+        lock: Lock,
+        tick: Callable[[], float | None],
+        ended: Callable[[BaseException], None],
+        name: str,
+    ) -> None:
         super().__init__()
         self._lock = lock
-        self._tick = tick
+        self._tick, self._ended = tick, ended
         self._changed = threading.Condition(lock)
         self._expected = 0
         self._waker, self._own_waker = Waker(), Waker()
@@ -217,6 +224,13 @@ class Poller(LeaderFollowers):
     # The own thread.
 
     def _run(self) -> None:
+        try:
+            self._look_after_all()
+        except BaseException as error:
+            self._ended(error)  # who waits would do so for ever
+            raise
+
+    def _look_after_all(self) -> None:
         seen, away, due = 0, False, None
         while not self._stopping:
             same = self._waits == seen

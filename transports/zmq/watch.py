@@ -21,10 +21,10 @@ import math
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from fsdpcore.core.errors import PeerFailedError, ProtocolError
+from fsdpcore.core.errors import CommunicationError, PeerFailedError, ProtocolError
 
 # A connection breaks a moment before the last frames on it have been read; wait for them.
 _LAST_WORDS_SECONDS = 0.02
@@ -35,6 +35,8 @@ _LOOK_SECONDS = 0.01
 _CLOSE_UP_SECONDS = 1.0
 
 ENDED, STOPPED, SILENT, CUT = "ended", "stopped", "silent", "cut"
+# Found by who has no descriptor left to look: nothing that could be told.
+_UNKNOWN = "unknown"
 # What a rank says of itself.
 ALIVE, LEFT = "alive", "left"
 _FINDINGS = (ENDED, STOPPED, SILENT, CUT, ALIVE, LEFT)
@@ -61,18 +63,46 @@ class Report(NamedTuple):
     found: str
 
 
+class WatchOwner(Protocol):
+    """What ``Watch`` uses of the rank whose links it watches."""
+
+    def spread(self, content: Mapping[str, Any], source: int | None) -> None:
+        """Tell all neighbours but ``source``."""
+
+    def open(self, rank: int) -> None:
+        """Make sure that there is a link to a rank."""
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left or failed, as it said itself."""
+
+    def miss_if_incomplete(self, rank: int) -> None:
+        """Break the backend if a rank has left of which part of a message is missing."""
+
+    def note_left(self, rank: int) -> None:
+        """Note that a rank has told all others that it leaves."""
+
+    def fail(self, error: CommunicationError) -> None:
+        """Break the backend, and tell the others."""
+
+
 class _Probe:
     """A new connection to a rank whose link has broken."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
+        self._socket: socket.socket | None = None
         self._end = time.monotonic() + _ANSWER_SECONDS
         self._found = ""
         self._ended_once = False
         self._connect()
 
     def _connect(self) -> None:
-        self._socket = socket.socket(socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET)
+        try:
+            self._socket = socket.socket(
+                socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+            )
+        except OSError:  # no descriptor is left; perhaps one is soon
+            return
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -85,7 +115,9 @@ class _Probe:
 
     def look(self) -> str:
         """What it has found; empty as long as it has not."""
-        if not self._found and self._poll.poll(0):
+        if self._socket is None:
+            self._connect()
+        if self._socket is not None and not self._found and self._poll.poll(0):
             try:
                 # Who lives says at once that it speaks ZeroMQ's protocol.
                 if self._socket.recv(1):
@@ -97,10 +129,16 @@ class _Probe:
             except OSError as error:
                 self._refused(error)
         if not self._found and time.monotonic() >= self._end:
-            self._found = STOPPED if self._connected() else SILENT
+            self._found = self._found_late()
         if self._found:
-            self._socket.close()
+            self.close()
         return self._found
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def _refused(self, error: OSError) -> None:
         if isinstance(error, ConnectionResetError):
@@ -110,19 +148,21 @@ class _Probe:
 
     def _ended(self) -> None:
         """Try again: a process that just ends does so once, something between the two each time."""
-        self._socket.close()
+        self.close()
         if self._ended_once:
             self._found = CUT
         else:
             self._ended_once = True
             self._connect()
 
-    def _connected(self) -> bool:
+    def _found_late(self) -> str:
+        if self._socket is None:
+            return _UNKNOWN
         try:
             self._socket.getpeername()
         except OSError:
-            return False
-        return True
+            return SILENT
+        return STOPPED
 
 
 class Watch:
@@ -133,11 +173,7 @@ class Watch:
         hosts: the number of each rank's host.
         addresses: where the ranks listen.
         heartbeat: seconds after which a link that is silent breaks.
-        spread: tells all neighbours but one.
-        open_link: makes sure that there is a link to a rank.
-        gone: whether a rank has left or failed, as it said itself.
-        note_left: called with a rank that has left, as it told all ranks.
-        fail: called with the error to raise.
+        owner: of the links.
 
     Attributes:
         neighbours: of this rank.
@@ -150,18 +186,13 @@ class Watch:
         hosts: tuple[int, ...],
         addresses: list[tuple[str, int]],
         heartbeat: float,
-        spread: Callable[[Mapping[str, Any], int | None], None],
-        open_link: Callable[[int], None],
-        gone: Callable[[int], bool],
-        note_left: Callable[[int], None],
-        fail: Callable[[PeerFailedError], None],
+        owner: WatchOwner,
     ) -> None:
         self.neighbours = neighbours(rank, range(len(addresses)))
         self.left: set[int] = set()
         self._rank, self._hosts, self._addresses = rank, hosts, addresses
         self._heartbeat = heartbeat
-        self._spread, self._gone, self._fail = spread, gone, fail
-        self._open, self._note_left = open_link, note_left
+        self._owner = owner
         self._close_up_at: float | None = None
         self._reports: set[Report] = set()
         self._lost: set[int] = set()
@@ -197,11 +228,12 @@ class Watch:
         if report in self._reports or self._done:
             return
         self._reports.add(report)
-        self._spread(report._asdict(), source)
+        self._owner.spread(report._asdict(), source)
         if report.found == LEFT:
             self.left.add(report.rank)
-            self._close_up_at = time.monotonic() + _CLOSE_UP_SECONDS
-            self._note_left(report.rank)
+            if self._close_up_at is None:
+                self._close_up_at = time.monotonic() + _CLOSE_UP_SECONDS
+            self._owner.note_left(report.rank)
         elif report.found != ALIVE:
             if self._settled is None:
                 # A neighbour that finds the process ended knows that it had not left before.
@@ -213,6 +245,8 @@ class Watch:
 
     def leave(self) -> None:
         """Tell all ranks that this one leaves."""
+        if self._close_up_at is not None:
+            self._close_up()  # all its neighbours may be among those that have left
         self._note(Report(self._rank, self._rank, LEFT))
 
     def tick(self) -> float | None:
@@ -223,13 +257,16 @@ class Watch:
         for rank, due in list(self._broken.items()):
             if now >= due:
                 del self._broken[rank]
-                if not self._gone(rank):
+                if not self._has_left(rank):
                     self._probes[rank] = _Probe(self._addresses[rank])
         for rank, probe in list(self._probes.items()):
             found = probe.look()
             if found:
                 del self._probes[rank]
-                self._note(Report(rank, self._rank, found))
+                if found == _UNKNOWN:
+                    self._owner.fail(self._unknown(rank))
+                else:
+                    self._note(Report(rank, self._rank, found))
         if self._settled is not None and now >= self._settled and not self._probes:
             self._decide()
         if self._broken or self._probes or (self._settled is not None and not self._done):
@@ -248,33 +285,51 @@ class Watch:
             there = [rank for rank in range(len(self._addresses)) if rank not in self.left]
             self.neighbours = neighbours(self._rank, there)
             for rank in self.neighbours:
-                self._open(rank)
+                self._owner.open(rank)
+
+    def _has_left(self, rank: int) -> bool:
+        self._owner.miss_if_incomplete(rank)  # all that it sent has been read
+        return self._owner.has_left(rank)
 
     def _decide(self) -> None:
-        reports = {r for r in self._reports if r.found in _VERDICTS and not self._gone(r.rank)}
+        reports = {r for r in self._reports if r.found in _VERDICTS and not self._has_left(r.rank)}
         if not reports:  # those who were missed have left
             self._settled = None
             return
         self._done = True
-        alive = {report.by for report in self._reports if report.found != LEFT}
-        alive |= {r.rank for r in self._reports if r.found in (CUT, ALIVE)}
+        # Who said something of a rank that has left since may be lost itself by now.
+        alive = {report.by for report in reports}
+        alive |= {r.rank for r in self._reports if r.found == ALIVE}
+        alive |= {r.rank for r in reports if r.found == CUT}
         for found in (ENDED, SILENT, STOPPED):
             ranks = sorted({r.rank for r in reports if r.found == found} - alive)
             if found == SILENT:  # of a host that others hear of, it is the network
                 ranks = [rank for rank in ranks if not self._hears_of_host(rank, alive)]
             if ranks:
-                self._fail(PeerFailedError(self._text(ranks[0], found, ranks[1:]), ranks[0]))
+                self._owner.fail(PeerFailedError(self._text(ranks[0], found, ranks[1:]), ranks[0]))
                 return
         low, high = min(sorted((r.rank, r.by)) for r in reports)
         text = (
             f"the connection between rank {low} and rank {high} is lost, though both are alive: "
             "it was cut, or the network drops what one of them sends to the other"
         )
-        self._fail(PeerFailedError(text, low, pair=(low, high)))
+        self._owner.fail(PeerFailedError(text, low, pair=(low, high)))
 
     def _hears_of_host(self, rank: int, alive: set[int]) -> bool:
         host = self._hosts[rank]
         return host != self._hosts[self._rank] and any(self._hosts[r] == host for r in alive)
+
+    def _unknown(self, rank: int) -> CommunicationError:
+        return CommunicationError(
+            f"the connection between rank {self._rank} and rank {rank} is lost, and rank "
+            f"{self._rank} cannot find out why: it has no file descriptors left"
+        )
+
+    def close(self) -> None:
+        """Find out nothing any more."""
+        self._done = True
+        for probe in self._probes.values():
+            probe.close()
 
     def _text(self, rank: int, found: str, others: list[int]) -> str:
         why = {

@@ -1,0 +1,191 @@
+"""What a rank of zmq finds out about others: many ranks, none of which is a process."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fsdpcore.transports.zmq import watch
+from fsdpcore.transports.zmq.watch import CUT, ENDED, SILENT, Report, Watch, _Probe
+
+from fsdpcore.core.errors import CommunicationError, PeerFailedError
+
+NOWHERE = ("127.0.0.1", 1)
+
+
+class Job:
+    """Ranks that tell each other at once, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(watch, "_Probe", lambda address: Found(self.findings[address[1]]))
+        self.findings = [CUT] * world_size
+        self.ended: set[int] = set()
+        self.ranks = [Rank(self, rank, world_size) for rank in range(world_size)]
+
+    def leave(self, *ranks: int) -> None:
+        """Have ranks leave, and end."""
+        for rank in ranks:
+            self.ranks[rank].watch.leave()
+        self.end(*ranks)
+
+    def end(self, *ranks: int) -> None:
+        """End processes."""
+        self.ended |= set(ranks)
+        for rank in ranks:
+            self.findings[rank] = ENDED
+            for other in self.there():
+                if rank in self.ranks[other].links or other in self.ranks[rank].links:
+                    self.ranks[other].watch.lost(rank)
+
+    def there(self) -> list[int]:
+        return [rank.number for rank in self.ranks if rank.number not in self.ended]
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass for those that are there."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.01
+            for rank in self.there():
+                self.ranks[rank].watch.tick()
+
+    def errors(self) -> dict[int, CommunicationError | None]:
+        return {rank: self.ranks[rank].error for rank in self.there()}
+
+
+class Found:
+    """A probe that has found something."""
+
+    def __init__(self, found: str) -> None:
+        self.found = found
+
+    def look(self) -> str:
+        return self.found
+
+    def close(self) -> None:
+        pass
+
+
+class Rank:
+    """The owner of a watch."""
+
+    def __init__(self, job: Job, number: int, world_size: int) -> None:
+        addresses = [(NOWHERE[0], rank) for rank in range(world_size)]
+        self.job, self.number, self.links = job, number, set[int]()
+        self.error: CommunicationError | None = None
+        self.watch = Watch(number, (0,) * world_size, addresses, 5.0, self)
+        for rank in self.watch.neighbours:
+            self.links.add(rank)
+
+    def spread(self, content: Mapping[str, Any], source: int | None) -> None:
+        for rank in set(self.watch.neighbours) - {source} - self.job.ended:
+            self.job.ranks[rank].watch.heard(self.number, content)
+
+    def open(self, rank: int) -> None:
+        self.links.add(rank)
+        if rank in self.job.ended:
+            self.watch.lost(rank)
+
+    def has_left(self, rank: int) -> bool:
+        return rank in self.watch.left
+
+    def miss_if_incomplete(self, rank: int) -> None:
+        pass
+
+    def note_left(self, rank: int) -> None:
+        pass
+
+    def fail(self, error: CommunicationError) -> None:
+        self.error = self.error or error
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.3, 0.9])
+def test_ranks_that_leave_one_after_another_are_missed_by_nobody(
+    monkeypatch: pytest.MonkeyPatch, apart: float
+) -> None:
+    """Not even those whose neighbours have all left before."""
+    job = Job(monkeypatch, 8)
+    for rank in (1, 2, 4, 5):
+        job.leave(rank)
+        job.wait(apart)
+    job.wait(0.3)
+    job.leave(3)
+    job.wait(3.0)
+    assert job.errors() == {0: None, 6: None, 7: None}
+    assert [job.ranks[rank].watch.left for rank in (0, 6, 7)] == [{1, 2, 3, 4, 5}] * 3
+
+
+def test_the_gaps_that_leaving_ranks_make_are_closed_while_more_of_them_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, 12)
+    for rank in (1, 11, 3, 9):
+        job.leave(rank)
+        job.wait(0.6)
+    job.end(0)
+    job.wait(0.3)
+    for error in job.errors().values():
+        assert isinstance(error, PeerFailedError)
+        assert error.rank == 0
+
+
+def test_a_rank_that_has_told_of_another_can_be_lost_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, 4)
+    job.leave(2)
+    job.ranks[1].watch.heard(0, Report(2, 0, ENDED)._asdict())
+    job.wait(0.3)
+    assert job.errors() == {0: None, 1: None, 3: None}
+    job.ended.add(0)
+    job.ranks[1].watch.heard(0, Report(0, 3, SILENT)._asdict())
+    job.wait(0.3)
+    for error in job.errors().values():
+        assert isinstance(error, PeerFailedError)
+        assert (error.rank, error.pair) == (0, None)
+
+
+# Real connections.
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Let this process open nothing more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_rank_without_descriptors_looks_later_and_accuses_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with no_descriptors():
+            with pytest.raises(OSError, match="Too many open files"):
+                socket.socket()
+            probe = _Probe(listener.getsockname()[:2])
+            assert probe.look() == ""
+        assert probe.look() == ""
+        with listener.accept()[0] as connection:
+            connection.send(b"\xff")
+            assert found(probe) == CUT
+    with no_descriptors():
+        assert found(_Probe(NOWHERE)) == watch._UNKNOWN
+    probe = _Probe(NOWHERE)
+    assert found(probe) == ENDED
+
+
+def found(probe: _Probe) -> str:
+    while not probe.look():
+        pass
+    return probe.look()
