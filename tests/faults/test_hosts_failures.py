@@ -11,7 +11,7 @@ import pytest
 from support.hosts.lab import Lab
 from support.hosts.middle import Flow, Middle
 from support.hosts.ranks import on_hosts
-from support.zmq_ranks import Line, Outcome, RankProcess
+from support.zmq_ranks import Line, Outcome, RankProcess, ready
 
 import fsdpcore as fc
 
@@ -56,13 +56,6 @@ def idle(backend: fc.Backend, line: Line) -> None:
     line.tell("ready")
     line.ask()
     backend.barrier()
-
-
-def ready(ranks: list[RankProcess]) -> float:
-    """Wait until all have begun; the time since which something may happen."""
-    for rank in ranks:
-        assert rank.hear() == "ready"
-    return time.monotonic()
 
 
 def outcomes(ranks: list[RankProcess], since: float, limit: float = SOON) -> list[Outcome]:

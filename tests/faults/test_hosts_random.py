@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.hosts.lab import Lab
 from support.hosts.ranks import on_hosts
-from support.zmq_ranks import Line, Outcome, RankProcess
+from support.zmq_ranks import Line, Outcome, RankProcess, ready
 
 import fsdpcore as fc
 
@@ -139,8 +139,7 @@ def test_a_random_failure_ends_the_job_with_the_right_error(number: int) -> None
     with Lab(2, rate=rate) as lab, on_hosts(working, lab, 2, heartbeat=HEARTBEAT) as ranks:
         for rank in ranks:
             rank.say(f"{SEED} {number}")
-        for rank in ranks:
-            assert rank.hear() == "ready"
+        ready(ranks)
         time.sleep(moment)
         since = time.monotonic()
         damage = fail(lab, ranks, drawn)

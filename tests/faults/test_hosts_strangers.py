@@ -17,7 +17,7 @@ from support.hosts import recording
 from support.hosts.lab import Lab
 from support.hosts.middle import Flow, Frames, Middle
 from support.hosts.ranks import on_hosts
-from support.zmq_ranks import Line, Outcome
+from support.zmq_ranks import Line, Outcome, ready
 
 import fsdpcore as fc
 
@@ -60,8 +60,8 @@ def test_a_listener_reads_neither_payload_nor_secret(
         with Lab(2) as lab:
             lab.record(path)
             with on_hosts(telling, lab, token=TOKEN, security=security) as ranks:
+                ready(ranks)
                 for rank in ranks:
-                    assert rank.hear() == "ready"
                     rank.say("enough")
                 assert [rank.outcome() for rank in ranks] == [Outcome(True)] * 2
             lab.record(None)
@@ -134,8 +134,7 @@ def check_changed(mutate: Mutation, drawn: random.Random) -> None:
 
     with Lab(4) as lab, Middle(lab, change):
         with on_hosts(telling, lab.hosts[:2], token=TOKEN, heartbeat=1) as ranks:
-            for rank in ranks:
-                assert rank.hear() == "ready"
+            ready(ranks)
             time.sleep(moment)
             armed.set()
             for rank in ranks:
@@ -162,8 +161,7 @@ def test_a_stranger_who_has_recorded_a_job_cannot_join_or_harm_it(same_job: bool
         def begin() -> list:
             job = on_hosts(telling, lab.hosts[:2], token=TOKEN)
             ranks = stack.enter_context(job)
-            for rank in ranks:
-                assert rank.hear() == "ready"
+            ready(ranks)
             return ranks
 
         ranks = begin()

@@ -14,7 +14,7 @@ import pytest
 from fsdpcore.transports.memory.shared import SharedMemory
 from support.jobs import SOON
 from support.mappings import segments
-from support.zmq_ranks import Line, RankProcess, processes
+from support.zmq_ranks import Line, processes, ready
 
 import fsdpcore as fc
 from fsdpcore.collectives.shared import region
@@ -59,11 +59,6 @@ def descriptors(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         return os.listdir(f"/proc/{pid}/fd")
     return []
-
-
-def ready(ranks: list[RankProcess]) -> None:
-    for rank in ranks:
-        assert rank.hear() == "ready"
 
 
 def test_a_rank_killed_while_others_use_its_memory() -> None:

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from fsdpcore.transports.zmq.backend import ZmqBackend
-from support.zmq_ranks import Line, Outcome, RankProcess, processes, run_threads
+from support.zmq_ranks import Line, Outcome, RankProcess, processes, ready, run_threads
 
 import fsdpcore as fc
 
@@ -63,11 +63,6 @@ def idle(backend: fc.Backend, line: Line) -> None:
     line.tell("ready")
     line.ask()
     backend.barrier()
-
-
-def ready(ranks: list[RankProcess]) -> None:
-    for rank in ranks:
-        assert rank.hear() == "ready"
 
 
 def survivors(ranks: list[RankProcess]) -> list[Outcome]:

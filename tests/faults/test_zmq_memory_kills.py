@@ -14,7 +14,7 @@ from fsdpcore.transports.memory.shared import SharedMemory
 from fsdpcore.transports.zmq import memory as zmq_memory
 from fsdpcore.transports.zmq.backend import ZmqBackend
 from support.jobs import SOON
-from support.zmq_ranks import Line, processes, run_threads
+from support.zmq_ranks import Line, processes, ready, run_threads
 
 import fsdpcore as fc
 
@@ -44,8 +44,7 @@ def exchanging(backend: fc.Backend, line: Line) -> None:
 
 def test_a_rank_killed_while_messages_go_both_ways() -> None:
     with processes(exchanging, 2, shm="on") as ranks:
-        for rank in ranks:
-            assert rank.hear() == "ready"
+        ready(ranks)
         ranks[VICTIM].send_signal(signal.SIGKILL)
         outcome = ranks[0].outcome()
         assert (outcome.error, outcome.culprit) == ("PeerFailedError", VICTIM), outcome

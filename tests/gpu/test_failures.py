@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import gpu_failures as bodies
 from support.gpu_ranks import TRANSPORT, Together
-from support.zmq_ranks import listener, place, processes
+from support.zmq_ranks import listener, place, processes, ready
 
 import fsdpcore as fc
 from fsdpcore.comm.place import RankPlace
@@ -39,8 +39,7 @@ def test_a_rank_killed_in_a_collective_is_named_and_all_processes_end(
 ) -> None:
     options = {"transport": TRANSPORT, "share_gpu": two_ranks.share_gpu}
     with processes(body, 2, **options) as ranks:
-        for rank in ranks:
-            assert rank.hear() == "ready"
+        ready(ranks)
         start = time.monotonic()
         ranks[bodies.VICTIM].send_signal(signal.SIGKILL)
         outcome = ranks[0].outcome()  # its process has ended well, too

@@ -197,6 +197,13 @@ Body = Callable[[Backend, Line], Any]
 Join = Callable[[], contextlib.AbstractContextManager[Backend]]
 
 
+def ready(ranks: Iterable[RankProcess]) -> float:
+    """Wait until all have told "ready"; the time, since which something may happen to them."""
+    for rank in ranks:
+        assert rank.hear() == "ready"
+    return time.monotonic()
+
+
 @contextlib.contextmanager
 def processes(body: Body, world_size: int, **options: Any) -> Iterator[list[RankProcess]]:
     """Run ``body(backend, line)``, from the top of a module, on ranks that are processes.
