@@ -271,12 +271,13 @@ def _slurm_address(environ: Mapping[str, str]) -> str | None:
 
     The port is below those that systems give out by themselves.
     """
-    # node[01-04,07],gpu3: a name, or the front of one and the first of its numbers.
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", environ.get("SLURM_STEP_NODELIST", ""))
+    # The first entry, such as r[1-2]n[01-04,07]-ib, and of each pair of brackets the first number.
+    nodes = re.match(r"(?:[^,\[]|\[\d[^\]]*\])+", environ.get("SLURM_STEP_NODELIST", ""))
     job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    if match is None or not job.isdecimal() or not step.isdecimal():
+    if nodes is None or not job.isdecimal() or not step.isdecimal():
         return None
-    return join_address(match[1] + (match[2] or ""), 10_000 + (int(job) * 31 + int(step)) % 20_000)
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes[0])
+    return join_address(host, 10_000 + (int(job) * 31 + int(step)) % 20_000)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -158,7 +158,14 @@ def test_where_the_ranks_meet():
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("gpu[07-09,12]", "gpu07"), ("a-[3,5],b1", "a-3"), ("x.y,z", "x.y")],
+    [
+        ("n1", "n1"),
+        ("gpu[07-09,12]", "gpu07"),
+        ("a-[3,5],b1", "a-3"),
+        ("x.y,z", "x.y"),
+        ("r[1-2,5]n[01-04]", "r1n01"),
+        ("node[01,02]-ib,b", "node01-ib"),
+    ],
 )
 def test_a_slurm_step_meets_on_its_first_node(nodes, first):
     step = {**SRUN, "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2"}
@@ -260,7 +267,9 @@ def test_the_listener_belongs_to_rank_0_of_our_own_launcher():
 
 def test_the_token_is_passed_on():
     assert detect(OURS).token == ""
-    assert detect({**OURS, "FSDPCORE_TOKEN": "secret"}).token == "secret"
+    place = detect({**OURS, "FSDPCORE_TOKEN": " secret\n"})
+    assert place.token == "secret", "as in a file, where editors end the line"
+    assert "secret" not in repr(place)
 
 
 @pytest.mark.parametrize("environ", [OURS, OPEN_MPI, PMI, TORCH, SRUN])
