@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # The launcher of a place that no launcher's variables name.
 NO_LAUNCHER = "no launcher"
@@ -34,7 +34,7 @@ class RankPlace:
     launcher: str
     rendezvous: str | None = None
     listener_fd: int | None = None
-    token: str = ""
+    token: str = field(default="", repr=False)
     mpi: bool = False
     job: str = ""
     local_known: bool = True

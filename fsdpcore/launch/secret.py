@@ -34,7 +34,7 @@ def token(environ: Mapping[str, str]) -> str:
     Raises:
         ConfigError: both are set, or the file is none that only its owner can read.
     """
-    given, path = environ.get(TOKEN, ""), environ.get(TOKEN_FILE, "")
+    given, path = environ.get(TOKEN, "").strip(), environ.get(TOKEN_FILE, "")
     if given and path:
         raise ConfigError(f"{TOKEN} and {TOKEN_FILE} are both set; unset one of them")
     return _read(path) if path else given
