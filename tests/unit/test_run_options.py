@@ -92,9 +92,10 @@ def test_a_launcher_gets_the_host_and_the_words_of_a_command(monkeypatch, launch
 def test_ssh_gets_one_line_for_a_shell_and_asks_nothing(monkeypatch):
     monkeypatch.setattr("sys.executable", "/a b/python")
     monkeypatch.setattr("shutil.which", lambda program: f"/bin/{program}")
-    program, *options, host, line = agent_command(None, "me@n1")
-    assert (program, host, line) == ("/bin/ssh", "me@n1", f"'/a b/python' -m {agent.MODULE}")
-    assert "BatchMode=yes" in options
+    for launcher in (None, "ssh -p 2222", "ssh -p 2222 {host}"):
+        program, *options, host, line = agent_command(launcher, "me@n1")
+        assert (program, host, line) == ("/bin/ssh", "me@n1", f"'/a b/python' -m {agent.MODULE}")
+        assert options == ["-p", "2222"] if launcher else "BatchMode=yes" in options
 
 
 def test_hosts_are_filled_one_after_the_other():

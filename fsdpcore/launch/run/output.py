@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from fsdpcore.core.errors import ConfigError
 
-# A line that gets longer than this is passed on in parts.
+# What is read at once, and of a rank's line passed on at once.
 _MAX_LINE = 1 << 16
 # How much of the end of a rank's standard error is remembered.
 _TAIL_LINES = 100
@@ -140,8 +140,14 @@ class OutputPipes:
         self._thread = threading.Thread(target=self._run, name="fsdpcore-output", daemon=True)
 
     @contextlib.contextmanager
-    def ending_in(self, *handlers: Callable[[bytes], None]) -> Iterator[list[int]]:
+    def ending_in(
+        self, *handlers: Callable[[bytes], None], longest: int = _MAX_LINE
+    ) -> Iterator[list[int]]:
         """Open a pipe for each handler, which is called with each line, on the thread.
+
+        Args:
+            handlers: what takes the lines.
+            longest: a line that gets longer than this is passed on in parts.
 
         Yields:
             The ends to write to, for a process that is started in this block.
@@ -150,7 +156,7 @@ class OutputPipes:
         for handler in handlers:
             ours, theirs = os.pipe()
             os.set_blocking(ours, False)
-            self._selector.register(ours, selectors.EVENT_READ, _Lines(ours, handler))
+            self._selector.register(ours, selectors.EVENT_READ, _Lines(ours, handler, longest))
             ends.append(theirs)
         os.write(self._waker, b"+")  # the thread looks at the new ones, too
         try:
@@ -196,9 +202,10 @@ class OutputPipes:
 class _Lines:
     """A pipe's reading end, cut into lines."""
 
-    def __init__(self, fd: int, handler: Callable[[bytes], None]) -> None:
+    def __init__(self, fd: int, handler: Callable[[bytes], None], longest: int) -> None:
         self._fd = fd
         self._handler = handler
+        self._longest = longest
         self._rest = b""
 
     def read(self) -> bool:
@@ -218,7 +225,7 @@ class _Lines:
                     self._handler(data[start : end.start()])
                 start = end.end()
             self._rest = data[start:]
-            if len(self._rest) > _MAX_LINE:
+            if len(self._rest) > self._longest:
                 self._flush()
         except OSError:  # whoever writes notices that the pipe is closed
             return False

@@ -30,6 +30,8 @@ from fsdpcore.launch.supervision import RankProcess, Signals, StopRequested
 SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15"
 # What a host gets to end its ranks, which takes two seconds at most, and to say so.
 _GRACE_SECONDS = 5.0
+# A frame is a rank's line, or how all ranks of a host ended.
+_MAX_FRAME = 1 << 22
 
 
 def agent_command(launcher: str | None, host: str) -> list[str]:
@@ -55,7 +57,7 @@ def agent_command(launcher: str | None, host: str) -> list[str]:
         )
     named = [word.replace("{host}", host) for word in words]
     command = [sys.executable, "-m", agent.MODULE]
-    if launcher is None:
+    if os.path.basename(program) == "ssh":
         command = [shlex.join(command)]  # for a shell over there
     return [program, *named[1:], *([] if named != words else [host]), *command]
 
@@ -81,7 +83,10 @@ class _Host(RankProcess):
         theirs, self._input = os.pipe()
         said = functools.partial(job.output.write_host, share.address)
         try:
-            with job.pipes.ending_in(self._hear, said) as (stdout, stderr):
+            with (
+                job.pipes.ending_in(self._hear, longest=_MAX_FRAME) as (stdout,),
+                job.pipes.ending_in(said) as (stderr,),
+            ):
                 super().__init__(index, command, stdin=theirs, stdout=stdout, stderr=stderr)
         except RankFailedError as error:
             os.close(self._input)
@@ -122,15 +127,27 @@ class _Host(RankProcess):
 
     def _hear(self, line: bytes) -> None:
         """Take a line of its output; called by the thread that reads that."""
-        kind, text = line[1:2], line[2:]
-        self.begun = self.begun or kind == agent.MEETING
-        if not line.startswith(agent.MARK):
-            self._job.output.write_host(self.share.address, line)
-        elif kind in (agent.OUT, agent.ERROR):
+        # A shell may have printed something before the first frame, without the end of a line.
+        said, mark, frame = line.partition(agent.MARK)
+        if said or not mark:
+            self._job.output.write_host(self.share.address, said)
+        if not mark:
+            return
+        try:
+            self._take(frame[:1], frame[1:])
+        except (ValueError, TypeError) as error:
+            self.problem = f"what came from there is not what its ranks' launcher writes ({error})"
+            self._failing = True
+
+    def _take(self, kind: bytes, text: bytes) -> None:
+        """Take a frame; raises ValueError or TypeError if it is none."""
+        if kind in (agent.OUT, agent.ERROR):
             rank, _, said = text.partition(b" ")
             self._job.output.write(int(rank), kind == agent.ERROR, said)
-        elif kind == agent.MEETING and self.rank == 0:
-            self._job.meet(text.decode())
+        elif kind == agent.MEETING:
+            self.begun = True
+            if self.rank == 0:
+                self._job.meet(text.decode())
         elif kind == agent.FAILING:
             self._failing = True
             self._job.failing.append(int(text))
@@ -138,6 +155,8 @@ class _Host(RankProcess):
             self.ends = agent.decode_ends(text)
         elif kind == agent.PROBLEM:
             self.problem = text.decode()
+        else:
+            raise ValueError(f"a frame of kind {kind!r}")
 
 
 class _HostsJob:
