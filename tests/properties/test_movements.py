@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from support.sharing import SharingSim
 from support.spmd import run_on
+from support.waits import waiting_asleep
 
 import fsdpcore as fc
 from fsdpcore.collectives.context import CollectiveContext
@@ -25,9 +27,9 @@ from fsdpcore.core.reductions import Reduction
 
 
 @pytest.fixture(autouse=True)
-def _threads_let_each_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "_LOOKS", 1)
-    monkeypatch.setattr(region, "_YIELDS", 0)
+def _threads_let_each_other_run() -> Iterator[None]:
+    with waiting_asleep():
+        yield
 
 
 def _neighbours(divided: bool, ranks: range, root: int) -> list[Move]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from support import oracle, published
 from support.sharing import SharingSim
 from support.spmd import run_on
+from support.waits import waiting_asleep
 
 import fsdpcore as fc
 from fsdpcore.collectives.shared import region
@@ -20,10 +22,9 @@ from fsdpcore.collectives.state import state_of
 
 
 @pytest.fixture(autouse=True)
-def _threads_let_each_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that only looks keeps the interpreter from those that it waits for."""
-    monkeypatch.setattr(region, "_LOOKS", 1)
-    monkeypatch.setattr(region, "_YIELDS", 0)
+def _threads_let_each_other_run() -> Iterator[None]:
+    with waiting_asleep():
+        yield
 
 
 @pytest.fixture

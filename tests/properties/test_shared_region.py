@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.bodies import asynchronous, layouts, movement, reductions, scans
 from support.counting import CountingSim, counters
 from support.sharing import ReluctantSim, SharingSim, _OfRank
 from support.spmd import meet, run_on
+from support.waits import waiting_asleep
 
 import fsdpcore as fc
 from fsdpcore.collectives.shared import algorithm as shared
@@ -29,10 +31,9 @@ SIZES = (1, 2, 3, 8)
 
 
 @pytest.fixture(autouse=True)
-def _threads_let_each_other_run(monkeypatch):
-    """A thread that only looks keeps the interpreter from those that it waits for."""
-    monkeypatch.setattr(region, "_LOOKS", 1)
-    monkeypatch.setattr(region, "_YIELDS", 0)
+def _threads_let_each_other_run() -> Iterator[None]:
+    with waiting_asleep():
+        yield
 
 
 def _shares(backend: fc.Backend) -> bool:

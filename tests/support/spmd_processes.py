@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from support.spmd_job import Job, Meeting, Outcome, expect_all, failure, perform
+from support.waits import wait_mostly_asleep
 
 import fsdpcore as fc
-from fsdpcore.collectives.shared import region
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.launch.config import resolve
 from fsdpcore.launch.endpoints import listen
@@ -225,7 +225,7 @@ class _Attendance:
 
 def serve(backend: fc.Backend, address: Any, key: bytes, stacks: str) -> None:
     """The program of a process of the fleet: run what it is sent until it is sent None."""
-    _wait_mostly_asleep()
+    wait_mostly_asleep()
     if not sys.warnoptions:  # who starts the tests may want to see warnings only
         warnings.simplefilter("error")
     with (
@@ -237,11 +237,6 @@ def serve(backend: fc.Backend, address: Any, key: bytes, stacks: str) -> None:
         connection.send(Hello(backend.rank, os.getpid(), listener.getsockname()[1]))
         while (order := connection.recv()) is not None:
             connection.send(_obey(order, connection, listener))
-
-
-def _wait_mostly_asleep() -> None:
-    """Look at flags less often before sleeping: here are more ranks than cores."""
-    region._YIELDS = region._LOOKS_BETWEEN_CHECKS
 
 
 def _obey(order: Order, connection: Connection, listener: socket.socket) -> Outcome:
