@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsdpcore.transports.zmq import memory as zmq_memory
 from fsdpcore.transports.zmq.backend import ZmqBackend
 from support import fake_cuda
 from support.zmq_ranks import PATIENCE, Outcome, config, listener, place, run_threads
@@ -86,6 +87,32 @@ def test_close_waits_until_a_large_message_is_taken(shm: str) -> None:
     assert both(sender, receiver, shm=shm)[1] == [True, True]
 
 
+def test_who_leaves_after_a_lent_message_is_told_when_it_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last thing that comes from it is read before all is copied."""
+    monkeypatch.setattr(zmq_memory, "_COPY_BYTES", 1 << 20)
+    posted = threading.Event()
+
+    def sender(backend: ZmqBackend) -> float:
+        data = backend.empty(8 << 20, np.uint8)
+        posted.wait(PATIENCE)
+        backend.isend(data, 1)
+        began = time.monotonic()
+        backend.close()
+        return time.monotonic() - began
+
+    def receiver(backend: ZmqBackend) -> None:
+        pending = backend.irecv(np.empty(8 << 20, np.uint8), 0)
+        with backend.lock:
+            posted.set()
+            time.sleep(0.2)
+        pending.wait()
+        time.sleep(1.0)
+
+    assert both(sender, receiver)[0] < 0.9
+
+
 def test_a_receiver_that_leaves_in_the_middle_of_a_message() -> None:
     def sender(backend: ZmqBackend) -> str:
         return caught(lambda: backend.send(np.ones(400_000_000, np.uint8), 1))
@@ -109,6 +136,22 @@ def test_a_receive_from_a_rank_that_leaves() -> None:
         return [first, caught(backend.barrier), caught(lambda: backend.send(np.ones(3), 1))]
 
     assert both(waiter, lambda backend: None)[0] == [LEFT] * 3
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_receive_from_any_rank_ends_when_all_others_have_left(early: bool) -> None:
+    """Even those that this rank has never talked to."""
+
+    def body(backend: ZmqBackend) -> str:
+        if backend.rank:
+            time.sleep(0.1 if early else 0.0)
+            return ""
+        time.sleep(0.0 if early else 0.3)
+        with pytest.raises(PeerFailedError) as error:
+            backend.recv(np.empty(3), fc.ANY)
+        return str(error.value)
+
+    assert "have left the job, all that could send" in results(run_threads(body, 6))[0]
 
 
 def test_a_rank_that_left_is_missed_only_when_it_is_needed() -> None:

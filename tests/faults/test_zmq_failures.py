@@ -114,7 +114,7 @@ def test_a_link_that_is_cut_while_both_ranks_live_names_the_two_everywhere() -> 
     def body(backend: ZmqBackend) -> tuple[int, int] | None:
         backend.barrier()
         if backend.rank == 0:
-            descriptors = backend.control.links._descriptors
+            descriptors = backend.control.links._inbound.ranks
             (descriptor,) = [found for found, rank in descriptors.items() if rank == 1]
             with socket.socket(fileno=os.dup(descriptor)) as cut:
                 cut.shutdown(socket.SHUT_RDWR)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fsdpcore.transports.zmq import joining, poller
+import zmq
+from fsdpcore.transports.zmq import joining, monitors, poller
+from fsdpcore.transports.zmq.monitors import InboundConnections
 from fsdpcore.transports.zmq.outlet import Flow, Outlet
 from fsdpcore.transports.zmq.poller import Waker, _PollSet
 from fsdpcore.transports.zmq.watch import neighbours
@@ -177,6 +180,30 @@ def test_a_few_neighbours_for_each_and_none_far_away(world_size: int) -> None:
                 queue.append(other)
     assert len(steps) == world_size
     assert max(steps.values()) <= math.isqrt(world_size) + 2
+
+
+# Which connections have broken.
+
+
+def test_a_descriptor_that_is_used_again_hides_no_broken_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(monitors, "events", lambda monitor: [told.pop(0) for _ in list(told)])
+    accepted, broken = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+    sock: Any = SimpleNamespace(get_monitor_socket=lambda mask: None)
+    frame: Any = SimpleNamespace(get=lambda option: 20)
+    inbound = InboundConnections(sock)
+    told += [(accepted, 20, ""), (broken, 20, ""), (accepted, 20, "")]
+    assert inbound.broken() == []  # a stranger
+    inbound.know(frame, 1)
+    told += [(broken, 20, ""), (accepted, 20, "")]
+    assert inbound.broken() == [1]
+    assert inbound.broken() == []
+    told.append((broken, 20, ""))
+    assert inbound.broken() == []
+    inbound.know(frame, 2)  # its frame is read late
+    assert inbound.broken() == [2]
 
 
 # Options.

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from fsdpcore.transports.zmq import watch
-from fsdpcore.transports.zmq.watch import CUT, ENDED, SILENT, Report, Watch, _Probe
+from fsdpcore.transports.zmq.keys import JobKeys
+from fsdpcore.transports.zmq.links import Links
+from fsdpcore.transports.zmq.watch import CUT, ENDED, SILENT, STOPPED, Report, Watch, _Probe
+from support.zmq_ranks import PATIENCE
 
 from fsdpcore.core.errors import CommunicationError, PeerFailedError
 
@@ -25,10 +30,14 @@ class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
         self.now = 100.0
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(watch, "_Probe", lambda address: Found(self.findings[address[1]]))
+        monkeypatch.setattr(watch, "_Probe", self.probe)
         self.findings = [CUT] * world_size
         self.ended: set[int] = set()
         self.ranks = [Rank(self, rank, world_size) for rank in range(world_size)]
+
+    def probe(self, address: tuple[str, int], seconds: float) -> Found:
+        """A probe that finds what there is."""
+        return Found(self.findings[address[1]], self.now + seconds, self)
 
     def leave(self, *ranks: int) -> None:
         """Have ranks leave, and end."""
@@ -61,13 +70,13 @@ class Job:
 
 
 class Found:
-    """A probe that has found something."""
+    """A probe that has found something: at its end, if that nothing comes back."""
 
-    def __init__(self, found: str) -> None:
-        self.found = found
+    def __init__(self, found: str, end: float, job: Job) -> None:
+        self.found, self.end, self.job = found, end, job
 
     def look(self) -> str:
-        return self.found
+        return self.found if self.found != STOPPED or self.job.now >= self.end else ""
 
     def close(self) -> None:
         pass
@@ -152,6 +161,20 @@ def test_a_rank_that_has_told_of_another_can_be_lost_later(
         assert (error.rank, error.pair) == (0, None)
 
 
+def test_a_rank_far_away_has_time_to_say_that_it_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, 3)
+    watching = job.ranks[0].watch
+    watching.expect(0.3)
+    job.findings[1] = STOPPED
+    watching.lost(1)
+    job.wait(1.1)
+    assert job.errors() == dict.fromkeys(range(3))
+    job.wait(1.5)
+    assert all(job.errors().values())
+
+
 # Real connections.
 
 
@@ -173,15 +196,15 @@ def test_a_rank_without_descriptors_looks_later_and_accuses_nobody() -> None:
         with no_descriptors():
             with pytest.raises(OSError, match="Too many open files"):
                 socket.socket()
-            probe = _Probe(listener.getsockname()[:2])
+            probe = _Probe(listener.getsockname()[:2], PATIENCE)
             assert probe.look() == ""
         assert probe.look() == ""
         with listener.accept()[0] as connection:
             connection.send(b"\xff")
             assert found(probe) == CUT
     with no_descriptors():
-        assert found(_Probe(NOWHERE)) == watch._UNKNOWN
-    probe = _Probe(NOWHERE)
+        assert found(_Probe(NOWHERE, 0.1)) == watch._UNKNOWN
+    probe = _Probe(NOWHERE, PATIENCE)
     assert found(probe) == ENDED
 
 
@@ -189,3 +212,27 @@ def found(probe: _Probe) -> str:
     while not probe.look():
         pass
     return probe.look()
+
+
+def test_a_link_that_cannot_be_made_for_want_of_descriptors_is_lost() -> None:
+    lost: list[tuple[int, bool]] = []
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        keys = JobKeys("a secret")
+        links = Links(
+            context,
+            0,
+            2,
+            keys,
+            encrypted=False,
+            heartbeat=5.0,
+            lost=lambda rank, to: lost.append((rank, to)),
+        )
+        links.introduce(b"", [NOWHERE, NOWHERE])
+        end = time.monotonic() + PATIENCE
+        with no_descriptors():
+            links.open(1)
+            while not lost:
+                assert time.monotonic() < end, "nobody notices"
+                links.look()
+        links.close(0)
+    assert lost == [(1, True)]

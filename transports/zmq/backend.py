@@ -171,6 +171,7 @@ class ZmqBackend(Transport):
         self.policy = dataclasses.replace(self.policy, link=speed.costs(self.capabilities))
         with self.lock:
             self._far_flow = speed.flow(self._options.segment_bytes)
+            self.control.watch.expect(speed.round_trip)
             for peer in self.control.peers.values():
                 if self.hosts[peer.rank] != self.hosts[self.rank]:
                     peer.channel.use(self._far_flow)
@@ -268,6 +269,7 @@ class ZmqBackend(Transport):
             if error is not None:
                 self.table.withdraw_receive(incoming)
                 raise error
+            self.control.await_from_any(envelope.channel)
         elif self.departed(src):
             self.table.withdraw_receive(incoming)
             self._refuse(self.control.peer(src))

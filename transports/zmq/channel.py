@@ -332,7 +332,7 @@ class PeerChannel:
 
     def finish_received(self, incoming: IncomingMessage) -> None:
         """Finish a receive that is complete."""
-        del self._receiving[incoming.number]
+        self._forget(incoming)
         incoming.finish()
 
     def drop_receive(self, incoming: IncomingMessage) -> None:
@@ -340,8 +340,13 @@ class PeerChannel:
         if self._receiving.get(incoming.number) is incoming:
             self._drop(incoming)
 
-    def _drop(self, incoming: IncomingMessage) -> None:
+    def _forget(self, incoming: IncomingMessage) -> None:
         del self._receiving[incoming.number]
+        if self.last is not None:
+            self.state.poller.remind()  # a peer that leaves may wait for the answer
+
+    def _drop(self, incoming: IncomingMessage) -> None:
+        self._forget(incoming)
         if not self._borrowing.drop(incoming) and incoming.begun < incoming.out.size:
             self._dropped[incoming.number] = incoming.out.size - incoming.begun
 

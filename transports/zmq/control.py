@@ -88,9 +88,11 @@ class Control:
             return None
         if not self._read():
             return 0.0
-        for peer in self.peers.values():
+        for peer in list(self.peers.values()):
             if peer.lost and not peer.left and peer.rank in self.watch.left:
                 self._note_gone(peer)
+            elif not peer.answered:
+                self._note_progress(peer)
         # Who is broken or closed needs to know of no other rank's end.
         return self.watch.tick() if self._backend.failure is None else None
 
@@ -227,6 +229,8 @@ class Control:
         self._state.poller.remind()
         if self._state.table.awaits(rank):
             self.await_from(rank)
+        for channel in self._state.table.open_channels():
+            self.await_from_any(channel)
 
     def await_from(self, rank: int) -> None:
         """A message is awaited from a rank: find out whether it can still come.
@@ -236,6 +240,12 @@ class Control:
         """
         if rank in self.watch.left:
             self.open(rank)
+
+    def await_from_any(self, channel: int) -> None:
+        """A message is awaited from any rank of a group: do so for each of them."""
+        group = self._backend.recorder.group(channel)
+        for rank in group.ranks if group else ():
+            self.await_from(rank)
 
     def _note_gone(self, peer: Peer) -> None:
         """A rank that leaves has gone: all that it had to say has come."""

@@ -163,6 +163,8 @@ def _make_room(place: RankPlace) -> None:
     wanted = needed + 2 * place.world_size
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if place.rank == 0 and hard != resource.RLIM_INFINITY:
+            soft = hard  # strangers who say nothing hold some for a while, too
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -171,6 +173,12 @@ def _make_room(place: RankPlace) -> None:
             f"rank 0 needs {needed} open files to let {place.world_size} ranks meet, and may have "
             f"{allowed}: raise the limit (ulimit -Hn) where it is started"
         )
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        text = (
+            "rank %d may open %d files, and needs %d if it talks to all other ranks: raise the "
+            "limit (ulimit -Hn) where it is started"
+        )
+        _LOG.warning(text, place.rank, allowed, wanted)
 
 
 def _joined(

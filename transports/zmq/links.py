@@ -23,25 +23,25 @@ from fsdpcore.core.errors import ProtocolError
 from fsdpcore.launch.addresses import join_address
 
 from .keys import JobKeys
+from .monitors import InboundConnections, events
 from .wire import MAX_PAYLOAD
 
-_NOBLOCK, _MORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.EVENTS)
-_POLLIN = int(zmq.POLLIN)
-_EVENT = struct.Struct("=Hi")  # what happened, and the descriptor that it happened to
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _NUMBER = struct.Struct("<Q")  # of a frame in its link, before its header
 # A connection that breaks has lost data: never reconnect behind the scenes. The value that means
 # never, -1, makes libzmq 4.3.5 hang when such a socket is closed at the wrong moment.
 _NEVER_MS = 10 * 24 * 3600 * 1000
 # Who has connected must have shown that it knows the job's secret within this time.
 _HANDSHAKE_MS = 5_000
+# The last of these comes alone where not even a socket could be made.
 _REFUSED = int(
     zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_CONNECT_RETRIED
 )
 _BROKEN = int(zmq.EVENT_DISCONNECTED)
-_ACCEPTED = int(zmq.EVENT_ACCEPTED)
 
 Socket = zmq.Socket[bytes]
 Address = tuple[str, int]
@@ -86,10 +86,9 @@ class Links:
         self._outbox = _socket(context, heartbeat)
         self._outbox.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._outbox.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * heartbeat))
-        inbound = _ACCEPTED | _BROKEN
-        self._inbound: Socket = self._inbox.get_monitor_socket(inbound)
+        self._inbound = InboundConnections(self._inbox)
         self._outbound: Socket = self._outbox.get_monitor_socket(_REFUSED | _BROKEN)
-        for monitor in (self._inbound, self._outbound):
+        for monitor in (self._inbound.monitor, self._outbound):
             events(monitor)  # its descriptor tells of nothing until somebody has looked once
         self._nonce = b""
         self._endpoints: list[str] = []
@@ -98,16 +97,13 @@ class Links:
         self._received: dict[int, int] = {}
         self._sent: dict[int, int] = {}
         self._names: dict[int, bytes] = {}
-        # Which rank is at the other end: of descriptors of the inbox, and of what was connected to.
-        self._descriptors: dict[int, int] = {}
-        self._closed: set[int] = set()
         self._by_endpoint: dict[str, int] = {}
 
     def watched(
         self, receive: Callable[[], None], look: Callable[[], None]
     ) -> list[tuple[int, Callable[[], None]]]:
         """Descriptors to poll for input, each with which of the two to call then."""
-        sockets = ((self._inbox, receive), (self._inbound, look), (self._outbound, look))
+        sockets = ((self._inbox, receive), (self._inbound.monitor, look), (self._outbound, look))
         return [(int(sock.getsockopt(zmq.FD)), call) for sock, call in sockets]
 
     # Beginning.
@@ -209,7 +205,7 @@ class Links:
         if len(parts) > 2 or len(head) < _NUMBER.size or _NUMBER.unpack_from(head)[0] != number:
             raise ProtocolError(f"frames from rank {rank} are missing, or are none of ours")
         if number == 0:
-            self._descriptors[int(parts[0].get(zmq.SRCFD))] = rank
+            self._inbound.know(parts[0], rank)
             self._look_inbound()
         self._received[rank] = number + 1
         payload = parts[1].buffer if len(parts) == 2 else None
@@ -226,20 +222,14 @@ class Links:
                 self._lost(rank, True)
 
     def _look_inbound(self) -> None:
-        for event, descriptor, _ in events(self._inbound):
-            if event & _ACCEPTED:
-                self._closed.discard(descriptor)
-            else:
-                self._closed.add(descriptor)
-        # Strangers come and go, too: only who has sent a frame is known.
-        for descriptor in self._closed & set(self._descriptors):
-            self._lost(self._descriptors.pop(descriptor), False)
+        for rank in self._inbound.broken():
+            self._lost(rank, False)
 
     def close(self, seconds: float) -> None:
         """Close all connections; what was sent has that long to leave."""
         for sock in (self._inbox, self._outbox):
             sock.disable_monitor()
-        for monitor in (self._inbound, self._outbound):
+        for monitor in (self._inbound.monitor, self._outbound):
             monitor.close(0)
         self._inbox.close(0)
         self._outbox.close(int(1000 * seconds))
@@ -257,13 +247,3 @@ def _socket(context: zmq.Context[Socket], heartbeat: float) -> Socket:
     sock.setsockopt(zmq.HEARTBEAT_IVL, fifth)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * fifth)
     return sock
-
-
-def events(monitor: Socket) -> list[tuple[int, int, str]]:
-    """Return what a monitor tells: event, descriptor and endpoint of each; never blocks."""
-    found = []
-    while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
-        record, endpoint = monitor.recv_multipart(_NOBLOCK)
-        event, value = _EVENT.unpack(record)
-        found.append((event, value, endpoint.decode()))
-    return found

@@ -25,7 +25,7 @@ from fsdpcore.launch.addresses import is_loopback, join_address
 from fsdpcore.launch.endpoints import resolve
 
 from .keys import NONCE_BYTES, JobKeys, KeyPair
-from .links import events
+from .monitors import InboundConnections, events
 
 Card = dict[str, Any]
 Socket = zmq.Socket[bytes]
@@ -83,16 +83,14 @@ class MeetingHost:
     ) -> None:
         self._place, self._address, self._version = place, address, version
         self._names: dict[int, bytes] = {0: b""}
-        self._descriptors: dict[int, int] = {}
         self._cards: dict[int, Card] = {}
-        self._closed: set[int] = set()
         self._socket: Socket = context.socket(zmq.ROUTER)
         sock = self._socket
         _set_up(sock, address[0], _MAX_CARD)
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.meeting().secret)
         sock.setsockopt(zmq.USE_FD, descriptor)
-        self._monitor: Socket = sock.get_monitor_socket(_BROKEN | zmq.EVENT_ACCEPTED)
+        self._inbound = InboundConnections(sock)
         sock.bind(f"tcp://{join_address(*address)}")
 
     def meet(self, card: Card, deadline: Deadline) -> Meeting:
@@ -110,13 +108,13 @@ class MeetingHost:
             raise
         finally:
             self._socket.disable_monitor()
-            self._monitor.close(0)
+            self._inbound.monitor.close(0)
             self._socket.close(int(1000 * _GRACE_SECONDS))
 
     def _poll(self, deadline: Deadline) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._inbound.monitor, zmq.POLLIN)
         poller.poll(int(1000 * deadline.remaining()) + 1)
 
     def _collect(self, deadline: Deadline) -> None:
@@ -145,15 +143,9 @@ class MeetingHost:
         )
 
     def _look_for_losses(self) -> None:
-        for event, descriptor, _ in events(self._monitor):
-            if not event & _BROKEN:
-                self._closed.discard(descriptor)
-                continue
-            self._closed.add(descriptor)
-        # A card may be read after the end of its connection was seen.
-        for descriptor in self._closed & set(self._descriptors):
+        for rank in self._inbound.broken():
             raise RendezvousError(
-                f"rank {self._descriptors[descriptor]} was lost while the ranks met: its process "
+                f"rank {rank} was lost while the ranks met: its process "
                 "ended, or the network between it and rank 0 failed"
             )
 
@@ -174,7 +166,7 @@ class MeetingHost:
             raise
         card.setdefault("seen", parts[0].get("Peer-Address"))
         self._names[rank], self._cards[rank] = name.bytes, card
-        self._descriptors[int(parts[0].get(zmq.SRCFD))] = rank
+        self._inbound.know(parts[0], rank)
 
     def _check(self, rank: Any, size: Any, message: dict[str, Any]) -> None:
         place = self._place
@@ -211,9 +203,7 @@ class MeetingHost:
             self._poll(deadline)
             while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 waiting.discard(names.get(self._socket.recv_multipart()[0], 0))
-            for event, descriptor, _ in events(self._monitor):
-                if event & _BROKEN:
-                    waiting.discard(self._descriptors.get(descriptor, 0))
+            waiting -= set(self._inbound.broken())
 
 
 def attend(

@@ -28,8 +28,9 @@ from fsdpcore.core.errors import CommunicationError, PeerFailedError, ProtocolEr
 
 # A connection breaks a moment before the last frames on it have been read; wait for them.
 _LAST_WORDS_SECONDS = 0.02
-# How long who is called lost has to say that it is alive, and what a new connection may take.
-_ANSWER_SECONDS = 0.2
+# How long who is called lost has to say that it is alive, and what a new connection may take: that,
+# or so many round trips. ZeroMQ's greeting takes two, and so does a word by way of a third rank.
+_ANSWER_SECONDS, _ANSWER_ROUND_TRIPS = 0.2, 4
 _LOOK_SECONDS = 0.01
 # Ranks mostly leave together, and then nobody watches anybody any more.
 _CLOSE_UP_SECONDS = 1.0
@@ -88,10 +89,10 @@ class WatchOwner(Protocol):
 class _Probe:
     """A new connection to a rank whose link has broken."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], seconds: float) -> None:
         self._address = address
         self._socket: socket.socket | None = None
-        self._end = time.monotonic() + _ANSWER_SECONDS
+        self._end = time.monotonic() + seconds
         self._found = ""
         self._ended_once = False
         self._connect()
@@ -199,7 +200,12 @@ class Watch:
         self._broken: dict[int, float] = {}
         self._probes: dict[int, _Probe] = {}
         self._settled: float | None = None
+        self._answer_seconds = _ANSWER_SECONDS
         self._done = False
+
+    def expect(self, round_trip: float) -> None:
+        """Take into account how many seconds the longest way takes, there and back."""
+        self._answer_seconds = max(_ANSWER_SECONDS, _ANSWER_ROUND_TRIPS * round_trip)
 
     def lost(self, rank: int) -> None:
         """Note that a link from or to a rank has broken."""
@@ -239,7 +245,7 @@ class Watch:
                 # A neighbour that finds the process ended knows that it had not left before.
                 known = report.by in neighbours(report.rank, range(len(self._addresses)))
                 sure = report.found == ENDED and known
-                self._settled = time.monotonic() + (0.0 if sure else _ANSWER_SECONDS)
+                self._settled = time.monotonic() + (0.0 if sure else self._answer_seconds)
             if report.rank == self._rank:
                 self._note(Report(self._rank, self._rank, ALIVE))
 
@@ -258,7 +264,7 @@ class Watch:
             if now >= due:
                 del self._broken[rank]
                 if not self._has_left(rank):
-                    self._probes[rank] = _Probe(self._addresses[rank])
+                    self._probes[rank] = _Probe(self._addresses[rank], self._answer_seconds)
         for rank, probe in list(self._probes.items()):
             found = probe.look()
             if found:
