@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+import socket
+import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from fsdpcore.transports.zmq import joining, monitors, poller
+from fsdpcore.transports.zmq.keys import JobKeys
+from fsdpcore.transports.zmq.links import IO_THREADS, Links
 from fsdpcore.transports.zmq.monitors import InboundConnections
-from fsdpcore.transports.zmq.outlet import Flow, Outlet
+from fsdpcore.transports.zmq.outlet import UNCOPIED, Flow, Outlet
 from fsdpcore.transports.zmq.poller import Waker, _PollSet
 from fsdpcore.transports.zmq.watch import neighbours
 from hypothesis import given
@@ -48,7 +55,6 @@ class Source:
         self.name, self.ready, self.count, self.told = name, size, 0, 0
 
     def next_segment(self, most: int) -> tuple[bytes, Any]:
-        assert self.told == self.count, "the one before was not told"
         size = min(self.ready, most)
         self.ready -= size
         self.count += 1
@@ -59,11 +65,16 @@ class Source:
 
 
 class Sent:
-    """An outlet, and what it has sent so far."""
+    """An outlet, what it has sent so far, and of which frames the memory was asked back."""
 
-    def __init__(self) -> None:
+    def __init__(self, uncopied: int = UNCOPIED) -> None:
         self.frames: list[tuple[bytes, Any]] = []
-        self.outlet = Outlet(lambda *frame: self.frames.append(frame), Flow(SEGMENT, WINDOW))
+        self.reclaimed: list[bytes] = []
+        self.outlet = Outlet(self._send, Flow(SEGMENT, WINDOW, uncopied=uncopied))
+
+    def _send(self, header: bytes, payload: Any, copy: bool = True) -> Callable[[], None] | None:
+        self.frames.append((header, payload))
+        return None if copy else lambda: self.reclaimed.append(header)
 
     def names(self) -> list[str]:
         """The headers of what was sent since the last call."""
@@ -102,6 +113,42 @@ def test_large_messages_take_turns_and_small_ones_pass_them() -> None:
     for total in range(1, 200):
         there.outlet.taken(total)
     assert there.names() == ["1", "2", "a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_a_large_frame_is_its_owners_again_when_the_other_rank_has_it() -> None:
+    there = Sent(uncopied=SEGMENT)
+    source = Source("a", 2 * SEGMENT + 1)
+    there.outlet.add(source)
+    assert (source.count, source.told) == (3, 1)  # the last byte was copied
+    there.outlet.taken(SEGMENT - 1)
+    assert source.told == 1
+    there.outlet.taken(SEGMENT)
+    assert source.told == 2
+    there.outlet.withdraw(Source("b", 0))
+    there.outlet.withdraw(source)
+    assert there.reclaimed == [b"a2"]
+    there.outlet.taken(2 * SEGMENT)
+    assert source.told == 2
+
+
+def test_memory_is_reclaimed_from_a_link_that_does_not_take_it() -> None:
+    with zmq.Context(IO_THREADS) as context, socket.create_server(("127.0.0.1", 0)) as silent:
+        links = Links(
+            context, 0, 2, JobKeys("", ""), encrypted=False, heartbeat=60, lost=lambda *_: None
+        )
+        links.introduce(b"", [("127.0.0.1", 1), silent.getsockname()])
+        data = np.zeros(1 << 20, np.uint8)
+        reclaim = links.send(1, b"header", data, copy=False)
+        held = weakref.ref(data)
+        del data
+        assert reclaim is not None
+        assert held() is not None
+        reclaim()
+        end = time.monotonic() + PATIENCE
+        while held() is not None:  # pyzmq says so a moment earlier
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        links.close(0)
 
 
 def test_small_messages_stay_in_order_and_as_they_were() -> None:

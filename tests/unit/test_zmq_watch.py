@@ -15,7 +15,7 @@ import pytest
 import zmq
 from fsdpcore.transports.zmq import watch
 from fsdpcore.transports.zmq.keys import JobKeys
-from fsdpcore.transports.zmq.links import Links
+from fsdpcore.transports.zmq.links import IO_THREADS, Links
 from fsdpcore.transports.zmq.watch import CUT, ENDED, SILENT, STOPPED, Report, Watch, _Probe
 from support.zmq_ranks import PATIENCE
 
@@ -216,7 +216,7 @@ def found(probe: _Probe) -> str:
 
 def test_a_link_that_cannot_be_made_for_want_of_descriptors_is_lost() -> None:
     lost: list[tuple[int, bool]] = []
-    with zmq.Context[zmq.Socket[bytes]]() as context:
+    with zmq.Context[zmq.Socket[bytes]](IO_THREADS) as context:
         keys = JobKeys("a secret")
         links = Links(
             context,

@@ -40,7 +40,7 @@ from .control import Control
 from .joining import Joined
 from .keys import JobKeys
 from .link_speed import measure
-from .links import Links
+from .links import IO_THREADS, Links
 from .messages import SENT, ConnectionState, IncomingMessage
 from .outlet import Flow, Outlet
 from .peer import Peer
@@ -118,10 +118,10 @@ class ZmqBackend(Transport):
         self.lock, self.table = self.state.lock, self.state.table
         name = f"fsdpcore-zmq-rank{place.rank}"
         self.poller = self.state.poller = Poller(self.lock, self._tick, self._stop_polling, name)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(IO_THREADS)
         self._joined = False
         # What a rank sends to itself waits in its table of messages, and is seen by no socket.
-        nowhere = Outlet(lambda header, payload: None, Flow(0, 0))
+        nowhere = Outlet(lambda header, payload, copy=True: None, Flow(0, 0))
         self._own_channel = PeerChannel(self.state, self.rank, nowhere)
         self._far_flow = Flow(min(_FAR_SEGMENT, options.segment_bytes), _FAR_WINDOW, _FAR_WINDOW)
 

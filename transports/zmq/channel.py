@@ -144,10 +144,12 @@ class PeerChannel:
             self.finish_sent(outgoing)
 
     def finish_sent(self, outgoing: OutgoingMessage) -> None:
-        """Finish a message if the receiver wants it, and has or will get it without its array."""
-        if outgoing.granted and not outgoing.left and not outgoing.on_its_way:
+        """Finish a message if it gets to the receiver without its array from now on."""
+        if outgoing.left or outgoing.on_their_way:
+            return
+        if outgoing.granted:
             del self._sending[outgoing.number]
-            outgoing.finish()
+        outgoing.finish()
 
     def cancel_send(self, outgoing: OutgoingMessage) -> bool:
         """Send no more of a message; False if the receiver may wait for it."""
@@ -211,8 +213,11 @@ class PeerChannel:
             ProtocolError: it makes no sense.
         """
         if frame.payload is not None:
-            self._came += len(frame.payload)
-            if self._came - self._told >= self.outlet.flow.window // _CREDITS:
+            size = len(frame.payload)
+            self._came += size
+            # The memory of a large payload is the sender's until it hears that this rank has it.
+            unheard = self._came - self._told
+            if size >= self.outlet.flow.uncopied or unheard >= self.outlet.flow.window // _CREDITS:
                 self._credit()
         if frame.kind is FrameKind.DATA:
             self._take_data(frame)

@@ -9,6 +9,7 @@ counts for all, so that all ranks go by the same numbers.
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.policy import Costs
 from fsdpcore.core.work import Deadline
 
-from .outlet import Flow
+from .outlet import UNCOPIED, Flow
 
 _ROUNDS = 4
 # 64 KiB to 4 MiB, the last of them again and again: TCP begins slowly. As long as bytes come faster
@@ -37,6 +38,8 @@ _QUEUE_SECONDS = 0.005
 _LEAST_WINDOW, _MOST_WINDOW = 32 << 10, 16 << 20
 _LEAST_SEGMENT = 8 << 10
 _LEAST_AHEAD = 256 << 10
+# A round trip that does not take longer than copying a large frame.
+_NEAR_SECONDS = 0.5e-3
 
 
 class LinkSpeed(NamedTuple):
@@ -59,7 +62,13 @@ class LinkSpeed(NamedTuple):
         window = int(self.rate * (self.round_trip + _QUEUE_SECONDS))
         window = min(max(window, _LEAST_WINDOW), _MOST_WINDOW)
         queue = max(int(self.rate * _QUEUE_SECONDS / 2), _LEAST_SEGMENT)
-        return Flow(min(queue, window // 2, most), window, max(window, _LEAST_AHEAD))
+        near = self.round_trip <= _NEAR_SECONDS
+        return Flow(
+            min(queue, window // 2, most),
+            window,
+            max(window, _LEAST_AHEAD),
+            UNCOPIED if near else sys.maxsize,
+        )
 
 
 def measure(backend: Backend, deadline: Deadline) -> LinkSpeed:

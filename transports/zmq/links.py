@@ -12,8 +12,10 @@ no queue of ZeroMQ's has a limit: ``Outlet`` keeps them short. A link that has b
 
 from __future__ import annotations
 
+import functools
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ _NUMBER = struct.Struct("<Q")  # of a frame in its link, before its header
 _NEVER_MS = 10 * 24 * 3600 * 1000
 # Who has connected must have shown that it knows the job's secret within this time.
 _HANDSHAKE_MS = 5_000
+# How long a link that works needs to take what is on its way, and how often to look.
+_RECLAIM_SECONDS, _LOOK_SECONDS = 0.2, 0.5e-3
 # The last of these comes alone where not even a socket could be made.
 _REFUSED = int(
     zmq.EVENT_CLOSED
@@ -44,7 +48,10 @@ _REFUSED = int(
 _BROKEN = int(zmq.EVENT_DISCONNECTED)
 
 Socket = zmq.Socket[bytes]
+Reclaim = Callable[[], None]
+"""Blocks, shortly, until memory that was sent without copying it is not read any more."""
 Address = tuple[str, int]
+IO_THREADS = 2
 
 
 class Arrival(NamedTuple):
@@ -59,7 +66,7 @@ class Links:
     """All links from and to one rank; called with the lock of the connections held.
 
     Args:
-        context: of this rank.
+        context: of this rank, with ``IO_THREADS``.
         rank, world_size: of this process, in the job.
         keys: of the job.
         encrypted: whether what travels is encrypted.
@@ -84,6 +91,9 @@ class Links:
         self._lost = lost
         self._inbox = _socket(context, heartbeat)
         self._outbox = _socket(context, heartbeat)
+        # What comes and what goes are encrypted and copied by a thread each.
+        self._inbox.setsockopt(zmq.AFFINITY, 1)
+        self._outbox.setsockopt(zmq.AFFINITY, 2)
         self._outbox.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._outbox.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * heartbeat))
         self._inbound = InboundConnections(self._inbox)
@@ -156,10 +166,19 @@ class Links:
 
     # Frames.
 
-    def send(self, rank: int, header: bytes, payload: Any = None) -> None:
-        """Send a frame to a rank, connecting first if need be; ZeroMQ copies it.
+    def send(
+        self, rank: int, header: bytes, payload: Any = None, copy: bool = True
+    ) -> Reclaim | None:
+        """Send a frame to a rank, connecting first if need be.
 
-        A link that has broken takes what is sent, and drops it: ``lost`` was or will be called.
+        What is sent on a broken link never arrives; ``lost`` was or will be called.
+
+        Args:
+            rank: that it goes to.
+            header: of the frame.
+            payload: an array of bytes, or None.
+            copy: whether ZeroMQ copies it. Otherwise it must not change until the other rank has
+                it, or what is returned was called.
         """
         name = self._names.get(rank)
         if name is None:
@@ -172,13 +191,29 @@ class Links:
             outbox.send(name, _MORE | _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return
+                return None
             raise
         if payload is None:
             outbox.send(_NUMBER.pack(number) + header, _NOBLOCK)
-        else:
-            outbox.send(_NUMBER.pack(number) + header, _MORE | _NOBLOCK)
+            return None
+        outbox.send(_NUMBER.pack(number) + header, _MORE | _NOBLOCK)
+        if copy:
             outbox.send(payload, _NOBLOCK)
+            return None
+        tracker = outbox.send(payload, _NOBLOCK, copy=False, track=True)
+        return functools.partial(self._reclaim, rank, tracker)
+
+    def _reclaim(self, rank: int, tracker: zmq.MessageTracker) -> None:
+        """Block until ZeroMQ does not read a payload any more; cut the link if that takes long."""
+        outbox, end = self._outbox, time.monotonic() + _RECLAIM_SECONDS
+        while not tracker.done and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+        if not tracker.done:
+            outbox.setsockopt(zmq.LINGER, 0)  # drop what waits
+            outbox.disconnect(self._endpoints[rank])
+        while not tracker.done:
+            outbox.getsockopt(zmq.EVENTS)  # has ZeroMQ go on with that
+            time.sleep(_LOOK_SECONDS)
 
     def receive(self) -> Arrival | None:
         """Return the next frame that has come; None if there is none. Never blocks.

@@ -86,10 +86,19 @@ class OutgoingMessage(AwaitedMessage):
         ahead: bytes that are sent, or lent, before the receiver has asked for it.
         granted: the receiver has asked for the rest.
         lent: it goes through memory.
-        on_its_way: a frame with its bytes is being sent.
+        on_their_way: how many frames with its bytes are being sent.
     """
 
-    __slots__ = ("ahead", "data", "granted", "left", "lent", "number", "on_its_way", "peer_channel")
+    __slots__ = (
+        "ahead",
+        "data",
+        "granted",
+        "left",
+        "lent",
+        "number",
+        "on_their_way",
+        "peer_channel",
+    )
 
     def __init__(
         self,
@@ -108,7 +117,7 @@ class OutgoingMessage(AwaitedMessage):
         self.left = data.size - ahead
         self.granted = False
         self.lent = lent
-        self.on_its_way = not lent
+        self.on_their_way = 0 if lent else 1
 
     @property
     def ready(self) -> int:
@@ -118,12 +127,12 @@ class OutgoingMessage(AwaitedMessage):
         start = self.data.size - self.left
         size = min(self.ready, most)
         self.left -= size
-        self.on_its_way = True
+        self.on_their_way += 1
         header = pack_header(FrameKind.DATA, message=self.number, size=size, offset=start)
         return header, self.data[start : start + size]
 
     def sent(self) -> None:
-        self.on_its_way = False
+        self.on_their_way -= 1
         self.peer_channel.finish_sent(self)
 
     def cancel(self) -> bool:

@@ -14,7 +14,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-Send = Callable[[bytes, Any], None]
+UNCOPIED = 1 << 20
+"""Bytes that take longer to copy than a receiver nearby to say that it has them."""
+
+
+class Send(Protocol):
+    """Sends a frame; see ``Links.send``."""
+
+    def __call__(self, header: bytes, payload: Any, copy: bool = True) -> Callable[[], None] | None:
+        """See there."""
 
 
 class FrameSource(Protocol):
@@ -32,7 +40,7 @@ class FrameSource(Protocol):
         """Return header and data of the next frame, of at most that many bytes of data."""
 
     def sent(self) -> None:
-        """The frame was copied, and its memory may change."""
+        """A frame was copied, or the receiver has it: its memory may change."""
 
 
 class Flow(NamedTuple):
@@ -43,17 +51,28 @@ class Flow(NamedTuple):
         window: bytes that may be under way.
         ahead: bytes of a large message that are sent before anybody has asked for it; the receiver
             may have to keep them. Four times that for all messages together.
+        uncopied: bytes of a frame from which on it is not copied before it is sent. Its message
+            ends when the receiver has it, which must not take longer than copying.
     """
 
     segment: int
     window: int
     ahead: int = 256 << 10
+    uncopied: int = UNCOPIED
 
 
 class _Waiting(NamedTuple):
     header: bytes
     payload: Any
     owner: FrameSource | None
+
+
+class _Uncopied(NamedTuple):
+    """A frame in its owner's memory, until ``end`` bytes of payloads have been taken in."""
+
+    end: int
+    owner: FrameSource
+    reclaim: Callable[[], None]
 
 
 class Outlet:
@@ -74,6 +93,7 @@ class Outlet:
         self._send = send
         self._frames: deque[_Waiting] = deque()
         self._sources: deque[FrameSource] = deque()
+        self._uncopied: deque[_Uncopied] = deque()
         self._sent = self._taken = 0
 
     @property
@@ -110,14 +130,19 @@ class Outlet:
             self._go_on()
 
     def withdraw(self, owner: FrameSource) -> None:
-        """Send no more of what belongs to ``owner``."""
+        """Send no more of what belongs to ``owner``, whose memory may change on return."""
         with contextlib.suppress(ValueError):
             self._sources.remove(owner)
         self._frames = deque(item for item in self._frames if item.owner is not owner)
+        for frame in [item for item in self._uncopied if item.owner is owner]:
+            frame.reclaim()
+            self._uncopied.remove(frame)
 
     def taken(self, total: int) -> None:
         """Note how many bytes the other rank has taken in so far."""
         self._taken = max(self._taken, min(total, self._sent))
+        while self._uncopied and self._uncopied[0].end <= self._taken:
+            self._uncopied.popleft().owner.sent()
         self._go_on()
 
     @property
@@ -137,16 +162,23 @@ class Outlet:
                     self._sources.append(source)
             else:
                 return
-            self._go(header, payload)
-            if owner is not None:
-                owner.sent()
+            self._go(header, payload, owner)
 
-    def _go(self, header: bytes, payload: Any) -> None:
-        self._sent += 0 if payload is None else len(payload)
-        self._send(header, payload)
+    def _go(self, header: bytes, payload: Any, owner: FrameSource | None = None) -> None:
+        size = 0 if payload is None else len(payload)
+        self._sent += size
+        uncopied = owner is not None and size >= self.flow.uncopied
+        reclaim = self._send(header, payload, copy=not uncopied)
+        if owner is None:
+            return
+        if reclaim is None:
+            owner.sent()
+        else:
+            self._uncopied.append(_Uncopied(self._sent, owner, reclaim))
 
     def end(self) -> None:
         """Send no more."""
         self.ended = True
         self._frames.clear()
         self._sources.clear()
+        self._uncopied.clear()

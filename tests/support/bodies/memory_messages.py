@@ -104,9 +104,9 @@ class _Counting:
         self._outlet._send = self._send
         self.sent = 0
 
-    def _send(self, header: bytes, payload: Any) -> None:
+    def _send(self, header: bytes, payload: Any, copy: bool = True) -> Any:
         self.sent += len(header) + (0 if payload is None else len(payload))
-        self._original(header, payload)
+        return self._original(header, payload, copy)
 
     def stop(self) -> None:
         self._outlet._send = self._original
