@@ -12,7 +12,7 @@ from support.hosts.lab import Lab
 from support.hosts.places import environs
 
 from fsdpcore.bench.harness.start import RankProgram, Start
-from fsdpcore.launch.supervision import RankProcess
+from fsdpcore.launch.supervision import LaunchedProcess
 
 GLOO = "gloo"
 
@@ -32,14 +32,13 @@ def on_hosts(
     """
     hosts = [host for host in lab for _ in range(per_host)]
 
-    def start(directory: Path, path: str) -> list[RankProcess]:
+    def start(directory: Path, path: str) -> list[LaunchedProcess]:
         join = "&" if "?" in transport else "?"
         places = environs(hosts, port=port)
         return [
             _process(
                 lab,
                 program,
-                rank,
                 rank // per_host,
                 {**place, "FSDPCORE_TRANSPORT": f"{transport}{join}host_id={hosts[rank].name}"},
                 {**options, "path": path},
@@ -53,14 +52,13 @@ def on_hosts(
 def one_by_one(lab: Lab, per_host: int, program: RankProgram, **options: Any) -> Start:
     """Start ranks of others, which meet through a file, as ``RankProgram.one_by_one`` does."""
 
-    def start(directory: Path, path: str) -> list[RankProcess]:
+    def start(directory: Path, path: str) -> list[LaunchedProcess]:
         size = per_host * len(lab.hosts)
         shared = {"store": str(directory / "store"), "world_size": size, "path": path}
         return [
             _process(
                 lab,
                 program,
-                rank,
                 rank // per_host,
                 {"GLOO_SOCKET_IFNAME": "eth0"},
                 {"threads": program.threads, **options, **shared, "rank": rank},
@@ -74,11 +72,10 @@ def one_by_one(lab: Lab, per_host: int, program: RankProgram, **options: Any) ->
 def _process(
     lab: Lab,
     program: RankProgram,
-    rank: int,
     host: int,
     environ: Mapping[str, str],
     options: Mapping[str, Any],
-) -> RankProcess:
+) -> LaunchedProcess:
     given = {name: value for name, value in os.environ.items() if not name.startswith("FSDPCORE_")}
     command = [program.python, *program.command, json.dumps(options)]
     cores, hosts = sorted(os.sched_getaffinity(0)), len(lab.hosts)
@@ -86,8 +83,7 @@ def _process(
     if each:  # every host has cores of its own
         mine = cores[host * each :][:each]
         command = ["taskset", "-c", ",".join(map(str, mine)), *command]
-    return RankProcess(
-        rank,
+    return LaunchedProcess(
         lab.hosts[host].command(*command),
         environ={**given, **program.environ, **environ},
     )

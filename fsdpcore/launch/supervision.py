@@ -27,21 +27,22 @@ SLICE_SECONDS = 0.2
 _POLL_SECONDS = 0.01
 
 
-class RankProcess:
-    """A rank's process: it leads a session of its own, and the kernel ends it with its launcher.
+class LaunchedProcess:
+    """A process that leads a session of its own, and that the kernel ends with its launcher.
 
     So a terminal's Ctrl-C reaches the launcher only, which passes it on once; and whatever the
-    rank has started can be ended with it. SIGINT is blocked from the start, until the rank is
+    process has started can be ended with it. SIGINT is blocked from the start, until a rank is
     able to end without a traceback: ``admit_interrupts``.
 
     Attributes:
-        rank: its number.
         stopped: it was made to end, by ``stop``.
+
+    Raises:
+        OSError: it cannot be started.
     """
 
     def __init__(
         self,
-        rank: int,
         command: Sequence[str],
         *,
         environ: Mapping[str, str] | None = None,
@@ -50,23 +51,19 @@ class RankProcess:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> None:
-        self.rank = rank
         self.stopped = False
         self._code: int | None = None
         first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("exec_rank.py"))]
         with _interrupts_blocked():  # inherited by the process
-            try:
-                self._process = subprocess.Popen(  # noqa: S603 (the user's own command)
-                    [*first, str(os.getpid()), *command],
-                    env=None if environ is None else dict(environ),
-                    pass_fds=pass_fds,
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise RankFailedError(f"rank {rank} cannot be started: {error}", rank) from error
+            self._process = subprocess.Popen(  # noqa: S603 (the user's own command)
+                [*first, str(os.getpid()), *command],
+                env=None if environ is None else dict(environ),
+                pass_fds=pass_fds,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
         self._pidfd = -1
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # not in every container
@@ -116,7 +113,22 @@ class RankProcess:
             self._pidfd = -1
 
 
-R = TypeVar("R", bound=RankProcess)
+class RankProcess(LaunchedProcess):
+    """A rank's process; ``rank`` is its number.
+
+    Raises:
+        RankFailedError: it cannot be started.
+    """
+
+    def __init__(self, rank: int, command: Sequence[str], **options: Any) -> None:
+        try:
+            super().__init__(command, **options)
+        except OSError as error:
+            raise RankFailedError(f"rank {rank} cannot be started: {error}", rank) from error
+        self.rank = rank
+
+
+P = TypeVar("P", bound=LaunchedProcess)
 
 
 class StopRequested(BaseException):
@@ -141,17 +153,17 @@ class Lifeline(Protocol):
         """Raise ``StopRequested`` if that was asked for; never block."""
 
 
-def wait(ranks: Sequence[R], lifeline: Lifeline | None = None) -> R | None:
-    """Wait until all ranks have ended well (return None), or one failed (return that one).
+def wait(processes: Sequence[P], lifeline: Lifeline | None = None) -> P | None:
+    """Wait until all processes have ended well (return None), or one failed (return that one).
 
     Raises:
         StopRequested: by ``lifeline``.
     """
     while True:
-        running = _running(ranks)
-        for rank in ranks:  # all of them: one may have ended since it was seen running
-            if rank.failed:
-                return rank
+        running = _running(processes)
+        for process in processes:  # all of them: one may have ended since it was seen running
+            if process.failed:
+                return process
         if not running:
             return None
         if lifeline is not None:
@@ -189,44 +201,44 @@ def culprit(ranks: Sequence[E], first: E, reported: Mapping[int, bool]) -> E:
 
 
 def stop(
-    ranks: Sequence[RankProcess], *, first: int | None = None, grace: float | None = None
+    processes: Sequence[LaunchedProcess], *, first: int | None = None, grace: float | None = None
 ) -> None:
-    """End ranks: wait for them, then SIGTERM, then SIGKILL. Returns once all are gone.
+    """End processes: wait for them, then SIGTERM, then SIGKILL. Returns once all are gone.
 
     Args:
-        ranks: those that have ended are left alone.
+        processes: those that have ended are left alone.
         first: a signal to begin with.
         grace: seconds to wait before SIGTERM (default: ``GRACE_SECONDS``).
     """
     if first is not None:
-        for rank in _running(ranks):
-            rank.signal(first)
+        for process in _running(processes):
+            process.signal(first)
     grace = GRACE_SECONDS if grace is None else grace
     for seconds, then in ((grace, signal.SIGTERM), (TERM_SECONDS, signal.SIGKILL)):
-        if _all_ended(ranks, seconds):
+        if _all_ended(processes, seconds):
             return
-        for rank in _running(ranks):
-            rank.stopped = True
-            rank.signal(then)
-    _all_ended(ranks, _KILL_SECONDS)
+        for process in _running(processes):
+            process.stopped = True
+            process.signal(then)
+    _all_ended(processes, _KILL_SECONDS)
 
 
-def release(ranks: Sequence[RankProcess], *, kill: bool) -> None:
+def release(processes: Sequence[LaunchedProcess], *, kill: bool) -> None:
     """Let go of processes: with ``kill``, end them and all that they have started, at once."""
     if kill:
-        for rank in ranks:
-            rank.signal(signal.SIGKILL)
-    for rank in ranks:
-        rank.close()
+        for process in processes:
+            process.signal(signal.SIGKILL)
+    for process in processes:
+        process.close()
 
 
-def _running(ranks: Sequence[R]) -> list[R]:
-    return [rank for rank in ranks if rank.poll() is None]
+def _running(processes: Sequence[P]) -> list[P]:
+    return [process for process in processes if process.poll() is None]
 
 
-def _all_ended(ranks: Sequence[RankProcess], seconds: float) -> bool:
+def _all_ended(processes: Sequence[LaunchedProcess], seconds: float) -> bool:
     end = time.monotonic() + seconds
-    while running := _running(ranks):
+    while running := _running(processes):
         if time.monotonic() >= end:
             return False
         _sleep(running, end - time.monotonic())
@@ -234,7 +246,7 @@ def _all_ended(ranks: Sequence[RankProcess], seconds: float) -> bool:
 
 
 def _sleep(
-    running: Sequence[RankProcess], seconds: float | None, others: Sequence[int] = ()
+    running: Sequence[LaunchedProcess], seconds: float | None, others: Sequence[int] = ()
 ) -> None:
     """Sleep until something happens to one of the processes, or ``seconds`` have passed.
 
@@ -243,7 +255,7 @@ def _sleep(
         seconds: at most; None for no limit.
         others: descriptors that end the sleep as well, when they can be read.
     """
-    descriptors = [*others, *(fd for rank in running for fd in rank.watched())]
+    descriptors = [*others, *(fd for process in running for fd in process.watched())]
     if -1 in descriptors:
         time.sleep(_POLL_SECONDS)
         return
@@ -264,7 +276,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def admit_interrupts() -> None:
-    """Let SIGINT through in a process that ``RankProcess`` started; one may be waiting."""
+    """Let SIGINT through in a process that ``LaunchedProcess`` started; one may be waiting."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 

@@ -11,7 +11,7 @@ from fsdpcore.bench.harness import team
 from fsdpcore.bench.harness.team import RemoteTeam
 from fsdpcore.core.errors import RankFailedError
 from fsdpcore.launch import supervision
-from fsdpcore.launch.supervision import RankProcess
+from fsdpcore.launch.supervision import LaunchedProcess
 
 # A rank that answers with its number, unless the order says something else.
 PROGRAM = """
@@ -42,12 +42,10 @@ def started(monkeypatch):
     made = {}
 
     def begin(sizes=(2, 2), start="well"):
-        def processes(directory: Path, path: str) -> list[RankProcess]:
+        def processes(directory: Path, path: str) -> list[LaunchedProcess]:
             made["directory"] = directory
             made["ranks"] = [
-                RankProcess(
-                    rank, [sys.executable, "-c", PROGRAM, str(rank), str(size), path, start]
-                )
+                LaunchedProcess([sys.executable, "-c", PROGRAM, str(rank), str(size), path, start])
                 for rank, size in enumerate(sizes)
             ]
             return made["ranks"]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdpcore.launch.run.mpirun import find_mpirun
-from fsdpcore.launch.supervision import RankProcess
+from fsdpcore.launch.supervision import LaunchedProcess
 
-Start = Callable[[Path, str], "list[RankProcess]"]
+Start = Callable[[Path, str], "list[LaunchedProcess]"]
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,10 @@ class RankProgram:
         Options get ``rank``, ``world_size``, ``threads`` and the path of that file, ``store``.
         """
 
-        def start(directory: Path, path: str) -> list[RankProcess]:
+        def start(directory: Path, path: str) -> list[LaunchedProcess]:
             shared = {"store": str(directory / "store"), "world_size": world_size, "path": path}
             return [
-                RankProcess(
-                    rank,
+                LaunchedProcess(
                     self._command({"threads": self.threads, **options, **shared, "rank": rank}),
                     environ=self.environ,
                 )
@@ -114,9 +113,9 @@ class RankProgram:
     def _start(
         self, launcher: Sequence[str], environ: Mapping[str, str], options: Mapping[str, Any]
     ) -> Start:
-        def start(directory: Path, path: str) -> list[RankProcess]:
+        def start(directory: Path, path: str) -> list[LaunchedProcess]:
             _, *arguments = self._command({**options, "path": path})
-            return [RankProcess(0, [*launcher, *arguments], environ=_unbound(environ))]
+            return [LaunchedProcess([*launcher, *arguments], environ=_unbound(environ))]
 
         return start
 

@@ -19,7 +19,7 @@ from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import RankFailedError
 from fsdpcore.launch import supervision
-from fsdpcore.launch.supervision import RankProcess
+from fsdpcore.launch.supervision import LaunchedProcess
 
 START_SECONDS = 120.0
 # Nothing that is asked for takes longer: who has not answered by then hangs.
@@ -88,10 +88,10 @@ class RemoteTeam(Team):
     """
 
     def __init__(
-        self, name: str, world_size: int, start: Callable[[Path, str], list[RankProcess]]
+        self, name: str, world_size: int, start: Callable[[Path, str], list[LaunchedProcess]]
     ) -> None:
         self._name = name
-        self._processes: list[RankProcess] = []
+        self._processes: list[LaunchedProcess] = []
         self._lines: list[_RankChannel | None] = [None] * world_size
         self._directory = tempfile.TemporaryDirectory(prefix="fsdpcore-bench-")
         try:
@@ -100,7 +100,7 @@ class RemoteTeam(Team):
             self.close(kill=True)
             raise
 
-    def _start(self, start: Callable[[Path, str], list[RankProcess]]) -> None:
+    def _start(self, start: Callable[[Path, str], list[LaunchedProcess]]) -> None:
         directory = Path(self._directory.name)
         path = str(directory / "orders")
         deadline = time.monotonic() + START_SECONDS
@@ -214,7 +214,7 @@ class RemoteTeam(Team):
         self.close(kill=error is not None)
 
 
-def _let_end(processes: Sequence[RankProcess], seconds: float) -> None:
+def _let_end(processes: Sequence[LaunchedProcess], seconds: float) -> None:
     end = time.monotonic() + seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.01)

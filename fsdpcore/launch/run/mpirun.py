@@ -16,20 +16,22 @@ from fsdpcore.launch import supervision
 from fsdpcore.launch.blas import available_cores
 from fsdpcore.launch.failure_report import FIFO_VARIABLE, FailureReports, FifoFailureReports
 from fsdpcore.launch.run.endings import ScriptExit, exit_code, interrupted
-from fsdpcore.launch.supervision import RankProcess, Signals, StopRequested
+from fsdpcore.launch.supervision import LaunchedProcess, Signals, StopRequested
 
 
 def run_launcher(command: Sequence[str], world_size: int, environ: Mapping[str, str]) -> ScriptExit:
     """Run the command of MPI's launcher, which starts the ranks and ends them when one fails."""
     command = [*find_mpirun(world_size, environ), *command]
-    started: list[RankProcess] = []
+    started: list[LaunchedProcess] = []
     reports = FifoFailureReports()
     with reports, Signals() as signals:
         try:
             signals.raised = True
             shared = {**environ, FIFO_VARIABLE: reports.path}
-            started.append(RankProcess(0, command, environ=shared, stdin=None))
+            started.append(LaunchedProcess(command, environ=shared, stdin=None))
             failed = supervision.wait(started) is not None
+        except OSError as error:
+            raise ConfigError(f"{command[0]} cannot be started: {error}") from error
         except StopRequested as asked:
             with contextlib.suppress(StopRequested):
                 signals.raised = True
@@ -42,7 +44,7 @@ def run_launcher(command: Sequence[str], world_size: int, environ: Mapping[str, 
         return _failure(started[0], world_size, reports) if failed else ScriptExit(0)
 
 
-def _failure(launcher: RankProcess, world_size: int, reports: FailureReports) -> ScriptExit:
+def _failure(launcher: LaunchedProcess, world_size: int, reports: FailureReports) -> ScriptExit:
     code = exit_code(launcher.poll() or 1)
     how = supervision.describe_exit(128 - code if 128 < code < 160 else code)
     others = "; the other ranks were stopped" if world_size > 1 else ""

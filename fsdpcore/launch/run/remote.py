@@ -16,14 +16,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdpcore.core.errors import ConfigError, RankFailedError
+from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import supervision
 from fsdpcore.launch.run import agent
 from fsdpcore.launch.run.agent import Order
 from fsdpcore.launch.run.endings import RankEnds, ScriptExit, describe, exit_code, interrupted
 from fsdpcore.launch.run.hosts import HostShare, host_of
 from fsdpcore.launch.run.output import OutputPipes, RankOutput
-from fsdpcore.launch.supervision import RankProcess, Signals, StopRequested
+from fsdpcore.launch.supervision import LaunchedProcess, Signals, StopRequested
 
 # No question for a password can be answered, as the ranks' output has the terminal. A host that is
 # gone without a word is noticed by ssh within a minute, if no rank notices it before.
@@ -62,10 +62,11 @@ def agent_command(launcher: str | None, host: str) -> list[str]:
     return [program, *named[1:], *([] if named != words else [host]), *command]
 
 
-class _Host(RankProcess):
+class _Host(LaunchedProcess):
     """The process that connects us with a host's agent.
 
     Attributes:
+        index: of the host.
         share: the host, and how many ranks it has.
         ends: how its ranks ended; None as long as it has not said so.
         problem: why it could not start any.
@@ -75,6 +76,7 @@ class _Host(RankProcess):
     def __init__(
         self, index: int, share: HostShare, command: Sequence[str], job: _HostsJob
     ) -> None:
+        self.index = index
         self.share = share
         self.ends: RankEnds | None = None
         self.problem = ""
@@ -87,8 +89,8 @@ class _Host(RankProcess):
                 job.pipes.ending_in(self._hear, longest=_MAX_FRAME) as (stdout,),
                 job.pipes.ending_in(said) as (stderr,),
             ):
-                super().__init__(index, command, stdin=theirs, stdout=stdout, stderr=stderr)
-        except RankFailedError as error:
+                super().__init__(command, stdin=theirs, stdout=stdout, stderr=stderr)
+        except OSError as error:
             os.close(self._input)
             raise ConfigError(f"{command[0]} cannot be started: {error}") from error
         finally:
@@ -146,7 +148,7 @@ class _Host(RankProcess):
             self._job.output.write(int(rank), kind == agent.ERROR, said)
         elif kind == agent.MEETING:
             self.begun = True
-            if self.rank == 0:
+            if self.index == 0:
                 self._job.meet(text.decode())
         elif kind == agent.FAILING:
             self._failing = True
