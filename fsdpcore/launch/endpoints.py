@@ -87,8 +87,19 @@ def _look_up(address: tuple[str, int], deadline: Deadline) -> list[Entry]:
                 f"the host {address[0]!r} where the ranks shall meet cannot be found{within}: "
                 f"{error}"
             ) from error
-    entries = [(entry[0], entry[4]) for entry in found]
+    entries = [(entry[0], entry[4]) for entry in found if not _is_link_local(entry[4][0])]
+    if not entries:
+        raise RendezvousError(
+            f"{address[0]} is a link-local address, which works on one network interface only: "
+            "name another address of that host"
+        )
     return sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
+
+
+def _is_link_local(host: str | int) -> bool:
+    """Whether an address means nothing without the name of a network interface."""
+    found = ipaddress.ip_address(str(host).partition("%")[0])
+    return found.version == 6 and found.is_link_local
 
 
 def own_address(host: str, port: int) -> str:

@@ -16,7 +16,7 @@ import pytest
 import zmq
 from fsdpcore.transports.zmq.backend import ZmqBackend
 from fsdpcore.transports.zmq.keys import JobKeys
-from fsdpcore.transports.zmq.meeting import MeetingHost, attend
+from fsdpcore.transports.zmq.meeting import MeetingGuest, MeetingHost
 from support.zmq_ranks import (
     PATIENCE,
     Line,
@@ -73,7 +73,9 @@ class Meeting:
                 host = MeetingHost(context, here, keys, descriptor, address, version)
                 met = host.meet(card, deadline)
             else:
-                met = attend(context, here, keys, address, card, deadline, version)
+                with MeetingGuest(context, here, keys, address, deadline, version) as guest:
+                    assert guest.greet() == address[0]
+                    met = guest.meet(card)
             self.found[number] = met
         except BaseException as error:
             self.found[number] = error
@@ -269,8 +271,12 @@ def false_rank_0() -> Iterator[tuple[zmq.Socket[bytes], int]]:
 
 def come(port: int, rank: int = 1) -> Any:
     here, address = place(rank, 2, port, TOKEN), ("127.0.0.1", port)
-    with zmq.Context() as context:
-        return attend(context, here, JobKeys(TOKEN), address, {}, Deadline(PATIENCE), "")
+    keys, deadline = JobKeys(TOKEN), Deadline(PATIENCE)
+    with (
+        zmq.Context() as context,
+        MeetingGuest(context, here, keys, address, deadline, "") as guest,
+    ):
+        return guest.meet({})
 
 
 def test_rank_0_dies_before_it_answers() -> None:
@@ -439,3 +445,8 @@ def test_listen_at_a_port_that_is_taken() -> None:
 def test_listen_at_a_port_that_does_not_exist() -> None:
     with pytest.raises(RendezvousError, match=r"127\.0\.0\.1:70000"):
         listen("127.0.0.1", 70000)
+
+
+def test_an_address_of_one_network_interface_is_refused() -> None:
+    with pytest.raises(RendezvousError, match="fe80::1%lo is a link-local address"):
+        listen("fe80::1%lo")

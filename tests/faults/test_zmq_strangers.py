@@ -34,6 +34,8 @@ import fsdpcore as fc
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import ConfigError, RendezvousError
+from fsdpcore.core.work import Deadline
+from fsdpcore.launch import endpoints
 from fsdpcore.launch.config import resolve
 
 # What strangers send to a port where ranks listen for each other.
@@ -363,6 +365,31 @@ def test_addresses_in_the_url(host: str) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert sums == [3.0, 3.0]
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+def test_a_name_with_an_address_at_which_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank that finds rank 0 at another one tells of itself does not depend on that."""
+    look_up = endpoints._look_up
+
+    def both(address: tuple[str, int], deadline: Deadline) -> list[Any]:
+        names = ["127.0.0.3", "::1"] if address[0] == "both" else [address[0]]
+        return [entry for name in names for entry in look_up((name, address[1]), deadline)]
+
+    monkeypatch.setattr(endpoints, "_look_up", both)
+    port, found = free_port(socket.AF_INET6, "::1"), list[list[tuple[str, int]]]()
+
+    def join(rank: int, host: str) -> None:
+        here = RankPlace(rank, 2, rank, 2, "a test", f"{host}:{port}", None, TOKEN)
+        with ZmqBackend.join(here, config()) as backend:
+            found.append(addresses(backend))
+
+    threads = [threading.Thread(target=join, args=it) for it in enumerate(["[::1]", "both"])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [host for host, _ in found[0]] == ["::1", "::1"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

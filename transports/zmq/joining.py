@@ -21,10 +21,10 @@ from fsdpcore.comm.hosts import identity, number, warn_of_containers
 from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.core.work import Deadline
 from fsdpcore.launch.addresses import is_loopback, parse_address
-from fsdpcore.launch.endpoints import is_unspecified, listen, own_address, resolve
+from fsdpcore.launch.endpoints import is_unspecified, listen, own_address
 
 from .keys import LEAST_SECRET, JobKeys
-from .meeting import Card, Meeting, MeetingHost, attend
+from .meeting import Card, Meeting, MeetingGuest, MeetingHost
 
 if TYPE_CHECKING:
     from fsdpcore.comm.config import TransportConfig
@@ -140,13 +140,19 @@ def meet(
             host = MeetingHost(context, place, keys, os.dup(listener.fileno()), own, version)
             met = host.meet(_card(own, encrypted, options), deadline)
         else:
-            found = resolve(address, deadline)
-            here = _interface_address(options.interface) or own_address(found[0], address[1])
+            guest = stack.enter_context(
+                MeetingGuest(context, place, keys, address, deadline, version)
+            )
+            chosen = _interface_address(options.interface)
+            # First of all: who has no secret finds nobody.
+            _check_security(place, chosen or guest.hosts[0], options.security)
+            # Of several addresses, that one counts at which rank 0 is.
+            host0 = guest.hosts[0] if len(guest.hosts) == 1 or chosen else guest.greet()
+            here = chosen or own_address(host0, address[1])
             encrypted = _check_security(place, here, options.security)
             listener = stack.enter_context(_listen_at(here, ports(options.port), place.rank))
             own = _address_of(listener)
-            card = _card(own, encrypted, options)
-            met = attend(context, place, keys, address, card, deadline, version)
+            met = guest.meet(_card(own, encrypted, options))
         return _joined(place, met, own, listener, options)
 
 

@@ -36,7 +36,8 @@ _MAX_TABLE = 1 << 28
 _RETRY_MS = 50
 # Rank 0 gives up at the deadline; the others leave it this long to tell them who was missing.
 _GRACE_SECONDS = 2.0
-_HANDSHAKE_MS = 10_000
+# How long rank 0 lets somebody be silent, and is waited for. A rank that is held up tries again.
+_STRANGER_MS, _HANDSHAKE_MS = 3_000, 10_000
 _GREETED, _BROKEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
 _UNLIKE = int(
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -87,6 +88,7 @@ class MeetingHost:
         self._socket: Socket = context.socket(zmq.ROUTER)
         sock = self._socket
         _set_up(sock, address[0], _MAX_CARD)
+        sock.setsockopt(zmq.HANDSHAKE_IVL, _STRANGER_MS)
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.meeting().secret)
         sock.setsockopt(zmq.USE_FD, descriptor)
@@ -206,39 +208,136 @@ class MeetingHost:
             waiting -= set(self._inbound.broken())
 
 
-def attend(
-    context: zmq.Context[Socket],
-    place: RankPlace,
-    keys: JobKeys,
-    address: tuple[str, int],
-    card: Card,
-    deadline: Deadline,
-    version: str,
-) -> Meeting:
-    """Every other rank's side: bring the card, wait for the table.
+class MeetingGuest:
+    """Every other rank's side: it finds rank 0, brings a card, and waits for the table.
 
-    Raises:
-        RendezvousError: rank 0 is not there, has another secret, or refuses the job.
+    Args:
+        context: of this rank.
+        place: of this rank.
+        keys: of the job.
+        address: where the ranks meet.
+        deadline: for all of it.
+        version: of the package, which all ranks must have.
+
+    Attributes:
+        hosts: the addresses that rank 0 may have.
     """
-    message = {"fsdpcore": _PROTOCOL, "version": version, "rank": place.rank}
-    message |= {"world_size": place.world_size, "card": card}
-    with contextlib.ExitStack() as stack:
-        guests = [
-            stack.enter_context(_Guest(context, keys.meeting(), found, address[1]))
-            for found in resolve(address, deadline)
-        ]
-        attendance = _Attendance(guests, place.rank, address, deadline)
-        answer, reached = attendance.answer(message)
-    if "error" in answer:
-        raise RendezvousError(str(answer["error"]))
-    cards, nonce = answer.get("table"), answer.get("nonce")
-    if isinstance(cards, list) and len(cards) == place.world_size and isinstance(nonce, str):
-        with contextlib.suppress(ValueError):
-            return Meeting(cards, bytes.fromhex(nonce), reached)
-    raise RendezvousError(f"rank 0 sent rank {place.rank} a table that makes no sense")
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        place: RankPlace,
+        keys: JobKeys,
+        address: tuple[str, int],
+        deadline: Deadline,
+        version: str,
+    ) -> None:
+        self._context, self._server, self._port = context, keys.meeting(), address[1]
+        self._place, self._deadline, self._version = place, deadline, version
+        self._where = join_address(*address)
+        self.hosts = resolve(address, deadline)
+        self._visits: list[_Visit] = []
+        self._found: _Visit | None = None
+
+    def __enter__(self) -> MeetingGuest:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for visit in self._visits:
+            visit.close()
+
+    def greet(self) -> str:
+        """Connect to rank 0, unless done before; return at which of its addresses it was found.
+
+        Raises:
+            RendezvousError: rank 0 is not there, or has another secret.
+        """
+        if self._found is not None:
+            return self._found.host
+        for host in self.hosts:
+            self._visits.append(_Visit(self._context, self._server, host, self._port))
+        poller = zmq.Poller()
+        for visit in self._visits:
+            poller.register(visit.monitor, zmq.POLLIN)
+        while self._deadline.remaining() > 0:
+            poller.poll(int(1000 * self._deadline.remaining()) + 1)
+            for visit in self._visits:
+                visit.look()
+                if visit.greeted:
+                    self._stay_with(visit)
+                    return visit.host
+        rank = self._place.rank
+        if any(visit.refused for visit in self._visits):
+            raise RendezvousError(
+                f"who listens at {self._where} does not know the secret of rank {rank} "
+                "(FSDPCORE_TOKEN, FSDPCORE_TOKEN_FILE), or is no rank of this version of fsdpcore"
+            )
+        raise RendezvousError(
+            f"rank {rank} found no rank 0 at the rendezvous at {self._where} within "
+            f"{self._deadline.seconds:g} s"
+        )
+
+    def _stay_with(self, found: _Visit) -> None:
+        """End all other connections: rank 0 has room for one of each rank."""
+        for visit in self._visits:
+            if visit is not found:
+                visit.close()
+        self._visits, self._found = [found], found
+
+    def meet(self, card: Card) -> Meeting:
+        """Bring the card to rank 0, and wait for the table.
+
+        Raises:
+            RendezvousError: rank 0 is not there, has another secret, or refuses the job.
+        """
+        self.greet()
+        (visit,) = self._visits
+        place = self._place
+        message = {"fsdpcore": _PROTOCOL, "version": self._version, "rank": place.rank}
+        message |= {"world_size": place.world_size, "card": card}
+        visit.socket.send(json.dumps(message).encode())
+        answer = self._answer(visit)
+        if "error" in answer:
+            raise RendezvousError(str(answer["error"]))
+        cards, nonce = answer.get("table"), answer.get("nonce")
+        if isinstance(cards, list) and len(cards) == place.world_size and isinstance(nonce, str):
+            with contextlib.suppress(ValueError):
+                return Meeting(cards, bytes.fromhex(nonce), visit.host)
+        raise RendezvousError(f"rank 0 sent rank {place.rank} a table that makes no sense")
+
+    def _answer(self, visit: _Visit) -> dict[str, Any]:
+        poller = zmq.Poller()
+        poller.register(visit.monitor, zmq.POLLIN)
+        poller.register(visit.socket, zmq.POLLIN)
+        end = time.monotonic() + self._deadline.remaining() + _GRACE_SECONDS
+        while time.monotonic() < end:
+            poller.poll(int(1000 * (end - time.monotonic())) + 1)
+            ended = visit.look()  # first, since the answer may come, and then the end
+            with contextlib.suppress(zmq.Again):
+                answer = self._understood(visit.socket.recv(zmq.NOBLOCK))
+                if "table" in answer and not ended:
+                    visit.thank(end)
+                return answer
+            if ended:
+                raise RendezvousError(
+                    f"rank 0 ended the rendezvous at {self._where} without an answer to rank "
+                    f"{self._place.rank}: it failed"
+                )
+        raise RendezvousError(
+            f"rank 0 did not answer rank {self._place.rank} at the rendezvous at {self._where} "
+            f"within {self._deadline.seconds:g} s"
+        )
+
+    def _understood(self, data: bytes) -> dict[str, Any]:
+        try:
+            return dict(json.loads(data))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RendezvousError(
+                f"rank 0 sent rank {self._place.rank} an answer that makes no sense"
+            ) from error
 
 
-class _Guest:
+class _Visit:
     """A connection to one of the addresses that rank 0 may have."""
 
     def __init__(self, context: zmq.Context[Socket], server: KeyPair, host: str, port: int) -> None:
@@ -267,82 +366,17 @@ class _Guest:
                 return True
         return False
 
-    def __enter__(self) -> _Guest:
-        return self
+    def thank(self, end: float) -> None:
+        """Say that the table is there, and wait until the port is free for links to rank 0."""
+        self.socket.send(b"{}")
+        while not self.look() and time.monotonic() < end:
+            self.monitor.poll(int(1000 * (end - time.monotonic())) + 1)
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """End it."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)
-
-
-class _Attendance:
-    """The wait of a rank for rank 0's answer, at whichever of its addresses that is found first."""
-
-    def __init__(
-        self, guests: list[_Guest], rank: int, address: tuple[str, int], deadline: Deadline
-    ) -> None:
-        self._guests, self._rank, self._deadline = guests, rank, deadline
-        self._where = f"the rendezvous at {join_address(*address)}"
-        self._poller = zmq.Poller()
-        for guest in guests:
-            self._poller.register(guest.monitor, zmq.POLLIN)
-
-    def answer(self, message: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        guest = self._greeted()
-        guest.socket.send(json.dumps(message).encode())
-        self._poller = zmq.Poller()
-        self._poller.register(guest.monitor, zmq.POLLIN)
-        self._poller.register(guest.socket, zmq.POLLIN)
-        end = time.monotonic() + self._deadline.remaining() + _GRACE_SECONDS
-        while time.monotonic() < end:
-            self._poller.poll(int(1000 * (end - time.monotonic())) + 1)
-            ended = guest.look()  # first, since the answer may come, and then the end
-            with contextlib.suppress(zmq.Again):
-                answer = self._understood(guest.socket.recv(zmq.NOBLOCK))
-                if "table" in answer and not ended:
-                    self._thank(guest, end)
-                return answer, guest.host
-            if ended:
-                raise RendezvousError(
-                    f"rank 0 ended {self._where} without an answer to rank {self._rank}: it failed"
-                )
-        raise RendezvousError(
-            f"rank 0 did not answer rank {self._rank} at {self._where} within "
-            f"{self._deadline.seconds:g} s"
-        )
-
-    def _understood(self, data: bytes) -> dict[str, Any]:
-        try:
-            return dict(json.loads(data))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise RendezvousError(
-                f"rank 0 sent rank {self._rank} an answer that makes no sense"
-            ) from error
-
-    def _thank(self, guest: _Guest, end: float) -> None:
-        """Say that the table is there, and wait until the port is free for links to rank 0."""
-        guest.socket.send(b"{}")
-        while not guest.look() and time.monotonic() < end:
-            guest.monitor.poll(int(1000 * (end - time.monotonic())) + 1)
-
-    def _greeted(self) -> _Guest:
-        while self._deadline.remaining() > 0:
-            self._poller.poll(int(1000 * self._deadline.remaining()) + 1)
-            for guest in self._guests:
-                guest.look()
-                if guest.greeted:
-                    return guest
-        if any(guest.refused for guest in self._guests):
-            raise RendezvousError(
-                f"who listens at {self._where[len('the rendezvous at ') :]} does not know the "
-                f"secret of rank {self._rank} (FSDPCORE_TOKEN, FSDPCORE_TOKEN_FILE), or is no rank "
-                "of this version of fsdpcore"
-            )
-        raise RendezvousError(
-            f"rank {self._rank} found no rank 0 at {self._where} within "
-            f"{self._deadline.seconds:g} s"
-        )
 
 
 def _set_up(sock: Socket, host: str, most: int) -> None:
