@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from fsdpcore.transports.memory import shared as shared_memory
 from fsdpcore.transports.memory.shared import SharedMemory
-from fsdpcore.transports.zmq.backend import ZmqOptions
+from fsdpcore.transports.zmq.options import ZmqOptions
 from support.jobs import finished, python
 
 import fsdpcore as fc
@@ -402,7 +402,7 @@ def test_the_option_off_has_no_memory_at_all() -> None:
 FORKED = """
 import os
 from fsdpcore.transports.memory.shared import SharedMemory
-from fsdpcore.transports.zmq.backend import ZmqOptions
+from fsdpcore.transports.zmq.options import ZmqOptions
 
 memory = SharedMemory()
 kept = [memory.empty(5000) for _ in range(4)]

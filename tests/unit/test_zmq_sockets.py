@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from fsdpcore.transports.zmq import joining, monitors, poller
+from fsdpcore.transports.zmq import monitors, options, poller
 from fsdpcore.transports.zmq.keys import JobKeys
 from fsdpcore.transports.zmq.links import IO_THREADS, Links
 from fsdpcore.transports.zmq.monitors import InboundConnections
@@ -261,10 +261,10 @@ def test_a_descriptor_that_is_used_again_hides_no_broken_connection(
     [("0", [0]), ("5", [5]), ("5-5", [5]), ("5-7", [5, 6, 7]), ("65535", [65535])],
 )
 def test_ports(text: str, found: list[int]) -> None:
-    assert list(joining.ports(text)) == found
+    assert list(options.ports(text)) == found
 
 
 @pytest.mark.parametrize("text", ["", "-1", "x", "7-5", "0-5", "65536", "1-65536", "1-2-3", "5-"])
 def test_ports_that_make_no_sense(text: str) -> None:
     with pytest.raises(ConfigError, match="port must be 0, N or N-M"):
-        joining.ports(text)
+        options.ports(text)

@@ -59,7 +59,8 @@ with warnings.catch_warnings():
 if not nccl.available:
     raise no_nccl(runtime.runtimeGetVersion())
 
-from ..zmq.backend import ZmqBackend, ZmqOptions
+from ..zmq.backend import ZmqBackend
+from ..zmq.options import ZmqOptions
 from . import gpus
 from .agree import Agreement
 from .calls import NativeCollectives, reduces

@@ -15,19 +15,16 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import zmq
 
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.comm.hosts import HostOptions
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
-from fsdpcore.core.checks import as_choice
-from fsdpcore.core.errors import ClosedError, CommunicationError, ConfigError, in_words
+from fsdpcore.core.errors import ClosedError, CommunicationError, in_words
 from fsdpcore.core.policy import Policy
 from fsdpcore.core.wildcard import ANY_NUMBER
 from fsdpcore.core.work import Deadline, Pending
@@ -42,11 +39,11 @@ from .keys import JobKeys
 from .link_speed import measure
 from .links import IO_THREADS, Links
 from .messages import SENT, ConnectionState, IncomingMessage
+from .options import ZmqOptions
 from .outlet import Flow, Outlet
 from .peer import Peer
 from .poller import Poller
 from .watch import Watch
-from .wire import MAX_INLINE, MAX_PAYLOAD
 
 if TYPE_CHECKING:
     from fsdpcore.comm.config import TransportConfig
@@ -54,48 +51,10 @@ if TYPE_CHECKING:
 
 # How long a rank that closes, and one that failed, waits for the others to have read all it said.
 _CLOSING_SECONDS, _FAILED_SECONDS = 5.0, 0.5
-# What may be under way on a link within a host, and, as long as nothing else is known, between two.
-_NEAR_WINDOW, _FAR_WINDOW = 4 << 20, 4 << 20
+# What may be under way on a link within a host; and, as long as nothing else is known, between two,
+# where segments are smaller.
+_WINDOW = 4 << 20
 _FAR_SEGMENT = 64 << 10
-
-
-@dataclass(frozen=True)
-class ZmqOptions(HostOptions):
-    """Options of ``zmq://HOST:PORT`` URLs: those of ``HostOptions``, and these.
-
-    HOST:PORT is where rank 0 lets the others meet. Large messages, too, go through shared memory.
-
-    Attributes:
-        security: "auto" encrypts where the ranks do not meet at the loopback address, and then
-            needs a secret; "curve" encrypts everywhere; "none" nowhere, for networks that are
-            trusted.
-        heartbeat: seconds without a sign of life after which a rank counts as lost.
-        port: where the ranks listen: 0 for any free port, N, or a range N-M, of which each rank
-            of a host takes one.
-        interface: at which the ranks of this host listen: an address or an interface's name; by
-            default loopback, or the one from which HOST is reached.
-        segment_bytes: large messages travel in pieces of this size, between which others get
-            their turn.
-        eager_bytes: messages up to this size are sent at once, and kept by the receiver.
-    """
-
-    security: str = "auto"
-    heartbeat: float = 5.0
-    port: str = "0"
-    interface: str = ""
-    segment_bytes: int = 1 << 20
-    eager_bytes: int = 64 * 1024
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_choice(self.security, ("auto", "curve", "none"), "security", error=ConfigError)
-        if not 0.1 <= self.heartbeat <= 3600:
-            raise ConfigError(f"heartbeat must be 0.1 to 3600 seconds, got {self.heartbeat:g}")
-        joining.ports(self.port)
-        if not 1024 <= self.segment_bytes <= MAX_PAYLOAD:
-            raise ConfigError(f"segment_bytes must be 1 KiB to 16 MiB, got {self.segment_bytes}")
-        if not 0 <= self.eager_bytes <= MAX_INLINE:
-            raise ConfigError(f"eager_bytes must be 0 to 1 MiB, got {self.eager_bytes}")
 
 
 class ZmqBackend(Transport):
@@ -123,7 +82,7 @@ class ZmqBackend(Transport):
         # What a rank sends to itself waits in its table of messages, and is seen by no socket.
         nowhere = Outlet(lambda header, payload, copy=True: None, Flow(0, 0))
         self._own_channel = PeerChannel(self.state, self.rank, nowhere)
-        self._far_flow = Flow(min(_FAR_SEGMENT, options.segment_bytes), _FAR_WINDOW, _FAR_WINDOW)
+        self._far_flow = Flow(min(_FAR_SEGMENT, options.segment_bytes), _WINDOW, _WINDOW)
 
     # Joining.
 
@@ -202,7 +161,7 @@ class ZmqBackend(Transport):
     def _make_peer(self, rank: int) -> Peer:
         memory, links = self.state.memory, self.control.links
         near = self.hosts[rank] == self.hosts[self.rank]
-        flow = Flow(self._options.segment_bytes, _NEAR_WINDOW) if near else self._far_flow
+        flow = Flow(self._options.segment_bytes, _WINDOW) if near else self._far_flow
         outlet = Outlet(functools.partial(links.send, rank), flow)
         shared = memory if near and memory.available else None
         return Peer(rank, PeerChannel(self.state, rank, outlet, shared))

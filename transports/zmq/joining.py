@@ -7,13 +7,12 @@ import fcntl
 import importlib.util
 import logging
 import os
-import re
 import resource
 import socket
 import struct
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -25,6 +24,7 @@ from fsdpcore.launch.endpoints import is_unspecified, listen, own_address
 
 from .keys import LEAST_SECRET, JobKeys
 from .meeting import Card, Meeting, MeetingGuest, MeetingHost
+from .options import ZmqOptions, ports
 
 if TYPE_CHECKING:
     from fsdpcore.comm.config import TransportConfig
@@ -37,26 +37,6 @@ _OWN_FILES = 24
 _CURVE, _NONE = "curve", "none"
 
 Address = tuple[str, int]
-
-
-class JoinOptions(Protocol):
-    """What of ``ZmqOptions`` matters here."""
-
-    @property
-    def security(self) -> str:
-        """See ``ZmqOptions``."""
-
-    @property
-    def port(self) -> str:
-        """See ``ZmqOptions``."""
-
-    @property
-    def interface(self) -> str:
-        """See ``ZmqOptions``."""
-
-    @property
-    def host_id(self) -> str:
-        """See ``HostOptions``."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +60,6 @@ class Joined:
     sources: list[str]
     nonce: bytes
     encrypted: bool
-
-
-def ports(text: str) -> range:
-    """Read ``port``: 0, N or N-M.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text)
-    first = int(found[1]) if found else -1
-    last = int(found[2]) if found and found[2] else first
-    if not 0 <= first <= last <= 65535 or (first == 0 and last > 0):
-        raise ConfigError(f"port must be 0, N or N-M, with ports up to 65535; got {text!r}")
-    return range(first, last + 1)
 
 
 def meeting_point(place: RankPlace, config: TransportConfig, scheme: str) -> Address:
@@ -121,7 +87,7 @@ def meet(
     place: RankPlace,
     keys: JobKeys,
     address: Address,
-    options: JoinOptions,
+    options: ZmqOptions,
     deadline: Deadline,
 ) -> Joined:
     """Listen, meet the other ranks, and work out who is where. Blocks.
@@ -192,7 +158,7 @@ def _joined(
     met: Meeting,
     own: Address,
     listener: socket.socket,
-    options: JoinOptions,
+    options: ZmqOptions,
 ) -> Joined:
     cards = met.cards
     identities = [str(card.get("host")) for card in cards]
@@ -223,7 +189,7 @@ def _reach(card: Card, reached: str) -> Address:
     return str(host), int(port)
 
 
-def _card(own: Address, encrypted: bool, options: JoinOptions) -> Card:
+def _card(own: Address, encrypted: bool, options: ZmqOptions) -> Card:
     return {"address": own, "encrypted": encrypted, "host": identity(options.host_id)}
 
 
@@ -255,7 +221,7 @@ def _check_security(place: RankPlace, host: str, security: str) -> bool:
 # Listening.
 
 
-def _listen_first(place: RankPlace, address: Address, options: JoinOptions) -> socket.socket:
+def _listen_first(place: RankPlace, address: Address, options: ZmqOptions) -> socket.socket:
     if place.listener_fd is not None:
         # A duplicate: the launcher's descriptor stays open for a later meeting.
         return socket.socket(fileno=os.dup(place.listener_fd))

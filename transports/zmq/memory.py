@@ -37,9 +37,8 @@ _LEAST_BYTES = 256 * 1024
 # What is copied at once, and how many pieces are on their way to one peer. In smaller ones the
 # frames cost as much as the copies; the cache that the cores share holds a few of these.
 _PIECE_BYTES, _PIECES = 2 << 20, 2
-# What is copied of a message before it is known whether anybody receives it, and how much of that
-# may be waiting for one peer.
-_AHEAD_BYTES, _MOST_AHEAD_BYTES = 2 << 20, 2 << 20
+# What is copied of messages to one peer before it is known whether anybody receives them.
+_AHEAD_BYTES = 2 << 20
 # What is copied of lent arrays before other threads of this rank get their turn.
 _COPY_BYTES = 16 << 20
 
@@ -93,7 +92,7 @@ class Lending:
             return None
         place, ahead = self._memory.own(data), data.size
         if place is None:
-            ahead = min(ahead, _AHEAD_BYTES, _MOST_AHEAD_BYTES - self._ahead)
+            ahead = min(ahead, _AHEAD_BYTES - self._ahead)
             found = self._copied(data[:ahead])
             if found is None:
                 return None

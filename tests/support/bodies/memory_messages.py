@@ -28,8 +28,7 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zmq_memory, "_LEAST_BYTES", -1)
         patch.setattr(zmq_memory, "_PIECE_BYTES", 1000)
-        patch.setattr(zmq_memory, "_AHEAD_BYTES", 700)
-        patch.setattr(zmq_memory, "_MOST_AHEAD_BYTES", 2000)
+        patch.setattr(zmq_memory, "_AHEAD_BYTES", 2000)
         patch.setattr(zmq_memory, "_COPY_BYTES", 5000)
         yield
 
