@@ -46,11 +46,11 @@ CODES = {
     "REFUSE": 16,
     "NOTE": 17,
     "CREDIT": 18,
-    "LOST": 19,
+    "REPORT": 19,
 }
 # Those with a payload of ``size`` bytes; that of OFFER has ``offset`` bytes.
-WITH_PAYLOAD = {"EAGER", "DATA", "FAIL", "STATUS", "NOTE", "LOST"}
-MESSAGES = set(CODES) - {"FAIL", "BYE", "QUERY", "STATUS", "SEEN", "NOTE", "LOST"}
+WITH_PAYLOAD = {"EAGER", "DATA", "FAIL", "STATUS", "NOTE", "REPORT"}
+MESSAGES = set(CODES) - {"FAIL", "BYE", "QUERY", "STATUS", "SEEN", "NOTE", "REPORT"}
 
 
 def build(

@@ -36,7 +36,7 @@ _CREDITS = 4
 
 
 class PeerChannel:
-    """The messages from and to one other rank; called with the lock of the connections held.
+    """The messages from and to one other rank; called with the lock of the links held.
 
     Args:
         state: of this rank.
@@ -48,8 +48,9 @@ class PeerChannel:
         rank: of the other.
         outlet: of the frames to it.
         posted, arrived: how many messages were sent to it, and have come.
-        asked, granted: how many of those that have come were asked for, and of those sent.
-        last: how many will have come, and be granted, once the peer has said that it leaves.
+        asked: large messages of the peer that this rank has asked for.
+        granted: large messages of this rank that the peer has asked for.
+        last: from the peer's BYE, the final values of ``arrived`` and ``granted``.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class PeerChannel:
         return outgoing
 
     def _grant(self, frame: Frame) -> None:
-        """The receiver wants a message, through memory or, after REFUSE, over the socket."""
+        """The receiver wants a message, through memory or, after REFUSE, over the link."""
         number = frame.message
         self.granted += 1
         outgoing = self._sending.get(number)
@@ -359,7 +360,10 @@ class PeerChannel:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was sent is wanted, and on its way or read, or never will be."""
+        """Whether nothing to this peer is left to do.
+
+        Every message was asked for and handed to the link, or the link has broken.
+        """
         read = self.outlet.ended or self._lending is None or self._lending.flushed
         return read and not self._sending and self.outlet.flushed
 
@@ -389,7 +393,7 @@ class PeerChannel:
         return any(not outgoing.granted for outgoing in self._sending.values())
 
     def drop_all(self) -> None:
-        """Forget what is in flight; frames that have begun still go out."""
+        """Forget what is in flight; frames that the link has still go out."""
         self._closed = True
         self._early.clear()
         for outgoing in list(self._sending.values()):

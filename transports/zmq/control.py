@@ -1,9 +1,9 @@
 """What the ranks of the ``zmq`` transport tell each other, and who of them is there.
 
-Frames are read here, and handed on: those of messages to the ``PeerChannel`` of their rank, those
-about lost links to ``Watch``. The rest is handled here: that a rank fails or leaves, and what it is
-doing. A failure spreads from neighbour to neighbour (``watch.py``), so that ranks without a link
-between them hear of it.
+Frames are read here, and handed on: those of messages to the ``PeerChannel`` of their rank, and
+what ranks report of each other to ``Watch``. The rest is handled here: that a rank fails or leaves,
+and what it is doing. A failure spreads from neighbour to neighbour (``watch.py``), so that ranks
+without a link between them hear of it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Control:
     Attributes:
         peers: the other ranks that this one has sent anything, or heard anything of.
         leaving: this rank has said BYE.
-        released: its sockets are not used any more.
+        released: its links are not used any more.
         heard: takes what a rank says by ``note``; must not wait.
 
-    Called with the lock of the connections held.
+    Called with the lock of the links held.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Control:
             self._note_progress(peer)
         elif kind is FrameKind.SEEN:
             peer.has_seen = True
-        elif kind is FrameKind.LOST:
+        elif kind is FrameKind.REPORT:
             self.watch.heard(peer.rank, unpack_json(frame))
         else:
             self.heard(peer.rank, unpack_json(frame))
@@ -233,10 +233,9 @@ class Control:
             self.await_from_any(channel)
 
     def await_from(self, rank: int) -> None:
-        """A message is awaited from a rank: find out whether it can still come.
+        """A receive waits for a rank. If that has left, open a link to it.
 
-        Who leaves says good-bye itself to those that it has sent anything. Whether this rank is one
-        of them shows when that process is no longer there: a link to it is opened for that.
+        Either its last messages come, or the link is refused, and then nothing will.
         """
         if rank in self.watch.left:
             self.open(rank)
@@ -288,10 +287,10 @@ class Control:
         self._say(self.peer(rank), FrameKind.NOTE, content)
 
     def spread(self, content: Mapping[str, Any], source: int | None = None) -> None:
-        """Tell the neighbours, but for the one that it came from, of a link that has broken."""
+        """Tell the neighbours what a rank reports, but for the one that it came from."""
         for rank in self.watch.neighbours:
             if rank != source:
-                self._say(self.peer(rank), FrameKind.LOST, content)
+                self._say(self.peer(rank), FrameKind.REPORT, content)
 
     def _say(
         self,

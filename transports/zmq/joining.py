@@ -22,7 +22,7 @@ from fsdpcore.core.work import Deadline
 from fsdpcore.launch.addresses import is_loopback, parse_address
 from fsdpcore.launch.endpoints import is_unspecified, listen, own_address
 
-from .keys import LEAST_SECRET, JobKeys
+from .keys import MIN_SECRET_CHARACTERS, JobKeys
 from .meeting import Card, Meeting, MeetingGuest, MeetingHost
 from .options import ZmqOptions, ports
 
@@ -182,7 +182,11 @@ def _joined(
 
 
 def _reach(card: Card, reached: str) -> Address:
-    """Where a rank is reached; ``reached`` is where rank 0 was."""
+    """The address of a rank's listener.
+
+    One that listens at 0.0.0.0 is reached where rank 0 saw it come from; rank 0 itself, at
+    ``reached``.
+    """
     host, port = card["address"]
     if is_unspecified(host):
         host = card.get("seen") or reached
@@ -207,7 +211,7 @@ def _check_security(place: RankPlace, host: str, security: str) -> bool:
         return False
     if security != _CURVE and is_loopback(host):
         return False
-    if len(place.token) < LEAST_SECRET:
+    if len(place.token) < MIN_SECRET_CHARACTERS:
         what = "has no secret" if not place.token else "has a secret that can be guessed"
         raise ConfigError(
             f"the job {what}, and other machines reach {host}: put one into FSDPCORE_TOKEN, or "

@@ -24,8 +24,8 @@ import zmq
 from zmq.utils import z85
 
 NONCE_BYTES = 32
-# What nobody can find by trying, written as hexadecimal digits or as anything longer.
-LEAST_SECRET = 16
+# 16 hexadecimal digits are 64 random bits.
+MIN_SECRET_CHARACTERS = 16
 
 
 class KeyPair(NamedTuple):

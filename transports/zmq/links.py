@@ -63,7 +63,7 @@ class Arrival(NamedTuple):
 
 
 class Links:
-    """All links from and to one rank; called with the lock of the connections held.
+    """All links from and to one rank; called with the lock of the links held.
 
     Args:
         context: of this rank, with ``IO_THREADS``.

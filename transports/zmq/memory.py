@@ -57,7 +57,7 @@ class MemoryChannel(MessageChannel, Protocol):
 
 
 class Lending:
-    """The messages to one peer; called with the lock of the connections held.
+    """The messages to one peer; called with the lock of the links held.
 
     Args:
         peer_channel: the messages from and to that peer.
@@ -69,8 +69,9 @@ class Lending:
         self._memory = memory
         self._introduced = False
         self._refused = False
-        # Blocks that the peer has not read: with the first bytes of messages, by their numbers;
-        # and with pieces of those that it wants, which it reads in this order, and where they end.
+        # Blocks that the peer may still read. ``_first``: copies of messages' first bytes, by
+        # message number. ``_pieces``: (message number, end, block), in the order in which the peer
+        # reads them.
         self._first: dict[int, Bytes] = {}
         self._ahead = 0
         self._pieces: deque[tuple[int, int, Bytes]] = deque()
@@ -203,7 +204,7 @@ class Lending:
 
 
 class Borrowing:
-    """The messages from one peer; called with the lock of the connections held.
+    """The messages from one peer; called with the lock of the links held.
 
     Args:
         peer_channel: the messages from and to that peer.

@@ -28,7 +28,7 @@ class ConnectionState:
         rank: of this process.
         eager: up to how many bytes a message is sent at once.
         memory: that this rank shares with others on its host.
-        lock: held by whoever touches a connection, its socket or the table.
+        lock: held by whoever touches a link, a channel or the table.
         table: receives without a message, and messages without a receive.
         numbers: for large messages and queries.
         poller: who polls the sockets.

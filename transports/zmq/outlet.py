@@ -76,7 +76,7 @@ class _Uncopied(NamedTuple):
 
 
 class Outlet:
-    """Frames to one other rank; called with the lock of the connections held.
+    """Frames to one other rank; called with the lock of the links held.
 
     Args:
         send: sends a frame.

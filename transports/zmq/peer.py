@@ -6,7 +6,7 @@ from .channel import PeerChannel
 
 
 class Peer:
-    """Another rank; used with the lock of the connections held.
+    """Another rank; used with the lock of the links held.
 
     Attributes:
         rank: its number in the job.

@@ -167,7 +167,7 @@ class _Probe:
 
 
 class Watch:
-    """What a rank knows of lost ranks; called with the lock of the connections held.
+    """What a rank knows of lost ranks; called with the lock of the links held.
 
     Args:
         rank: of this process.
@@ -224,7 +224,7 @@ class Watch:
         by: Any = content.get("by")
         found: Any = content.get("found")
         if not (self._is_rank(rank) and self._is_rank(by) and found in _FINDINGS):
-            raise ProtocolError("a LOST frame makes no sense")
+            raise ProtocolError("a REPORT frame makes no sense")
         self._note(Report(rank, by, found), source)
 
     def _is_rank(self, value: Any) -> bool:

@@ -20,12 +20,12 @@ REFUSE  instead of GRANT: the sender's memory is out of reach, send all of it as
 CREDIT  ``size`` bytes of payloads have come in all
         what else the ranks tell each other
 FAIL    the sender's job has failed: JSON with the reason, and the rank that is to blame if known
-BYE     no messages from the sender beyond the first ``size``, all is well; it has asked for
-        ``offset`` large ones, and still sends what it has offered
+BYE     the sender leaves without an error. It has sent ``size`` messages in all and asked for
+        ``offset`` of the receiver's large ones; what it has offered it still sends
 SEEN    the answer to FAIL, and to BYE once all that the sender of that had to send has come
 QUERY   what are you doing?
 STATUS  the answer: JSON
-LOST    JSON: what the sender has noticed, or heard, of a link that has broken
+REPORT  JSON: what a rank has found of another one, or says of itself
 NOTE    JSON that a transport built on this one understands
 ======  ========================================================================================
 """
@@ -68,11 +68,11 @@ class FrameKind(enum.IntEnum):
     REFUSE = 16
     NOTE = 17
     CREDIT = 18
-    LOST = 19
+    REPORT = 19
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
-_WITH_JSON = frozenset({FrameKind.FAIL, FrameKind.STATUS, FrameKind.NOTE, FrameKind.LOST})
+_WITH_JSON = frozenset({FrameKind.FAIL, FrameKind.STATUS, FrameKind.NOTE, FrameKind.REPORT})
 _WITH_PAYLOAD = _WITH_JSON | {FrameKind.EAGER, FrameKind.DATA}
 MESSAGES = frozenset(
     {
