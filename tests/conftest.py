@@ -206,6 +206,8 @@ def _processes() -> Iterator[None]:
     yield
     if (spmd := sys.modules.get("support.spmd")) is not None:
         spmd.shut_down()
+    if (forks := sys.modules.get("support.forks")) is not None:
+        forks.shut_down()
     mine = ("rank-", "fsdpcore-", "fleet")
     for thread in [t for t in threading.enumerate() if t.name.startswith(mine)]:
         thread.join(10)

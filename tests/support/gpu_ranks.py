@@ -41,8 +41,8 @@ class OneRank:
 
 
 _ALONE = OneRank()
-# The processes themselves are ranks of zmq: a broken job costs no more than its own backend.
-_PROCESSES = ProcessRanks(TRANSPORT, started_by="zmq")
+# A broken job costs no more than its own backend.
+_PROCESSES = ProcessRanks(TRANSPORT)
 
 
 def alone(body: Body, *args: Any, **options: Any) -> Any:

@@ -13,15 +13,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from support.jobs import clean_environ
 from support.spmd_job import Job, Outcome
 from support.spmd_pool import Pool
 from support.spmd_processes import Fleet, serve
 
-import fsdpcore as fc
 from fsdpcore.launch.run.mpirun import find_mpirun
 
 
@@ -78,9 +75,7 @@ class MpiFleet(Fleet):
 def _main(known: str) -> None:
     address, key, stacks = json.loads(Path(known).read_text())
     number = next(int(os.environ[n]) for n in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"))
-    place: Any = SimpleNamespace(rank=number)
-    backend: fc.Backend = place  # of which only the number is used
-    serve(backend, tuple(address) if isinstance(address, list) else address, _bytes(key), stacks)
+    serve(number, tuple(address) if isinstance(address, list) else address, _bytes(key), stacks)
 
 
 def _bytes(text: str) -> bytes:

@@ -76,10 +76,10 @@ class Pool:
 
 
 class ProcessRanks:
-    """Runs jobs on fleets that ``fsdpcore.launch`` starts, each for any smaller number of ranks."""
+    """Runs jobs on fleets of forked processes, each for any smaller number of ranks."""
 
-    def __init__(self, transport: str, started_by: str = "") -> None:
-        self._pool = Pool(lambda size: Fleet(transport, size, started_by))
+    def __init__(self, transport: str) -> None:
+        self._pool = Pool(lambda size: Fleet(transport, size))
 
     def run(self, job: Job) -> list[Outcome]:
         assert job.world_size <= _LARGE

@@ -1,6 +1,6 @@
 """Ranks that are processes, started once and used for many jobs.
 
-The processes come from ``fsdpcore.launch``. For each job the first ``world_size`` of them join a
+For each job the first ``world_size`` of them join a
 new backend through the transport's own rendezvous, so that every job starts clean and a broken
 one costs nothing. The test's process tells them what to do over a connection each.
 """
@@ -25,10 +25,12 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from support import forks
+from support.hosts.namespaces import end_with_parent
 from support.spmd_job import Job, Meeting, Outcome, expect_all, failure, perform
 from support.waits import wait_mostly_asleep
+from threadpoolctl import threadpool_limits
 
-import fsdpcore as fc
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.launch.config import resolve
 from fsdpcore.launch.endpoints import listen
@@ -92,18 +94,17 @@ class Fleet:
     Args:
         transport: of the jobs.
         size: number of processes.
-        started_by: the transport that the processes themselves are ranks of; by default the same.
 
     Attributes:
         size: see there.
         broken: a process has died or is stuck; only ``close`` helps.
     """
 
-    def __init__(self, transport: str, size: int, started_by: str = "") -> None:
+    def __init__(self, transport: str, size: int) -> None:
         self.size = size
         self.broken = False
         self._transport = transport
-        self._started_by = started_by or transport
+        self._closing = False
         self._directory = tempfile.TemporaryDirectory()
         self._workers: list[Worker] = []
         self._error: BaseException | None = None
@@ -118,11 +119,14 @@ class Fleet:
 
     def _launch(self) -> None:
         args = (self._listener.address, self._key, self._directory.name)
-        try:
-            fc.launch(serve, world_size=self.size, transport=self._started_by, args=args)
-        except BaseException as error:  # shown where it matters: a fleet may be killed, too
-            self._error = error
-            self._arrivals.put(None)
+        processes = [forks.start(_serve, number, *args) for number in range(self.size)]
+        wait([process.sentinel for process in processes])
+        for process in processes:
+            if not self._closing:
+                process.kill()
+            forks.exit_code(process)
+        self._error = RuntimeError("a process of the fleet has ended")
+        self._arrivals.put(None)
 
     def _accept(self) -> None:
         for _ in range(self.size):
@@ -170,6 +174,7 @@ class Fleet:
 
     def close(self) -> None:
         """Let the processes end, and wait for that."""
+        self._closing = not self.broken
         for worker in self._workers:
             if not self.broken:
                 worker.connection.send(None)
@@ -223,18 +228,25 @@ class _Attendance:
             self._connections[rank].send(complete)
 
 
-def serve(backend: fc.Backend, address: Any, key: bytes, stacks: str) -> None:
+def _serve(number: int, address: Any, key: bytes, stacks: str) -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threadpool_limits(1, user_api="blas")
+    serve(number, address, key, stacks)
+
+
+def serve(number: int, address: Any, key: bytes, stacks: str) -> None:
     """The program of a process of the fleet: run what it is sent until it is sent None."""
     wait_mostly_asleep()
     if not sys.warnoptions:  # who starts the tests may want to see warnings only
         warnings.simplefilter("error")
     with (
-        Path(stacks, str(backend.rank)).open("w") as file,
+        Path(stacks, str(number)).open("w") as file,
         listen("127.0.0.1") as listener,
         Client(address, authkey=key) as connection,
     ):
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        connection.send(Hello(backend.rank, os.getpid(), listener.getsockname()[1]))
+        connection.send(Hello(number, os.getpid(), listener.getsockname()[1]))
         while (order := connection.recv()) is not None:
             connection.send(_obey(order, connection, listener))
 

@@ -8,7 +8,6 @@ other ranks by itself when one dies.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import secrets
 import signal
@@ -20,10 +19,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fsdpcore.transports.zmq.backend import ZmqBackend
+from support import forks
 from support.hosts.namespaces import end_with_parent
 
 from fsdpcore import Backend
@@ -122,25 +123,21 @@ def run_joined(
     return outcomes
 
 
-# Ranks that are processes. They are forked from a process that has imported the package and done
-# nothing else: to start an interpreter for each would take longer than most tests.
-
-# An exit code can be read once. Whoever starts a process reads those of all others, so threads that
-# start and await processes side by side take it from each other, and then find 255.
-_EXIT_CODES = threading.Lock()
+# Ranks that are processes.
 
 
 class RankProcess:
     """A rank that is a process, and the test's connection to its body."""
 
-    def __init__(self, process: Any, pipe: Connection) -> None:
+    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
         self._process = process
         self._pipe = pipe
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        return int(self._process.pid)
+        assert self._process.pid is not None
+        return self._process.pid
 
     def hear(self) -> Any:
         """Return the next thing that the body told."""
@@ -151,14 +148,9 @@ class RankProcess:
         """Wait for the end of the body and of the process."""
         found = self.hear()
         assert isinstance(found, Outcome), found
-        code = self._exit_code(PATIENCE)
+        code = forks.exit_code(self._process, PATIENCE)
         assert code == 0, f"exit code {code}"
         return found
-
-    def _exit_code(self, seconds: float | None) -> int | None:
-        wait([self._process.sentinel], seconds)
-        with _EXIT_CODES:
-            return self._process.exitcode
 
     def say(self, message: Any) -> None:
         """Send something for the body to receive."""
@@ -172,7 +164,7 @@ class RankProcess:
         """Make sure that the process is gone."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()  # works on stopped ones, too
-        self._exit_code(None)
+        forks.exit_code(self._process)
         self._process.close()
         self._pipe.close()
 
@@ -226,15 +218,11 @@ def processes(body: Body, world_size: int, **options: Any) -> Iterator[list[Rank
 @contextlib.contextmanager
 def joined(body: Body, joins: Iterable[Join]) -> Iterator[list[RankProcess]]:
     """Do as ``processes``, with ranks that join as these functions do, each in its process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdpcore", "fsdpcore.transports.zmq.backend", "pytest"])
     ranks = list[RankProcess]()
     try:
         for join in joins:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_main, args=(body, join, theirs), daemon=True)
-            with _EXIT_CODES:
-                process.start()
+            ours, theirs = forks.Pipe()
+            process = forks.start(_main, body, join, theirs)
             theirs.close()
             ranks.append(RankProcess(process, ours))
         yield ranks
