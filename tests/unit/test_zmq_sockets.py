@@ -87,17 +87,17 @@ def test_no_more_is_sent_than_the_window_until_credit_comes() -> None:
     there = Sent()
     there.outlet.add(Source("a", 100))
     assert there.names() == ["a1", "a2", "a3"]  # the last one begins inside of the window
-    there.outlet.taken(4)
+    there.outlet.credited(4)
     assert there.names() == []
-    there.outlet.taken(5)
+    there.outlet.credited(5)
     assert there.names() == ["a4"]
-    there.outlet.taken(3)  # an older word
-    there.outlet.taken(14)
+    there.outlet.credited(3)  # an older word
+    there.outlet.credited(14)
     assert there.names() == []
-    there.outlet.taken(2**63)  # of what was not sent, nothing can have come
+    there.outlet.credited(2**63)  # of what was not sent, nothing can have come
     assert there.names() == ["a5", "a6", "a7"]
     assert not there.outlet.flushed
-    there.outlet.taken(70)
+    there.outlet.credited(70)
     assert there.names() == ["a8", "a9", "a10"]
     assert there.outlet.flushed
 
@@ -111,7 +111,7 @@ def test_large_messages_take_turns_and_small_ones_pass_them() -> None:
     there.outlet.put(b"2")
     assert there.names() == ["0"]
     for total in range(1, 200):
-        there.outlet.taken(total)
+        there.outlet.credited(total)
     assert there.names() == ["1", "2", "a1", "b1", "c1", "a2", "b2", "a3"]
 
 
@@ -120,14 +120,14 @@ def test_a_large_frame_is_its_owners_again_when_the_other_rank_has_it() -> None:
     source = Source("a", 2 * SEGMENT + 1)
     there.outlet.add(source)
     assert (source.count, source.told) == (3, 1)  # the last byte was copied
-    there.outlet.taken(SEGMENT - 1)
+    there.outlet.credited(SEGMENT - 1)
     assert source.told == 1
-    there.outlet.taken(SEGMENT)
+    there.outlet.credited(SEGMENT)
     assert source.told == 2
     there.outlet.withdraw(Source("b", 0))
     there.outlet.withdraw(source)
     assert there.reclaimed == [b"a2"]
-    there.outlet.taken(2 * SEGMENT)
+    there.outlet.credited(2 * SEGMENT)
     assert source.told == 2
 
 
@@ -162,10 +162,10 @@ def test_small_messages_stay_in_order_and_as_they_were() -> None:
     assert there.names() == ["0"]
     assert not there.outlet.flushed
     assert owner.told == 0
-    there.outlet.taken(30)
+    there.outlet.credited(30)
     assert bytes(there.frames[0][1]) == b"1" * 30
     assert there.names() == ["1"]
-    there.outlet.taken(60)
+    there.outlet.credited(60)
     assert there.names() == ["2", "3"]
     assert owner.told == 1
 
@@ -174,7 +174,7 @@ def test_a_note_goes_at_once() -> None:
     there = Sent()
     there.outlet.put(b"0", bytes(26))
     there.outlet.put(b"1")
-    there.outlet.note(b"note")
+    there.outlet.say(b"note")
     assert there.names() == ["0", "note"]
 
 
@@ -186,7 +186,7 @@ def test_what_is_withdrawn_is_not_sent() -> None:
     there.outlet.add(source)
     there.outlet.withdraw(offer)
     there.outlet.withdraw(source)
-    there.outlet.taken(26)
+    there.outlet.credited(26)
     assert there.names() == ["0", "2"]
     assert (offer.told, source.count) == (0, 0)
     assert there.outlet.flushed
@@ -198,11 +198,11 @@ def test_a_link_that_has_ended_takes_everything_and_sends_nothing() -> None:
     there.outlet.add(Source("a", 100))
     there.outlet.end()
     assert there.outlet.flushed
-    there.outlet.note(b"1")
+    there.outlet.say(b"1")
     there.outlet.put(b"2")
     there.outlet.post(b"3", b"x", Source("b", 0))
     there.outlet.add(Source("c", 100))
-    there.outlet.taken(26)
+    there.outlet.credited(26)
     assert there.names() == ["0"]
     assert there.outlet.flushed
 

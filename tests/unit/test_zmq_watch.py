@@ -103,7 +103,7 @@ class Rank:
             self.watch.lost(rank)
 
     def has_left(self, rank: int) -> bool:
-        return rank in self.watch.left
+        return rank in self.watch.leavers
 
     def miss_if_incomplete(self, rank: int) -> None:
         pass
@@ -128,7 +128,7 @@ def test_ranks_that_leave_one_after_another_are_missed_by_nobody(
     job.leave(3)
     job.wait(3.0)
     assert job.errors() == {0: None, 6: None, 7: None}
-    assert [job.ranks[rank].watch.left for rank in (0, 6, 7)] == [{1, 2, 3, 4, 5}] * 3
+    assert [job.ranks[rank].watch.leavers for rank in (0, 6, 7)] == [{1, 2, 3, 4, 5}] * 3
 
 
 def test_the_gaps_that_leaving_ranks_make_are_closed_while_more_of_them_leave(

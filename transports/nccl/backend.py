@@ -184,7 +184,7 @@ class NcclBackend(ZmqBackend, NcclTransport):
 
     def _note(self, rank: int, content: dict[str, Any]) -> None:
         with self.lock:
-            self.control.note(rank, content)
+            self.control.say(rank, content)
 
     def _heard(self, rank: int, content: Mapping[str, Any]) -> None:
         if content.get("what") in (ENDING, ENDED):

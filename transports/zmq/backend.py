@@ -181,7 +181,7 @@ class ZmqBackend(Transport):
             if dst == self.rank:
                 return self._send_to_self(data, envelope)
             peer = self.control.peer(dst)
-            if peer.left or self.control.leaving:
+            if peer.closed_or_failed or self.control.leaving:
                 self._refuse(peer)
             try:
                 return peer.channel.send(data, envelope)
@@ -195,7 +195,7 @@ class ZmqBackend(Transport):
             try:
                 arrival = self.table.post(incoming)
                 if arrival is not None:
-                    arrival.peer_channel.meet(arrival, incoming)
+                    arrival.peer_channel.match(arrival, incoming)
                 else:
                     self._check_senders(incoming, src, envelope)
             except BaseException as error:
@@ -216,7 +216,7 @@ class ZmqBackend(Transport):
         self.check_usable()
         if src != ANY_NUMBER and src != self.rank:
             peer = self.control.peer(src)
-            if peer.left or peer.lost:
+            if peer.closed_or_failed or peer.link_broken:
                 self.control.serve()
                 self.check_usable()
         return IncomingMessage(self.state, out, src, envelope)
@@ -262,7 +262,7 @@ class ZmqBackend(Transport):
 
     def departed(self, rank: int) -> bool:
         peer = self.control.peers.get(rank)
-        return peer is not None and peer.left
+        return peer is not None and peer.closed_or_failed
 
     def _tell(self, error: CommunicationError) -> None:
         with self.lock:

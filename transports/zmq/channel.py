@@ -99,7 +99,7 @@ class PeerChannel:
         self._ahead += ahead
         outgoing = self._sending[number] = OutgoingMessage(self, number, data, ahead)
         first = min(ahead, flow.segment)
-        outgoing.left = size - first
+        outgoing.remaining = size - first
         offer = pack_header(FrameKind.OFFER, channel, tag, number, size, first, signature)
         self.outlet.post(offer, data[:first], outgoing)
         if outgoing.ready:
@@ -120,7 +120,7 @@ class PeerChannel:
         if self._lending is not None and outgoing.lent:
             if refused:
                 self._lending.refuse(outgoing)
-            elif outgoing.left:
+            elif outgoing.remaining:
                 self._lending.grant(outgoing)
             return
         self._ahead -= outgoing.ahead
@@ -139,14 +139,14 @@ class PeerChannel:
         outgoing = self._sending.get(number)
         if outgoing is None or outgoing.granted:  # granted before the memory ran out
             return
-        if outgoing.lent and not outgoing.left and end == outgoing.ahead:
+        if outgoing.lent and not outgoing.remaining and end == outgoing.ahead:
             self.granted += 1
             outgoing.granted = True
             self.finish_sent(outgoing)
 
     def finish_sent(self, outgoing: OutgoingMessage) -> None:
         """Finish a message if it gets to the receiver without its array from now on."""
-        if outgoing.left or outgoing.on_their_way:
+        if outgoing.remaining or outgoing.on_their_way:
             return
         if outgoing.granted:
             del self._sending[outgoing.number]
@@ -174,10 +174,10 @@ class PeerChannel:
 
     # Receiving.
 
-    def meet(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
+    def match(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
         """Bring a message that came through it and its receive together, if they fit."""
         if self._fits(arrival.frame, incoming):
-            self._meet(arrival, incoming)
+            self._match(arrival, incoming)
 
     def send_to_self(self, data: Bytes, envelope: Envelope) -> None:
         """Keep a copy of a message until it is received, however large it is."""
@@ -185,7 +185,7 @@ class PeerChannel:
         payload = data.tobytes()
         self._arrive(Frame(FrameKind.EAGER, channel, tag, 0, data.size, 0, signature, payload))
 
-    def _meet(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
+    def _match(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
         """Bring a message and the receive that it fits together."""
         number = arrival.frame.message
         if arrival.place is None:
@@ -229,7 +229,7 @@ class PeerChannel:
 
     def _credit(self) -> None:
         self._told = self._came
-        self.outlet.note(pack_header(FrameKind.CREDIT, size=self._came))
+        self.outlet.say(pack_header(FrameKind.CREDIT, size=self._came))
 
     def use(self, flow: Flow) -> None:
         """Have bytes go both ways by another flow, as the peer does, too."""
@@ -250,20 +250,20 @@ class PeerChannel:
         arrival = UnexpectedMessage(self, frame, place)
         incoming = self.state.table.arrive(arrival)
         if incoming is not None:
-            self.meet(arrival, incoming)
+            self.match(arrival, incoming)
         elif frame.kind is FrameKind.OFFER:
             self._early[frame.message] = arrival
 
     def _heed(self, frame: Frame) -> None:
         """Do what a frame says that has no bytes of messages with it."""
         if frame.kind is FrameKind.CREDIT:
-            self.outlet.taken(frame.size)
+            self.outlet.credited(frame.size)
         elif frame.kind is FrameKind.TAKEN:
             self._taken(frame.message, frame.offset)
         elif frame.kind is FrameKind.PIECE:
             self._read_piece(frame)
         elif frame.kind is FrameKind.MEMORY:
-            self._borrowing.meet(frame.signature)
+            self._borrowing.admit(frame.signature)
         else:
             self._grant(frame)
 
@@ -325,7 +325,7 @@ class PeerChannel:
     def ask(self, kind: FrameKind, number: int) -> None:
         """Ask for a message, or the rest of it, with GRANT or REFUSE."""
         self.asked += 1
-        self.outlet.note(pack_header(kind, message=number))
+        self.outlet.say(pack_header(kind, message=number))
 
     def copy(self) -> bool:
         """Copy for a while what the peer lends; return whether there is more to copy."""

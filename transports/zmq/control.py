@@ -45,7 +45,7 @@ class Control:
         peers: the other ranks that this one has sent anything, or heard anything of.
         leaving: this rank has said BYE.
         released: its links are not used any more.
-        heard: takes what a rank says by ``note``; must not wait.
+        heard: takes what a rank says by ``say``; must not wait.
 
     Called with the lock of the links held.
     """
@@ -89,7 +89,7 @@ class Control:
         if not self._read():
             return 0.0
         for peer in list(self.peers.values()):
-            if peer.lost and not peer.left and peer.rank in self.watch.left:
+            if peer.link_broken and not peer.closed_or_failed and peer.rank in self.watch.leavers:
                 self._note_gone(peer)
             elif not peer.answered:
                 self._note_progress(peer)
@@ -101,11 +101,11 @@ class Control:
         for _ in range(_FRAMES_AT_ONCE):
             rank = None
             try:
-                arrival = self.links.receive()
-                if arrival is None:
+                received = self.links.receive()
+                if received is None:
                     return True
-                rank = arrival.rank
-                self._handle(self.peer(rank), unpack(arrival.header, arrival.payload))
+                rank = received.rank
+                self._handle(self.peer(rank), unpack(received.header, received.payload))
                 self._state.poller.changed()
             except BaseException as error:
                 self._went_wrong(rank, error)
@@ -160,7 +160,7 @@ class Control:
     def _note_failure(self, peer: Peer, content: Mapping[str, Any]) -> None:
         """Take a rank's word that the job has failed, and pass it on."""
         error = failure_from_json(content, self._backend.world_size)
-        peer.left = True
+        peer.closed_or_failed = True
         origin = content.get("from")
         rank = peer.rank
         if type(origin) is int and 0 <= origin < self._backend.world_size:
@@ -173,16 +173,16 @@ class Control:
 
     def _note_progress(self, peer: Peer) -> None:
         """Look whether the last message of a peer that leaves has come."""
-        if peer.channel.heard_all() and not peer.left:
+        if peer.channel.heard_all() and not peer.closed_or_failed:
             self._note_leaving(peer)
         heard = peer.channel.heard_all() and not peer.channel.incomplete
-        if peer.left and not peer.answered and heard:
+        if peer.closed_or_failed and not peer.answered and heard:
             peer.answered = True
             self._say(peer, FrameKind.SEEN)
 
     def _note_leaving(self, peer: Peer) -> None:
         """A peer posts no more messages; break the backend if any is needed from it."""
-        peer.left = True
+        peer.closed_or_failed = True
         table = self._state.table
         if peer.channel.unwanted() or table.awaits(peer.rank):
             self.miss(peer)
@@ -198,7 +198,7 @@ class Control:
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has left or failed, as it said itself."""
-        return rank in self.watch.left or self.peer(rank).left
+        return rank in self.watch.leavers or self.peer(rank).closed_or_failed
 
     def miss_if_incomplete(self, rank: int) -> None:
         """Break the backend if a rank has left of which part of a message is missing.
@@ -206,7 +206,7 @@ class Control:
         Called once a link from or to it has broken, and all that had come was read.
         """
         peer = self.peer(rank)
-        if peer.left and peer.channel.waits():
+        if peer.closed_or_failed and peer.channel.waits():
             self.miss(peer)
 
     def fail(self, error: CommunicationError) -> None:
@@ -218,8 +218,8 @@ class Control:
         if self.released:
             return
         peer = self.peer(rank)
-        if to and not peer.lost:
-            peer.lost = True
+        if to and not peer.link_broken:
+            peer.link_broken = True
             peer.channel.outlet.end()
         self.watch.lost(rank)
         self._state.poller.remind()
@@ -237,7 +237,7 @@ class Control:
 
         Either its last messages come, or the link is refused, and then nothing will.
         """
-        if rank in self.watch.left:
+        if rank in self.watch.leavers:
             self.open(rank)
 
     def await_from_any(self, channel: int) -> None:
@@ -264,12 +264,12 @@ class Control:
         self.leaving = True
         self.watch.leave()
         for peer in list(self.peers.values()):
-            if not peer.lost:
+            if not peer.link_broken:
                 peer.told, peer.has_seen = True, False
                 header = pack_header(
                     FrameKind.BYE, size=peer.channel.posted, offset=peer.channel.asked
                 )
-                peer.channel.outlet.note(header)
+                peer.channel.outlet.say(header)
 
     def say_failed(self, error: CommunicationError) -> None:
         """Tell all peers by what this rank is broken."""
@@ -278,11 +278,11 @@ class Control:
             self._say_failed(peer, content)
 
     def _say_failed(self, peer: Peer, content: Mapping[str, Any]) -> None:
-        if not peer.lost:
+        if not peer.link_broken:
             peer.told, peer.has_seen = True, False
             self._say(peer, FrameKind.FAIL, content)
 
-    def note(self, rank: int, content: Mapping[str, Any]) -> None:
+    def say(self, rank: int, content: Mapping[str, Any]) -> None:
         """Say something to a rank that the transport built on this one understands."""
         self._say(self.peer(rank), FrameKind.NOTE, content)
 
@@ -303,7 +303,7 @@ class Control:
         size: int = 0,
     ) -> None:
         """Send a frame ahead of messages to a peer that is still there."""
-        if self.released or peer.lost:
+        if self.released or peer.link_broken:
             return
         payload = None if content is None else pack_json(content)
         size = size if payload is None else len(payload)
@@ -320,7 +320,7 @@ class Control:
         query = self._queries[number] = StatusQuery(ranks)
         for rank in query.open.copy():
             peer = self.peer(rank)
-            if self.released or peer.left or peer.lost:
+            if self.released or peer.closed_or_failed or peer.link_broken:
                 query.open.discard(rank)
             else:
                 self._say(peer, FrameKind.QUERY, message=number, channel=channel, size=sequence)

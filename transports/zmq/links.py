@@ -54,7 +54,7 @@ Address = tuple[str, int]
 IO_THREADS = 2
 
 
-class Arrival(NamedTuple):
+class ReceivedFrame(NamedTuple):
     """A frame that has come: from which rank, its header and signature, and its payload."""
 
     rank: int
@@ -215,7 +215,7 @@ class Links:
             outbox.getsockopt(zmq.EVENTS)  # has ZeroMQ go on with that
             time.sleep(_LOOK_SECONDS)
 
-    def receive(self) -> Arrival | None:
+    def receive(self) -> ReceivedFrame | None:
         """Return the next frame that has come; None if there is none. Never blocks.
 
         Raises:
@@ -234,7 +234,7 @@ class Links:
             if rank is not None:
                 return self._checked(rank, parts)
 
-    def _checked(self, rank: int, parts: list[zmq.Frame]) -> Arrival:
+    def _checked(self, rank: int, parts: list[zmq.Frame]) -> ReceivedFrame:
         head = parts[0].bytes
         number = self._received.get(rank, 0)
         if len(parts) > 2 or len(head) < _NUMBER.size or _NUMBER.unpack_from(head)[0] != number:
@@ -244,7 +244,7 @@ class Links:
             self._look_inbound()
         self._received[rank] = number + 1
         payload = parts[1].buffer if len(parts) == 2 else None
-        return Arrival(rank, head[_NUMBER.size :], payload)
+        return ReceivedFrame(rank, head[_NUMBER.size :], payload)
 
     # The connections.
 

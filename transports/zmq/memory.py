@@ -113,7 +113,7 @@ class Lending:
                 if self._memory.required:
                     raise cannot_share([self._peer_channel.state.rank], str(error)) from error
                 return False
-            self._peer_channel.outlet.note(pack_header(FrameKind.MEMORY, signature=introduction))
+            self._peer_channel.outlet.say(pack_header(FrameKind.MEMORY, signature=introduction))
             self._introduced = True
         return True
 
@@ -135,8 +135,8 @@ class Lending:
         peer_channel = self._peer_channel
         while self._granted and len(self._pieces) < _PIECES:
             outgoing = self._granted[0]
-            number, start = outgoing.number, outgoing.data.size - outgoing.left
-            end = start + min(outgoing.left, _PIECE_BYTES)
+            number, start = outgoing.number, outgoing.data.size - outgoing.remaining
+            end = start + min(outgoing.remaining, _PIECE_BYTES)
             found = self._copied(outgoing.data[start:end])
             if found is None:  # there is no more memory
                 self._granted.popleft()
@@ -144,7 +144,7 @@ class Lending:
                 continue
             block, place = found
             self._pieces.append((number, end, block))
-            outgoing.left -= end - start
+            outgoing.remaining -= end - start
             header = pack_header(
                 FrameKind.PIECE,
                 message=number,
@@ -152,8 +152,8 @@ class Lending:
                 offset=start,
                 signature=pack_place(place),
             )
-            peer_channel.outlet.note(header)
-            if not outgoing.left:
+            peer_channel.outlet.say(header)
+            if not outgoing.remaining:
                 self._granted.popleft()
                 peer_channel.finish_sent(outgoing)
 
@@ -186,7 +186,7 @@ class Lending:
             peer_channel.state.fail(CommunicationError(in_words(error)))
             return
         outgoing.lent = False
-        outgoing.ahead, outgoing.left = 0, outgoing.data.size
+        outgoing.ahead, outgoing.remaining = 0, outgoing.data.size
         peer_channel.outlet.add(outgoing)
 
     def withdraw(self, outgoing: OutgoingMessage) -> None:
@@ -221,7 +221,7 @@ class Borrowing:
         # Lent arrays, and the receives into which they are copied.
         self._copies: deque[tuple[IncomingMessage, Bytes]] = deque()
 
-    def meet(self, introduction: bytes) -> None:
+    def admit(self, introduction: bytes) -> None:
         """Get to know the peer's memory.
 
         Raises:
@@ -305,7 +305,7 @@ class Borrowing:
 
     def tell(self, number: int, end: int) -> None:
         """Say that nothing is read any more of a message's first bytes."""
-        self._peer_channel.outlet.note(pack_header(FrameKind.TAKEN, message=number, offset=end))
+        self._peer_channel.outlet.say(pack_header(FrameKind.TAKEN, message=number, offset=end))
 
     def copy(self) -> bool:
         """Copy lent arrays for a while; return whether there is more to copy."""

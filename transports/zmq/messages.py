@@ -71,7 +71,7 @@ class MessageChannel(Protocol):
     def finish_received(self, incoming: IncomingMessage) -> None:
         """All of a message has come."""
 
-    def meet(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
+    def match(self, arrival: UnexpectedMessage, incoming: IncomingMessage) -> None:
         """Bring a message that came through it and its receive together."""
 
     def drop_receive(self, incoming: IncomingMessage) -> None:
@@ -82,7 +82,7 @@ class OutgoingMessage(AwaitedMessage):
     """A large message that this rank sends.
 
     Attributes:
-        left: bytes at its end that are in no frame so far.
+        remaining: bytes not yet sent.
         ahead: bytes that are sent, or lent, before the receiver has asked for it.
         granted: the receiver has asked for the rest.
         lent: it goes through memory.
@@ -93,11 +93,11 @@ class OutgoingMessage(AwaitedMessage):
         "ahead",
         "data",
         "granted",
-        "left",
         "lent",
         "number",
         "on_their_way",
         "peer_channel",
+        "remaining",
     )
 
     def __init__(
@@ -114,19 +114,19 @@ class OutgoingMessage(AwaitedMessage):
         self.number = number
         self.data = data
         self.ahead = ahead
-        self.left = data.size - ahead
+        self.remaining = data.size - ahead
         self.granted = False
         self.lent = lent
         self.on_their_way = 0 if lent else 1
 
     @property
     def ready(self) -> int:
-        return self.left if self.granted else self.left - (self.data.size - self.ahead)
+        return self.remaining if self.granted else self.remaining - (self.data.size - self.ahead)
 
     def next_segment(self, most: int) -> tuple[bytes, Any]:
-        start = self.data.size - self.left
+        start = self.data.size - self.remaining
         size = min(self.ready, most)
-        self.left -= size
+        self.remaining -= size
         self.on_their_way += 1
         header = pack_header(FrameKind.DATA, message=self.number, size=size, offset=start)
         return header, self.data[start : start + size]

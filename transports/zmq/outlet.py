@@ -94,14 +94,14 @@ class Outlet:
         self._frames: deque[_Waiting] = deque()
         self._sources: deque[FrameSource] = deque()
         self._uncopied: deque[_Uncopied] = deque()
-        self._sent = self._taken = 0
+        self._sent = self._credited = 0
 
     @property
     def flushed(self) -> bool:
         """Whether everything is on its way, or never will be."""
         return self.ended or not (self._frames or self._sources)
 
-    def note(self, header: bytes) -> None:
+    def say(self, header: bytes) -> None:
         """Send a frame without payload at once."""
         if not self.ended:
             self._send(header, None)
@@ -138,16 +138,16 @@ class Outlet:
             frame.reclaim()
             self._uncopied.remove(frame)
 
-    def taken(self, total: int) -> None:
+    def credited(self, total: int) -> None:
         """Note how many bytes the other rank has taken in so far."""
-        self._taken = max(self._taken, min(total, self._sent))
-        while self._uncopied and self._uncopied[0].end <= self._taken:
+        self._credited = max(self._credited, min(total, self._sent))
+        while self._uncopied and self._uncopied[0].end <= self._credited:
             self._uncopied.popleft().owner.sent()
         self._go_on()
 
     @property
     def _under_way(self) -> int:
-        return self._sent - self._taken
+        return self._sent - self._credited
 
     def _go_on(self) -> None:
         while not self.ended and self._under_way <= self.flow.window:

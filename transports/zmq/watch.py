@@ -178,7 +178,7 @@ class Watch:
 
     Attributes:
         neighbours: of this rank.
-        left: the ranks that have told all others that they leave.
+        leavers: the ranks that have told all others that they leave.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Watch:
         owner: WatchOwner,
     ) -> None:
         self.neighbours = neighbours(rank, range(len(addresses)))
-        self.left: set[int] = set()
+        self.leavers: set[int] = set()
         self._rank, self._hosts, self._addresses = rank, hosts, addresses
         self._heartbeat = heartbeat
         self._owner = owner
@@ -236,7 +236,7 @@ class Watch:
         self._reports.add(report)
         self._owner.spread(report._asdict(), source)
         if report.found == LEFT:
-            self.left.add(report.rank)
+            self.leavers.add(report.rank)
             if self._close_up_at is None:
                 self._close_up_at = time.monotonic() + _CLOSE_UP_SECONDS
             self._owner.note_left(report.rank)
@@ -287,8 +287,8 @@ class Watch:
     def _close_up(self) -> None:
         """Watch, and be watched by, those who are near now that others have left."""
         self._close_up_at = None
-        if self._rank not in self.left:
-            there = [rank for rank in range(len(self._addresses)) if rank not in self.left]
+        if self._rank not in self.leavers:
+            there = [rank for rank in range(len(self._addresses)) if rank not in self.leavers]
             self.neighbours = neighbours(self._rank, there)
             for rank in self.neighbours:
                 self._owner.open(rank)
