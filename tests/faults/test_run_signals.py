@@ -16,7 +16,11 @@ def main(backend):
     backend.barrier()
     os.write(1, b"ready\\n")  # in one piece, whatever the others print
     if backend.rank == 0:
-        time.sleep(100)
+        try:
+            time.sleep(100)
+        except KeyboardInterrupt:
+            os.write(1, b"interrupted\\n")
+            raise
     backend.barrier()
 
 if __name__ == "__main__":
@@ -54,15 +58,16 @@ def interrupted(command, number=signal.SIGINT, send=to_process, *, ready=2, envi
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "words"),
+    ("number", "code", "words", "heard"),
     [
-        (signal.SIGINT, 130, "fsdpcore: interrupted (SIGINT); all ranks were stopped\n"),
-        (signal.SIGTERM, 143, "fsdpcore: terminated (SIGTERM); all ranks were stopped\n"),
+        (signal.SIGINT, 130, "fsdpcore: interrupted (SIGINT)", ["interrupted"]),
+        (signal.SIGTERM, 143, "fsdpcore: terminated (SIGTERM)", []),
     ],
 )
-def test_run_ends_with_one_line(script, number, code, words):
+def test_run_passes_the_signal_on_and_ends_with_one_line(script, number, code, words, heard):
     done = interrupted(fsdpcore("run", "-n", 2, script(source())), number, to_group)
-    assert (done.code, done.err) == (code, words)
+    assert (done.code, done.err) == (code, f"{words}; all ranks were stopped\n")
+    assert done.out.split() == ["ready", "ready", *heard]
 
 
 def test_run_with_threads_ends_with_one_line(script):
