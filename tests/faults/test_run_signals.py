@@ -7,21 +7,22 @@ import signal
 import time
 
 import pytest
-from support.jobs import SOON, fsdpcore, python, started
+from support.jobs import SOON, fsdpcore, patient_fsdpcore, python, started
 
 SCRIPT = """
 import os, signal, sys, time
 
 def main(backend):
     backend.barrier()
-    os.write(1, b"ready\\n")  # in one piece, whatever the others print
-    if backend.rank == 0:
-        try:
+    try:
+        os.write(1, b"ready\\n")  # in one piece, whatever the others print
+        if backend.rank == 0:
             time.sleep(100)
-        except KeyboardInterrupt:
+        backend.barrier()
+    except KeyboardInterrupt:
+        if backend.rank == 0:
             os.write(1, b"interrupted\\n")
-            raise
-    backend.barrier()
+        raise
 
 if __name__ == "__main__":
     {prelude}
@@ -65,7 +66,7 @@ def interrupted(command, number=signal.SIGINT, send=to_process, *, ready=2, envi
     ],
 )
 def test_run_passes_the_signal_on_and_ends_with_one_line(script, number, code, words, heard):
-    done = interrupted(fsdpcore("run", "-n", 2, script(source())), number, to_group)
+    done = interrupted(patient_fsdpcore("run", "-n", 2, script(source())), number, to_group)
     assert (done.code, done.err) == (code, f"{words}; all ranks were stopped\n")
     assert done.out.split() == ["ready", "ready", *heard]
 

@@ -22,6 +22,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,19 @@ class Fleet:
 
     def _launch(self) -> None:
         args = (self._listener.address, self._key, self._directory.name)
-        processes = [forks.start(_serve, number, *args) for number in range(self.size)]
-        wait([process.sentinel for process in processes])
+        processes: list[BaseProcess] = []
+        try:
+            for number in range(self.size):
+                processes.append(forks.start(_serve, number, *args))
+            wait([process.sentinel for process in processes])
+            self._error = RuntimeError("a process of the fleet has ended")
+        except OSError as error:
+            self._error = error
         for process in processes:
             if not self._closing:
                 process.kill()
             forks.exit_code(process)
-        self._error = RuntimeError("a process of the fleet has ended")
+            process.close()
         self._arrivals.put(None)
 
     def _accept(self) -> None:
