@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from fsdpcore.comm.job import Job
@@ -12,6 +12,9 @@ from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.work import Deadline, Pending, Work
 from fsdpcore.diagnostics.entries import MessageEntry, MessageRecord
 from fsdpcore.diagnostics.status import Group
+
+# How far the withdrawal of a message has come.
+_BEGUN, _ENDED = "begun", "ended"
 
 
 class MessageWork(Work):
@@ -41,6 +44,7 @@ class MessageWork(Work):
         self._peer = peer
         self._deliver = deliver
         self._value: Any = None
+        self._withdrawal = ""
         entry.work = weakref.ref(self)
 
     def done(self) -> bool:
@@ -102,34 +106,72 @@ class MessageWork(Work):
         return f"{message.words(self._peer)} {where}"
 
 
-def finish(work: MessageWork, timeout: float) -> Any:
-    """Wait; when the time is over, withdraw the message before raising."""
+def finish(starts: Sequence[Callable[[], MessageWork]], timeout: float) -> Any:
+    """Start messages and wait for all; return what the first brings.
+
+    Before it raises, because the time is over or of an interrupt, all are withdrawn. Python looks
+    for interrupts where functions begin and where those written in C return: never between the
+    start of a message and the line that notes it, if ``starts`` are written in Python.
+    """
+    works: list[MessageWork] = []
+    deadline = Deadline(timeout)
     try:
-        return work.wait(timeout)
+        for start in starts:
+            works.append(start())
+        for work in works:
+            _wait(work, timeout if work is works[0] else deadline.remaining())
+    except BaseException as error:
+        try:
+            for work in works:
+                _give_up(work, error)
+        except BaseException as interrupt:
+            _fail_half_way(works[0], interrupt)
+            raise
+        raise
+    return works[0].wait()
+
+
+def _wait(work: MessageWork, timeout: float) -> None:
+    """Wait for a message; when the time is over, withdraw it and raise, unless it just ended."""
+    try:
+        work.wait(timeout)
     except CommTimeoutError as error:
+        work._withdrawal = _BEGUN
         withdrawn = work._pending.cancel()
-        if work._pending.finished:  # just now: it must not get lost
-            return work.wait()
+        if work.done():  # just now: it must not get lost
+            return
         recorder = work._job.recorder
         recorder.fail(work._entry, error)
         if not withdrawn:
             error = CommTimeoutError(f"{error}\n  part of it was sent: the job cannot go on")
             work._job.fail(error, tell=True)
-            recorder.save(seldom=True)
-            raise error
+        work._withdrawal = _ENDED
         recorder.save(seldom=True)
-        raise
-    except BaseException as error:
-        give_up(work, error)
-        raise
+        raise error from None
 
 
-def give_up(work: MessageWork, error: BaseException) -> None:
-    """Withdraw a message because of an error; the job breaks if a peer may have half of it."""
-    withdrawn = work.done() or work._pending.cancel()
+def _give_up(work: MessageWork, error: BaseException) -> None:
+    """Withdraw a message because of an error; the job breaks if a peer may have half of it.
+
+    Does nothing if the message has ended, or was withdrawn before.
+    """
+    if work.done() or work._withdrawal == _ENDED:
+        return
+    if work._withdrawal == _BEGUN:
+        _fail_half_way(work, error)
+        return
+    work._withdrawal = _BEGUN
+    withdrawn = work._pending.cancel()
     if work.done():
         return
     work._job.recorder.fail(work._entry, error)
     if not withdrawn:
         left = f"{work._words()} was left half done: {in_words(error)}"
         work._job.fail(CommunicationError(left), tell=True)
+    work._withdrawal = _ENDED
+
+
+def _fail_half_way(work: MessageWork, interrupt: BaseException) -> None:
+    """Break the job: nobody knows how far a withdrawal came."""
+    why = f"{work._words()} was left half withdrawn: {in_words(interrupt)}"
+    work._job.fail(CommunicationError(why), tell=True)

@@ -25,7 +25,7 @@ from fsdpcore.core.buffers import (
 )
 from fsdpcore.core.checks import as_rank, as_tag
 from fsdpcore.core.device import HOST
-from fsdpcore.core.errors import CommunicationError
+from fsdpcore.core.errors import CommunicationError, FsdpcoreError, in_words
 from fsdpcore.core.wildcard import ANY, ANY_NUMBER, Wildcard
 from fsdpcore.core.work import Pending
 from fsdpcore.diagnostics.entries import MessageRecord
@@ -123,12 +123,15 @@ class GroupMessages:
         entry = recorder.message(self._group, message)
         try:
             pending = post(*args)
+            return MessageWork(self._job, self._group, pending, entry, peer, deliver)
         except BaseException as error:
             recorder.fail(entry, error)
             if isinstance(error, CommunicationError):
                 self._job.fail(error, tell=True)
+            elif not isinstance(error, FsdpcoreError):  # it may be under way, or not
+                why = f"rank {self._job.rank} was interrupted when it began a message"
+                self._job.fail(CommunicationError(f"{why}: {in_words(error)}"), tell=True)
             raise
-        return MessageWork(self._job, self._group, pending, entry, peer, deliver)
 
     def _sender(self, src: int | Wildcard, tag: int | Wildcard, verb: str) -> tuple[int, int, int]:
         """From whom a message may be: as a number of the group, of the job; and with what tag."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fsdpcore.comm.message_status import MessageStatus
-from fsdpcore.comm.message_work import finish, give_up
+from fsdpcore.comm.message_work import finish
 from fsdpcore.comm.messages import GroupMessages
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.wildcard import Wildcard
@@ -57,7 +57,7 @@ class PointToPoint(ABC):
             PeerFailedError: another rank failed or left.
         """
         limit = Deadline(self.timeout if timeout is None else timeout).seconds
-        finish(self._messages.isend(array, dst, tag), limit)
+        finish([lambda: self._messages.isend(array, dst, tag)], limit)
 
     def recv(
         self,
@@ -92,7 +92,7 @@ class PointToPoint(ABC):
                 ``fc.ANY`` all others of the group.
         """
         limit = Deadline(self.timeout if timeout is None else timeout).seconds
-        finish(self._messages.irecv(out, src, tag, status), limit)
+        finish([lambda: self._messages.irecv(out, src, tag, status)], limit)
         return out
 
     def isend(self, array: ArrayLike, dst: int, *, tag: int = 0) -> Work:
@@ -161,21 +161,17 @@ class PointToPoint(ABC):
         Raises:
             The errors of ``send`` and ``recv``.
         """
-        deadline = Deadline(self.timeout if timeout is None else timeout)
+        limit = Deadline(self.timeout if timeout is None else timeout).seconds
         if isinstance(array, np.ndarray) and isinstance(out, np.ndarray):
             array = array.copy() if np.may_share_memory(array, out) else array
-        receiving = self._messages.irecv(out, src, tag if recv_tag is None else recv_tag, status)
-        try:
-            sending = self._messages.isend(array, dst, tag)
-        except BaseException as error:
-            give_up(receiving, error)
-            raise
-        try:
-            finish(receiving, deadline.seconds)
-        except BaseException as error:
-            give_up(sending, error)
-            raise
-        finish(sending, deadline.remaining())
+        from_tag = tag if recv_tag is None else recv_tag
+        finish(
+            [
+                lambda: self._messages.irecv(out, src, from_tag, status),
+                lambda: self._messages.isend(array, dst, tag),
+            ],
+            limit,
+        )
         return out
 
     def probe(
@@ -199,7 +195,7 @@ class PointToPoint(ABC):
             The errors of ``recv``, but for ``MismatchError``.
         """
         limit = Deadline(self.timeout if timeout is None else timeout).seconds
-        status: MessageStatus = finish(self._messages.probe(src, tag), limit)
+        status: MessageStatus = finish([lambda: self._messages.probe(src, tag)], limit)
         return status
 
     def iprobe(self, src: int | Wildcard, *, tag: int | Wildcard = 0) -> MessageStatus | None:

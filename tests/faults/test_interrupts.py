@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import signal
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
+from support.interrupts import Interrupt
 
 import fsdpcore as fc
 
@@ -79,3 +83,33 @@ def test_a_message_that_is_left_half_done_ends_the_job(shm: str) -> None:
     sender, receiver = fc.launch(_interrupted_send, world_size=2, **options)
     assert "was left half done: KeyboardInterrupt" in sender
     assert receiver.startswith("rank 0 failed: ")
+
+
+def _overwritten(backend: fc.Backend, method: str, moment: int, caught: threading.Event) -> Any:
+    """Rank 0 overwrites what it was interrupted to send; return what rank 1 gets of it then."""
+    array = np.full(1 << 20, backend.rank, np.uint8)
+    if backend.rank == 1:
+        assert caught.wait(10)
+        try:
+            return np.unique(backend.recv(array, 0, timeout=0.01)).tolist()
+        except fc.CommunicationError:
+            return "told"
+    interrupt = Interrupt(moment)
+    arguments = (array, 1) if method == "send" else (array, 1, np.empty_like(array), 1)
+    with contextlib.suppress(fc.CommunicationError):
+        interrupt.during(lambda: getattr(backend, method)(*arguments, timeout=0.01))
+    array[:] = 2
+    caught.set()
+    return interrupt.raised
+
+
+@pytest.mark.parametrize("method", ["send", "sendrecv"])
+def test_what_was_being_sent_is_not_seen_to_change(method: str) -> None:
+    for moment in itertools.count():
+        raised, got = fc.launch(
+            _overwritten, world_size=2, args=(method, moment, threading.Event()), transport="sim"
+        )
+        assert got in ("told", [0]), f"interrupted at moment {moment}"
+        if not raised:
+            break
+    assert moment > 50

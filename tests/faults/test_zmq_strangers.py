@@ -423,6 +423,11 @@ def addresses(backend: ZmqBackend) -> list[tuple[str, int]]:
     return [tuple(address) for address in backend.control.watch._addresses]
 
 
+def test_an_interface_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"interface=nope0 is neither .* which are lo"):
+        joining._interface_address("nope0")
+
+
 def test_the_interface_and_ports_that_ranks_are_to_listen_at() -> None:
     first = free_port(socket.AF_INET, "127.0.0.1")
     found = run_threads(addresses, 3, interface="lo", port=f"{first}-{min(first + 9, 65535)}")

@@ -53,7 +53,7 @@ def frame(
     header = struct.pack(
         "<4sBBHQQQQQ", b"FDP1", 4, kind, len(signature), channel, tag, message, size, offset
     )
-    return (header + signature,) if payload is None else (header + signature, payload)
+    return (header + signature,) if not payload else (header + signature, payload)
 
 
 class Keys:

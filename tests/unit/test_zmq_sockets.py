@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 import socket
@@ -24,6 +26,7 @@ from fsdpcore.transports.zmq.poller import Waker, _PollSet
 from fsdpcore.transports.zmq.watch import neighbours
 from hypothesis import given
 from hypothesis import strategies as st
+from support.interrupts import Interrupt
 from support.zmq_ranks import PATIENCE
 
 from fsdpcore.core.errors import ConfigError
@@ -149,6 +152,45 @@ def test_memory_is_reclaimed_from_a_link_that_does_not_take_it() -> None:
             assert time.monotonic() < end
             time.sleep(0.001)
         links.close(0)
+
+
+def test_a_frame_that_was_interrupted_harms_no_other() -> None:
+    def make(rank: int) -> Links:
+        return Links(context, rank, 2, keys, encrypted=False, heartbeat=60, lost=lambda *_: None)
+
+    def receive() -> bytes:
+        end = time.monotonic() + PATIENCE
+        while (frame := receiver.receive()) is None:
+            assert time.monotonic() < end
+        return frame.header
+
+    keys = JobKeys("")
+    with zmq.Context[zmq.Socket[bytes]](IO_THREADS) as context:
+        sender, receiver = make(0), make(1)
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()
+        for links in (sender, receiver):
+            links.introduce(b"", [("127.0.0.1", 1), address])
+        receiver.listen(listener, address, [])
+        whole, lost = 0, 0
+        for moment in itertools.count():
+            interrupt = Interrupt(moment)
+            payload = b"payload" if moment % 2 else None
+            interrupt.during(functools.partial(sender.send, 1, b"interrupted", payload))
+            sender.send(1, b"%d" % moment)
+            found = receive()
+            if found == b"interrupted":
+                whole += 1
+                found = receive()
+            else:
+                lost += 1
+            assert found == b"%d" % moment
+            if not interrupt.raised and moment % 2:
+                break
+        assert lost > 3
+        assert whole > 1
+        sender.close(0)
+        receiver.close(0)
 
 
 def test_small_messages_stay_in_order_and_as_they_were() -> None:

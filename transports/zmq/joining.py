@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.util
+import ipaddress
 import logging
 import os
 import resource
@@ -213,8 +214,9 @@ def _check_security(place: RankPlace, host: str, security: str) -> bool:
         return False
     if len(place.token) < MIN_SECRET_CHARACTERS:
         what = "has no secret" if not place.token else "has a secret that can be guessed"
+        why = "security=curve needs one" if is_loopback(host) else f"other machines reach {host}"
         raise ConfigError(
-            f"the job {what}, and other machines reach {host}: put one into FSDPCORE_TOKEN, or "
+            f"the job {what}, and {why}: put one into FSDPCORE_TOKEN, or "
             "into a file that FSDPCORE_TOKEN_FILE names, the same for all ranks; "
             "'openssl rand -hex 32' makes one. On a network where everybody is trusted, "
             "security=none does without"
@@ -252,6 +254,13 @@ def _interface_address(interface: str) -> str:
     """The address that ``interface`` names, by itself or as a network interface."""
     names = [name for _, name in socket.if_nameindex()]
     if interface not in names:
+        try:
+            ipaddress.ip_address(interface or "::")
+        except ValueError:
+            raise ConfigError(
+                f"interface={interface} is neither an address nor one of this host's interfaces, "
+                f"which are {', '.join(names)}"
+            ) from None
         return interface
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])

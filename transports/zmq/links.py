@@ -186,22 +186,43 @@ class Links:
             name = self._names[rank]
         number = self._sent[rank]
         self._sent[rank] = number + 1
-        outbox = self._outbox
+        outbox, begun = self._outbox, False
         try:
             outbox.send(name, _MORE | _NOBLOCK)
+            begun = True
+            if payload is None or not len(payload):
+                outbox.send(_NUMBER.pack(number) + header, _NOBLOCK)
+                return None
+            outbox.send(_NUMBER.pack(number) + header, _MORE | _NOBLOCK)
+            if copy:
+                outbox.send(payload, _NOBLOCK)
+                return None
+            tracker = outbox.send(payload, _NOBLOCK, copy=False, track=True)
+            return functools.partial(self._reclaim, rank, tracker)
         except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            if not begun and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return None
             raise
-        if payload is None:
-            outbox.send(_NUMBER.pack(number) + header, _NOBLOCK)
-            return None
-        outbox.send(_NUMBER.pack(number) + header, _MORE | _NOBLOCK)
-        if copy:
-            outbox.send(payload, _NOBLOCK)
-            return None
-        tracker = outbox.send(payload, _NOBLOCK, copy=False, track=True)
-        return functools.partial(self._reclaim, rank, tracker)
+        except BaseException:  # Ctrl-C
+            self._abandon(rank, number, begun)
+            if not copy:
+                self._cut(rank)
+            raise
+
+    def _abandon(self, rank: int, number: int, begun: bool) -> None:
+        """End a frame of which nobody knows how many parts were sent; the last one is empty."""
+        try:
+            # The first part of a frame would be the name of a link, which this is not.
+            self._outbox.send(b"", _MORE | _NOBLOCK)
+            self._outbox.send(b"", _NOBLOCK)
+        except zmq.ZMQError:
+            if not begun:
+                self._sent[rank] = number
+
+    def _cut(self, rank: int) -> None:
+        """Break a link, and drop what waits."""
+        self._outbox.setsockopt(zmq.LINGER, 0)
+        self._outbox.disconnect(self._endpoints[rank])
 
     def _reclaim(self, rank: int, tracker: zmq.MessageTracker) -> None:
         """Block until ZeroMQ does not read a payload any more; cut the link if that takes long."""
@@ -209,8 +230,7 @@ class Links:
         while not tracker.done and time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
         if not tracker.done:
-            outbox.setsockopt(zmq.LINGER, 0)  # drop what waits
-            outbox.disconnect(self._endpoints[rank])
+            self._cut(rank)
         while not tracker.done:
             outbox.getsockopt(zmq.EVENTS)  # has ZeroMQ go on with that
             time.sleep(_LOOK_SECONDS)
@@ -231,18 +251,21 @@ class Links:
             while parts[-1].more:
                 parts.append(inbox.recv(copy=False))
             rank = self._sources.get(name)
-            if rank is not None:
-                return self._checked(rank, parts)
+            if rank is None:
+                continue
+            abandoned = len(parts) > 1 and not len(parts[-1])
+            number = self._received.get(rank, 0)
+            if number == 0:
+                self._inbound.know(parts[0], rank)
+                self._look_inbound()
+            self._received[rank] = number + 1
+            if not abandoned:
+                return self._checked(rank, number, parts)
 
-    def _checked(self, rank: int, parts: list[zmq.Frame]) -> ReceivedFrame:
+    def _checked(self, rank: int, number: int, parts: list[zmq.Frame]) -> ReceivedFrame:
         head = parts[0].bytes
-        number = self._received.get(rank, 0)
         if len(parts) > 2 or len(head) < _NUMBER.size or _NUMBER.unpack_from(head)[0] != number:
             raise ProtocolError(f"frames from rank {rank} are missing, or are none of ours")
-        if number == 0:
-            self._inbound.know(parts[0], rank)
-            self._look_inbound()
-        self._received[rank] = number + 1
         payload = parts[1].buffer if len(parts) == 2 else None
         return ReceivedFrame(rank, head[_NUMBER.size :], payload)
 
