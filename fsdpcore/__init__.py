@@ -5,7 +5,6 @@ backend; ``FSDP`` shards a model over one. README.md shows all three.
 """
 
 from importlib import import_module as _import_module
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
 from fsdpcore.collectives import Batch, all_reduce_many
@@ -40,6 +39,7 @@ from fsdpcore.core.errors import (
     UnsupportedError,
 )
 from fsdpcore.core.reductions import ReduceOp
+from fsdpcore.core.version import VERSION as _VERSION
 from fsdpcore.core.waiting import wait_all, wait_any
 from fsdpcore.core.wildcard import ANY
 from fsdpcore.core.work import Work
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.units.special import Tied
     from fsdpcore.fsdp.units.unit import Unit
 
-__version__ = _version("fsdpcore")
+__version__ = _VERSION
 
 __all__ = [
     "ANY",

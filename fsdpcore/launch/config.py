@@ -25,7 +25,6 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from fsdpcore.collectives.selection.costs import read_table, shipped
 from fsdpcore.collectives.selection.overrides import UNITS, check_collective, parse
 from fsdpcore.collectives.selection.table import ALGORITHMS
-from fsdpcore.comm import registry
 from fsdpcore.comm.config import Settings, TransportConfig
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import ConfigError
@@ -82,6 +81,9 @@ def resolve(
         ConfigError: an unknown key or a bad value; the message names the source and the key.
     """
     general = {f.name for f in dataclasses.fields(Settings)}
+    # Imported when it is needed: what reads packages' metadata takes a sixth of all imports.
+    from fsdpcore.comm import registry
+
     given = {k: SourcedValue(v, "argument") for k, v in arguments.items() if v is not None}
     file, tables, path = _read_file(directory, general)
     algorithms = {
@@ -276,6 +278,8 @@ def _parse_file(file: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 def _check_tables(tables: Mapping[str, Any], path: str) -> None:
     if not tables:
         return  # the schemes are looked up among all installed packages, which takes milliseconds
+    from fsdpcore.comm import registry
+
     known = [*registry.schemes(), ALGORITHMS_TABLE]
     for name in tables:
         if name not in known:

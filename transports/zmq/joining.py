@@ -12,13 +12,13 @@ import resource
 import socket
 import struct
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import zmq
 
 from fsdpcore.comm.hosts import identity, number, warn_of_containers
 from fsdpcore.core.errors import ConfigError, RendezvousError
+from fsdpcore.core.version import VERSION
 from fsdpcore.core.work import Deadline
 from fsdpcore.launch.addresses import is_loopback, parse_address
 from fsdpcore.launch.endpoints import is_unspecified, listen, own_address
@@ -98,17 +98,16 @@ def meet(
         ConfigError: the job needs a secret and has none.
     """
     _make_room(place)
-    version = metadata.version("fsdpcore")
     with contextlib.ExitStack() as stack:
         if place.rank == 0:
             listener = stack.enter_context(_listen_first(place, address, options))
             own = _address_of(listener)
             encrypted = _check_security(place, own[0], options.security)
-            host = MeetingHost(context, place, keys, os.dup(listener.fileno()), own, version)
+            host = MeetingHost(context, place, keys, os.dup(listener.fileno()), own, VERSION)
             met = host.meet(_card(own, encrypted, options), deadline)
         else:
             guest = stack.enter_context(
-                MeetingGuest(context, place, keys, address, deadline, version)
+                MeetingGuest(context, place, keys, address, deadline, VERSION)
             )
             chosen = _interface_address(options.interface)
             # First of all: who has no secret finds nobody.

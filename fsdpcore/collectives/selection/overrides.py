@@ -21,7 +21,6 @@ from itertools import pairwise
 
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.collectives.shared.algorithm import NAME as SHARED
-from fsdpcore.comm.registry import own_algorithms
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRange, AlgorithmRanges
 from fsdpcore.core.text import nearest
@@ -97,6 +96,8 @@ def _check_name(algorithm: str, collective: str, what: str) -> None:
     known = ["auto", *ALGORITHMS[collective], SHARED]
     if algorithm in known:
         return
+    from fsdpcore.comm.registry import own_algorithms  # slow to import, and seldom needed
+
     known += own_algorithms()
     if algorithm not in known:
         raise ConfigError(

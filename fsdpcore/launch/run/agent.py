@@ -18,11 +18,11 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fsdpcore.core.errors import ConfigError, FsdpcoreError
+from fsdpcore.core.version import VERSION
 from fsdpcore.launch.addresses import is_loopback, join_address, parse_address
 from fsdpcore.launch.config import resolve
 from fsdpcore.launch.run.endings import RankEnd, RankEnds
@@ -211,4 +211,4 @@ def _own_address(name: str, others: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(version("fsdpcore")))
+    sys.exit(main(VERSION))

@@ -1,0 +1,3 @@
+"""The version of this package, which its metadata is built from, too."""
+
+VERSION = "0.1.0"
