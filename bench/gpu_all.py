@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -98,9 +99,10 @@ def lay_out(folder: Path) -> None:
     shutil.copytree(ROOT / "transports", folder / "fsdpcore" / "transports", ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", folder)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    info = folder / f"{project['name']}-{project['version']}.dist-info"
+    version = runpy.run_path(str(ROOT / "fsdpcore" / "core" / "version.py"))["VERSION"]
+    info = folder / f"{project['name']}-{version}.dist-info"
     info.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n"
     (info / "METADATA").write_text(metadata, encoding="utf-8")
     lines = []
     for group, points in project["entry-points"].items():
