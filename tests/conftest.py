@@ -39,6 +39,9 @@ _shares = pytest.StashKey[dict[str, float]]()  # seconds, by test
 # than five minutes in all.
 _BUDGET = {"conformance": 200, "faults": 200, "properties": 110, "unit": 350}
 
+# Markers of tests that run where -m asks for them.
+_ASKED_FOR = {"campaign": "campaigns", "tools": "whole runs of tools beside the library"}
+
 _interrupts = pytest.StashKey[Any]()
 _before = pytest.StashKey["dict[str, str | None]"]()
 _IMPORTED = (
@@ -110,15 +113,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
             os.environ[name] = value
 
 
-def _with_campaigns(config: pytest.Config) -> bool:
-    return "campaign" in config.getoption("markexpr")
+def _not_asked_for(config: pytest.Config) -> list[str]:
+    """Markers whose tests run where the command line names them only."""
+    return [mark for mark in _ASKED_FOR if mark not in config.getoption("markexpr")]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say what of the suite is left out, where that is not what the command line says."""
     told = []
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not _with_campaigns(config):
-        told.append("left out: campaigns, which -m campaign starts")
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        told += [f"left out: {_ASKED_FOR[mark]}: -m {mark}" for mark in _not_asked_for(config)]
     gpu = Path(__file__).parent / "gpu"
     named = [Path(arg.split("::")[0]).resolve() for arg in config.args]
     if any(path in (gpu, *gpu.parents) or gpu in path.parents for path in named):
@@ -128,7 +132,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [] if _with_campaigns(config) else ["campaign"]
+    left_out = _not_asked_for(config)
     if any("gpu" in item.keywords for item in items) and why_no_gpu():
         left_out.append("gpu")
     gone = [item for item in items if any(map(item.get_closest_marker, left_out))]

@@ -216,6 +216,7 @@ def test_beside_gloo(bench):
     compared(bench, "--transport", "sim", "--against", "gloo")
 
 
+@pytest.mark.tools
 @pytest.mark.skipif(
     not HAS_MPI or "mpi" not in registry.schemes(), reason="needs mpi4py, mpirun, the transport"
 )

@@ -68,6 +68,7 @@ def compare(monkeypatch):
     return compare
 
 
+@pytest.mark.tools
 def test_all_kinds_of_cases_run_and_each_is_a_line(compare, monkeypatch, tmp_path):
     monkeypatch.setattr(report.Compared, "slower", False)  # so that nothing is measured again
     file = tmp_path / "found.json"

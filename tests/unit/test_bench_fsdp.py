@@ -64,6 +64,7 @@ def rows(done):
     return found
 
 
+@pytest.mark.tools
 def test_both_modes_alone(step, tmp_path):
     record, transport = tmp_path / "step.json", "zmq://?shm=off"
     done = step(*TINY, "--transport", transport, "--json", record)
@@ -90,6 +91,7 @@ def test_both_modes_alone(step, tmp_path):
     assert 0 < content["results"][1]["outside_layers_percent"]["median"] < 100
 
 
+@pytest.mark.tools
 def test_beside_the_engine_as_it_comes(step, tmp_path):
     """With what a step moves between memory and files."""
     record = tmp_path / "step.json"
@@ -196,6 +198,7 @@ def test_the_peer_is_not_installed(module, monkeypatch):
         request.check()
 
 
+@pytest.mark.tools
 def test_the_script_of_a_checkout():
     done = finished(python(SCRIPT, "-n", 1, "--transport", "sim", "--mode", "exchange", *TINY))
     assert done.code == 0, done.err

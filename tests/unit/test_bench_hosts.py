@@ -46,6 +46,7 @@ def smaller(bench, monkeypatch):
     monkeypatch.setattr(run, "TRAININGS", (training,))
 
 
+@pytest.mark.tools
 def test_collectives_and_training_are_measured_beside_what_a_plain_stream_would_take(
     bench, smaller, tmp_path
 ):
@@ -70,6 +71,7 @@ def test_collectives_and_training_are_measured_beside_what_a_plain_stream_would_
     assert all(result["wrong"] == 0 for result in results)
 
 
+@pytest.mark.tools
 def test_wrong_results_are_noticed(bench, smaller, monkeypatch):
     run = importlib.import_module("hosts_bench.run")
     real = run.start_all
@@ -86,3 +88,9 @@ def test_wrong_results_are_noticed(bench, smaller, monkeypatch):
     monkeypatch.setattr(run, "start_all", start_all)
     assert bench("--parts", "rate", "--rounds", 1).exit_code == 1
     assert "knows no 'gigabit'" in bench("--parts", "gigabit").output
+
+
+def test_a_part_that_does_not_exist(bench):
+    done = bench("--parts", "rates")
+    assert done.exit_code == 2
+    assert "rates" in done.output

@@ -43,7 +43,7 @@ def bench(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "peer",
     [
-        "",
+        pytest.param("", marks=pytest.mark.tools),
         pytest.param("dtensor", marks=pytest.mark.skipif(not HAS_TORCH, reason="no PyTorch here")),
     ],
 )

@@ -50,6 +50,7 @@ def bench(monkeypatch, tmp_path):
     return lambda *arguments: CliRunner().invoke(app, [*map(str, [*folders, *arguments])])
 
 
+@pytest.mark.tools
 def test_every_operation(bench, tmp_path):
     record = tmp_path / "checkpoint.json"
     cases = ["save-tmpfs", "reshard-disk", "stall-disk"]  # a load with as many ranks is less

@@ -67,6 +67,7 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.mark.tools
 def test_who_notices(root, monkeypatch):
     monkeypatch.setattr(mutate, "_HANGS", (10.0, 2.0))
     known = mutate.make_map(root, [])

@@ -42,6 +42,7 @@ def contestants(done: Any) -> list[str]:
     return [line.split()[0] for line in done.output.splitlines() if line.startswith("  fsdpcore")]
 
 
+@pytest.mark.tools
 def test_every_optimizer_runs(bench: Callable[..., Any]) -> None:
     for name in ("adamw", "adam", "sgd", "adagrad", "rmsprop"):
         done = bench(*TINY, "--optimizer", name)
