@@ -66,15 +66,12 @@ class Damage(NamedTuple):
     Attributes:
         lost: the ranks of which one is to be named.
         told: those that are to be told.
-        how: "rank" names one of the lost, "other host" one of a host that the rank told is not on,
-            "pair" one of each host.
-        deaf: ranks to which that is the same as if the other host were lost.
+        how: "rank" names one of the lost, "other host" one of a host that the rank told is not on.
     """
 
     lost: set[int]
     told: set[int]
     how: str = "rank"
-    deaf: frozenset[int] = frozenset()
 
 
 Fail = Callable[[Lab, list[RankProcess], random.Random], Damage]
@@ -115,15 +112,13 @@ def cut(lab: Lab, ranks: list[RankProcess], drawn: random.Random) -> Damage:
 def lose(lab: Lab, ranks: list[RankProcess], drawn: random.Random) -> Damage:
     sender = drawn.randrange(2)
     lab.lose(sender, 1 - sender)
-    deaf = frozenset({2 - 2 * sender, 3 - 2 * sender})
-    return Damage(EVERYBODY, EVERYBODY, "pair", deaf)
+    # TCP sends nothing new to who acknowledges nothing: with two hosts that is as if one were lost.
+    return Damage(EVERYBODY, EVERYBODY, "other host")
 
 
 def right(rank: int, one: Outcome, damage: Damage) -> bool:
     if one.error != "PeerFailedError":
         return False
-    if damage.how == "pair" and rank not in damage.deaf:
-        return one.pair is not None and one.pair[0] // 2 != one.pair[1] // 2
     if damage.how != "rank":
         return one.culprit is not None and one.culprit // 2 != rank // 2
     return one.culprit in damage.lost
