@@ -37,7 +37,7 @@ _shares = pytest.StashKey[dict[str, float]]()  # seconds, by test
 
 # Seconds that the tests of a folder may take on two cores, of all three processes together: less
 # than five minutes in all.
-_BUDGET = {"conformance": 200, "faults": 200, "properties": 110, "unit": 350}
+_BUDGET = {"conformance": 190, "faults": 260, "properties": 95, "unit": 315}
 
 # Markers of tests that run where -m asks for them.
 _ASKED_FOR = {"campaign": "campaigns", "tools": "whole runs of tools beside the library"}
