@@ -202,10 +202,10 @@ class Tap:
     def _pass(self, sock: socket.socket, other: socket.socket, heard: bytearray) -> None:
         try:
             data = sock.recv(1 << 20)
+            heard += data  # before anybody can know that it has come
             other.sendall(data)
         except OSError:
             data = b""
-        heard += data
         if not data:
             self._selector.unregister(sock)
             with contextlib.suppress(OSError):
