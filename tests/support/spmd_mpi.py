@@ -8,10 +8,12 @@ one costs nothing. As a program, this module is what ``mpirun`` starts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from support.jobs import clean_environ
@@ -30,10 +32,18 @@ def mpirun(world_size: int) -> list[str]:
 def mpi_environ(**extra: str) -> dict[str, str]:
     """The environment for ranks of a test: without this process's launcher, and quick to start.
 
-    Looking for networks takes Open MPI a second, which ranks on one host have no use for.
+    Looking for networks takes Open MPI a second, which ranks on one host have no use for. An mpirun
+    that was killed leaves its files behind, and the next one of that process id refuses to start:
+    so each has its own folder for them.
     """
     path = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    return clean_environ(PYTHONPATH=path, OMPI_MCA_btl="self,sm", **extra)
+    own = {"OMPI_MCA_btl": "self,sm", "TMPDIR": tempfile.mkdtemp(dir=_folder().name)}
+    return clean_environ(PYTHONPATH=path, **own | extra)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="mpi", ignore_cleanup_errors=True)
 
 
 class MpiRanks:
