@@ -24,7 +24,7 @@ from fsdpcore.core.algorithm import Comparison
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.core.text import rank_list
-from fsdpcore.core.work import Pending, fresh
+from fsdpcore.core.work import Pending
 from fsdpcore.diagnostics.entries import OperationEntry
 
 _KEPT = 64 << 20  # bytes of scratch memory at most
@@ -215,8 +215,7 @@ class CollectiveContext:
         try:
             refuse(backend.root, backend.group, self.sequence)
         except CommunicationError as error:
-            backend.root.fail(error, tell=True)
-            raise fresh(backend.root.failure or error) from None
+            raise backend.root.fail_with(error) from None
 
     def isend(self, array: Array, dst: int) -> Pending:
         """Start sending ``array``, which must not change until the result was waited for."""

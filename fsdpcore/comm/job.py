@@ -195,6 +195,14 @@ class Job(ABC):
             if not isinstance(error, ClosedError):
                 self.recorder.save()
 
+    def fail_with(self, error: CommunicationError) -> CommunicationError:
+        """Break the backend because of ``error``, tell the peers, and return what to raise.
+
+        That is the first cause: another thread may have broken the backend meanwhile.
+        """
+        self.fail(error, tell=True)
+        return error if self._failure is None else fresh(self._failure)
+
     def peer_reported(self, rank: int, error: CommunicationError) -> None:
         """Break the backend because ``rank`` told of ``error``, as it told all ranks."""
         with self._failure_lock:

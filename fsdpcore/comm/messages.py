@@ -101,8 +101,7 @@ class GroupMessages:
         try:
             probe = self._job.post_probe(sender, Envelope(self._group.channel, number))
         except CommunicationError as error:
-            self._job.fail(error, tell=True)
-            raise
+            raise self._job.fail_with(error) from None
         probe.cancel()
         if not probe.finished:
             return None
@@ -127,8 +126,8 @@ class GroupMessages:
         except BaseException as error:
             recorder.fail(entry, error)
             if isinstance(error, CommunicationError):
-                self._job.fail(error, tell=True)
-            elif not isinstance(error, FsdpcoreError):  # it may be under way, or not
+                raise self._job.fail_with(error) from None
+            if not isinstance(error, FsdpcoreError):  # it may be under way, or not
                 why = f"rank {self._job.rank} was interrupted when it began a message"
                 self._job.fail(CommunicationError(f"{why}: {in_words(error)}"), tell=True)
             raise

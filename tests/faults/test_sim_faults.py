@@ -172,3 +172,34 @@ def test_a_message_that_comes_as_its_receive_gives_up(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(simulated._PostedReceive, "cancel", late)
     _run(body, 2)
+
+
+_BEGINNINGS = {
+    "post_send": lambda backend: backend.send(np.zeros(3), 1),
+    "post_recv": lambda backend: backend.recv(np.zeros(3), 1),
+    "post_probe": lambda backend: backend.iprobe(1),
+}
+
+
+def _broken_as_it_begins(backend: fc.Backend, name: str) -> None:
+    if backend.rank == 1:
+        backend.close()
+        meet()
+        return
+    begin = getattr(backend.root, name)
+
+    def hear_meanwhile(*args: Any) -> Any:
+        try:
+            return begin(*args)
+        finally:
+            backend.root.fail(fc.PeerFailedError("somebody was first", 1))
+
+    setattr(backend.root, name, hear_meanwhile)
+    meet()
+    for call in (_BEGINNINGS[name], fc.Backend.barrier):
+        assert str(expect(fc.PeerFailedError, call, backend)) == "somebody was first"
+
+
+@pytest.mark.parametrize("name", _BEGINNINGS)
+def test_who_finds_a_loss_as_another_tells_of_it_raises_what_all_later_calls_do(name: str) -> None:
+    _run(_broken_as_it_begins, 2, name)
