@@ -178,7 +178,7 @@ def test_a_constructor_that_fails_leaves_the_units_as_they_were():
 
 
 def test_an_engine_that_is_closed_has_no_threads():
-    """Groups of a hybrid strategy have one for what goes on in the background."""
+    """A hybrid strategy has one for sums over shards, and one for those over replicas."""
 
     def body(backend):
         own = f"fsdpcore-rank{backend.rank}"
@@ -191,7 +191,7 @@ def test_an_engine_that_is_closed_has_no_threads():
             engine.close()
         return most, sum(thread.name == own for thread in threading.enumerate())
 
-    assert launch(body, 4) == [(1, 0)] * 4
+    assert launch(body, 4) == [(2, 0)] * 4
 
 
 @by_strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from support.fsdp_steps import (
 
 import fsdpcore as fc
 from fsdpcore.fsdp.step.schedule import UnitOrder
+from fsdpcore.fsdp.units import gradients
 
 SIZES = (100, 100, 100, 100, 100)
 
@@ -129,6 +131,35 @@ def test_gradients_are_reduced_while_the_backward_pass_goes_on_if_wanted(prefetc
         assert states == [([state] + ["reduced"] * n)[:n] for n in range(5)]
         for number in range(5):
             assert_array_equal(values[f"u{number}"]["w"], -number)
+
+
+def test_sums_over_replicas_end_while_the_backward_pass_goes_on(monkeypatch):
+    summed = [[threading.Event() for _ in SIZES] for _ in range(4)]
+    all_reduce = gradients.all_reduce
+
+    def noted(array, group, *, label, **options):
+        all_reduce(array, group, label=label, **options)
+        summed[group.root.rank][int(label[len("unit u")])].set()
+
+    def body(backend):
+        strategy = fc.Strategy("hybrid_shard", shard_group_size=2)
+        engine = engine_of(backend, 2, strategy=strategy)
+        with engine.step() as step:
+            for unit in engine.units:
+                with step.forward(unit):
+                    pass
+            for number in reversed(range(5)):
+                with step.backward(f"u{number}") as (_, grads):
+                    grads["w"][:] = backend.rank
+                    for before in summed[backend.rank][number + 1 :]:
+                        assert before.wait(10), number
+            step.update()
+        return values_of(engine)
+
+    monkeypatch.setattr(gradients, "all_reduce", noted)
+    for values in launch(body, 4, hosts=2):
+        for number in range(5):
+            assert_array_equal(values[f"u{number}"]["w"], -1.5)
 
 
 ORDER = (2, 0, 4, 3, 1)

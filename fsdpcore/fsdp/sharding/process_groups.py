@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.device import Device
+from fsdpcore.core.work import OrderedExecutor
 from fsdpcore.fsdp.sharding.placement import Placement
 
 
@@ -66,8 +68,16 @@ class ProcessGroups:
             tensor,
         )
 
+    @functools.cached_property
+    def background(self) -> OrderedExecutor:
+        """Runs what consists of several collectives, of different groups, one after the other."""
+        root = self.whole.root
+        return root.new_executor(f"fsdpcore-rank{root.rank}")
+
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
+        if "background" in self.__dict__:
+            self.whole.root.end_executor(self.background)
         for group in (self.shards, self.replicas, self.regather_group, self.everyone):
             if group is not self.whole:
                 group.close()

@@ -242,16 +242,30 @@ class UnitGradients:
         self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
     ) -> Any:
         groups = self._groups
-        options: dict[str, Any] = {
-            "op": self._op(divisor),
-            "out": own,
-            "algorithm": self._algorithm,
-            "async_op": async_op,
-            "label": label if divisor is None else f"{label}, divisor {divisor}",
-        }
+        options: dict[str, Any] = {"op": self._op(divisor), "algorithm": self._algorithm}
+        whole = label if divisor is None else f"{label}, divisor {divisor}"
+        first: dict[str, Any] = {"out": own, "async_op": async_op, "label": whole, **options}
         if self._placement.whole_gradients:
-            return all_reduce(flat, groups.whole, **options)
-        return reduce_scatter(flat, groups.shards, **options)
+            return all_reduce(flat, groups.whole, **first)
+        started = reduce_scatter(flat, groups.shards, **first)
+        if not self._placement.reduces_twice:
+            return started
+
+        def sum_over_replicas() -> None:
+            if async_op:
+                started.wait()
+            all_reduce(
+                own,
+                groups.replicas,
+                out=own,
+                label=f"unit {self._places.unit}, over replicas",
+                **options,
+            )
+
+        if not async_op:
+            return sum_over_replicas()
+        # Replicas are on different hosts, as a rule: that is what is worth hiding most.
+        return groups.background.submit(sum_over_replicas, f"{whole}, over replicas")
 
     def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
         """Return what the collectives make of the gradients, before the rest is divided."""
@@ -278,13 +292,8 @@ class UnitGradients:
             self._pool.give(reducing.flat)
 
     def _conclude(self, own: Array, divisor: float | None) -> Array:
-        """Have the other replicas' sums added, divide, and add to what is kept; return that."""
-        op, groups = self._op(divisor), self._groups
-        size = groups.whole.world_size
-        if self._placement.reduces_twice:
-            label = f"unit {self._places.unit}, over replicas"
-            algorithm = self._algorithm
-            all_reduce(own, groups.replicas, op=op, out=own, algorithm=algorithm, label=label)
+        """Divide the sum, and add it to what is kept; return that."""
+        op, size = self._op(divisor), self._groups.whole.world_size
         left = (size if divisor is None else divisor) / (size if op == "mean" else 1)
         if left != 1:
             _divide(own, left)
