@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -212,6 +213,36 @@ def test_a_rank_that_computes_is_not_taken_for_dead() -> None:
     with processes(computing, 2) as ranks:
         ready(ranks)
         assert [rank.outcome().error for rank in ranks] == ["", ""]
+
+
+@waits
+def test_a_rank_that_was_stopped_names_itself_when_it_goes_on() -> None:
+    with processes(collectives, 3, heartbeat=0.5) as ranks:
+        ready(ranks)
+        ranks[VICTIM].send_signal(signal.SIGSTOP)
+        survivors(ranks)
+        ranks[VICTIM].send_signal(signal.SIGCONT)
+        outcome = ranks[VICTIM].outcome()
+        assert (outcome.error, outcome.culprit) == ("PeerFailedError", VICTIM), outcome
+        assert "its process was stopped" in outcome.text
+
+
+def holding(backend: fc.Backend, line: Line) -> None:
+    """The victim lets none of its threads have the interpreter."""
+    backend.barrier()
+    line.tell("ready")
+    if backend.rank == VICTIM:
+        ctypes.PyDLL(None).usleep(900_000)
+    backend.recv(np.empty(1), 1 - backend.rank)
+
+
+@waits
+def test_a_rank_that_computed_while_another_one_died_names_that() -> None:
+    with processes(holding, 2, heartbeat=0.5) as ranks:
+        ready(ranks)
+        ranks[0].send_signal(signal.SIGKILL)
+        outcome = ranks[VICTIM].outcome()
+        assert (outcome.error, outcome.culprit) == ("PeerFailedError", 0), outcome
 
 
 def not_closing(backend: fc.Backend, line: Line) -> None:

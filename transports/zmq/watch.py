@@ -13,13 +13,18 @@ tells all ranks what it found. A rank that hears itself called lost says that it
 later all ranks know who is right: the same rank, or the same pair, is to blame everywhere.
 
 A rank that leaves says so to all in the same way. The others then watch each other across the gap.
+
+A rank that was stopped for so long that its links broke blames nobody when it goes on: it knows
+that it was (``_Standstill``).
 """
 
 from __future__ import annotations
 
 import math
+import resource
 import select
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +37,9 @@ _LAST_WORDS_SECONDS = 0.02
 # or so many round trips. ZeroMQ's greeting takes two, and so does a word by way of a third rank.
 _ANSWER_SECONDS, _ANSWER_ROUND_TRIPS = 0.2, 4
 _LOOK_SECONDS = 0.01
+# In parts of a heartbeat: how often a rank looks whether it was stopped, and for how long that is
+# before others may miss it.
+_STANDSTILL_LOOK, _STANDSTILL = 0.25, 0.8
 # Ranks mostly leave together, and then nobody watches anybody any more.
 _CLOSE_UP_SECONDS = 1.0
 
@@ -166,6 +174,37 @@ class _Probe:
         return STOPPED
 
 
+class _Standstill:
+    """Whether this process was stopped, as one of its threads sees that looks now and then.
+
+    That thread is late if the process was stopped, but also if another thread did not let it have
+    the interpreter. Then it wakes up every few milliseconds, to ask for it, and the system counts
+    how often a thread does. Who is stopped does not wake.
+
+    Args:
+        heartbeat: seconds after which others miss this rank.
+    """
+
+    def __init__(self, heartbeat: float) -> None:
+        self.look_seconds = _STANDSTILL_LOOK * heartbeat
+        self._heartbeat = heartbeat
+        self._looked, self._woken = math.inf, 0
+        self._seconds, self._ended = 0.0, -math.inf
+
+    def look(self, now: float) -> None:
+        """Note for how long this thread was away; always called by the same one."""
+        woken = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        away, wakes = now - self._looked, woken - self._woken
+        # It may wake later than it wants to. A system that counts nothing tells nothing.
+        if away >= _STANDSTILL * self._heartbeat and 0 < 2 * wakes * sys.getswitchinterval() < away:
+            self._seconds, self._ended = away, now
+        self._looked, self._woken = now, woken
+
+    def seconds(self, now: float) -> float:
+        """For how long it was stopped, not more than a heartbeat ago; 0 if it was not."""
+        return self._seconds if now - self._ended < self._heartbeat else 0.0
+
+
 class Watch:
     """What a rank knows of lost ranks; called with the lock of the links held.
 
@@ -194,6 +233,7 @@ class Watch:
         self._rank, self._hosts, self._addresses = rank, hosts, addresses
         self._heartbeat = heartbeat
         self._owner = owner
+        self._standstill = _Standstill(heartbeat)
         self._close_up_at: float | None = None
         self._reports: set[Report] = set()
         self._lost: set[int] = set()
@@ -260,11 +300,16 @@ class Watch:
         if self._done:
             return None
         now = time.monotonic()
+        self._standstill.look(now)
         for rank, due in list(self._broken.items()):
             if now >= due:
                 del self._broken[rank]
-                if not self._has_left(rank):
-                    self._probes[rank] = _Probe(self._addresses[rank], self._answer_seconds)
+                if self._has_left(rank):
+                    continue
+                if stopped := self._standstill.seconds(now):
+                    self._fail_stopped(rank, stopped)
+                    return None
+                self._probes[rank] = _Probe(self._addresses[rank], self._answer_seconds)
         for rank, probe in list(self._probes.items()):
             found = probe.look()
             if found:
@@ -275,14 +320,17 @@ class Watch:
                     self._note(Report(rank, self._rank, found))
         if self._settled is not None and now >= self._settled and not self._probes:
             self._decide()
-        if self._broken or self._probes or (self._settled is not None and not self._done):
+        return self._next_look(now)
+
+    def _next_look(self, now: float) -> float | None:
+        if self._done:
+            return None
+        if self._broken or self._probes or self._settled is not None:
             return _LOOK_SECONDS
-        if self._close_up_at is None or self._done:
-            return None
-        if now >= self._close_up_at:
+        if self._close_up_at is not None and now >= self._close_up_at:
             self._close_up()
-            return None
-        return self._close_up_at - now
+        close_up = math.inf if self._close_up_at is None else self._close_up_at - now
+        return min(close_up, self._standstill.look_seconds)
 
     def _close_up(self) -> None:
         """Watch, and be watched by, those who are near now that others have left."""
@@ -296,6 +344,14 @@ class Watch:
     def _has_left(self, rank: int) -> bool:
         self._owner.miss_if_incomplete(rank)  # all that it sent has been read
         return self._owner.has_left(rank)
+
+    def _fail_stopped(self, rank: int, seconds: float) -> None:
+        self._done = True
+        text = (
+            f"rank {self._rank} is lost: its process was stopped for {seconds:.1f} s, and the "
+            f"connection to rank {rank} broke meanwhile"
+        )
+        self._owner.fail(PeerFailedError(text, self._rank))
 
     def _decide(self) -> None:
         reports = {r for r in self._reports if r.found in _VERDICTS and not self._has_left(r.rank)}
