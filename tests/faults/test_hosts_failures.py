@@ -173,6 +173,15 @@ def test_of_a_connection_that_somebody_breaks_the_pair_is_named() -> None:
 
 
 @waits
+def test_measuring_a_slow_link_does_not_look_like_its_loss() -> None:
+    with Lab(2, rate=1e6) as lab, on_hosts(idle, lab, 1, heartbeat=HEARTBEAT) as ranks:
+        ready(ranks)
+        for rank in ranks:
+            rank.say("go on")
+        assert [rank.outcome() for rank in ranks] == [Outcome()] * 2
+
+
+@waits
 def test_a_rank_that_dies_while_another_one_is_still_to_come_ends_the_joining() -> None:
     with Lab(3) as lab:
         lab.silence(2)

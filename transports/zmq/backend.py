@@ -126,7 +126,7 @@ class ZmqBackend(Transport):
         """Go by what the links between hosts carry, if there are several hosts."""
         if len(set(self.hosts)) == 1:
             return
-        speed = measure(self, deadline)
+        speed = measure(self, deadline, self._options.heartbeat)
         self.policy = dataclasses.replace(self.policy, link=speed.costs(self.capabilities))
         with self.lock:
             self._far_flow = speed.flow(self._options.segment_bytes)

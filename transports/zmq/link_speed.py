@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,10 @@ _ROUNDS = 4
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 4 << 20, 4 << 20)
 _GROWTH = 1.2
 _ENOUGH_SECONDS = 0.03
+# Signs of life wait behind what is sent. So more bytes than before are sent only if they keep the
+# link busy for no longer than that part of a heartbeat. During so many round trips it may be idle:
+# TCP begins slowly.
+_BUSY_PART, _IDLE_TRIPS = 0.25, 4
 # Who takes less than that for 1 MiB is too fast for segments and windows to matter.
 _FAST_SECONDS = 0.005
 # How long what is sent may wait behind what was sent before.
@@ -71,8 +76,13 @@ class LinkSpeed(NamedTuple):
         )
 
 
-def measure(backend: Backend, deadline: Deadline) -> LinkSpeed:
+def measure(backend: Backend, deadline: Deadline, heartbeat: float) -> LinkSpeed:
     """Measure the links between the hosts of a job; all its ranks call this. Blocks.
+
+    Args:
+        backend: all ranks.
+        deadline: for all of it.
+        heartbeat: seconds after which a link that is silent breaks.
 
     Raises:
         The errors of a collective.
@@ -83,14 +93,14 @@ def measure(backend: Backend, deadline: Deadline) -> LinkSpeed:
     group = backend.sub(range(backend.world_size), name="link speed")
     if backend.rank in leaders:
         among = backend.sub(leaders, name="link speed of leaders")
-        found[:] = _measure(among, deadline)
+        found[:] = _measure(among, deadline, heartbeat)
         among.close()
     broadcast(found, group, out=found, timeout=deadline.remaining())
     group.close()
     return LinkSpeed(*found.tolist())
 
 
-def _measure(group: Backend, deadline: Deadline) -> LinkSpeed:
+def _measure(group: Backend, deadline: Deadline, heartbeat: float) -> LinkSpeed:
     """Measure among the leaders."""
     there, back = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     few = np.zeros(8, np.uint8)
@@ -107,9 +117,14 @@ def _measure(group: Backend, deadline: Deadline) -> LinkSpeed:
             work.wait(deadline.remaining())
         return ends
 
-    def slowest(seconds: float) -> float:
-        result = all_reduce(np.array([seconds]), group, op="max", timeout=deadline.remaining())
-        return float(result[0])
+    def slowest(*seconds: float) -> list[float]:
+        result = all_reduce(np.array(seconds), group, op="max", timeout=deadline.remaining())
+        return result.tolist()  # type: ignore[no-any-return]
+
+    def arrival(size: int) -> float:
+        """How long bytes take to come, from the first ones to the last."""
+        first, last = trip(few, np.zeros(size, np.uint8), dst=there, src=back)
+        return slowest(last - first)[0]
 
     times = []
     for _ in range(_ROUNDS):
@@ -117,14 +132,20 @@ def _measure(group: Backend, deadline: Deadline) -> LinkSpeed:
         trip(few, dst=there, src=back)
         trip(few, dst=back, src=there)
         times.append(time.perf_counter() - start)
-    round_trip = slowest(min(times))
+    # The ranks may have been given different heartbeats: the shortest counts.
+    round_trip, beats = slowest(min(times), 1 / heartbeat)
+    idle = _IDLE_TRIPS * round_trip
     rates: dict[int, float] = {}
     rate = 0.0
-    for size in _SIZES:
-        first, last = trip(few, np.zeros(size, np.uint8), dst=there, src=back)
-        seconds = slowest(last - first)
+    for size, following in pairwise((*_SIZES, _SIZES[-1])):
+        enough = idle + _BUSY_PART / beats * size / following
+        seconds = arrival(size)
+        if seconds > enough:  # or the machine was busy, just then
+            seconds = min(seconds, arrival(size))
         before, rate = rate, max(rates.get(size, 0.0), size / max(seconds, 1e-6))
         rates[size] = rate
+        if seconds > enough:
+            break
         if seconds > _ENOUGH_SECONDS + round_trip and rate < _GROWTH * before:
             break
         if size >= 1 << 20 and seconds < _FAST_SECONDS:
