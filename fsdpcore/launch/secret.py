@@ -15,7 +15,6 @@ from fsdpcore.core.errors import ConfigError
 
 TOKEN, TOKEN_FILE, JOB = "FSDPCORE_TOKEN", "FSDPCORE_TOKEN_FILE", "FSDPCORE_JOB"
 _MAX_TOKEN = 4096
-_HOW_TO_MAKE = "make one with 'umask 077; openssl rand -hex 32 > FILE'"
 
 
 def new_token() -> str:
@@ -32,7 +31,7 @@ def token(environ: Mapping[str, str]) -> str:
     """The secret of the job, from ``FSDPCORE_TOKEN`` or ``FSDPCORE_TOKEN_FILE``; empty for none.
 
     Raises:
-        ConfigError: both are set, or the file is none that only its owner can read.
+        ConfigError: both are set, or the file holds no secret, or others may read it.
     """
     given, path = environ.get(TOKEN, "").strip(), environ.get(TOKEN_FILE, "")
     if given and path:
@@ -42,24 +41,34 @@ def token(environ: Mapping[str, str]) -> str:
 
 def _read(path: str) -> str:
     try:
+        # Before it is opened, which for a FIFO would wait until somebody writes.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise _unusable(path, "is not a regular file")
         with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             content = file.read(_MAX_TOKEN + 1)
-        text = content.decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{TOKEN_FILE}={path}: cannot be read: {error}") from error
-    if stat.S_ISREG(mode) and stat.S_IMODE(mode) & 0o077:
+    except OSError as error:
+        raise _unusable(path, f"cannot be read ({error.strerror})") from error
+    if mode & 0o077:
         raise ConfigError(
-            f"{TOKEN_FILE}={path}: other users can read the secret (mode "
-            f"{stat.S_IMODE(mode):03o}); type 'chmod 600 {path}', and make a new one if they may "
-            "have seen it"
+            f"{TOKEN_FILE}={path}: other users can read or change the secret (mode {mode:03o}); "
+            f"type 'chmod 600 {path}', and make a new one if they may have seen it"
         )
-    if not text or len(content) > _MAX_TOKEN:
-        raise ConfigError(
-            f"{TOKEN_FILE}={path}: expected a secret of at most {_MAX_TOKEN} bytes, got "
-            f"{len(content) if text else 'an empty file'}; {_HOW_TO_MAKE}"
-        )
+    if len(content) > _MAX_TOKEN:
+        raise _unusable(path, f"is longer than {_MAX_TOKEN} bytes")
+    text = content.decode(errors="replace").strip()
+    if not text:
+        raise _unusable(path, "is empty")
+    if "\0" in text or "\ufffd" in text:  # a variable of the ranks could not hold it
+        raise _unusable(path, "is not text")
     return text
+
+
+def _unusable(path: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{TOKEN_FILE}={path}: it {why}; name a file that holds the job's secret as text: "
+        f"'(umask 077; openssl rand -hex 32 > FILE)' makes one"
+    )
 
 
 def job_id(environ: Mapping[str, str]) -> str:

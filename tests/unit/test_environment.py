@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from fsdpcore.comm.place import RankPlace
@@ -297,13 +299,19 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path, mode):
 
 def test_token_files_that_make_no_sense_are_refused(tmp_path):
     path = tmp_path / "token"
-    assert "cannot be read" in wrong_token(path)
+    assert "cannot be read (No such file" in wrong_token(path)
+    assert "is not a regular file" in wrong_token(tmp_path)
+    os.mkfifo(path, 0o600)
+    assert "is not a regular file" in wrong_token(path), "and nobody waits for who writes to it"
+    path.unlink()
     path.touch(0o600)
-    assert "empty" in wrong_token(path)
+    assert "is empty" in wrong_token(path)
     path.write_bytes(b"x" * 5000)
-    assert "at most" in wrong_token(path)
-    path.write_bytes(b"\xff")
-    assert "cannot be read" in wrong_token(path)
+    assert "longer than 4096 bytes" in wrong_token(path)
+    for binary in (b"\xff", b"of a\0 file"):
+        path.write_bytes(binary)
+        assert "is not text" in wrong_token(path)
+        assert "openssl rand -hex 32" in wrong_token(path)
     path.write_text("fine")
     assert "both set" in wrong_token(path, FSDPCORE_TOKEN="x")
 
