@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -20,6 +21,12 @@ _RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 1.0
 _LOOKUP_SECONDS = 2.0
 # Name servers that do not answer, or do not know the host: it may get its name a little later.
 _NOT_YET = {socket.EAI_AGAIN, socket.EAI_NONAME, socket.EAI_NODATA}
+# What to do where one cannot listen.
+_ADVICE = {
+    errno.EADDRINUSE: "; use another port ('ss -ltnp' shows who has this one)",
+    errno.EADDRNOTAVAIL: "; this host has no such address",
+    errno.EACCES: "; use a port from 1024 up",
+}
 # Of a name: more are never needed, and each costs a connection while a rank looks for rank 0.
 _MOST_ADDRESSES = 4
 
@@ -44,8 +51,8 @@ def listen(host: str, port: int = 0, seconds: float = _LOOKUP_SECONDS) -> socket
         listener.listen(4096)
     except (OSError, OverflowError) as error:
         listener.close()
-        where = join_address(host, port)
-        raise RendezvousError(f"this process cannot listen at {where}: {error}") from error
+        where, advice = join_address(host, port), _ADVICE.get(getattr(error, "errno", 0), "")
+        raise RendezvousError(f"this process cannot listen at {where}: {error}{advice}") from error
     return listener
 
 

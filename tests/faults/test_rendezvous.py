@@ -450,3 +450,8 @@ def test_listen_at_a_port_that_does_not_exist() -> None:
 def test_an_address_of_one_network_interface_is_refused() -> None:
     with pytest.raises(RendezvousError, match="fe80::1%lo is a link-local address"):
         listen("fe80::1%lo")
+def test_listen_at_an_address_of_another_host() -> None:
+    with pytest.raises(RendezvousError, match="this host has no such address"):
+        listen("192.0.2.1")
+
+

@@ -240,8 +240,13 @@ def _listen_at(host: str, allowed: range, rank: int) -> socket.socket:
     try:
         return listen(host, allowed[-1])
     except RendezvousError as error:
-        which = f"ports {allowed[0]} to {allowed[-1]}" if len(allowed) > 1 else "port"
-        raise RendezvousError(f"rank {rank} finds no free {which}: {error}") from error
+        if not allowed[-1]:  # any port would do: it is the address
+            raise RendezvousError(f"rank {rank} has nowhere to listen: {error}") from error
+        which = "port" if len(allowed) == 1 else f"port from {allowed[0]} to {allowed[-1]}"
+        raise RendezvousError(
+            f"rank {rank} finds no free {which}: {error}; a host needs one for each of its ranks: "
+            "name a range of them, as in port=29501-29508, or leave port= out for any"
+        ) from error
 
 
 def _address_of(listener: socket.socket) -> Address:
