@@ -72,6 +72,14 @@ class Transport(Job, Backend):
         raise NotImplementedError(f"{cls.__name__} has no ranks_are_threads")
 
     @classmethod
+    def check_meeting(cls, address: tuple[str, int], token: str, config: TransportConfig) -> None:
+        """Refuse what ranks would that meet at ``address``; a launcher asks before it starts any.
+
+        Raises:
+            ConfigError: says why.
+        """
+
+    @classmethod
     def join(cls, place: RankPlace, config: TransportConfig) -> Transport:
         """Become rank ``place.rank``, for ranks that are processes. Blocks until all are there.
 

@@ -97,12 +97,14 @@ def node_share(config: Config, options: RunOptions) -> JobShare:
             "where do the ranks meet? Say so with --address HOST:PORT, an address of host 0 and "
             "a port that is free there; the same on all hosts"
         )
+    token = secret.token(os.environ)
+    config.transport_class.check_meeting((host, port), token, config)
     return JobShare(
         sum(counts),
         counts[number],
         sum(counts[:number]),
         join_address(host, port),
-        secret.token(os.environ),
+        token,
         secret.job_id(os.environ),
     )
 

@@ -320,7 +320,7 @@ def test_what_to_do_where_mpirun_names_no_meeting_point(
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("step", ["_address_of", "_check_security", "_card", "JobKeys"])
+@pytest.mark.parametrize("step", ["_address_of", "check_security", "_card", "JobKeys"])
 def test_a_rank_that_runs_out_of_something_leaves_nothing(
     step: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

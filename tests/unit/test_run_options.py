@@ -57,6 +57,7 @@ NODES = ["--nnodes", "2", "--node-rank", "1", "--per-node", "2"]
         (NODES, "say so with --address HOST:PORT"),
         ([*NODES, "--address", "head"], "say so with --address HOST:PORT"),
         ([*NODES, "--address", "head:x"], "is not HOST:PORT"),
+        ([*NODES, "--address", "192.0.2.1:9"], "job has no secret, and other machines reach 192"),
         ([*NODES, "--transport", "sim"], "threads of one process"),
         (["--nnodes", "2", "--per-node", "2"], "which of the 2 hosts is this"),
         (["--nnodes", "2", "--node-rank", "2", "-n", "4"], "it is not 2"),

@@ -91,6 +91,10 @@ class ZmqBackend(Transport):
         return f"pyzmq {zmq.pyzmq_version()}, libzmq {zmq.zmq_version()}"
 
     @classmethod
+    def check_meeting(cls, address: tuple[str, int], token: str, config: TransportConfig) -> None:
+        joining.check_meeting(address, token, config.transport_options)
+
+    @classmethod
     def join(cls, place: RankPlace, config: TransportConfig) -> Transport:
         options = config.transport_options
         assert isinstance(options, ZmqOptions)

@@ -21,7 +21,7 @@ from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.core.version import VERSION
 from fsdpcore.core.work import Deadline
 from fsdpcore.launch.addresses import is_loopback, parse_address
-from fsdpcore.launch.endpoints import is_unspecified, listen, own_address
+from fsdpcore.launch.endpoints import is_unspecified, listen, own_address, resolve
 
 from .keys import MIN_SECRET_CHARACTERS, JobKeys
 from .meeting import Card, Meeting, MeetingGuest, MeetingHost
@@ -102,7 +102,7 @@ def meet(
         if place.rank == 0:
             listener = stack.enter_context(_listen_first(place, address, options))
             own = _address_of(listener)
-            encrypted = _check_security(place, own[0], options.security)
+            encrypted = check_security(place.token, own[0], options.security, warn=True)
             host = MeetingHost(context, place, keys, os.dup(listener.fileno()), own, VERSION)
             met = host.meet(_card(own, encrypted, options), deadline)
         else:
@@ -111,11 +111,11 @@ def meet(
             )
             chosen = _interface_address(options.interface)
             # First of all: who has no secret finds nobody.
-            _check_security(place, chosen or guest.hosts[0], options.security)
+            check_security(place.token, chosen or guest.hosts[0], options.security)
             # Of several addresses, that one counts at which rank 0 is.
             host0 = guest.hosts[0] if len(guest.hosts) == 1 or chosen else guest.greet()
             here = chosen or own_address(host0, address[1])
-            encrypted = _check_security(place, here, options.security)
+            encrypted = check_security(place.token, here, options.security)
             listener = stack.enter_context(_listen_at(here, ports(options.port), place.rank))
             own = _address_of(listener)
             met = guest.meet(_card(own, encrypted, options))
@@ -197,22 +197,40 @@ def _card(own: Address, encrypted: bool, options: ZmqOptions) -> Card:
     return {"address": own, "encrypted": encrypted, "host": identity(options.host_id)}
 
 
-def _check_security(place: RankPlace, host: str, security: str) -> bool:
-    """Return whether to encrypt.
+def check_meeting(address: Address, token: str, options: ZmqOptions) -> None:
+    """Refuse, for a launcher, what ranks that meet at an address of another host would refuse.
+
+    Raises:
+        ConfigError: the job needs a secret and has none.
+    """
+    host = address[0]
+    with contextlib.suppress(RendezvousError):  # it may get its name a little later
+        host = resolve(address, Deadline(0))[0]
+    check_security(token, host, options.security)
+
+
+def check_security(token: str, host: str, security: str, *, warn: bool = False) -> bool:
+    """Return whether ranks that are reached at ``host`` encrypt.
+
+    Args:
+        token: the job's secret; empty for none.
+        host: an address.
+        security: the option.
+        warn: say so where others could read and join, and the option allows it.
 
     Raises:
         ConfigError: others could read and join, and there is no secret that keeps them out.
     """
     if security == _NONE:
-        if place.rank == 0 and not is_loopback(host):
+        if warn and not is_loopback(host):
             _LOG.warning(
                 "security=none: whoever reaches %s can read and change what the ranks send", host
             )
         return False
     if security != _CURVE and is_loopback(host):
         return False
-    if len(place.token) < MIN_SECRET_CHARACTERS:
-        what = "has no secret" if not place.token else "has a secret that can be guessed"
+    if len(token) < MIN_SECRET_CHARACTERS:
+        what = "has no secret" if not token else "has a secret that can be guessed"
         why = "security=curve needs one" if is_loopback(host) else f"other machines reach {host}"
         raise ConfigError(
             f"the job {what}, and {why}: put one into FSDPCORE_TOKEN, or "
