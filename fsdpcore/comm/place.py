@@ -25,6 +25,8 @@ class RankPlace:
         job: the job's id, as its launcher names it, the same on all ranks and another one for
             each job; empty where nothing names it.
         local_known: the launcher says which ranks share a host.
+        ranks_per_host: what a launcher that runs on each host was told about all of them, as in
+            "2,4"; empty where one launcher starts all ranks.
     """
 
     rank: int
@@ -38,3 +40,4 @@ class RankPlace:
     mpi: bool = False
     job: str = ""
     local_known: bool = True
+    ranks_per_host: str = ""

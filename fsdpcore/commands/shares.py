@@ -106,6 +106,7 @@ def node_share(config: Config, options: RunOptions) -> JobShare:
         join_address(host, port),
         token,
         secret.job_id(os.environ),
+        ",".join(map(str, counts)),
     )
 
 

@@ -77,6 +77,7 @@ LAUNCH_VARIABLES = (
     "FSDPCORE_RANK",
     "FSDPCORE_LOCAL_RANK",
     "FSDPCORE_LOCAL_WORLD_SIZE",
+    "FSDPCORE_RANKS_PER_HOST",
     "FSDPCORE_THREADS",
     "FSDPCORE_RENDEZVOUS",
     "FSDPCORE_RENDEZVOUS_FD",
@@ -190,6 +191,7 @@ def _place(environ: Mapping[str, str], launcher: _Launcher) -> RankPlace:
         launcher.mpi,
         secret.job_id(environ),
         local_known,
+        environ.get("FSDPCORE_RANKS_PER_HOST", "") if ours else "",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 import threading
@@ -225,6 +226,15 @@ def test_another_world_size() -> None:
             assert text == "rank 1 was started for a job of 3 ranks, rank 0 for one of 2"
 
 
+def test_launchers_that_were_told_different_numbers_of_ranks_per_host() -> None:
+    """Their sums agree; and a rank that comes a little later hears of it, too."""
+    with meeting(4) as ranks:
+        for rank, given, delay in [(0, "2,2", 0.0), (1, "2,2", 0), (2, "1,3", 0), (3, "1,3", 0.3)]:
+            ranks.start(rank, delay, ranks_per_host=given)
+        (text,) = set(errors(ranks.ends()))
+        assert re.search("that of rank [23] 1,3, that of rank 0 2,2; give all the same --nno", text)
+
+
 @pytest.mark.parametrize("rank", [2, -1, "1", True, None, 1.0, [1]])
 def test_a_rank_that_does_not_exist(rank: object) -> None:
     with meeting(2) as ranks:
@@ -442,6 +452,11 @@ def test_listen_at_a_port_that_is_taken() -> None:
             listen("127.0.0.1", port)
 
 
+def test_listen_at_an_address_of_another_host() -> None:
+    with pytest.raises(RendezvousError, match="this host has no such address"):
+        listen("192.0.2.1")
+
+
 def test_listen_at_a_port_that_does_not_exist() -> None:
     with pytest.raises(RendezvousError, match=r"127\.0\.0\.1:70000"):
         listen("127.0.0.1", 70000)
@@ -450,8 +465,3 @@ def test_listen_at_a_port_that_does_not_exist() -> None:
 def test_an_address_of_one_network_interface_is_refused() -> None:
     with pytest.raises(RendezvousError, match="fe80::1%lo is a link-local address"):
         listen("fe80::1%lo")
-def test_listen_at_an_address_of_another_host() -> None:
-    with pytest.raises(RendezvousError, match="this host has no such address"):
-        listen("192.0.2.1")
-
-

@@ -156,6 +156,7 @@ INDEXED = """
 import os
 import fsdpcore as fc
 assert "FSDPCORE_TOKEN_FILE" not in os.environ and os.environ["FSDPCORE_TOKEN"] == "of the pod"
+assert os.environ["FSDPCORE_RANKS_PER_HOST"] == "1,2"
 backend = fc.init()
 print(fc.all_gather([backend.rank], backend).tolist(), os.environ["FSDPCORE_LOCAL_RANK"])
 """

@@ -274,6 +274,11 @@ def test_the_token_is_passed_on():
     assert "secret" not in repr(place)
 
 
+def test_what_launchers_were_told_about_all_hosts_is_passed_on():
+    told = {"FSDPCORE_RANKS_PER_HOST": "4,2"}
+    assert [detect({**one, **told}).ranks_per_host for one in (OURS, TORCH)] == ["4,2", ""]
+
+
 @pytest.mark.parametrize("environ", [OURS, OPEN_MPI, PMI, TORCH, SRUN])
 def test_the_token_may_be_in_a_file(environ, tmp_path):
     path = tmp_path / "token"

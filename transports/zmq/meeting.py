@@ -36,6 +36,9 @@ _MAX_TABLE = 1 << 28
 _RETRY_MS = 50
 # Rank 0 gives up at the deadline; the others leave it this long to tell them who was missing.
 _GRACE_SECONDS = 2.0
+# Where ranks disagree about the job, those that come so much later hear of it, too. The launcher of
+# rank 0 leaves it that long once others have failed.
+_LATE_SECONDS = 1.0
 # How long rank 0 lets somebody be silent, and is waited for. A rank that is held up tries again.
 _STRANGER_MS, _HANDSHAKE_MS = 3_000, 10_000
 _GREETED, _BROKEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
@@ -85,6 +88,7 @@ class MeetingHost:
         self._place, self._address, self._version = place, address, version
         self._names: dict[int, bytes] = {0: b""}
         self._cards: dict[int, Card] = {}
+        self._refused = 0
         self._socket: Socket = context.socket(zmq.ROUTER)
         sock = self._socket
         _set_up(sock, address[0], _MAX_CARD)
@@ -107,6 +111,8 @@ class MeetingHost:
             return Meeting(cards, nonce, self._address[0])
         except RendezvousError as error:
             self._tell({"error": str(error)})
+            if self._refused:
+                self._refuse_late(str(error))
             raise
         finally:
             self._socket.disable_monitor()
@@ -165,10 +171,21 @@ class MeetingHost:
                 raise RendezvousError(f"rank {rank} came without a card")
         except RendezvousError as error:
             self._say([name.bytes], {"error": str(error)})  # the others hear of it, too
+            self._refused += 1
             raise
         card.setdefault("seen", parts[0].get("Peer-Address"))
         self._names[rank], self._cards[rank] = name.bytes, card
         self._inbound.know(parts[0], rank)
+
+    def _refuse_late(self, why: str) -> None:
+        """Tell ranks that come a little later why they will not meet."""
+        end = Deadline(_LATE_SECONDS)
+        while len(self._cards) + self._refused < self._place.world_size and end.remaining() > 0:
+            self._poll(end)
+            self._inbound.broken()
+            while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._say([self._socket.recv_multipart()[0]], {"error": why})
+                self._refused += 1
 
     def _check(self, rank: Any, size: Any, message: dict[str, Any]) -> None:
         place = self._place
@@ -176,6 +193,12 @@ class MeetingHost:
         if message.get("fsdpcore") != _PROTOCOL or theirs != ours:
             raise RendezvousError(
                 f"rank {rank} runs fsdpcore {theirs}, rank 0 {ours}: install one version everywhere"
+            )
+        theirs, ours = message.get("ranks_per_host"), place.ranks_per_host
+        if theirs and ours and theirs != ours:
+            raise RendezvousError(
+                f"the launchers were told different numbers of ranks per host: that of rank {rank} "
+                f"{theirs}, that of rank 0 {ours}; give all the same --nnodes, --per-node and -n"
             )
         if size != place.world_size:
             raise RendezvousError(
@@ -295,6 +318,7 @@ class MeetingGuest:
         place = self._place
         message = {"fsdpcore": _PROTOCOL, "version": self._version, "rank": place.rank}
         message |= {"world_size": place.world_size, "card": card}
+        message["ranks_per_host"] = place.ranks_per_host
         visit.socket.send(json.dumps(message).encode())
         answer = self._answer(visit)
         if "error" in answer:

@@ -37,6 +37,8 @@ class JobShare:
         address: where the ranks meet, ``HOST:PORT``. The host of rank 0 listens there, at a free
             port if that is 0.
         token, job: the secret and the id of the job.
+        ranks_per_host: of all hosts, as in "2,4", where each has a launcher of its own; the ranks
+            see to it that all launchers were told the same.
     """
 
     world_size: int
@@ -45,6 +47,7 @@ class JobShare:
     address: str = f"{LOOPBACK}:0"
     token: str = field(default_factory=secret.new_token, repr=False)
     job: str = field(default_factory=secret.new_job)
+    ranks_per_host: str = ""
 
 
 # What a user may have meant who has all ranks of a job meet at another host's address.
@@ -203,6 +206,7 @@ def _places(
             "FSDPCORE_LOCAL_WORLD_SIZE": str(share.count),
             "FSDPCORE_RANK": str(rank),
             "FSDPCORE_LOCAL_RANK": str(local_rank),
+            "FSDPCORE_RANKS_PER_HOST": share.ranks_per_host,
         }
         if rank or listener is None:
             yield variables, []
