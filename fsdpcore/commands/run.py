@@ -34,10 +34,11 @@ _OUTPUT = "Output"
 def run(
     script: Annotated[str, typer.Argument(help="Python script, or a module with -m.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Everything after the script belongs to it.")
+        list[str] | None,
+        typer.Argument(help="Passed on to the script; our own options come before it."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", help="Number of ranks, of all hosts together.")
+        int | None, typer.Option("-n", "--ranks", help="Number of ranks, on all hosts together.")
     ] = None,
     transport: Annotated[
         str | None, typer.Option("--transport", help="Scheme or URL, such as sim or zmq.")
@@ -49,11 +50,11 @@ def run(
         float | None, typer.Option(help="Seconds until all ranks must have joined.")
     ] = None,
     blas_threads: Annotated[
-        int | None, typer.Option(help="BLAS threads of each rank; 0 shares the cores evenly.")
+        int | None, typer.Option(help="BLAS threads of each rank; 0: share the cores of the host.")
     ] = None,
     deterministic: Annotated[
         bool | None,
-        typer.Option("--deterministic", help="Only algorithms that reduce in canonical order."),
+        typer.Option("--deterministic", help="Use only algorithms that reduce in canonical order."),
     ] = None,
     trace: Annotated[
         str | None,
@@ -64,8 +65,8 @@ def run(
         str | None,
         typer.Option(
             metavar="A,B:4,...",
-            help="Hosts to start ranks on, over ssh; with a number of ranks, or what is left "
-            "shared evenly.",
+            help="Hosts on which to start ranks, over ssh. B:4 gets 4 ranks; hosts without a "
+            "number share the rest evenly.",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
@@ -73,7 +74,7 @@ def run(
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="What starts a command on a host, in place of ssh, such as 'ssh -p 2222' or "
+            help="Use this in place of ssh to start a command on a host, such as 'ssh -p 2222' or "
             "'kubectl exec -i {host} --'.",
             rich_help_panel=_HOSTS,
         ),
@@ -82,7 +83,8 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="NAME[=VALUE]",
-            help="A variable for the ranks; those of FSDPCORE_* go by themselves.",
+            help="Pass a variable to the ranks; may be given several times. FSDPCORE_* settings "
+            "are passed on without it.",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
@@ -90,12 +92,15 @@ def run(
         str | None,
         typer.Option(
             metavar="HOST[:PORT]",
-            help="Where the ranks of several hosts meet: an address of the first host.",
+            help="Where the ranks of several hosts meet: an address of the first host. With "
+            "--nnodes it needs a port, and is the same on all hosts.",
         ),
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option("--nnodes", help="Number of hosts.", rich_help_panel=_NODES),
+        typer.Option(
+            "--nnodes", help="Number of hosts; the same on all hosts.", rich_help_panel=_NODES
+        ),
     ] = None,
     node_rank: Annotated[
         int | None, typer.Option(help="Number of this host, from 0.", rich_help_panel=_NODES)
@@ -104,7 +109,8 @@ def run(
         str | None,
         typer.Option(
             metavar="N[,N...]",
-            help="Ranks of each host; as many numbers as hosts, where they differ.",
+            help="Ranks of each host; one number for each, as in 2,4, where they differ. The same "
+            "on all hosts.",
             rich_help_panel=_NODES,
         ),
     ] = None,
@@ -112,23 +118,23 @@ def run(
         bool | None,
         typer.Option(
             "--prefix/--no-prefix",
-            help="Print line by line, with the rank before each line.",
+            help="Print the ranks' output line by line, with the rank before each line.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     log_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for what the ranks print, rank_K.log; nothing is shown but why the job "
-            "failed.",
+            help="Folder where what rank K prints goes to rank_K.log; only why the job failed is "
+            "shown.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
 ) -> None:
     """Run a script on every rank.
 
-    What is not given comes from FSDPCORE_* variables, then from fsdpcore.toml. The first rank
-    that fails ends the others, and its exit code is this command's.
+    Settings that are not given are taken from FSDPCORE_* variables, then from fsdpcore.toml. The
+    first rank that fails ends the others, and its exit code is that of this command.
     """
     settings = {
         "timeout": timeout,
