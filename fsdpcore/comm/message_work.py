@@ -78,12 +78,14 @@ class MessageWork(Work):
         self._entry.waiting = waiting
 
     def wait(self, timeout: float | None = None) -> Any:
-        limit = self._job.default_timeout if timeout is None else timeout
-        deadline = Deadline(limit)
+        return self.wait_until(Deadline(self._job.default_timeout if timeout is None else timeout))
+
+    def wait_until(self, deadline: Deadline) -> Any:
+        """Do as ``wait``, with a deadline that other messages may have, too."""
         self._entry.waiting = True
         try:
             if not self._pending.join(deadline.remaining()):
-                raise self._timed_out(limit)
+                raise self._timed_out(deadline.seconds)
         finally:
             self._entry.waiting = False
             self.done()
@@ -119,7 +121,7 @@ def finish(starts: Sequence[Callable[[], MessageWork]], timeout: float) -> Any:
         for start in starts:
             works.append(start())
         for work in works:
-            _wait(work, timeout if work is works[0] else deadline.remaining())
+            _wait(work, deadline)
     except BaseException as error:
         try:
             for work in works:
@@ -131,10 +133,10 @@ def finish(starts: Sequence[Callable[[], MessageWork]], timeout: float) -> Any:
     return works[0].wait()
 
 
-def _wait(work: MessageWork, timeout: float) -> None:
+def _wait(work: MessageWork, deadline: Deadline) -> None:
     """Wait for a message; when the time is over, withdraw it and raise, unless it just ended."""
     try:
-        work.wait(timeout)
+        work.wait_until(deadline)
     except CommTimeoutError as error:
         work._withdrawal = _BEGUN
         withdrawn = work._pending.cancel()

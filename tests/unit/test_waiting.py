@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsdpcore.transports.simulated.backend import SimBackend
 from support import spmd
 from support.spmd_job import meet
 
@@ -145,3 +146,48 @@ def _waits_by_message(backend: fc.Backend) -> list[float]:
 def test_a_message_is_noticed_at_once(transport: str) -> None:
     seconds = spmd.run(_waits_by_message, transport=transport, world_size=2)[0]
     assert min(seconds) < SOON
+
+
+def _exchanges_half(backend: fc.Backend) -> float:
+    """Rank 0 gets what it receives late, and nobody takes what it sends; how long it waits."""
+    if backend.rank == 1:
+        meet()
+        time.sleep(0.8)
+        backend.send(np.ones(1), 0)
+        meet()
+        return 0.0
+    large = np.ones(1_000_000)
+    meet()
+    since = time.monotonic()
+    with pytest.raises(fc.CommTimeoutError, match=r"^(send|recv) of .* timed out after 1 s"):
+        backend.sendrecv(large, 1, np.empty(1), 1, timeout=1.0)
+    took = time.monotonic() - since
+    meet()
+    return took
+
+
+def test_both_messages_of_an_exchange_have_one_deadline() -> None:
+    assert spmd.run(_exchanges_half, transport="sim", world_size=2)[0] < 1.6
+
+
+def test_a_message_that_ends_as_the_time_is_over_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    join, late = Pending.join, list[Pending]()
+
+    def look_too_early(self: Pending, seconds: float) -> bool:
+        if seconds > 1 or late:
+            return join(self, seconds)
+        late.append(self)
+        assert join(self, 60)
+        return False
+
+    def body(backend: fc.Backend) -> float:
+        if backend.rank == 1:
+            backend.send(np.ones(3), 0)
+            return 3.0
+        return float(backend.recv(np.zeros(3), 1, timeout=0.5).sum())
+
+    monkeypatch.setattr(Pending, "join", look_too_early)
+    assert spmd.run_on(SimBackend, body, world_size=2) == [3.0, 3.0]
+    assert late
