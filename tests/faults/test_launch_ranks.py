@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -15,6 +16,8 @@ from support import programs
 from support.jobs import clean_environ
 
 import fsdpcore as fc
+from fsdpcore.launch import supervision
+from fsdpcore.launch.supervision import RankProcess
 
 TRANSPORTS = ["sim", "zmq"]
 
@@ -264,3 +267,15 @@ def test_a_rank_that_cannot_be_started_is_said(monkeypatch):
     error = failure(programs.identify, transport="zmq")
     assert "rank 0 cannot be started" in str(error)
     assert "/no/such/interpreter" in str(error)
+
+
+def test_a_rank_that_was_made_to_end_is_not_blamed():
+    """One that another took along ended first, and the culprit says that it is, but ends late."""
+    shell = [shutil.which("sh"), "-c"]
+    programs = ["exit 1", "exec sleep 100", "sleep 0.1; exit 1"]
+    ranks = [RankProcess(rank, [*shell, program]) for rank, program in enumerate(programs)]
+    first = supervision.wait(ranks)
+    supervision.stop(ranks, grace=1.0)
+    supervision.release(ranks, kill=True)
+    assert supervision.culprit(ranks, first, {0: True, 2: False}).rank == 2
+    assert [rank.stopped for rank in ranks] == [False, True, False]

@@ -159,8 +159,9 @@ def test_one_rank_is_missing() -> None:
 
 
 def test_several_ranks_are_missing() -> None:
+    """Who came before rank 0 waits for its word about the others."""
     with meeting(5, timeout=LACKING) as ranks:
-        ranks.start(0)
+        ranks.start(0, delay=1.0)
         ranks.start(2)
         for text in errors(ranks.ends()):
             assert text.startswith("ranks 1, 3, 4 of 5 did not come to the rendezvous")
@@ -242,6 +243,17 @@ def test_a_rank_that_does_not_exist(rank: object) -> None:
         with Guest(ranks.port, {**card_of(1), "rank": rank}):
             (text,) = errors(ranks.ends())
             assert "which does not exist" in text
+
+
+def test_nobody_waits_for_a_rank_that_is_lost_when_all_have_come() -> None:
+    """Its links tell that it is; rank 0 would wait for its thanks until the deadline."""
+    with meeting(2, timeout=10) as ranks:
+        ranks.start(0)
+        with Guest(ranks.port, card_of(1, card={"number": 1})) as guest:
+            assert len(guest.answer()["table"]) == 2
+        since = time.monotonic()
+        ranks.check_complete()
+        assert time.monotonic() - since < 5
 
 
 @pytest.mark.parametrize("card", [3, "x", []])

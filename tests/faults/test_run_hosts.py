@@ -203,6 +203,7 @@ def test_a_host_that_dies_ends_the_job_with_its_name(script, needs_hosts):
         cases = [f'{host.address}) exec {shlex.join(host.command())} "$@";;' for host in lab.hosts]
         enter = script("host=$1; shift\ncase $host in\n" + "\n".join(cases) + "\nesac\n", "enter")
         where = ["--hosts", ",".join(names), "-n", 4, "--launcher", f"sh {enter} {{host}}"]
+        where += ["--rendezvous-timeout", 15]
         with started(fsdpcore("run", *where, "--no-prefix", script(HOSTS_JOB))) as job:
             job.wait_for("ready [0, 1, 2, 3]", 4)
             killed = time.time()

@@ -87,10 +87,12 @@ def test_reports_of_a_sender(body: Any, transport: str, world_size: int) -> None
 
 def _recorded(backend: fc.Backend) -> list[tuple[str, int, int]]:
     if backend.rank == 1:
-        backend.send(np.ones(3), 0, tag=6)
+        for _ in range(3):
+            backend.send(np.ones(3), 0, tag=6)
     else:
         backend.probe(fc.ANY, tag=fc.ANY)
-        backend.recv(np.empty(3), fc.ANY, tag=fc.ANY)
+        for source, tag in ((fc.ANY, fc.ANY), (fc.ANY, 6), (1, fc.ANY)):
+            backend.recv(np.empty(3), source, tag=tag)
         work = backend.irecv(np.empty(3), fc.ANY)
         expect(fc.CommTimeoutError, work.wait, 0)
     entries = backend.root.recorder.entries()
@@ -102,6 +104,6 @@ def test_a_record_says_who_it_was() -> None:
     found = run(_recorded, transport="sim", world_size=2)[0]
     assert found == [
         ("probe from rank 1 (tag 6)", 1, 6),
-        ("recv of float64 (3,) from rank 1 (tag 6)", 1, 6),
+        *[("recv of float64 (3,) from rank 1 (tag 6)", 1, 6)] * 3,
         ("recv of float64 (3,) from any rank (tag 0)", -1, 0),
     ]

@@ -278,3 +278,29 @@ def many(backend: fc.Backend, line: Line) -> int:
 def test_sixteen_ranks() -> None:
     with processes(many, 16) as ranks:
         assert [rank.outcome() for rank in ranks] == [Outcome(120)] * 16
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [(True, "rank 3 failed: ValueError: it is unwell"), (False, "rank 3 has left the job")],
+)
+def test_ranks_that_have_no_link_hear_of_each_others_end(fails: bool, words: str) -> None:
+    """By way of others, who are not taken for the one that it is about."""
+    heard = threading.Event()
+
+    def body(backend: ZmqBackend) -> tuple[str, int | None] | None:
+        assert 3 not in backend.control.watch.neighbours or backend.rank != 0
+        if backend.rank == 3 and fails:
+            raise ValueError("it is unwell")
+        if backend.rank == 0:
+            try:
+                backend.recv(np.empty(1), 3)
+            except fc.PeerFailedError as error:
+                return str(error), error.rank
+            finally:
+                heard.set()
+        elif backend.rank != 3:
+            assert heard.wait(15)
+        return None
+
+    assert run_threads(body, 8, timeout=15)[0] == Outcome((words, 3))

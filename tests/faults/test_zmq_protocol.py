@@ -7,7 +7,10 @@ import time
 
 import numpy as np
 import pytest
+from fsdpcore.transports.zmq import backend as zmq_backend
 from fsdpcore.transports.zmq.backend import ZmqBackend
+from fsdpcore.transports.zmq.link_speed import LinkSpeed
+from support.zmq_ranks import Outcome, config, run_joined
 from support.zmq_rogue import (
     BYE,
     CREDIT,
@@ -30,13 +33,14 @@ from support.zmq_rogue import (
 )
 
 from fsdpcore.comm.envelope import Envelope
+from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.errors import (
     CommunicationError,
     MismatchError,
     PeerFailedError,
     ProtocolError,
 )
-from fsdpcore.core.work import Pending
+from fsdpcore.core.work import Deadline, Pending
 
 HERE = Envelope(0, 0)
 SIZE = 100_000  # large enough to be offered first
@@ -261,6 +265,61 @@ def test_no_more_is_under_way_than_the_receiver_takes_in() -> None:
         while (found := rogue.next())[5] == DATA:
             came += len(found) - HEADER_BYTES
         assert 2 * window + 700_000 < came <= 2 * (window + segment) + 700_000
+
+
+# Where the other host is far away, or near and fast: what was measured of the link counts.
+
+
+def test_a_sender_hears_what_has_come_before_its_window_becomes_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may wait for that already, and send nothing more until it hears."""
+
+    def receive(backend: ZmqBackend, deadline: Deadline) -> LinkSpeed:
+        assert backend.post_recv(np.empty(SIZE, np.uint8), 1, HERE).join(PATIENCE)
+        return LinkSpeed(0.02, 1e6)
+
+    monkeypatch.setattr(zmq_backend, "measure", receive)
+    with stranger_job(host_id="another") as (port, joined), Rogue(port) as rogue:
+        rogue.connect()
+        rogue.send(frame(EAGER, payload=bytes(SIZE)))
+        joined()
+        rogue.send(frame(QUERY, message=3))
+        credits = []
+        while (found := rogue.next())[5] != STATUS:
+            credits.append(int.from_bytes(found[32:40], "little") if found[5] == CREDIT else 0)
+        assert SIZE in credits
+
+
+def test_a_large_message_to_a_fast_host_ends_though_its_window_is_not_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zmq_backend, "measure", lambda *_: LinkSpeed(1e-4, 4e9))
+
+    def join(here: RankPlace) -> ZmqBackend:
+        return ZmqBackend.join(here, config(host_id=f"host {here.rank}", timeout=10))
+
+    def body(backend: ZmqBackend) -> None:
+        array = np.zeros(2 << 20, np.uint8)
+        if backend.rank == 0:
+            backend.send(array, 1)
+        else:
+            backend.recv(array, 0)
+
+    assert run_joined(join, body, 2) == [Outcome()] * 2
+
+
+def test_a_rank_far_away_is_not_judged_before_it_can_have_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zmq_backend, "measure", lambda *_: LinkSpeed(0.3, 1e6))
+    with rogue_job(host_id="another") as (backend, rogue):
+        pending = backend.post_recv(np.empty(3, np.uint8), 1, HERE)
+        check(backend, rogue)
+        since = time.monotonic()
+        rogue.hang_up()
+        fails(pending, "the connection between rank 0 and rank 1 is lost", PeerFailedError)
+        assert time.monotonic() - since > 4 * 0.3
 
 
 def test_answers_that_nobody_asked_for_change_nothing() -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,15 @@ import pytest
 import zmq
 from fsdpcore.transports.zmq import joining
 from fsdpcore.transports.zmq.backend import ZmqBackend
-from support.zmq_ranks import PATIENCE, config, listener, place, run_threads
+from support.zmq_ranks import (
+    PATIENCE,
+    Outcome,
+    config,
+    listener,
+    place,
+    run_joined,
+    run_threads,
+)
 from support.zmq_rogue import (
     EAGER,
     FAIL,
@@ -139,10 +148,13 @@ def test_who_does_not_know_the_secret_is_shown_out(name: str) -> None:
 @pytest.mark.parametrize("security", ["auto", "curve"])
 def test_the_name_of_an_earlier_link_or_of_another_is_not_heard(security: str) -> None:
     encrypted = security == "curve"
+    with rogue_job(security=security) as (_, earlier):
+        pass
     with rogue_job(security=security) as (backend, rogue):
         server = rogue.keys.listening(0) if encrypted else None
         check(backend, rogue)
-        others = [rogue.keys.link(1, 0, bytes(32)), rogue.keys.link(0, 1, rogue.nonce), rogue.name]
+        others = [earlier.name, rogue.keys.link(0, 1, rogue.nonce), rogue.name]
+        assert earlier.name != rogue.name, "though their secret is the same"
         for name in others:
             stranger = rogue.dial(name, server)
             greeted = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -154,6 +166,62 @@ def test_the_name_of_an_earlier_link_or_of_another_is_not_heard(security: str) -
             greeted.close(0)
             stranger.close(0)
         check(backend, rogue)
+
+
+def greeting(address: Address, source: str = "127.0.0.1") -> bytes:
+    """How a rank greets who comes from an address of this machine; nothing if it lets nobody in."""
+    with socket.create_connection(address, PATIENCE, (source, 0)) as connection:
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(GREETING)
+            while len(data) < 64 and (piece := connection.recv(64 - len(data))):
+                data += piece
+        return data
+
+
+@pytest.mark.parametrize(("security", "mechanism"), [("auto", b"NULL"), ("curve", b"CURVE")])
+def test_who_comes_from_where_no_rank_is_is_not_even_greeted(
+    security: str, mechanism: bytes
+) -> None:
+    with rogue_job(security=security) as (backend, rogue):
+        assert greeting(rogue.address)[12:32].strip(b"\0") == mechanism
+        assert greeting(rogue.address, "127.0.0.2") == b""
+        check(backend, rogue)
+
+
+REACHED, ASKED = {"interface": "0.0.0.0"}, {"security": "curve"}
+
+
+@pytest.mark.parametrize(
+    ("options", "mechanism"),
+    [
+        (({}, {}), b"NULL"),
+        ((REACHED, {}), b"CURVE"),
+        (({}, REACHED), b"CURVE"),
+        ((ASKED, ASKED), b"CURVE"),
+    ],
+    ids=["nobody", "the first", "the second", "asked for"],
+)
+def test_a_job_is_encrypted_if_others_reach_one_of_its_ranks(
+    options: tuple[dict[str, str], dict[str, str]], mechanism: bytes
+) -> None:
+    """Though they do not reach where the ranks meet; or if its user says so."""
+    port = free_port(socket.AF_INET, "127.0.0.1")
+
+    def join(here: RankPlace) -> ZmqBackend:
+        here = replace(here, rendezvous=f"127.0.0.1:{port}", listener_fd=None)
+        return ZmqBackend.join(here, config(**options[here.rank]))
+
+    def mechanisms(backend: ZmqBackend) -> set[bytes]:
+        found = {greeting(address)[12:32].strip(b"\0") for address in addresses(backend)}
+        backend.barrier()
+        return found
+
+    assert run_joined(join, mechanisms, 2) == [Outcome({mechanism})] * 2
+    for rank in (0, 1):
+        if options[rank]:
+            with pytest.raises(ConfigError, match="the job has no secret, and"):
+                join(place(rank, 2, port, ""))
 
 
 # Somebody who listens in between.

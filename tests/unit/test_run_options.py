@@ -11,6 +11,7 @@ import pytest
 from support.jobs import clean_environ
 from typer.testing import CliRunner
 
+from fsdpcore.commands import run as run_command
 from fsdpcore.commands.main import app
 from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.core.work import Deadline
@@ -18,7 +19,7 @@ from fsdpcore.launch.addresses import join_address, parse_address
 from fsdpcore.launch.endpoints import check_reachable, resolve
 from fsdpcore.launch.run import agent
 from fsdpcore.launch.run.agent import Order
-from fsdpcore.launch.run.endings import RankEnd, RankEnds
+from fsdpcore.launch.run.endings import RankEnd, RankEnds, ScriptExit
 from fsdpcore.launch.run.hosts import HostShare, host_of
 from fsdpcore.launch.run.remote import agent_command
 from fsdpcore.launch.run.scripts import JobShare
@@ -74,6 +75,43 @@ def test_what_is_wrong_is_one_line(script, options, words):
     assert result.exit_code == 2
     (line,) = result.output.splitlines()
     assert words.lower() in line.lower()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the command would have ranks started with, instead of starting any."""
+    seen = []
+
+    def start(*arguments):
+        seen.append(arguments)
+        return ScriptExit(0)
+
+    monkeypatch.setattr(run_command, "run_script", start)
+    monkeypatch.setattr(run_command, "run_hosts", start)
+    return seen
+
+
+@pytest.mark.parametrize("given", [["--per-node", "1,2,3"], ["--per-node", "2"], ["-n", "9"]])
+def test_each_rank_is_on_one_of_the_hosts_that_are_started_one_by_one(script, asked, given):
+    for node in range(3):
+        where = ["--nnodes", "3", "--node-rank", str(node), "--address", "head:1"]
+        assert CliRunner().invoke(app, ["run", *where, *given, script]).exit_code == 0
+    shares = [share for _, _, _, share, *_ in asked]
+    assert len({share.world_size for share in shares}) == 1
+    ranks = [rank for s in shares for rank in range(s.first_rank, s.first_rank + s.count)]
+    assert ranks == list(range(shares[0].world_size))
+
+
+def test_variables_for_other_hosts_are_those_of_here_or_what_is_given(script, asked, monkeypatch):
+    for name, value in {"MINE": "a=b", "EMPTY": "not empty here", "FSDPCORE_TIMEOUT": "3"}.items():
+        monkeypatch.setenv(name, value)
+    env = [word for item in ("MINE", "EMPTY=", "NEW=c=d") for word in ("--env", item)]
+    result = CliRunner().invoke(app, ["run", *HOSTS, "--address", "a", *env, script])
+    assert result.exit_code == 0, result.output
+    ((_, orders, *_),) = asked
+    expected = {"MINE": "a=b", "EMPTY": "", "NEW": "c=d", "FSDPCORE_TIMEOUT": "3"}
+    expected["FSDPCORE_TRANSPORT"] = "zmq"
+    assert [order.environ for order in orders] == [expected] * 2
 
 
 @pytest.mark.parametrize(

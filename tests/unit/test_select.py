@@ -139,6 +139,14 @@ def test_measured_costs_replace_those_of_the_transport() -> None:
     assert cheapest("all_reduce", nbytes, _backend(8, FAST, policy=slow)) == "doubling"
 
 
+def test_what_was_measured_between_hosts_counts_for_groups_that_span_them() -> None:
+    """A group within one host chooses as it would in a job on that host alone."""
+    job = Policy(link=Costs(30e-6, 0.2e-9, 0.1e-9, 10e-3))
+    alone = [_choice(Policy(), n) for n in SIZES]
+    assert [_choice(job, n) for n in SIZES] == alone
+    assert [_choice(job, n, hosts=4) for n in SIZES] != alone
+
+
 def test_a_transports_own_algorithm_can_have_costs_of_its_own() -> None:
     like_star = Algorithm(star, ALGORITHMS["all_reduce"]["star"].cost)
     own = {"all_reduce": {"shared": like_star}}

@@ -28,6 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.interrupts import Interrupt
 from support.zmq_ranks import PATIENCE
+from support.zmq_rogue import Keys
 
 from fsdpcore.core.errors import ConfigError
 
@@ -293,6 +294,19 @@ def test_a_descriptor_that_is_used_again_hides_no_broken_connection(
     assert inbound.broken() == []
     inbound.know(frame, 2)  # its frame is read late
     assert inbound.broken() == [2]
+
+
+# What only the ranks of a job know.
+
+
+@pytest.mark.parametrize("job", ["", "a job's id"])
+def test_keys_and_names_are_those_that_are_written_down(job: str) -> None:
+    """They depend on the secret, the job and the meeting."""
+    ours, written, nonce = JobKeys("a secret", job), Keys("a secret", job), bytes(range(32))
+    assert ours.meeting().secret == written.meeting()
+    for rank in (0, 1, 1000):
+        assert ours.listening(rank).secret == written.listening(rank)
+        assert ours.link_name(rank, 7, nonce) == written.link(rank, 7, nonce)
 
 
 # Options.

@@ -16,7 +16,7 @@ import zmq
 from fsdpcore.transports.zmq import watch
 from fsdpcore.transports.zmq.keys import JobKeys
 from fsdpcore.transports.zmq.links import IO_THREADS, Links
-from fsdpcore.transports.zmq.watch import CUT, ENDED, SILENT, STOPPED, Report, Watch, _Probe
+from fsdpcore.transports.zmq.watch import ALIVE, CUT, ENDED, SILENT, STOPPED, Report, Watch, _Probe
 from support.zmq_ranks import PATIENCE
 
 from fsdpcore.core.errors import CommunicationError, PeerFailedError
@@ -27,8 +27,11 @@ NOWHERE = ("127.0.0.1", 1)
 class Job:
     """Ranks that tell each other at once, and a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, world_size: int, per_host: int | None = None
+    ) -> None:
         self.now = 100.0
+        self.hosts = tuple(rank // (per_host or world_size) for rank in range(world_size))
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(watch, "_Probe", self.probe)
         self.findings = [CUT] * world_size
@@ -89,7 +92,7 @@ class Rank:
         addresses = [(NOWHERE[0], rank) for rank in range(world_size)]
         self.job, self.number, self.links = job, number, set[int]()
         self.error: CommunicationError | None = None
-        self.watch = Watch(number, (0,) * world_size, addresses, 5.0, self)
+        self.watch = Watch(number, job.hosts, addresses, 5.0, self)
         for rank in self.watch.neighbours:
             self.links.add(rank)
 
@@ -159,6 +162,23 @@ def test_a_rank_that_has_told_of_another_can_be_lost_later(
     for error in job.errors().values():
         assert isinstance(error, PeerFailedError)
         assert (error.rank, error.pair) == (0, None)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_of_a_host_of_which_others_hear_it_is_the_network(
+    monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Though the rank that one of them does not hear says nothing for itself: it computes."""
+    job = Job(monkeypatch, 4, per_host=2)
+    job.ended |= {2, 3}
+    for rank in (0, 1):
+        job.ranks[rank].watch.heard(2, Report(2, 1, SILENT)._asdict())
+        if heard:
+            job.ranks[rank].watch.heard(2, Report(3, 3, ALIVE)._asdict())
+    job.wait(0.3)
+    for error in job.errors().values():
+        assert isinstance(error, PeerFailedError)
+        assert (error.rank, error.pair) == ((1, (1, 2)) if heard else (2, None))
 
 
 def test_a_rank_far_away_has_time_to_say_that_it_is_alive(

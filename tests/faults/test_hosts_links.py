@@ -1,0 +1,48 @@
+"""Links between hosts as ranks find them: what is measured of them, and what passes what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.hosts.lab import Lab
+from support.hosts.plain import round_trip
+from support.hosts.ranks import on_hosts
+from support.zmq_ranks import Line
+
+import fsdpcore as fc
+
+pytestmark = pytest.mark.usefixtures("needs_hosts")
+
+
+def passing(backend: fc.Backend, line: Line) -> tuple[float, float, bool]:
+    """Have a small message pass a large one; what the links cost, and whether it did."""
+    large, small, passed = np.ones(1 << 17), np.ones(1), True
+    if backend.rank == 1:
+        sending = backend.isend(large, 2)
+        backend.send(small, 2, tag=1)
+        sending.wait()
+    elif backend.rank == 2:
+        coming = backend.irecv(np.empty_like(large), 1)
+        backend.recv(np.empty_like(small), 1, tag=1)
+        passed = not coming.done()
+        coming.wait()
+    backend.barrier()
+    link = backend.root.policy.link
+    assert link is not None
+    return link.latency, link.beta, passed
+
+
+def test_ranks_go_by_the_slowest_link_between_their_hosts() -> None:
+    """All by the same numbers; and no small message waits for what a slow link has not taken."""
+    rate = 20e6  # bits per second, on the way to and from the last host
+    with Lab(3, rate=5 * rate, delay=0.02) as lab:
+        lab.set_rate(2, rate)
+        trip = round_trip(lab.hosts[0], lab.hosts[1], 5) / 2
+        with on_hosts(passing, lab) as ranks:
+            found = [rank.outcome() for rank in ranks]
+    assert {one.error for one in found} == {""}, found
+    latency, beta, passed = found[2].result
+    assert [one.result[:2] for one in found] == [(latency, beta)] * 3
+    assert trip * 0.9 < latency < trip * 1.6
+    assert rate / 8 * 0.5 < 1 / beta < rate / 8 * 1.6
+    assert passed
