@@ -149,6 +149,22 @@ def test_ranks_that_come_before_anybody_listens(free_port: Callable[[], int]) ->
         ranks.check_complete()
 
 
+def test_a_rank_that_comes_while_an_earlier_job_still_listens() -> None:
+    """As where a script launches several jobs in turn: the launcher keeps their port open."""
+    unencrypted = GREETING + b"NULL".ljust(52, b"\0")
+    with meeting(2) as ranks:
+        ranks.start(1)
+        ranks.sock.settimeout(PATIENCE)
+        connection, _ = ranks.sock.accept()
+        ranks.sock.setblocking(True)
+        with connection:
+            connection.sendall(unencrypted)
+            while connection.recv(1 << 10):  # until ZeroMQ gives up
+                pass
+        ranks.start(0)
+        ranks.check_complete()
+
+
 def test_one_rank_is_missing() -> None:
     with meeting(3, timeout=LACKING) as ranks:
         ranks.start(0)

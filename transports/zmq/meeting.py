@@ -42,11 +42,8 @@ _LATE_SECONDS = 1.0
 # How long rank 0 lets somebody be silent, and is waited for. A rank that is held up tries again.
 _STRANGER_MS, _HANDSHAKE_MS = 3_000, 10_000
 _GREETED, _BROKEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
-_UNLIKE = int(
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_GIVEN_UP = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_UNLIKE = _GIVEN_UP | int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 
 @dataclass(frozen=True)
@@ -277,20 +274,26 @@ class MeetingGuest:
         """
         if self._found is not None:
             return self._found.host
-        for host in self.hosts:
-            self._visits.append(_Visit(self._context, self._server, host, self._port))
         poller = zmq.Poller()
-        for visit in self._visits:
-            poller.register(visit.monitor, zmq.POLLIN)
+        for host in self.hosts:
+            self._visit(host, poller)
+        refused = False
         while self._deadline.remaining() > 0:
             poller.poll(int(1000 * self._deadline.remaining()) + 1)
-            for visit in self._visits:
+            for visit in list(self._visits):
                 visit.look()
+                refused |= visit.refused
                 if visit.greeted:
                     self._stay_with(visit)
                     return visit.host
+                if visit.given_up:  # rank 0 may come when who listens there now has gone
+                    poller.unregister(visit.monitor)
+                    self._visits.remove(visit)
+                    visit.close()
+                    time.sleep(min(_RETRY_MS / 1000, self._deadline.remaining()))
+                    self._visit(visit.host, poller)
         rank = self._place.rank
-        if any(visit.refused for visit in self._visits):
+        if refused:
             raise RendezvousError(
                 f"who listens at {self._where} does not know the secret of rank {rank} "
                 "(FSDPCORE_TOKEN, FSDPCORE_TOKEN_FILE), or is no rank of this version of fsdpcore"
@@ -299,6 +302,11 @@ class MeetingGuest:
             f"rank {rank} found no rank 0 at the rendezvous at {self._where} within "
             f"{self._deadline.seconds:g} s"
         )
+
+    def _visit(self, host: str, poller: zmq.Poller) -> None:
+        visit = _Visit(self._context, self._server, host, self._port)
+        self._visits.append(visit)
+        poller.register(visit.monitor, zmq.POLLIN)
 
     def _stay_with(self, found: _Visit) -> None:
         """End all other connections: rank 0 has room for one of each rank."""
@@ -362,12 +370,20 @@ class MeetingGuest:
 
 
 class _Visit:
-    """A connection to one of the addresses that rank 0 may have."""
+    """A connection to one of the addresses that rank 0 may have.
+
+    Attributes:
+        host: the address.
+        greeted: who is there knows the job's secret.
+        refused: who is there, or was, does not.
+        given_up: ZeroMQ does not try again, as where ranks of an earlier job, which do not encrypt,
+            still listen at a port that a launcher keeps open.
+    """
 
     def __init__(self, context: zmq.Context[Socket], server: KeyPair, host: str, port: int) -> None:
         self.host = host
         self.socket: Socket = context.socket(zmq.DEALER)
-        self.greeted = self.refused = False
+        self.greeted = self.refused = self.given_up = False
         sock = self.socket
         _set_up(sock, host, _MAX_TABLE)
         # Rank 0 may come later than the others.
@@ -386,6 +402,7 @@ class _Visit:
                 self.greeted = True
             elif event & _UNLIKE:
                 self.refused = True
+                self.given_up |= event == _GIVEN_UP
             elif self.greeted:
                 return True
         return False
