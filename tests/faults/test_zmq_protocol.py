@@ -40,7 +40,7 @@ from fsdpcore.core.errors import (
     PeerFailedError,
     ProtocolError,
 )
-from fsdpcore.core.work import Deadline, Pending
+from fsdpcore.core.work import Pending
 
 HERE = Envelope(0, 0)
 SIZE = 100_000  # large enough to be offered first
@@ -275,7 +275,7 @@ def test_a_sender_hears_what_has_come_before_its_window_becomes_small(
 ) -> None:
     """It may wait for that already, and send nothing more until it hears."""
 
-    def receive(backend: ZmqBackend, deadline: Deadline) -> LinkSpeed:
+    def receive(backend: ZmqBackend, *_: object) -> LinkSpeed:
         assert backend.post_recv(np.empty(SIZE, np.uint8), 1, HERE).join(PATIENCE)
         return LinkSpeed(0.02, 1e6)
 
@@ -283,7 +283,7 @@ def test_a_sender_hears_what_has_come_before_its_window_becomes_small(
     with stranger_job(host_id="another") as (port, joined), Rogue(port) as rogue:
         rogue.connect()
         rogue.send(frame(EAGER, payload=bytes(SIZE)))
-        joined()
+        assert isinstance(joined(), ZmqBackend)
         rogue.send(frame(QUERY, message=3))
         credits = []
         while (found := rogue.next())[5] != STATUS:

@@ -94,7 +94,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("given", [["--per-node", "1,2,3"], ["--per-node", "2"], ["-n", "9"]])
 def test_each_rank_is_on_one_of_the_hosts_that_are_started_one_by_one(script, asked, given):
     for node in range(3):
-        where = ["--nnodes", "3", "--node-rank", str(node), "--address", "head:1"]
+        where = ["--nnodes", "3", "--node-rank", str(node), "--address", "127.0.0.1:1"]
         assert CliRunner().invoke(app, ["run", *where, *given, script]).exit_code == 0
     shares = [share for _, _, _, share, *_ in asked]
     assert len({share.world_size for share in shares}) == 1
