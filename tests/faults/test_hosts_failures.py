@@ -182,6 +182,20 @@ def test_measuring_a_slow_link_does_not_look_like_its_loss() -> None:
 
 
 @waits
+def test_an_outage_of_half_a_heartbeat_is_no_loss() -> None:
+    """TCP tries again 0.2 and 0.6 s after it began, and next at 1.4 s."""
+    with Lab(2) as lab, on_hosts(idle, lab, 2, heartbeat=HEARTBEAT) as ranks:
+        ready(ranks)
+        lab.silence(1)
+        time.sleep(0.55)
+        lab.mend()
+        time.sleep(0.6)
+        for rank in ranks:
+            rank.say("go on")
+        assert [rank.outcome() for rank in ranks] == [Outcome()] * 4
+
+
+@waits
 def test_a_rank_that_dies_while_another_one_is_still_to_come_ends_the_joining() -> None:
     with Lab(3) as lab:
         lab.silence(2)

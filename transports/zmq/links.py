@@ -301,7 +301,7 @@ def _socket(context: zmq.Context[Socket], heartbeat: float) -> Socket:
     sock.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
     sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     # A host that is lost says nothing. ZeroMQ's own threads ask, without the interpreter.
-    fifth = max(int(200 * heartbeat), 1)
-    sock.setsockopt(zmq.HEARTBEAT_IVL, fifth)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * fifth)
+    tenth = int(100 * heartbeat)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, tenth)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 9 * tenth)
     return sock

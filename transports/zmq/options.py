@@ -22,7 +22,9 @@ class ZmqOptions(HostOptions):
         security: "auto" encrypts where the ranks do not meet at the loopback address, and then
             needs a secret; "curve" encrypts everywhere; "none" nowhere, for networks that are
             trusted.
-        heartbeat: seconds without a sign of life after which a rank counts as lost.
+        heartbeat: seconds without a sign of life after which a rank counts as lost. A network may
+            be down for less, if TCP gets through in time: it tries again 0.2, 0.6, 1.4, 3.0 and
+            6.2 seconds after the first loss.
         port: where the ranks listen: 0 for any free port, N, or a range N-M, of which each rank
             of a host takes one.
         interface: at which the ranks of this host listen: an address or an interface's name; by
