@@ -181,6 +181,17 @@ class Job(ABC):
         """
         if self.forked:
             return
+        try:
+            self._fail(error, tell)
+        except BaseException:  # Ctrl-C: nobody else would do what it left undone
+            self._failure = self._failure or fresh(error)
+            if tell:
+                self._peers_know = True
+                self._tell(error)
+            self._fail_pending(error)
+            raise
+
+    def _fail(self, error: CommunicationError, tell: bool) -> None:
         with self._failure_lock:
             first = self._failure is None
             if first:

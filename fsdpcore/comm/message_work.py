@@ -113,7 +113,9 @@ def finish(starts: Sequence[Callable[[], MessageWork]], timeout: float) -> Any:
 
     Before it raises, because the time is over or of an interrupt, all are withdrawn. Python looks
     for interrupts where functions begin and where those written in C return: never between the
-    start of a message and the line that notes it, if ``starts`` are written in Python.
+    start of a message and the line that notes it, if ``starts`` are written in Python. A second
+    interrupt meanwhile breaks the job, and what was left undone is done. A third one, at the moment
+    when that begins, may still leave a message under way.
     """
     works: list[MessageWork] = []
     deadline = Deadline(timeout)

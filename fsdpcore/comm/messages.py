@@ -123,14 +123,23 @@ class GroupMessages:
         try:
             pending = post(*args)
             return MessageWork(self._job, self._group, pending, entry, peer, deliver)
-        except BaseException as error:
+        except FsdpcoreError as error:
             recorder.fail(entry, error)
             if isinstance(error, CommunicationError):
                 raise self._job.fail_with(error) from None
-            if not isinstance(error, FsdpcoreError):  # it may be under way, or not
-                why = f"rank {self._job.rank} was interrupted when it began a message"
-                self._job.fail(CommunicationError(f"{why}: {in_words(error)}"), tell=True)
             raise
+        except BaseException as error:  # Ctrl-C: it may be under way, or not
+            try:
+                self._interrupted(error)
+            except BaseException:  # and again
+                self._interrupted(error)
+                raise
+            recorder.fail(entry, error)
+            raise
+
+    def _interrupted(self, error: BaseException) -> None:
+        why = f"rank {self._job.rank} was interrupted when it began a message: {in_words(error)}"
+        self._job.fail(CommunicationError(why), tell=True)
 
     def _sender(self, src: int | Wildcard, tag: int | Wildcard, verb: str) -> tuple[int, int, int]:
         """From whom a message may be: as a number of the group, of the job; and with what tag."""

@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsdpcore.transports.zmq.backend import ZmqBackend
+from fsdpcore.transports.zmq.outlet import FrameSource
 from support.interrupts import Interrupt
+from support.zmq_ranks import run_threads
 
 import fsdpcore as fc
 
@@ -85,7 +88,9 @@ def test_a_message_that_is_left_half_done_ends_the_job(shm: str) -> None:
     assert receiver.startswith("rank 0 failed: ")
 
 
-def _overwritten(backend: fc.Backend, method: str, moment: int, caught: threading.Event) -> Any:
+def _overwritten(
+    backend: fc.Backend, method: str, interrupt: Interrupt, caught: threading.Event
+) -> Any:
     """Rank 0 overwrites what it was interrupted to send; return what rank 1 gets of it then."""
     array = np.full(1 << 20, backend.rank, np.uint8)
     if backend.rank == 1:
@@ -94,7 +99,6 @@ def _overwritten(backend: fc.Backend, method: str, moment: int, caught: threadin
             return np.unique(backend.recv(array, 0, timeout=0.01)).tolist()
         except fc.CommunicationError:
             return "told"
-    interrupt = Interrupt(moment)
     arguments = (array, 1) if method == "send" else (array, 1, np.empty_like(array), 1)
     with contextlib.suppress(fc.CommunicationError):
         interrupt.during(lambda: getattr(backend, method)(*arguments, timeout=0.01))
@@ -103,13 +107,52 @@ def _overwritten(backend: fc.Backend, method: str, moment: int, caught: threadin
     return interrupt.raised
 
 
+def _check_overwritten(method: str, interrupt: Interrupt) -> int:
+    args = (method, interrupt, threading.Event())
+    raised, got = fc.launch(_overwritten, world_size=2, args=args, transport="sim")
+    assert got in ("told", [0]), vars(interrupt)
+    return int(raised)
+
+
 @pytest.mark.parametrize("method", ["send", "sendrecv"])
 def test_what_was_being_sent_is_not_seen_to_change(method: str) -> None:
-    for moment in itertools.count():
-        raised, got = fc.launch(
-            _overwritten, world_size=2, args=(method, moment, threading.Event()), transport="sim"
-        )
-        assert got in ("told", [0]), f"interrupted at moment {moment}"
-        if not raised:
-            break
+    moment = 0
+    while _check_overwritten(method, Interrupt(moment)):
+        moment += 1
     assert moment > 50
+
+
+def test_nor_is_it_if_the_first_interrupt_is_being_handled() -> None:
+    for begun in itertools.count():
+        raised = [_check_overwritten("send", Interrupt(moment, begun)) for moment in (0, 8)]
+        if not all(raised):
+            break
+    assert begun > 50
+
+
+def test_a_withdrawal_that_is_interrupted_is_made_again() -> None:
+    """Nothing may read the array any more that the program gets back."""
+    calls = []
+
+    def body(backend: ZmqBackend) -> None:
+        if backend.rank == 0:
+            backend.barrier()
+            outlet = backend.control.peer(1).channel.outlet
+            withdraw = outlet.withdraw
+
+            def interrupted(owner: FrameSource) -> None:
+                calls.append(owner)
+                if len(calls) == 1:
+                    raise KeyboardInterrupt
+                withdraw(owner)
+
+            outlet.withdraw = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                backend.send(np.zeros(1 << 20), 1, timeout=0.01)
+        else:
+            backend.barrier()
+            backend.recv(np.zeros(1), 0, tag=1)
+
+    _, told = run_threads(body, 2, shm="off")
+    assert told.error == "PeerFailedError"
+    assert len(calls) == 2

@@ -26,28 +26,50 @@ class Interrupt:
     """Raises KeyboardInterrupt at the given one of the moments at which Python looks for signals.
 
     These are where our functions begin, and where those return that are written in C.
+
+    Args:
+        moment: its number, from 0.
+        begun: raise it before, too, where that one of our functions begins; moments count from
+            there on.
+
+    Attributes:
+        raised: how often it was.
     """
 
-    def __init__(self, moment: int) -> None:
+    def __init__(self, moment: int, begun: int | None = None) -> None:
         self._left = moment
-        self.raised = False
+        self._begun = -1 if begun is None else begun
+        self.raised = 0
 
     def during(self, call: Callable[[], object]) -> None:
         """Make the call, which may be interrupted."""
         try:
             sys.setprofile(self._profile)
+            if self._begun >= 0:
+                sys.settrace(self._trace)
             call()
         except KeyboardInterrupt:
             pass
         finally:
+            sys.settrace(None)
             sys.setprofile(None)
 
+    def _trace(self, frame: Any, event: str, argument: Any) -> None:
+        if _ours(frame) and event == "call":
+            self._begun -= 1
+            if self._begun < 0:
+                sys.settrace(None)
+                self.raised += 1
+                raise KeyboardInterrupt
+
     def _profile(self, frame: Any, event: str, argument: Any) -> None:
+        if self._begun >= 0:
+            return
         inside = _ours(frame) and event in ("call", "c_return")
         # Before pyzmq's functions in C there are some in Python.
         if inside or (event == "return" and frame.f_code.co_filename.startswith(_PYZMQ)):
             self._left -= 1
             if self._left < 0:
                 sys.setprofile(None)
-                self.raised = True
+                self.raised += 1
                 raise KeyboardInterrupt

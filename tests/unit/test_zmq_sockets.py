@@ -155,7 +155,22 @@ def test_memory_is_reclaimed_from_a_link_that_does_not_take_it() -> None:
         links.close(0)
 
 
-def test_a_frame_that_was_interrupted_harms_no_other() -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_a_frame_that_was_interrupted_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Nor if ending it was interrupted, too."""
+    abandon, begun = Links._abandon, list[Links]()
+
+    def interrupted(links: Links, *args: Any) -> None:
+        begun.append(links)
+        if len(begun) % 2:
+            raise KeyboardInterrupt
+        abandon(links, *args)
+
+    if again:
+        monkeypatch.setattr(Links, "_abandon", interrupted)
+
     def make(rank: int) -> Links:
         return Links(context, rank, 2, keys, encrypted=False, heartbeat=60, lost=lambda *_: None)
 

@@ -159,13 +159,14 @@ class PeerChannel:
         return outgoing.finished
 
     def _withdraw(self, outgoing: OutgoingMessage) -> None:
-        if self._sending.pop(outgoing.number, None) is None:
+        if outgoing.number not in self._sending:
             return
         self.outlet.withdraw(outgoing)
         if self._lending is not None and outgoing.lent:
             self._lending.withdraw(outgoing)
         elif not outgoing.granted:
             self._ahead -= outgoing.ahead
+        del self._sending[outgoing.number]  # last: if Ctrl-C comes first, it is withdrawn again
 
     def give_up(self, outgoing: OutgoingMessage, error: Exception) -> None:
         """Fail a message, of which the receiver has heard."""

@@ -12,6 +12,7 @@ no queue of ZeroMQ's has a limit: ``Outlet`` keeps them short. A link that has b
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import struct
@@ -204,13 +205,18 @@ class Links:
                 return None
             raise
         except BaseException:  # Ctrl-C
-            self._abandon(rank, number, begun)
-            if not copy:
-                self._cut(rank)
+            try:
+                self._abandon(rank, number, begun, copy)
+            except BaseException:  # and again
+                self._abandon(rank, number, begun, copy)
+                raise
             raise
 
-    def _abandon(self, rank: int, number: int, begun: bool) -> None:
-        """End a frame of which nobody knows how many parts were sent; the last one is empty."""
+    def _abandon(self, rank: int, number: int, begun: bool, copy: bool) -> None:
+        """End a frame of which nobody knows how many parts were sent; the last one is empty.
+
+        Where ZeroMQ may read its payload without having copied it, break the link.
+        """
         try:
             # The first part of a frame would be the name of a link, which this is not.
             self._outbox.send(b"", _MORE | _NOBLOCK)
@@ -218,11 +224,14 @@ class Links:
         except zmq.ZMQError:
             if not begun:
                 self._sent[rank] = number
+        if not copy:
+            self._cut(rank)
 
     def _cut(self, rank: int) -> None:
         """Break a link, and drop what waits."""
         self._outbox.setsockopt(zmq.LINGER, 0)
-        self._outbox.disconnect(self._endpoints[rank])
+        with contextlib.suppress(zmq.ZMQError):  # it was cut before
+            self._outbox.disconnect(self._endpoints[rank])
 
     def _reclaim(self, rank: int, tracker: zmq.MessageTracker) -> None:
         """Block until ZeroMQ does not read a payload any more; cut the link if that takes long."""
