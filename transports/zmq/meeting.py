@@ -24,26 +24,22 @@ from fsdpcore.core.work import Deadline
 from fsdpcore.launch.addresses import is_loopback, join_address
 from fsdpcore.launch.endpoints import resolve
 
-from .keys import NONCE_BYTES, JobKeys, KeyPair
-from .monitors import InboundConnections, events
+from .keys import NONCE_BYTES, JobKeys
+from .monitors import InboundConnections
+from .visit import RETRY_SECONDS, Visit, set_up
 
 Card = dict[str, Any]
 Socket = zmq.Socket[bytes]
 
 _PROTOCOL = 2
 _MAX_CARD = 1 << 16
-_MAX_TABLE = 1 << 28
-_RETRY_MS = 50
 # Rank 0 gives up at the deadline; the others leave it this long to tell them who was missing.
 _GRACE_SECONDS = 2.0
 # Where ranks disagree about the job, those that come so much later hear of it, too. The launcher of
 # rank 0 leaves it that long once others have failed.
 _LATE_SECONDS = 1.0
-# How long rank 0 lets somebody be silent, and is waited for. A rank that is held up tries again.
-_STRANGER_MS, _HANDSHAKE_MS = 3_000, 10_000
-_GREETED, _BROKEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
-_GIVEN_UP = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_UNLIKE = _GIVEN_UP | int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+# How long rank 0 lets somebody be silent.
+_STRANGER_MS = 3_000
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class MeetingHost:
         self._refused = 0
         self._socket: Socket = context.socket(zmq.ROUTER)
         sock = self._socket
-        _set_up(sock, address[0], _MAX_CARD)
+        set_up(sock, address[0], _MAX_CARD)
         sock.setsockopt(zmq.HANDSHAKE_IVL, _STRANGER_MS)
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.meeting().secret)
@@ -256,8 +252,8 @@ class MeetingGuest:
         self._place, self._deadline, self._version = place, deadline, version
         self._where = join_address(*address)
         self.hosts = resolve(address, deadline)
-        self._visits: list[_Visit] = []
-        self._found: _Visit | None = None
+        self._visits: list[Visit] = []
+        self._found: Visit | None = None
 
     def __enter__(self) -> MeetingGuest:
         return self
@@ -290,7 +286,7 @@ class MeetingGuest:
                     poller.unregister(visit.monitor)
                     self._visits.remove(visit)
                     visit.close()
-                    time.sleep(min(_RETRY_MS / 1000, self._deadline.remaining()))
+                    time.sleep(min(RETRY_SECONDS, self._deadline.remaining()))
                     self._visit(visit.host, poller)
         rank = self._place.rank
         if refused:
@@ -304,11 +300,11 @@ class MeetingGuest:
         )
 
     def _visit(self, host: str, poller: zmq.Poller) -> None:
-        visit = _Visit(self._context, self._server, host, self._port)
+        visit = Visit(self._context, self._server, host, self._port)
         self._visits.append(visit)
         poller.register(visit.monitor, zmq.POLLIN)
 
-    def _stay_with(self, found: _Visit) -> None:
+    def _stay_with(self, found: Visit) -> None:
         """End all other connections: rank 0 has room for one of each rank."""
         for visit in self._visits:
             if visit is not found:
@@ -337,7 +333,7 @@ class MeetingGuest:
                 return Meeting(cards, bytes.fromhex(nonce), visit.host)
         raise RendezvousError(f"rank 0 sent rank {place.rank} a table that makes no sense")
 
-    def _answer(self, visit: _Visit) -> dict[str, Any]:
+    def _answer(self, visit: Visit) -> dict[str, Any]:
         poller = zmq.Poller()
         poller.register(visit.monitor, zmq.POLLIN)
         poller.register(visit.socket, zmq.POLLIN)
@@ -367,65 +363,3 @@ class MeetingGuest:
             raise RendezvousError(
                 f"rank 0 sent rank {self._place.rank} an answer that makes no sense"
             ) from error
-
-
-class _Visit:
-    """A connection to one of the addresses that rank 0 may have.
-
-    Attributes:
-        host: the address.
-        greeted: who is there knows the job's secret.
-        refused: who is there, or was, does not.
-        given_up: ZeroMQ does not try again, as where ranks of an earlier job, which do not encrypt,
-            still listen at a port that a launcher keeps open.
-    """
-
-    def __init__(self, context: zmq.Context[Socket], server: KeyPair, host: str, port: int) -> None:
-        self.host = host
-        self.socket: Socket = context.socket(zmq.DEALER)
-        self.greeted = self.refused = self.given_up = False
-        sock = self.socket
-        _set_up(sock, host, _MAX_TABLE)
-        # Rank 0 may come later than the others.
-        sock.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
-        public, secret = zmq.curve_keypair()
-        sock.setsockopt(zmq.CURVE_SERVERKEY, server.public)
-        sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self.monitor: Socket = sock.get_monitor_socket(_GREETED | _BROKEN | _UNLIKE)
-        sock.connect(f"tcp://{join_address(host, port)}")
-
-    def look(self) -> bool:
-        """Note what happened to the connection; return whether it broke after the greeting."""
-        for event, _, _ in events(self.monitor):
-            if event & _GREETED:
-                self.greeted = True
-            elif event & _UNLIKE:
-                self.refused = True
-                self.given_up |= event == _GIVEN_UP
-            elif self.greeted:
-                return True
-        return False
-
-    def thank(self, end: float) -> None:
-        """Say that the table is there, and wait until the port is free for links to rank 0."""
-        self.socket.send(b"{}")
-        while not self.look() and time.monotonic() < end:
-            self.monitor.poll(int(1000 * (end - time.monotonic())) + 1)
-
-    def close(self) -> None:
-        """End it."""
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(0)
-
-
-def _set_up(sock: Socket, host: str, most: int) -> None:
-    sock.setsockopt(zmq.IPV6, ":" in host)
-    sock.setsockopt(zmq.SNDHWM, 0)
-    sock.setsockopt(zmq.RCVHWM, 0)
-    sock.setsockopt(zmq.MAXMSGSIZE, most)
-    sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    # A rank that waits for the others hears of rank 0's end even if its host is lost.
-    sock.setsockopt(zmq.HEARTBEAT_IVL, 1_000)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5_000)
