@@ -204,6 +204,8 @@ def check_meeting(address: Address, token: str, options: ZmqOptions) -> None:
         ConfigError: the job needs a secret and has none.
     """
     host = address[0]
+    if len(token) >= MIN_SECRET_CHARACTERS:
+        return
     with contextlib.suppress(RendezvousError):  # it may get its name a little later
         host = resolve(address, Deadline(0))[0]
     check_security(token, host, options.security)
