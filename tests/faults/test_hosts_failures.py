@@ -209,6 +209,20 @@ def test_a_rank_that_dies_while_another_one_is_still_to_come_ends_the_joining() 
             assert found.ended - since < SOON, found
 
 
+@waits
+def test_who_waits_for_others_hears_that_the_host_of_rank_0_is_gone() -> None:
+    with Lab(3) as lab:
+        lab.silence(2)
+        with on_hosts(idle, lab, 1, rendezvous_timeout=12) as ranks:
+            time.sleep(1.0)
+            since = time.monotonic()
+            lab.silence(0)
+            found = ranks[1].outcome()
+            assert found.error == "RendezvousError", found
+            assert "rank 0 ended the rendezvous" in found.text, found
+            assert found.ended - since < 10, found
+
+
 def rude(backend: fc.Backend, line: Line) -> int:
     """Rank 1 computes with the interpreter's lock, then with all that the others sent queued."""
     fc.all_reduce(np.ones(3), backend)

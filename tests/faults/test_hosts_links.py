@@ -7,7 +7,7 @@ import pytest
 from support.hosts.lab import Lab
 from support.hosts.plain import round_trip
 from support.hosts.ranks import on_hosts
-from support.zmq_ranks import Line
+from support.zmq_ranks import Line, Outcome
 
 import fsdpcore as fc
 
@@ -33,12 +33,15 @@ def passing(backend: fc.Backend, line: Line) -> tuple[float, float, bool]:
 
 
 def test_ranks_go_by_the_slowest_link_between_their_hosts() -> None:
-    """All by the same numbers; and no small message waits for what a slow link has not taken."""
+    """All by the same numbers; and no small message waits for what a slow link has not taken.
+
+    They listen at all addresses, and are found where they came from.
+    """
     rate = 20e6  # bits per second, on the way to and from the last host
     with Lab(3, rate=5 * rate, delay=0.02) as lab:
         lab.set_rate(2, rate)
         trip = round_trip(lab.hosts[0], lab.hosts[1], 5) / 2
-        with on_hosts(passing, lab) as ranks:
+        with on_hosts(passing, lab, interface="0.0.0.0") as ranks:
             found = [rank.outcome() for rank in ranks]
     assert {one.error for one in found} == {""}, found
     latency, beta, passed = found[2].result
@@ -46,3 +49,24 @@ def test_ranks_go_by_the_slowest_link_between_their_hosts() -> None:
     assert trip * 0.9 < latency < trip * 1.6
     assert rate / 8 * 0.5 < 1 / beta < rate / 8 * 1.6
     assert passed
+
+
+def summing(backend: fc.Backend, line: Line) -> int:
+    """A sum of all ranks."""
+    return int(fc.all_reduce(np.int64(backend.rank + 1), backend))
+
+
+def test_a_rank_may_connect_from_another_address_than_it_listens_at() -> None:
+    """The one by which its host reaches the others, where that has several."""
+    with Lab(2) as lab:
+        first, second = lab.hosts
+        for host, address in ((first, first.address), (second, "10.78.0.2")):
+            lab.ip(
+                host.number,
+                "link add beside type veth peer name beside-end",
+                f"address add {address}/32 dev beside",
+                "link set beside up",
+            )
+        lab.ip(first.number, f"route add 10.78.0.2/32 via {second.address}")
+        with on_hosts(summing, lab, interface="beside") as ranks:
+            assert [rank.outcome() for rank in ranks] == [Outcome(3)] * 2
