@@ -16,7 +16,7 @@ from support import programs
 from support.jobs import clean_environ
 
 import fsdpcore as fc
-from fsdpcore.launch import supervision
+from fsdpcore.launch import failure_report, supervision
 from fsdpcore.launch.supervision import RankProcess
 
 TRANSPORTS = ["sim", "zmq"]
@@ -279,3 +279,19 @@ def test_a_rank_that_was_made_to_end_is_not_blamed():
     supervision.release(ranks, kill=True)
     assert supervision.culprit(ranks, first, {0: True, 2: False}).rank == 2
     assert [rank.stopped for rank in ranks] == [False, True, False]
+
+
+def test_who_has_another_pipe_in_the_place_of_reports_writes_nothing_into_it():
+    """As a process that a rank has started, and which fails in turn."""
+    with failure_report.FailureReports() as reports:
+        reader, writer = os.pipe()
+        inode = reports.value.partition(":")[2]
+        for number in (reports.fd, writer):
+            environ = {failure_report.VARIABLE: f"{number}:{inode}"}
+            failure_report.report(number, ValueError("unwell"), environ)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            assert pipe.read() == b""
+        assert [(each.rank, each.consequence) for each in reports.read().values()] == [
+            (reports.fd, False)
+        ]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 
 import pytest
 
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.launch.config import resolve
 from fsdpcore.launch.run.output import LoggedOutput, OutputPipes, PrefixedOutput
+from fsdpcore.launch.run.scripts import JobShare, run_share
 
 
 def lines_of(*pieces):
@@ -68,6 +71,24 @@ def test_whoever_prints_where_nobody_reads_is_told():
     ):
         for _ in range(1000):
             os.write(end, b"line\n" * 1000)
+
+
+def test_lines_come_when_they_are_printed():
+    """Not when the rank ends, though Python would keep what it prints into a pipe."""
+    heard = []
+
+    class Output(PrefixedOutput):
+        def write(self, rank, error, line):
+            heard.append((time.monotonic(), rank, line))
+
+    program = [sys.executable, "-S", "-c", "import time; print('said'); time.sleep(0.8)"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    config = resolve({"transport": "zmq"}, {})
+    ends = run_share(program, config, environ, JobShare(1, 1), Output())
+    (moment, *said), ended = *heard, time.monotonic()
+    assert ends.first is None
+    assert said == [0, b"said"]
+    assert ended - moment > 0.4
 
 
 def test_the_traceback_of_the_culprit_is_last(capfd):

@@ -311,6 +311,41 @@ def test_a_descriptor_that_is_used_again_hides_no_broken_connection(
     assert inbound.broken() == [2]
 
 
+def test_a_link_that_broke_before_its_first_frame_was_read_is_lost_when_it_is() -> None:
+    """Whose it was shows then; nothing more will be told of it."""
+    keys, lost = JobKeys(""), list[tuple[int, bool]]()
+    end = time.monotonic() + PATIENCE
+    with zmq.Context[zmq.Socket[bytes]](IO_THREADS) as context:
+        sender, receiver = (
+            Links(
+                context,
+                rank,
+                2,
+                keys,
+                encrypted=False,
+                heartbeat=60,
+                lost=lambda *what: lost.append(what),
+            )
+            for rank in range(2)
+        )
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()
+        for links in (sender, receiver):
+            links.introduce(b"", [("127.0.0.1", 1), address])
+        receiver.listen(listener, address, [])
+        sender.send(1, b"last words")
+        sender.close(PATIENCE)
+        while not receiver._inbound._closed:
+            receiver.look()
+            assert time.monotonic() < end
+        assert lost == []
+        while (frame := receiver.receive()) is None:
+            assert time.monotonic() < end
+        assert frame.header == b"last words"
+        assert lost == [(0, False)]
+        receiver.close(0)
+
+
 # What only the ranks of a job know.
 
 

@@ -16,7 +16,17 @@ import zmq
 from fsdpcore.transports.zmq import watch
 from fsdpcore.transports.zmq.keys import JobKeys
 from fsdpcore.transports.zmq.links import IO_THREADS, Links
-from fsdpcore.transports.zmq.watch import ALIVE, CUT, ENDED, SILENT, STOPPED, Report, Watch, _Probe
+from fsdpcore.transports.zmq.watch import (
+    ALIVE,
+    CUT,
+    ENDED,
+    LEFT,
+    SILENT,
+    STOPPED,
+    Report,
+    Watch,
+    _Probe,
+)
 from support.zmq_ranks import PATIENCE
 
 from fsdpcore.core.errors import CommunicationError, PeerFailedError
@@ -146,6 +156,20 @@ def test_the_gaps_that_leaving_ranks_make_are_closed_while_more_of_them_leave(
     for error in job.errors().values():
         assert isinstance(error, PeerFailedError)
         assert error.rank == 0
+
+
+def test_a_rank_whose_last_words_are_still_on_their_way_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who is none of its neighbours may find that it has ended before it hears that it left."""
+    job = Job(monkeypatch, 8)
+    job.ended.add(3)
+    job.findings[3] = ENDED
+    job.ranks[0].watch.lost(3)
+    job.wait(0.1)
+    job.ranks[1].watch.heard(3, Report(3, 3, LEFT)._asdict())
+    job.wait(0.5)
+    assert not any(job.errors().values())
 
 
 def test_a_rank_that_has_told_of_another_can_be_lost_later(
