@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.hosts.lab import Lab
-from support.hosts.plain import round_trip
 from support.hosts.ranks import on_hosts
 from support.zmq_ranks import Line, Outcome
 
@@ -37,17 +36,17 @@ def test_ranks_go_by_the_slowest_link_between_their_hosts() -> None:
 
     They listen at all addresses, and are found where they came from.
     """
-    rate = 20e6  # bits per second, on the way to and from the last host
-    with Lab(3, rate=5 * rate, delay=0.02) as lab:
+    delay, rate = 0.025, 40e6  # bits per second, on the way to and from the last host
+    with Lab(3, rate=5 * rate, delay=delay) as lab:
         lab.set_rate(2, rate)
-        trip = round_trip(lab.hosts[0], lab.hosts[1], 5) / 2
         with on_hosts(passing, lab, interface="0.0.0.0") as ranks:
             found = [rank.outcome() for rank in ranks]
     assert {one.error for one in found} == {""}, found
     latency, beta, passed = found[2].result
     assert [one.result[:2] for one in found] == [(latency, beta)] * 3
-    assert trip * 0.9 < latency < trip * 1.6
-    assert rate / 8 * 0.5 < 1 / beta < rate / 8 * 1.6
+    # A machine that is busy makes them worse, but none takes a round trip for a way.
+    assert delay * 0.95 < latency < delay * 1.9
+    assert rate / 8 * 0.3 < 1 / beta < rate / 8 * 1.6
     assert passed
 
 
