@@ -194,8 +194,8 @@ def test_of_a_host_of_which_others_hear_it_is_the_network(
 ) -> None:
     """Though the rank that one of them does not hear says nothing for itself: it computes."""
     job = Job(monkeypatch, 4, per_host=2)
-    job.ended |= {2, 3}
-    for rank in (0, 1):
+    job.ended |= {2} if heard else {2, 3}
+    for rank in (0, 1, 3) if heard else (0, 1):  # those of its host, too, say so
         job.ranks[rank].watch.heard(2, Report(2, 1, SILENT)._asdict())
         if heard:
             job.ranks[rank].watch.heard(2, Report(3, 3, ALIVE)._asdict())

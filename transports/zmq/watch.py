@@ -366,7 +366,7 @@ class Watch:
         for found in (ENDED, SILENT, STOPPED):
             ranks = sorted({r.rank for r in reports if r.found == found} - alive)
             if found == SILENT:  # of a host that others hear of, it is the network
-                ranks = [rank for rank in ranks if not self._hears_of_host(rank, alive)]
+                ranks = [rank for rank in ranks if not self._cut_off(rank, reports, alive)]
             if ranks:
                 self._owner.fail(PeerFailedError(self._text(ranks[0], found, ranks[1:]), ranks[0]))
                 return
@@ -377,9 +377,11 @@ class Watch:
         )
         self._owner.fail(PeerFailedError(text, low, pair=(low, high)))
 
-    def _hears_of_host(self, rank: int, alive: set[int]) -> bool:
+    def _cut_off(self, rank: int, reports: set[Report], alive: set[int]) -> bool:
+        """Whether only other hosts miss a rank, whose host is alive."""
         host = self._hosts[rank]
-        return host != self._hosts[self._rank] and any(self._hosts[r] == host for r in alive)
+        by = [self._hosts[r.by] for r in reports if (r.rank, r.found) == (rank, SILENT)]
+        return host not in by and any(self._hosts[r] == host for r in alive)
 
     def _unknown(self, rank: int) -> CommunicationError:
         return CommunicationError(
