@@ -1,7 +1,7 @@
 """Measure collectives and training between hosts, over links of a rate or a delay.
 
     sudo python bench/hosts.py                                   # ours
-    sudo python bench/hosts.py --against encrypted,gloo --json hosts.json
+    sudo python bench/hosts.py --transport "zmq://?security=none" --against encrypted,gloo
     unshare -Ur python bench/hosts.py --parts rate,far           # without being root
 
 The hosts are network namespaces of this machine. bench/README.md says what is measured, and how.

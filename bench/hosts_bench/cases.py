@@ -124,9 +124,10 @@ SCENARIOS = (
 )
 
 
-# Enough units that the first gather and the last reduction, which nothing can hide, are small.
-_GPT = {"layers": 8, "width": 128, "heads": 2, "context": 64, "batch": 16}
-_COMPUTING_MORE = {**_GPT, "context": 128, "batch": 64}
+# Enough units that the first gather and the last reduction, which nothing can hide, are small. The
+# first one sends more than it computes, the second one computes more.
+_SENDING = {"layers": 8, "width": 256, "heads": 4, "context": 64, "batch": 8}
+_COMPUTING = {"layers": 8, "width": 128, "heads": 2, "context": 128, "batch": 192}
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class TrainingScenario:
     )
     hosts: int = 2
     per_host: int = 2
-    sizes: Mapping[str, Any] = field(default_factory=lambda: dict(_GPT))
+    sizes: Mapping[str, Any] = field(default_factory=lambda: dict(_SENDING))
 
     @property
     def ranks(self) -> int:
@@ -163,5 +164,5 @@ class TrainingScenario:
 
 TRAININGS = (
     TrainingScenario("train-100m", 100e6),
-    TrainingScenario("train-1g", 1e9, sizes=_COMPUTING_MORE),
+    TrainingScenario("train-1g", 1e9, sizes=_COMPUTING),
 )
