@@ -219,6 +219,16 @@ def test_a_rank_far_away_has_time_to_say_that_it_is_alive(
     assert all(job.errors().values())
 
 
+def test_a_system_that_does_not_count_wakes_tells_no_rank_that_it_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
+    standstill = watch._Standstill(1.0)
+    for now in (0.0, 5.0):
+        standstill.look(now)
+    assert standstill.seconds(5.0) == 0
+
+
 # Real connections.
 
 

@@ -193,7 +193,8 @@ class _Standstill:
 
     def look(self, now: float) -> None:
         """Note for how long this thread was away; always called by the same one."""
-        woken = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        of_thread = getattr(resource, "RUSAGE_THREAD", None)  # Linux, and few others
+        woken = 0 if of_thread is None else resource.getrusage(of_thread).ru_nvcsw
         away, wakes = now - self._looked, woken - self._woken
         # It may wake later than it wants to. A system that counts nothing tells nothing.
         if away >= _STANDSTILL * self._heartbeat and 0 < 2 * wakes * sys.getswitchinterval() < away:
