@@ -16,7 +16,7 @@ from fsdpcore.collectives.spec import UNCHOSEN, CallSpec
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import PeerFailedError
-from fsdpcore.core.work import Deadline, fresh
+from fsdpcore.core.work import Deadline
 
 
 def run(
@@ -71,10 +71,8 @@ def _perform(
         result = body(context)
     except BaseException as error:
         context.broke(entry, error)
-        first = backend.root.failure
-        if isinstance(error, PeerFailedError) and str(first) != str(error) and first is not None:
-            # Another rank told of it a moment before, and that is what every later call raises.
-            raise fresh(first) from None
+        if isinstance(error, PeerFailedError):  # another rank may have told of it a moment before
+            raise backend.root.fail_with(error) from None
         raise
     finally:
         context.release()
