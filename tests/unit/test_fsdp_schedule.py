@@ -116,15 +116,13 @@ def test_gradients_are_reduced_while_the_backward_pass_goes_on_if_wanted(prefetc
     def body(backend):
         engine = engine_of(backend, prefetch)
         states = []
-        with engine.step() as step:
-            for unit in engine.units:
-                with step.forward(unit):
-                    pass
-            for number in reversed(range(5)):
-                with step.backward(f"u{number}") as (_, grads):
-                    grads["w"][:] = number
-                    states.append([unit.grad_state.value for unit in engine.units[number + 1 :]])
-            step.update()
+
+        def note(unit, params, grads):
+            number = int(unit.name[1:])
+            grads["w"][:] = number
+            states.append([unit.grad_state.value for unit in engine.units[number + 1 :]])
+
+        train(engine, note)
         return states, values_of(engine)
 
     for states, values in launch(body, hosts=hosts):
@@ -144,16 +142,13 @@ def test_sums_over_replicas_end_while_the_backward_pass_goes_on(monkeypatch):
     def body(backend):
         strategy = fc.Strategy("hybrid_shard", shard_group_size=2)
         engine = engine_of(backend, 2, strategy=strategy)
-        with engine.step() as step:
-            for unit in engine.units:
-                with step.forward(unit):
-                    pass
-            for number in reversed(range(5)):
-                with step.backward(f"u{number}") as (_, grads):
-                    grads["w"][:] = backend.rank
-                    for before in summed[backend.rank][number + 1 :]:
-                        assert before.wait(10), number
-            step.update()
+
+        def wait_for_sums(unit, params, grads):
+            grads["w"][:] = backend.rank
+            for before in summed[backend.rank][int(unit.name[1:]) + 1 :]:
+                assert before.wait(10), unit
+
+        train(engine, wait_for_sums)
         return values_of(engine)
 
     monkeypatch.setattr(gradients, "all_reduce", noted)

@@ -243,8 +243,8 @@ class UnitGradients:
     ) -> Any:
         groups = self._groups
         options: dict[str, Any] = {"op": self._op(divisor), "algorithm": self._algorithm}
-        whole = label if divisor is None else f"{label}, divisor {divisor}"
-        first: dict[str, Any] = {"out": own, "async_op": async_op, "label": whole, **options}
+        label = label if divisor is None else f"{label}, divisor {divisor}"
+        first: dict[str, Any] = {"out": own, "async_op": async_op, "label": label, **options}
         if self._placement.whole_gradients:
             return all_reduce(flat, groups.whole, **first)
         started = reduce_scatter(flat, groups.shards, **first)
@@ -265,7 +265,7 @@ class UnitGradients:
         if not async_op:
             return sum_over_replicas()
         # Replicas are on different hosts, as a rule: that is what is worth hiding most.
-        return groups.background.submit(sum_over_replicas, f"{whole}, over replicas")
+        return groups.background.submit(sum_over_replicas, f"{label}, over replicas")
 
     def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
         """Return what the collectives make of the gradients, before the rest is divided."""
