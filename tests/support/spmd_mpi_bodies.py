@@ -147,7 +147,7 @@ def without_a_copy(backend: fc.Backend) -> None:
     """MPI reduces from one array into another, and leaves the first as it is."""
     me, p = backend.rank, backend.world_size
     algorithm = state_of(backend).own_algorithms["all_reduce"][NATIVE].module
-    into = algorithm.all_reduce_into  # type: ignore[attr-defined]
+    into = algorithm.all_reduce  # type: ignore[attr-defined]
     for op, dtype in (("sum", np.int64), ("mean", np.float32), ("min", np.float16)):
         parts = arrays_of(p, (70,), dtype)
         source, out = parts[me].copy(), np.zeros(70, dtype)

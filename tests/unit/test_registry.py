@@ -48,9 +48,9 @@ from fsdpcore.transports.simulated.backend import SimBackend
 
 calls = []
 
-def all_reduce(context, data, reduction):
+def all_reduce(context, source, out, reduction):
     calls.append(context.rank)
-    star.all_reduce(context, data, reduction)
+    star.all_reduce(context, source, out, reduction)
 
 class Thing(SimBackend):
     def algorithms(self, backend):

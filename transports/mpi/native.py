@@ -180,29 +180,19 @@ class MpiCollectives:
         self._bound = reduction, binding
         return binding
 
-    def all_reduce(self, context: CollectiveContext, data: Array, reduction: Reduction) -> None:
-        """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-        binding = self._binding(reduction)
-        if binding is None:
-            return direct.all_reduce(context, data, reduction)
-        kind, op = binding
-        with self._calling(context) as comm:
-            for piece in _pieces(data):
-                comm.Allreduce(MPI.IN_PLACE, _buffer(piece, kind), op)
-        return _finish(data, reduction, context.size)
-
-    def all_reduce_into(
+    def all_reduce(
         self, context: CollectiveContext, source: Array, out: Array, reduction: Reduction
     ) -> None:
-        """Reduce ``source`` of all ranks into ``out`` of all; they are the same array or apart."""
+        """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
         binding = self._binding(reduction)
-        if binding is None or np.may_share_memory(source, out):
-            np.copyto(out, source)
-            return self.all_reduce(context, out, reduction)
+        if binding is None:
+            return direct.all_reduce(context, source, out, reduction)
         kind, op = binding
+        in_place = np.may_share_memory(source, out)
         with self._calling(context) as comm:
             for piece, room in zip(_pieces(source), _pieces(out), strict=True):
-                comm.Allreduce(_buffer(piece, kind), _buffer(room, kind), op)
+                given = MPI.IN_PLACE if in_place else _buffer(piece, kind)
+                comm.Allreduce(given, _buffer(room, kind), op)
         return _finish(out, reduction, context.size)
 
     def reduce(

@@ -228,14 +228,10 @@ class NcclCollectives:
 class NativeCollectives(NcclCollectives):
     """Reductions by NCCL."""
 
-    def all_reduce(self, context: CollectiveContext, data: Array, reduction: Reduction) -> None:
-        """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-        self.all_reduce_into(context, data, data, reduction)
-
-    def all_reduce_into(
+    def all_reduce(
         self, context: CollectiveContext, source: Array, out: Array, reduction: Reduction
     ) -> None:
-        """Reduce ``source`` of all ranks into ``out`` of all; they are the same array or apart."""
+        """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
         if self._only_copies(context):
             copy(source, out)
         elif out.size:

@@ -56,12 +56,14 @@ class DirectCollectives(NcclCollectives):
         )
         reduction.reduce_at_once(parts, own, cupy.empty)
 
-    def all_reduce(self, context: CollectiveContext, data: Array, reduction: Reduction) -> None:
-        """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-        bounds = bounds_of(split_sizes(data.size, context.size))
-        own = data[bounds[context.rank] : bounds[context.rank + 1]]
-        self.reduce_scatter(context, data, own, bounds, reduction)
-        self.all_gather(context, own, data, bounds)
+    def all_reduce(
+        self, context: CollectiveContext, source: Array, out: Array, reduction: Reduction
+    ) -> None:
+        """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
+        bounds = bounds_of(split_sizes(source.size, context.size))
+        own = out[bounds[context.rank] : bounds[context.rank + 1]]
+        self.reduce_scatter(context, source, own, bounds, reduction)
+        self.all_gather(context, own, out, bounds)
 
     def reduce(
         self,

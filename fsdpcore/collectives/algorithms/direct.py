@@ -70,12 +70,12 @@ def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Seque
     context.wait_all()
 
 
-def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
-    """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    bounds = bounds_of(split_sizes(data.size, context.size))
-    own = data[bounds[context.rank] : bounds[context.rank + 1]]
-    reduce_scatter(context, data, own, bounds, reduction)
-    all_gather(context, own, data, bounds)
+def all_reduce(context: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
+    """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
+    bounds = bounds_of(split_sizes(source.size, context.size))
+    own = out[bounds[context.rank] : bounds[context.rank + 1]]
+    reduce_scatter(context, source, own, bounds, reduction)
+    all_gather(context, own, out, bounds)
 
 
 def broadcast(context: CollectiveContext, data: Array, root: int) -> None:

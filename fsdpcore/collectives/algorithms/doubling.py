@@ -74,13 +74,14 @@ def steps(rank: int, count: int) -> Iterator[DoublingStep]:
         width *= 2
 
 
-def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
-    """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    if reduction.accumulator == data.dtype:
-        total, received = data, context.scratch(data.size, data.dtype)
+def all_reduce(context: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
+    """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
+    if reduction.accumulator == source.dtype:
+        total, received = out, context.scratch(source.size, source.dtype)
+        np.copyto(total, source)
     else:
-        total, received = context.scratch(2 * data.size, reduction.accumulator).reshape(2, -1)
-        reduction.load(data, total)
+        total, received = context.scratch(2 * source.size, reduction.accumulator).reshape(2, -1)
+        reduction.load(source, total)
     for step in steps(context.rank, context.size):
         context.irecv(received, step.source)
         for target in step.targets:
@@ -88,7 +89,7 @@ def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) ->
         context.wait_all()
         left, right = (total, received) if step.mine < step.theirs else (received, total)
         reduction.combine(left, right, total)
-    reduction.store(total, data, context.size)
+    reduction.store(total, out, context.size)
 
 
 def reduce_scatter(
@@ -103,7 +104,7 @@ def reduce_scatter(
     ``own`` may be that part of ``source``.
     """
     everything = source.copy()
-    all_reduce(context, everything, reduction)
+    all_reduce(context, everything, everything, reduction)
     np.copyto(own, everything[bounds[context.rank] : bounds[context.rank + 1]])
 
 

@@ -28,18 +28,22 @@ from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.reductions import Reduction
 
 
-def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
-    """Reduce ``data`` of all ranks into ``data`` of all ranks."""
+def all_reduce(context: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
+    """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
     plan = halving.plan(context.rank, context.size)
     layout = halving.plan(0, context.size).order
-    bounds = bounds_of(split_sizes(data.size, context.size))
-    chunks = [data] * context.size
+    bounds = bounds_of(split_sizes(source.size, context.size))
+    places = [slice(0, 0)] * context.size
     for number, chunk in enumerate(layout):
-        chunks[chunk] = data[bounds[number] : bounds[number + 1]]
+        places[chunk] = slice(bounds[number], bounds[number + 1])
+    chunks = [source[place] for place in places]
     at = plan.positions(chunks)
-    result = data if plan.order == layout else np.empty_like(data)
-    in_place = result is data and data.dtype == reduction.accumulator
-    total = data if in_place else halving.load(plan, chunks, reduction)
+    result = out if plan.order == layout else np.empty_like(out)
+    if result is out and out.dtype == reduction.accumulator:
+        total = out
+        np.copyto(total, source)
+    else:
+        total = halving.load(plan, chunks, reduction)
     own = halving.reduce(context, plan, total, at, reduction)
     here = plan.order.index(context.rank)
     reduction.store(own, result[at[here] : at[here + 1]], context.size)
@@ -48,6 +52,6 @@ def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) ->
         context.isend(result[at[merge.first] : at[merge.end]], merge.source)
         context.wait(*arriving)
     context.wait_all()
-    if result is not data:
+    if result is not out:
         for number, chunk in enumerate(plan.order):
-            np.copyto(chunks[chunk], result[at[number] : at[number + 1]])
+            np.copyto(out[places[chunk]], result[at[number] : at[number + 1]])

@@ -95,10 +95,10 @@ def scatter(
     context.wait_all()
 
 
-def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
-    """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    reduce(context, data, data, CENTRE, reduction)
-    broadcast(context, data, CENTRE)
+def all_reduce(context: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
+    """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
+    reduce(context, source, out, CENTRE, reduction)
+    broadcast(context, out, CENTRE)
 
 
 def reduce_scatter(

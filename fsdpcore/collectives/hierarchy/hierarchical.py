@@ -297,14 +297,7 @@ def _pack(array: Array, slab: Slab, bounds: Sequence[int]) -> Array:
     return np.concatenate([array[bounds[owner] : bounds[owner + 1]] for owner in slab.owners])
 
 
-def all_reduce(context: CollectiveContext, data: Array, reduction: Reduction) -> None:
-    """Reduce ``data`` of all ranks into ``data`` of all ranks."""
-    all_reduce_into(context, data, data, reduction)
-
-
-def all_reduce_into(
-    context: CollectiveContext, source: Array, out: Array, reduction: Reduction
-) -> None:
+def all_reduce(context: CollectiveContext, source: Array, out: Array, reduction: Reduction) -> None:
     """Reduce ``source`` of all ranks into ``out`` (may be ``source``) of all ranks."""
     bounds = bounds_of(split_sizes(source.size, context.size))
     own = out[bounds[context.rank] : bounds[context.rank + 1]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from fsdpcore.collectives.context import CollectiveContext
@@ -24,12 +23,7 @@ def _movement(ranks: range, root: int) -> list[Move]:
 def _call(
     algorithm: Any, context: CollectiveContext, layout: Layout, source: Array, out: Array
 ) -> None:
-    if source is not out:
-        if hasattr(algorithm, "all_reduce_into"):  # it needs no copy of the input
-            algorithm.all_reduce_into(context, source, out, layout.reduction)
-            return
-        np.copyto(out, source)
-    algorithm.all_reduce(context, out, layout.reduction)
+    algorithm.all_reduce(context, source, out, layout.reduction)
 
 
 ALL_REDUCE = Operation("all_reduce", _call, _movement, reduces=True)
