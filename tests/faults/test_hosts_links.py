@@ -69,3 +69,17 @@ def test_a_rank_may_connect_from_another_address_than_it_listens_at() -> None:
         lab.ip(first.number, f"route add 10.78.0.2/32 via {second.address}")
         with on_hosts(summing, lab, interface="beside") as ranks:
             assert [rank.outcome() for rank in ranks] == [Outcome(3)] * 2
+
+
+def test_rank_0_may_listen_at_an_address_that_is_not_its_hosts_first() -> None:
+    """It connects from there, since the others let in who comes from where ranks listen."""
+    with Lab(2) as lab:
+        host = lab.hosts[0]
+        lab.ip(
+            host.number,
+            f"address delete {host.address}/24 dev eth0",
+            "address add 10.77.0.100/24 dev eth0",
+            f"address add {host.address}/24 dev eth0",
+        )
+        with on_hosts(summing, lab) as ranks:
+            assert [rank.outcome() for rank in ranks] == [Outcome(3)] * 2

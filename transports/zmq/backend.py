@@ -157,8 +157,8 @@ class ZmqBackend(Transport):
             self._options.heartbeat,
             control,
         )
-        links.introduce(joined.nonce, joined.addresses)
         links.listen(joined.listener, joined.own, joined.sources)
+        links.introduce(joined.nonce, joined.addresses)
         for descriptor, handler in links.watched(control.serve, control.look):
             self.poller.add(descriptor, handler)
 

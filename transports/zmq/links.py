@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import zmq
 
 from fsdpcore.core.errors import ProtocolError
-from fsdpcore.launch.addresses import join_address
+from fsdpcore.launch.addresses import is_loopback, join_address
+from fsdpcore.launch.endpoints import is_unspecified
 
 from .keys import JobKeys
 from .monitors import InboundConnections, events
@@ -101,7 +102,7 @@ class Links:
         self._outbound: Socket = self._outbox.get_monitor_socket(_REFUSED | _BROKEN)
         for monitor in (self._inbound.monitor, self._outbound):
             events(monitor)  # its descriptor tells of nothing until somebody has looked once
-        self._nonce = b""
+        self._own, self._nonce = "", b""
         self._endpoints: list[str] = []
         # How many frames have come from each rank, and were sent to it; by the names of the links.
         self._sources: dict[bytes, int] = {}
@@ -128,6 +129,7 @@ class Links:
             sources: addresses that ranks come from; nobody else is let in. Empty for all.
         """
         inbox = self._inbox
+        self._own = address[0]
         inbox.setsockopt(zmq.IPV6, ":" in address[0])
         for source in sources:
             inbox.setsockopt_string(zmq.TCP_ACCEPT_FILTER, source)
@@ -138,9 +140,12 @@ class Links:
         inbox.bind(f"tcp://{join_address(*address)}")
 
     def introduce(self, nonce: bytes, addresses: Iterable[Address]) -> None:
-        """Say where the ranks listen, and what rank 0 has drawn for the names of links."""
+        """Say where the ranks listen, and what rank 0 has drawn for the names of links.
+
+        If this rank is to connect from where it listens, it must do so already.
+        """
         self._nonce = nonce
-        self._endpoints = [f"tcp://{join_address(*address)}" for address in addresses]
+        self._endpoints = [_endpoint(self._own, address) for address in addresses]
         for rank in range(self._world_size):
             if rank != self._rank:
                 self._sources[self._keys.link_name(rank, self._rank, nonce)] = rank
@@ -300,6 +305,19 @@ class Links:
             monitor.close(0)
         self._inbox.close(0)
         self._outbox.close(int(1000 * seconds))
+
+
+def _endpoint(own: str, address: Address) -> str:
+    """What to connect to, and from where: others let in those addresses at which ranks listen.
+
+    A host that has several might choose another one. That is left to it where the rank listens at
+    all of them or at none, and where the two addresses are of different kinds.
+    """
+    there = join_address(*address)
+    alike = (":" in own) == (":" in address[0]) and is_loopback(own) == is_loopback(address[0])
+    if not own or is_unspecified(own) or not alike:
+        return f"tcp://{there}"
+    return f"tcp://{join_address(own, 0)};{there}"
 
 
 def _socket(context: zmq.Context[Socket], heartbeat: float) -> Socket:
