@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import socket
+import threading
 import time
 import weakref
 from collections import deque
@@ -22,7 +23,7 @@ from fsdpcore.transports.zmq.keys import JobKeys
 from fsdpcore.transports.zmq.links import IO_THREADS, Links
 from fsdpcore.transports.zmq.monitors import InboundConnections
 from fsdpcore.transports.zmq.outlet import UNCOPIED, Flow, Outlet
-from fsdpcore.transports.zmq.poller import Waker, _PollSet
+from fsdpcore.transports.zmq.poller import Poller, Waker, _PollSet
 from fsdpcore.transports.zmq.watch import neighbours
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from support.interrupts import Interrupt
 from support.zmq_ranks import PATIENCE
 from support.zmq_rogue import Keys
 
+from fsdpcore.comm.polled import PolledMessage
 from fsdpcore.core.errors import ConfigError
 
 
@@ -45,6 +47,22 @@ def test_a_thread_that_waits_is_awake_for_a_moment_before_it_sleeps(
     assert watched.look(0.001) == [waker.clear]
     waker.close()
     waker.wake()  # a thread that has waited may be late
+
+
+def test_who_waits_for_an_answer_has_it_polled_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After somebody has waited for a message, the own thread rests, and nobody else polls."""
+    monkeypatch.setattr(poller, "_AWAY_SECONDS", PATIENCE)
+    monkeypatch.setattr(poller, "_LONGEST_AWAY_SECONDS", PATIENCE)
+    link, come = Waker(), list[None]()
+    polled = Poller(threading.RLock(), lambda: None, lambda error: None, "polls")
+    polled.add(link.fileno(), lambda: (link.clear(), come.append(None)))
+    polled.start()
+    polled.wait(PolledMessage(polled), 0.05)
+    time.sleep(0.1)  # until it does
+    link.wake()
+    assert polled.until(lambda: come, PATIENCE / 2)
+    polled.stop()
+    link.close()
 
 
 # What is sent when.

@@ -200,6 +200,7 @@ class Poller(LeaderFollowers):
             if self._thread.ident is None:
                 return self._poll_until(predicate, seconds)
             self._expected += 1
+            self._own_waker.wake()  # from its rest: while this thread waits, nobody else may poll
             try:
                 return bool(self._changed.wait_for(predicate, seconds))
             finally:
@@ -236,7 +237,7 @@ class Poller(LeaderFollowers):
             same = self._waits == seen
             seen = self._waits
             # Away while somebody waits, and until nobody has for one turn of the loop.
-            if not self._leading and (same or not away):
+            if not self._leading and (same or not away or self._expected):
                 away = False
                 self._rest = _AWAY_SECONDS
                 ready = self._watch_all(due)
