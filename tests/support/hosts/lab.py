@@ -101,6 +101,9 @@ class Lab:
             _, *paths = self._answer()
             self.hosts = [Host(at, path) for at, path in enumerate(paths)]
             self._join(kernel=not delay and not loss)
+            for host in range(count):
+                # BBR, the default of some kernels, nearly stops a connection for 0.2 s every 10 s.
+                self._ask("write", at=host + 1, name="ipv4/tcp_congestion_control", value="reno")
             if delay or loss:
                 self._ask("switch", delay=delay, loss=loss)
             if rate:
