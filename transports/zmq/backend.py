@@ -158,8 +158,8 @@ class ZmqBackend(Transport):
             self._options.heartbeat,
             control,
         )
-        links.listen(joined.listener, joined.own, joined.sources)
         links.introduce(joined.nonce, joined.addresses)
+        links.listen(joined.listener, joined.own, joined.sources)
         for descriptor, handler in links.watched(control.serve, control.look):
             self.poller.add(descriptor, handler)
 

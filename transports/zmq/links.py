@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from fsdpcore.core.errors import ProtocolError
+from fsdpcore.core.errors import ProtocolError, RendezvousError
 from fsdpcore.launch.addresses import is_loopback, join_address
-from fsdpcore.launch.endpoints import is_unspecified
+from fsdpcore.launch.endpoints import is_unspecified, own_address
 
 from .keys import JobKeys
 from .monitors import InboundConnections, events
@@ -102,13 +102,15 @@ class Links:
         self._outbound: Socket = self._outbox.get_monitor_socket(_REFUSED | _BROKEN)
         for monitor in (self._inbound.monitor, self._outbound):
             events(monitor)  # its descriptor tells of nothing until somebody has looked once
-        self._own, self._nonce = "", b""
-        self._endpoints: list[str] = []
+        self._own, self._let_in = "", frozenset[str]()
+        self._nonce = b""
+        self._addresses: list[Address] = []
         # How many frames have come from each rank, and were sent to it; by the names of the links.
         self._sources: dict[bytes, int] = {}
         self._received: dict[int, int] = {}
         self._sent: dict[int, int] = {}
         self._names: dict[int, bytes] = {}
+        self._endpoints: dict[int, str] = {}
         self._by_endpoint: dict[str, int] = {}
 
     def watched(
@@ -129,9 +131,9 @@ class Links:
             sources: addresses that ranks come from; nobody else is let in. Empty for all.
         """
         inbox = self._inbox
-        self._own = address[0]
+        self._own, self._let_in = address[0], frozenset(sources)
         inbox.setsockopt(zmq.IPV6, ":" in address[0])
-        for source in sources:
+        for source in self._let_in:
             inbox.setsockopt_string(zmq.TCP_ACCEPT_FILTER, source)
         if self._encrypted:
             inbox.setsockopt(zmq.CURVE_SERVER, 1)
@@ -140,12 +142,9 @@ class Links:
         inbox.bind(f"tcp://{join_address(*address)}")
 
     def introduce(self, nonce: bytes, addresses: Iterable[Address]) -> None:
-        """Say where the ranks listen, and what rank 0 has drawn for the names of links.
-
-        If this rank is to connect from where it listens, it must do so already.
-        """
+        """Say where the ranks listen, and what rank 0 has drawn for the names of links."""
         self._nonce = nonce
-        self._endpoints = [_endpoint(self._own, address) for address in addresses]
+        self._addresses = list(addresses)
         for rank in range(self._world_size):
             if rank != self._rank:
                 self._sources[self._keys.link_name(rank, self._rank, nonce)] = rank
@@ -156,7 +155,8 @@ class Links:
             return False
         self._names[rank] = to = b"to %d" % rank
         self._sent[rank] = 0
-        outbox, endpoint = self._outbox, self._endpoints[rank]
+        outbox, endpoint = self._outbox, self._endpoint(self._addresses[rank])
+        self._endpoints[rank] = endpoint
         self._by_endpoint[endpoint] = rank
         outbox.setsockopt(zmq.IPV6, "[" in endpoint)
         outbox.setsockopt(zmq.CONNECT_ROUTING_ID, to)
@@ -169,6 +169,21 @@ class Links:
             outbox.setsockopt(zmq.CURVE_SECRETKEY, secret)
         outbox.connect(endpoint)
         return True
+
+    def _endpoint(self, address: Address) -> str:
+        """What to connect to; from where this rank listens, if others let in nothing else.
+
+        They know from where a rank came to rank 0, and where it listens. A host that has several
+        addresses may choose yet another one on its way to some rank.
+        """
+        own, there = self._own, join_address(*address)
+        # Of another kind, or on the loopback at one end only, they cannot be joined.
+        alike = (":" in own) == (":" in address[0]) and is_loopback(own) == is_loopback(address[0])
+        if self._let_in and alike and not is_unspecified(own):
+            with contextlib.suppress(RendezvousError):  # no way there: so it will be found
+                if own_address(*address) not in self._let_in:
+                    return f"tcp://{join_address(own, 0)};{there}"
+        return f"tcp://{there}"
 
     # Frames.
 
@@ -305,19 +320,6 @@ class Links:
             monitor.close(0)
         self._inbox.close(0)
         self._outbox.close(int(1000 * seconds))
-
-
-def _endpoint(own: str, address: Address) -> str:
-    """What to connect to, and from where: others let in those addresses at which ranks listen.
-
-    A host that has several might choose another one. That is left to it where the rank listens at
-    all of them or at none, and where the two addresses are of different kinds.
-    """
-    there = join_address(*address)
-    alike = (":" in own) == (":" in address[0]) and is_loopback(own) == is_loopback(address[0])
-    if not own or is_unspecified(own) or not alike:
-        return f"tcp://{there}"
-    return f"tcp://{join_address(own, 0)};{there}"
 
 
 def _socket(context: zmq.Context[Socket], heartbeat: float) -> Socket:

@@ -28,7 +28,8 @@ class ZmqOptions(HostOptions):
         port: where the ranks listen: 0 for any free port, N, or a range N-M, of which each rank
             of a host takes one.
         interface: at which the ranks of this host listen: an address or an interface's name; by
-            default loopback, or the one from which HOST is reached.
+            default loopback, or the one from which HOST is reached. They also connect from there
+            to ranks that would not let them in otherwise.
         segment_bytes: large messages travel in pieces of this size, between which others get
             their turn.
         eager_bytes: messages up to this size are sent at once, and kept by the receiver.
