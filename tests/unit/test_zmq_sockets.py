@@ -49,18 +49,32 @@ def test_a_thread_that_waits_is_awake_for_a_moment_before_it_sleeps(
     waker.wake()  # a thread that has waited may be late
 
 
-def test_who_waits_for_an_answer_has_it_polled_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After somebody has waited for a message, the own thread rests, and nobody else polls."""
+@pytest.mark.parametrize("others", ["have waited", "wait meanwhile"])
+def test_who_waits_for_an_answer_has_it_polled_for(
+    monkeypatch: pytest.MonkeyPatch, others: str
+) -> None:
+    """Where no other thread polls, the own one does, though it rests when others have waited."""
     monkeypatch.setattr(poller, "_AWAY_SECONDS", PATIENCE)
     monkeypatch.setattr(poller, "_LONGEST_AWAY_SECONDS", PATIENCE)
     link, come = Waker(), list[None]()
     polled = Poller(threading.RLock(), lambda: None, lambda error: None, "polls")
     polled.add(link.fileno(), lambda: (link.clear(), come.append(None)))
     polled.start()
-    polled.wait(PolledMessage(polled), 0.05)
-    time.sleep(0.1)  # until it does
-    link.wake()
+
+    def wait() -> None:
+        for _ in range(3):  # the own thread takes the first of several waits for a long one
+            polled.wait(PolledMessage(polled), 0.1)
+        time.sleep(0.1)  # until the own thread rests
+        link.wake()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    if others == "have waited":
+        waiting.join()
+    else:
+        time.sleep(0.25)  # until it waits for the third time
     assert polled.until(lambda: come, PATIENCE / 2)
+    waiting.join()
     polled.stop()
     link.close()
 

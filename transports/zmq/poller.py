@@ -173,7 +173,7 @@ class Poller(LeaderFollowers):
             self._leading = False
 
     def _stepped_down(self) -> None:
-        if self._asleep or self._unfinished:
+        if self._asleep or self._unfinished or self._expected:
             self._own_waker.wake()
 
     def again(self, handler: Callable[[], None]) -> None:
@@ -200,7 +200,7 @@ class Poller(LeaderFollowers):
             if self._thread.ident is None:
                 return self._poll_until(predicate, seconds)
             self._expected += 1
-            self._own_waker.wake()  # from its rest: while this thread waits, nobody else may poll
+            self._own_waker.wake()  # from its rest: perhaps no other thread polls meanwhile
             try:
                 return bool(self._changed.wait_for(predicate, seconds))
             finally:
@@ -236,7 +236,8 @@ class Poller(LeaderFollowers):
         while not self._stopping:
             same = self._waits == seen
             seen = self._waits
-            # Away while somebody waits, and until nobody has for one turn of the loop.
+            # Away while another thread polls, and until none has for one turn of the loop; but not
+            # where somebody waits in ``until``, who does not poll.
             if not self._leading and (same or not away or self._expected):
                 away = False
                 self._rest = _AWAY_SECONDS
