@@ -101,9 +101,11 @@ class Lab:
             _, *paths = self._answer()
             self.hosts = [Host(at, path) for at, path in enumerate(paths)]
             self._join(kernel=not delay and not loss)
-            for host in range(count):
+            for host in range(1, count + 1):
                 # BBR, the default of some kernels, nearly stops a connection for 0.2 s every 10 s.
-                self._ask("write", at=host + 1, name="ipv4/tcp_congestion_control", value="reno")
+                self._ask("write", at=host, name="ipv4/tcp_congestion_control", value="reno")
+                # Others begin slowly again after a pause of a few round trips.
+                self._ask("write", at=host, name="ipv4/tcp_slow_start_after_idle", value="0")
             if delay or loss:
                 self._ask("switch", delay=delay, loss=loss)
             if rate:
