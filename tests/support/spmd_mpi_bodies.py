@@ -147,14 +147,14 @@ def without_a_copy(backend: fc.Backend) -> None:
     """MPI reduces from one array into another, and leaves the first as it is."""
     me, p = backend.rank, backend.world_size
     algorithm = state_of(backend).own_algorithms["all_reduce"][NATIVE].module
-    into = algorithm.all_reduce  # type: ignore[attr-defined]
+    all_reduce = algorithm.all_reduce  # type: ignore[attr-defined]
     for op, dtype in (("sum", np.int64), ("mean", np.float32), ("min", np.float16)):
         parts = arrays_of(p, (70,), dtype)
         source, out = parts[me].copy(), np.zeros(70, dtype)
         fc.barrier(backend)
         link = state_of(backend).context
         assert link is not None
-        into(link, source, out, Reduction.of(op, source.dtype))
+        all_reduce(link, source, out, Reduction.of(op, source.dtype))
         _compare(out, oracle.reduced(parts, op), op, p)
         check_same(source, parts[me], "the input")
 

@@ -103,8 +103,8 @@ def reduce_scatter(
 
     ``own`` may be that part of ``source``.
     """
-    everything = source.copy()
-    all_reduce(context, everything, everything, reduction)
+    everything = np.empty_like(source)
+    all_reduce(context, source, everything, reduction)
     np.copyto(own, everything[bounds[context.rank] : bounds[context.rank + 1]])
 
 

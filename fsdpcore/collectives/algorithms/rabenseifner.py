@@ -15,10 +15,13 @@ m(i, p) + d(i, p) messages, where m and d are those of ``doubling``, and all ran
 bytes. (Thakur, Rabenseifner & Gropp 2005, there for powers of two.)
 
 Canonical. For float16 and bfloat16 the first half travels as float32. Ranks that lay the chunks out
-like rank 0 (all of them for p = 2**k) work in place, the others in a copy.
+like rank 0 (all of them for p = 2**k) work in the output, the others in memory of their own; of
+float16 and bfloat16, all reduce in memory of their own.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,10 +36,8 @@ def all_reduce(context: CollectiveContext, source: Array, out: Array, reduction:
     plan = halving.plan(context.rank, context.size)
     layout = halving.plan(0, context.size).order
     bounds = bounds_of(split_sizes(source.size, context.size))
-    places = [slice(0, 0)] * context.size
-    for number, chunk in enumerate(layout):
-        places[chunk] = slice(bounds[number], bounds[number + 1])
-    chunks = [source[place] for place in places]
+    places = {chunk: slice(*ends) for chunk, ends in zip(layout, pairwise(bounds), strict=True)}
+    chunks = [source[places[chunk]] for chunk in range(context.size)]
     at = plan.positions(chunks)
     result = out if plan.order == layout else np.empty_like(out)
     if result is out and out.dtype == reduction.accumulator:
