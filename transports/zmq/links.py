@@ -153,9 +153,9 @@ class Links:
         """Connect to a rank; return False if that was done before. What is sent meanwhile waits."""
         if rank in self._names:
             return False
+        outbox, endpoint = self._outbox, self._endpoint(self._addresses[rank])
         self._names[rank] = to = b"to %d" % rank
         self._sent[rank] = 0
-        outbox, endpoint = self._outbox, self._endpoint(self._addresses[rank])
         self._endpoints[rank] = endpoint
         self._by_endpoint[endpoint] = rank
         outbox.setsockopt(zmq.IPV6, "[" in endpoint)
@@ -180,7 +180,8 @@ class Links:
         # Of another kind, or on the loopback at one end only, they cannot be joined.
         alike = (":" in own) == (":" in address[0]) and is_loopback(own) == is_loopback(address[0])
         if self._let_in and alike and not is_unspecified(own):
-            with contextlib.suppress(RendezvousError):  # no way there: so it will be found
+            # If there is no way there, or no descriptor is left to ask with, connecting will tell.
+            with contextlib.suppress(RendezvousError, OSError):
                 if own_address(*address) not in self._let_in:
                     return f"tcp://{join_address(own, 0)};{there}"
         return f"tcp://{there}"
