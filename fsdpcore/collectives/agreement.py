@@ -19,7 +19,6 @@ Ranks with a shared region compare their calls there, in the first step of each:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -95,13 +94,13 @@ def _chosen_by(call: CallAnswer) -> str:
 
 def _calls_of_all(job: Job, group: Group, sequence: int) -> dict[int, CallAnswer]:
     """Get the calls of all ranks of a group; those that do not come to it soon are left out."""
-    end = time.monotonic() + _GRACE
+    end = job.clock.now() + _GRACE
     while True:
         calls = _calls(job, group, sequence)
-        if len(calls) == len(group.ranks) or time.monotonic() > end:
+        if len(calls) == len(group.ranks) or job.clock.now() > end:
             return calls
         job.check_usable()
-        time.sleep(_PAUSE)
+        job.clock.sleep(_PAUSE)
 
 
 def _calls(job: Job, group: Group, sequence: int) -> dict[int, CallAnswer]:

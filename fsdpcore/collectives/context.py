@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -63,7 +62,7 @@ class CollectiveContext:
         sequence: its number in the group, from 1.
         fallback: of the choice of an algorithm for this call.
         rows: the size of axis 0 of every rank's array, once they have met.
-        end: of ``time.monotonic``, by when the collective must have ended.
+        end: by the job's clock, by when the collective must have ended.
         background: this thread runs asynchronous operations, while others may compute.
     """
 
@@ -91,6 +90,7 @@ class CollectiveContext:
         self._envelope = Envelope(self._channel, 0)
         self._posted: list[tuple[Pending, int]] = []  # with the peers, as numbers in the job
         self._note = backend.order.note
+        self._now = backend.root.clock.now
         self._scratch: Array = np.empty(0, np.uint8)
 
     @property
@@ -111,7 +111,7 @@ class CollectiveContext:
         self.fallback = spec.choice.fallback
         self.sequence = sequence
         self._limit = limit
-        now = time.monotonic()
+        now = self._now()
         self.end = now + limit
         # In shared memory all compare their calls in every step that they wait in.
         asks = limit > PATIENCE and self.region is None
@@ -257,7 +257,7 @@ class CollectiveContext:
             MismatchError: other ranks call something else.
         """
         for item in pending:
-            while not item.join(max(0.0, self._look_at - time.monotonic())):
+            while not item.join(max(0.0, self._look_at - self._now())):
                 self.look([peer for posted, peer in self._posted if not posted.finished])
         # A finished message still refers to its array; a long ring would keep all of them.
         self._posted = [item for item in self._posted if not item[0].finished]
@@ -277,7 +277,7 @@ class CollectiveContext:
             CommTimeoutError: the call's deadline has passed.
             MismatchError: they call something else.
         """
-        now = time.monotonic()
+        now = self._now()
         waited = now - (self.end - self._limit)
         seconds = min(waited / 2, _ANSWER_SECONDS)
         root, group, sequence = self._backend.root, self._backend.group, self.sequence
@@ -290,7 +290,7 @@ class CollectiveContext:
 
     def remaining(self) -> float:
         """Seconds until the call's deadline, never negative."""
-        return max(0.0, self.end - time.monotonic())
+        return max(0.0, self.end - self._now())
 
     def check(self) -> None:
         """Do what has to be done while waiting without messages: see failures, and the time.
@@ -302,7 +302,7 @@ class CollectiveContext:
         root = self._backend.root
         root.progress()
         root.check_usable()
-        if time.monotonic() > self._look_at:
+        if self._now() > self._look_at:
             self.look(self.ranks)
 
     def departed(self, rank: int) -> bool:

@@ -26,6 +26,7 @@ from fsdpcore.core.buffers import (
     lined_up,
 )
 from fsdpcore.core.capabilities import Capabilities
+from fsdpcore.core.clock import Clock
 from fsdpcore.core.channels import channel_of
 from fsdpcore.core.checks import as_allocatable, as_members
 from fsdpcore.core.device import HOST, Device
@@ -123,6 +124,15 @@ class Backend(PointToPoint):
     def device(self) -> Device:
         """Where arrays are best: the host, or this rank's GPU."""
         return self.root.device
+
+    @property
+    def clock(self) -> Clock:
+        """The time of the job: ``now()`` in seconds, and ``sleep(seconds)``.
+
+        The system's, but for ranks in virtual time: there a computation that takes a second is
+        ``sleep(1)``.
+        """
+        return self.root.clock
 
     # What differs between a whole job and a group of it.
 

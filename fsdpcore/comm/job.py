@@ -17,6 +17,7 @@ from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.sharing import MappedRegion, MemorySharing
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
+from fsdpcore.core.clock import WALL, Clock
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.errors import ClosedError, CommunicationError, MismatchError, PeerFailedError
 from fsdpcore.core.policy import Policy
@@ -56,6 +57,7 @@ class Job(ABC):
         default_timeout: seconds that an operation may take where the call does not say.
         policy: how ``algorithm="auto"`` is decided.
         recorder: the last operations of this rank.
+        clock: by which this rank's deadlines are, and its threads wait.
         device: where this rank's arrays are best, and whose arrays it moves beside NumPy's.
         memory: how ranks of one host share memory; None, on all ranks, where a transport has no
             way to.
@@ -68,6 +70,7 @@ class Job(ABC):
     world_size: int
     hosts: tuple[int, ...]
     memory: MemorySharing | None = None
+    clock: Clock = WALL
     device: Device = HOST
     warned: bool = False
 
@@ -253,7 +256,7 @@ class Job(ABC):
 
     def new_executor(self, name: str) -> OrderedExecutor:
         """Make a thread for the asynchronous operations of a group; ``close`` ends it."""
-        executor = OrderedExecutor(name)
+        executor = OrderedExecutor(name, clock=self.clock)
         self._executors.append(executor)
         return executor
 

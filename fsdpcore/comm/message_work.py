@@ -38,6 +38,7 @@ class MessageWork(Work):
         deliver: Callable[[Pending], Any] | None,
     ) -> None:
         self._job = job
+        self._clock = job.clock
         self._group = group
         self._pending = pending
         self._entry = entry
@@ -78,7 +79,8 @@ class MessageWork(Work):
         self._entry.waiting = waiting
 
     def wait(self, timeout: float | None = None) -> Any:
-        return self.wait_until(Deadline(self._job.default_timeout if timeout is None else timeout))
+        limit = self._job.default_timeout if timeout is None else timeout
+        return self.wait_until(Deadline(limit, self._clock))
 
     def wait_until(self, deadline: Deadline) -> Any:
         """Do as ``wait``, with a deadline that other messages may have, too."""
@@ -108,8 +110,8 @@ class MessageWork(Work):
         return f"{message.words(self._peer)} {where}"
 
 
-def finish(starts: Sequence[Callable[[], MessageWork]], timeout: float) -> Any:
-    """Start messages and wait for all; return what the first brings.
+def finish(starts: Sequence[Callable[[], MessageWork]], deadline: Deadline) -> Any:
+    """Start messages and wait for all until a deadline; return what the first brings.
 
     Before it raises, because the time is over or of an interrupt, all are withdrawn. Python looks
     for interrupts where functions begin and where those written in C return: never between the
@@ -118,7 +120,6 @@ def finish(starts: Sequence[Callable[[], MessageWork]], timeout: float) -> Any:
     when that begins, may still leave a message under way.
     """
     works: list[MessageWork] = []
-    deadline = Deadline(timeout)
     try:
         for start in starts:
             works.append(start())

@@ -27,7 +27,7 @@ from fsdpcore.core.checks import as_rank, as_tag
 from fsdpcore.core.device import HOST
 from fsdpcore.core.errors import CommunicationError, FsdpcoreError, in_words
 from fsdpcore.core.wildcard import ANY, ANY_NUMBER, Wildcard
-from fsdpcore.core.work import Pending
+from fsdpcore.core.work import Deadline, Pending
 from fsdpcore.diagnostics.entries import MessageRecord
 from fsdpcore.diagnostics.status import Group
 
@@ -43,6 +43,11 @@ class GroupMessages:
 
     def __init__(self, job: Job, group: Group, rank: int, order: CallOrder) -> None:
         self._job, self._group, self._rank, self._order = job, group, rank, order
+
+    def deadline(self, timeout: float | None) -> Deadline:
+        """When what begins now must have ended: after ``timeout`` seconds, or the job's."""
+        job = self._job
+        return Deadline(job.default_timeout if timeout is None else timeout, job.clock)
 
     def isend(self, array: ArrayLike, dst: int, tag: int) -> MessageWork:
         """Start to send ``array``; see ``Backend.isend``."""

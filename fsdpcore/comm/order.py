@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +44,7 @@ class CallOrder:
     def __init__(self, job: Job, group: Group) -> None:
         self._job = job
         self.group = group
-        self.lock = threading.Lock()
+        self.lock = job.clock.lock()
         self.issued = 0
         self.begun = 0
         self.executor: OrderedExecutor | None = None

@@ -12,7 +12,7 @@ from fsdpcore.comm.message_work import finish
 from fsdpcore.comm.messages import GroupMessages
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.wildcard import Wildcard
-from fsdpcore.core.work import Deadline, Work
+from fsdpcore.core.work import Work
 
 
 class PointToPoint(ABC):
@@ -56,8 +56,8 @@ class PointToPoint(ABC):
             MismatchError: the receiver expects another shape or dtype.
             PeerFailedError: another rank failed or left.
         """
-        limit = Deadline(self.timeout if timeout is None else timeout).seconds
-        finish([lambda: self._messages.isend(array, dst, tag)], limit)
+        deadline = self._messages.deadline(timeout)
+        finish([lambda: self._messages.isend(array, dst, tag)], deadline)
 
     def recv(
         self,
@@ -91,8 +91,8 @@ class PointToPoint(ABC):
             PeerFailedError: another rank failed; the one that is waited for left, or with
                 ``fc.ANY`` all others of the group.
         """
-        limit = Deadline(self.timeout if timeout is None else timeout).seconds
-        finish([lambda: self._messages.irecv(out, src, tag, status)], limit)
+        deadline = self._messages.deadline(timeout)
+        finish([lambda: self._messages.irecv(out, src, tag, status)], deadline)
         return out
 
     def isend(self, array: ArrayLike, dst: int, *, tag: int = 0) -> Work:
@@ -161,7 +161,7 @@ class PointToPoint(ABC):
         Raises:
             The errors of ``send`` and ``recv``.
         """
-        limit = Deadline(self.timeout if timeout is None else timeout).seconds
+        deadline = self._messages.deadline(timeout)
         if isinstance(array, np.ndarray) and isinstance(out, np.ndarray):
             array = array.copy() if np.may_share_memory(array, out) else array
         from_tag = tag if recv_tag is None else recv_tag
@@ -170,7 +170,7 @@ class PointToPoint(ABC):
                 lambda: self._messages.irecv(out, src, from_tag, status),
                 lambda: self._messages.isend(array, dst, tag),
             ],
-            limit,
+            deadline,
         )
         return out
 
@@ -194,8 +194,8 @@ class PointToPoint(ABC):
         Raises:
             The errors of ``recv``, but for ``MismatchError``.
         """
-        limit = Deadline(self.timeout if timeout is None else timeout).seconds
-        status: MessageStatus = finish([lambda: self._messages.probe(src, tag)], limit)
+        deadline = self._messages.deadline(timeout)
+        status: MessageStatus = finish([lambda: self._messages.probe(src, tag)], deadline)
         return status
 
     def iprobe(self, src: int | Wildcard, *, tag: int | Wildcard = 0) -> MessageStatus | None:

@@ -10,7 +10,9 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
+from fsdpcore.core.clock import Lock
 from fsdpcore.core.work import Pending
 
 MAX_SECONDS = 1e6
@@ -81,7 +83,7 @@ class PolledMessage(Pending):
             self._poller.wait(self, seconds)
         return self.finished
 
-    def signal(self) -> PolledMessage:
+    def signal(self, lock: Callable[[], Lock]) -> PolledMessage:
         return PolledMessage(self._poller)
 
     def follow(self, seconds: float) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdpcore.core.checks import as_instance
+from fsdpcore.core.clock import WALL, Clock
 from fsdpcore.core.errors import ArgumentError, CommTimeoutError
 from fsdpcore.core.work import SLICE_SECONDS, Deadline, Pending, Work
 
@@ -33,7 +33,7 @@ def wait_all(works: Iterable[Work], timeout: float | None = None) -> list[Any]:
         CommunicationError: that of the first one, in the order given, that has failed.
     """
     listed = _listed(works, "wait_all()")
-    deadline = None if timeout is None else Deadline(timeout)
+    deadline = None if timeout is None else Deadline(timeout, _clock_of(listed))
     return [work.wait(None if deadline is None else deadline.remaining()) for work in listed]
 
 
@@ -61,7 +61,7 @@ def wait_any(works: Iterable[Work], timeout: float | None = None) -> int:
     if not listed:
         raise ArgumentError("wait_any(): there is no operation to wait for")
     limit = max(work._limit() for work in listed) if timeout is None else timeout
-    deadline = Deadline(limit)
+    deadline = Deadline(limit, _clock_of(listed))
     while (place := _first_ended(listed)) is None:
         if not deadline.remaining():
             several = f"none of {len(listed)} operations has ended; the first: "
@@ -97,6 +97,10 @@ def _listed(works: Iterable[Work], what: str) -> list[Work]:
     return [as_instance(work, Work, words, "a Work, as isend() returns one") for work in works]
 
 
+def _clock_of(works: Sequence[Work]) -> Clock:
+    return works[0]._clock if works else WALL
+
+
 def _first_ended(works: Sequence[Work]) -> int | None:
     return next((place for place, work in enumerate(works) if work.done()), None)
 
@@ -111,9 +115,10 @@ def _await_change(works: Sequence[Work], seconds: float) -> None:
     """Block until one of them has ended, and no longer than some seconds."""
     ends = _ends_of(works)
     if not ends:
-        time.sleep(min(seconds, _LOOK_SECONDS))
+        _clock_of(works).sleep(min(seconds, _LOOK_SECONDS))
         return
-    first = next((end for end in ends if end.polled), ends[0]).signal()
+    lock = _clock_of(works).lock
+    first = next((end for end in ends if end.polled), ends[0]).signal(lock)
     for work in works:
         work._blocks(True)
     try:

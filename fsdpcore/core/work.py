@@ -6,13 +6,12 @@ import copy
 import functools
 import logging
 import math
-import queue
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+from fsdpcore.core.clock import WALL, Clock, Lock
 from fsdpcore.core.errors import (
     ArgumentError,
     ClosedError,
@@ -42,9 +41,9 @@ def fresh(error: E) -> E:
 
 
 class Deadline:
-    """A point in time by which an operation must have ended."""
+    """A point in time, on a clock, by which an operation must have ended."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Clock = WALL) -> None:
         try:
             # NumPy's kinds of numbers become one that the system's calls take.
             number = float(seconds) if seconds >= 0 else math.nan
@@ -53,17 +52,21 @@ class Deadline:
         if not number >= 0:
             raise ArgumentError(f"timeout must be a number of seconds >= 0, got {seconds!r}")
         self.seconds = number
-        self._end = time.monotonic() + number
+        self._now = clock.now
+        self._end = self._now() + number
 
     def remaining(self) -> float:
         """Seconds left, never negative."""
-        return max(0.0, self._end - time.monotonic())
+        return max(0.0, self._end - self._now())
 
 
 class Pending:
     """One message that a transport has been asked to move, finished by the transport.
 
     Once ``finish`` was called, the transport does not touch the message's buffer any more.
+
+    Args:
+        lock: makes the lock that is waited on: that of the job's clock.
 
     Attributes:
         finished: it has ended, well or badly; in the latter case, ``error`` says why.
@@ -73,12 +76,12 @@ class Pending:
     polled: ClassVar[bool] = False
     __slots__ = ("_gate", "_watchers", "error", "finished")
 
-    def __init__(self) -> None:
+    def __init__(self, lock: Callable[[], Lock] = threading.Lock) -> None:
         self.finished = False
         self.error: BaseException | None = None
         self._watchers: tuple[Pending, ...] = ()
         # A bare lock, held until the end: waiting on it costs a fraction of a threading.Event.
-        self._gate = threading.Lock()
+        self._gate = lock()
         self._gate.acquire()
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -119,9 +122,9 @@ class Pending:
         """Forget what ``watch`` was asked for."""
         self._watchers = tuple(each for each in self._watchers if each is not signal)
 
-    def signal(self) -> Pending:
+    def signal(self, lock: Callable[[], Lock]) -> Pending:
         """Make one for ``watch``, which is waited for as this one is: by polling, where that is."""
-        return Pending()
+        return Pending(lock)
 
     def cancel(self) -> bool:
         """Give up on the message. On return the transport does not touch its buffer any more.
@@ -138,6 +141,8 @@ class Pending:
 
 class Work(ABC):
     """An operation that was started; ``wait`` ends it."""
+
+    _clock: Clock = WALL  # by which it is waited for
 
     @abstractmethod
     def done(self) -> bool:
@@ -222,13 +227,19 @@ class TaskWork(Work):
     """A function that runs on an ``OrderedExecutor``."""
 
     def __init__(
-        self, task: Callable[[], Any], text: str, nbytes: int = 0, failures: Failures | None = None
+        self,
+        task: Callable[[], Any],
+        text: str,
+        nbytes: int = 0,
+        failures: Failures | None = None,
+        clock: Clock = WALL,
     ) -> None:
         self._nbytes = nbytes
         self._task: Callable[[], Any] | None = task
         self._text = text
         self._failures = failures or Failures()
-        self._ended = Pending()
+        self._clock = clock
+        self._ended = Pending(clock.lock)
         self._value: Any = None
         self._error: BaseException | None = None
 
@@ -260,7 +271,7 @@ class TaskWork(Work):
         return self._text
 
     def wait(self, timeout: float | None = None) -> Any:
-        deadline = Deadline(math.inf if timeout is None else timeout)
+        deadline = Deadline(math.inf if timeout is None else timeout, self._clock)
         while not self._ended.settle(min(deadline.remaining(), SLICE_SECONDS)):
             if not deadline.remaining():
                 raise self._timed_out(deadline.seconds)
@@ -280,23 +291,28 @@ class OrderedExecutor:
     """
 
     def __init__(
-        self, name: str, max_tasks: int = MAX_QUEUED, max_bytes: int = MAX_QUEUED_BYTES
+        self,
+        name: str,
+        max_tasks: int = MAX_QUEUED,
+        max_bytes: int = MAX_QUEUED_BYTES,
+        clock: Clock = WALL,
     ) -> None:
         self._max_tasks = max_tasks
         self._max_bytes = max_bytes
-        self._tasks: queue.SimpleQueue[TaskWork | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        self._clock = clock
+        self._tasks = clock.queue()
+        self._lock = threading.Lock()  # of the following; nobody waits while holding it
         self._open = 0
         self._bytes = 0
         self._closed = False
+        self._room: Pending | None = None  # finished when there may be more of it
         self._failures = Failures()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = clock.start(self._run, name)
 
     @property
     def idle(self) -> bool:
         """Whether everything that was submitted has ended."""
-        with self._changed:
+        with self._lock:
             return self._open == 0
 
     def make_room(self, nbytes: int, seconds: float, text: str) -> None:
@@ -312,18 +328,21 @@ class OrderedExecutor:
         Raises:
             CommTimeoutError: there was no room for so long.
         """
-        deadline = Deadline(seconds)
-        with self._changed:
-            while self._full(nbytes):
-                # In slices, so that an interrupt that comes just before a wait is not missed.
-                if not deadline.remaining():
-                    raise CommTimeoutError(
-                        f"{text} was not started: for {seconds:g} s there was no room behind "
-                        f"{self._open} operations that have not ended ({self._bytes} bytes; at "
-                        f"most {self._max_tasks} operations or {self._max_bytes} bytes may be "
-                        "queued); wait() for some before starting more"
-                    )
-                self._changed.wait(min(deadline.remaining(), SLICE_SECONDS))
+        deadline = Deadline(seconds, self._clock)
+        while True:
+            with self._lock:
+                if not self._full(nbytes):
+                    return
+                room = self._room = Pending(self._clock.lock)
+            if not deadline.remaining():
+                raise CommTimeoutError(
+                    f"{text} was not started: for {seconds:g} s there was no room behind "
+                    f"{self._open} operations that have not ended ({self._bytes} bytes; at "
+                    f"most {self._max_tasks} operations or {self._max_bytes} bytes may be "
+                    "queued); wait() for some before starting more"
+                )
+            # In slices, so that an interrupt that comes just before a wait is not missed.
+            room.settle(min(deadline.remaining(), SLICE_SECONDS))
 
     def _full(self, nbytes: int) -> bool:
         if self._open == 0 or self._closed:
@@ -338,8 +357,8 @@ class OrderedExecutor:
             text: what it is, for errors.
             nbytes: memory that it holds until it has run, as told to ``make_room``.
         """
-        work = TaskWork(task, text, nbytes, self._failures)
-        with self._changed:
+        work = TaskWork(task, text, nbytes, self._failures, self._clock)
+        with self._lock:
             if self._closed:
                 work._fail(ClosedError(f"{text} was started after its backend was closed"))
             else:
@@ -354,20 +373,26 @@ class OrderedExecutor:
             del work  # or the last task's arrays would live until the next one
 
     def _count_down(self, nbytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self._open -= 1
             self._bytes -= nbytes
-            self._changed.notify_all()
+            self._make_known()
+
+    def _make_known(self) -> None:
+        """Have whoever waits in ``make_room`` look again; with the lock held."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.finish()
 
     def close(self, seconds: float) -> None:
         """Let the queued tasks end, then stop the thread; wait for that up to ``seconds``.
 
         Whoever waits in ``make_room`` goes on at once. Logs a failure that nobody was told of.
         """
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._make_known()
             self._tasks.put(None)
-        if self._thread is not threading.current_thread():
+        if self._thread is not self._clock.current():
             self._thread.join(min(seconds, threading.TIMEOUT_MAX))
         self._failures.log()

@@ -95,7 +95,7 @@ class OperationEntry:
         group: whose operation it is.
         call: what it is.
         algorithm: who carries it out, if somebody knows better than ``call``; see ``carrier``.
-        start, end: of ``time.monotonic_ns``; ``end`` is 0 while it runs.
+        start, end: by the job's clock; ``end`` is 0 while it runs.
         failed: ``failed``, ``timed out``, or empty.
         error: why, where it has failed.
     """

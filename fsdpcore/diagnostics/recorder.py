@@ -13,10 +13,10 @@ import time
 import weakref
 from collections import deque
 from pathlib import Path
-from time import monotonic_ns
 from typing import Any, Protocol
 
 from fsdpcore.core.capabilities import Capabilities
+from fsdpcore.core.clock import Clock
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.diagnostics.entries import (
     MessageEntry,
@@ -56,6 +56,7 @@ class RecordedRank(Protocol):
 
     rank: int
     world_size: int
+    clock: Clock
 
     @property
     def capabilities(self) -> Capabilities:
@@ -88,6 +89,7 @@ class Recorder:
         self._file_lock = threading.Lock()
         self._written = -_SECONDS_BETWEEN_TIMEOUTS
         self._started = time.time()
+        self._now = rank.clock.nanoseconds
 
     def configure(self, directory: str, size: int = DEFAULT_SIZE) -> None:
         """Choose where ``save`` writes (nowhere, if empty) and how many operations are kept."""
@@ -115,13 +117,13 @@ class Recorder:
         entry.failed = ""
         entry.algorithm = ""
         order.begun = sequence
-        entry.start = monotonic_ns()
+        entry.start = self._now()
         self._entries.append(entry)
         return entry
 
     def end(self, entry: OperationEntry) -> None:
         """Note that an operation has ended well."""
-        entry.end = monotonic_ns()
+        entry.end = self._now()
 
     def fail(self, entry: OperationEntry, error: BaseException) -> None:
         """Note that an operation has failed. Only the first end of an operation counts."""
@@ -129,7 +131,7 @@ class Recorder:
             # Not the error itself: the frames of its traceback hold arrays.
             entry.error = in_words(error)
             entry.failed = "timed out" if isinstance(error, CommTimeoutError) else "failed"
-            entry.end = monotonic_ns()
+            entry.end = self._now()
 
     def message(self, group: Group, message: MessageRecord) -> MessageEntry:
         """Note that this rank posts a send or a receive; ended as other operations are."""
@@ -142,7 +144,7 @@ class Recorder:
         entry.algorithm = ""
         entry.end = 0
         entry.failed = ""
-        entry.start = monotonic_ns()
+        entry.start = self._now()
         self._entries.append(entry)
         return entry
 
@@ -178,7 +180,7 @@ class Recorder:
 
     def status(self, channel: int, sequence: int = 0) -> Status:
         """Say what this rank is doing, how far it is on a channel, and what it called there."""
-        entries, now = self.entries(), monotonic_ns()
+        entries, now = self.entries(), self._now()
         running = [entry.wait(now) for entry in entries if entry.blocks][:MAX_WAITS]
         last = _last(entries)
         if running:
@@ -244,7 +246,7 @@ class Recorder:
             "transport": rank.capabilities.transport,
             "started": self._started,
             "written": time.time(),
-            "clock": {"wall_ns": time.time_ns(), "monotonic_ns": monotonic_ns()},
+            "clock": {"wall_ns": time.time_ns(), "monotonic_ns": self._now()},
             "complete": len(entries) < (self._entries.maxlen or 0),
             "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
             "groups": [

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdpcore.comm.transport import Transport
-from fsdpcore.core.errors import RankFailedError, in_words, is_misuse
+from fsdpcore.core.clock import Task
+from fsdpcore.core.errors import RankFailedError, StateError, in_words, is_misuse
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.failure_report import is_consequence
 from fsdpcore.launch.rank import run_rank
@@ -43,7 +44,12 @@ class _RankThread:
         self._fn = fn
         self._args = args
         self._ended = ended
-        self.thread = threading.Thread(target=self._run, name=f"rank-{backend.rank}", daemon=True)
+        self.task: Task | None = None  # once it is started
+
+    def start(self) -> Task:
+        """Let the rank begin."""
+        self.task = self.backend.clock.start(self._run, f"rank-{self.backend.rank}")
+        return self.task
 
     def _run(self) -> None:
         try:
@@ -57,8 +63,9 @@ class _RankThread:
 
     def interrupt(self) -> None:
         """Raise an exception in the thread, at the next step of Python code that it makes."""
-        identifier = ctypes.c_ulong(self.thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(_Stopped))
+        if isinstance(self.task, threading.Thread):  # of virtual time, none computes meanwhile
+            identifier = ctypes.c_ulong(self.task.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(_Stopped))
 
 
 def run_threads(
@@ -71,9 +78,9 @@ def run_threads(
         backend.recorder.configure(config.trace, config.trace_operations)
     ranks = [_RankThread(backend, fn, args, ended) for backend in backends]
     first: _RankThread | None = None
+    clock = backends[0].clock
     try:
-        for rank in ranks:
-            rank.thread.start()
+        clock.run([rank.start() for rank in ranks])
         for _ in ranks:
             rank = _next(ended)
             if rank.error is not None:
@@ -82,6 +89,8 @@ def run_threads(
     except BaseException as error:
         for rank in ranks:
             rank.backend.abort(f"the launching thread was interrupted: {type(error).__name__}")
+        with contextlib.suppress(StateError):  # which is why it ends, perhaps
+            clock.run([rank.task for rank in ranks if rank.task is not None])
         _join(ranks)
         raise
     stuck = _join(ranks)
@@ -99,7 +108,7 @@ def _next(ended: queue.SimpleQueue[_RankThread]) -> _RankThread:
 
 def _join(ranks: list[_RankThread]) -> list[int]:
     """Let all threads end, and make them; return the ranks that did not."""
-    started = [rank for rank in ranks if rank.thread.ident is not None]
+    started = [rank for rank in ranks if rank.task is not None]
     for rank in _alive(started, GRACE_SECONDS):
         rank.interrupt()
     return [rank.backend.rank for rank in _alive(started, STOP_SECONDS)]
@@ -108,9 +117,10 @@ def _join(ranks: list[_RankThread]) -> list[int]:
 def _alive(ranks: list[_RankThread], seconds: float) -> list[_RankThread]:
     """Return the ranks whose threads have not ended after ``seconds``."""
     end = time.monotonic() + seconds
-    for rank in ranks:
-        rank.thread.join(max(0.0, end - time.monotonic()))
-    return [rank for rank in ranks if rank.thread.is_alive()]
+    tasks = [(rank, rank.task) for rank in ranks if rank.task is not None]
+    for _, task in tasks:
+        task.join(max(0.0, end - time.monotonic()))
+    return [rank for rank, task in tasks if task.is_alive()]
 
 
 def _failure(ranks: list[_RankThread], first: _RankThread, stuck: list[int]) -> RankFailedError:

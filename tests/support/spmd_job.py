@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,17 +70,15 @@ class Meeting:
         return dict.fromkeys(released, complete)
 
 
-class _Rank(threading.local):
-    meet: Callable[[], None] | None = None
-
-
-_this_rank = _Rank()
+# Of a rank, whether it has a thread of its own or shares one in virtual time.
+_meet_others: ContextVar[Callable[[], None] | None] = ContextVar("meet_others", default=None)
 
 
 def meet() -> None:
     """Wait, in a body, until all ranks of the job have come here; uses no backend."""
-    assert _this_rank.meet is not None, "meet() is for bodies that run() runs"
-    _this_rank.meet()
+    meet_others = _meet_others.get()
+    assert meet_others is not None, "meet() is for bodies that run() runs"
+    meet_others()
 
 
 def failure(error: BaseException) -> Outcome:
@@ -96,7 +94,7 @@ def expect_all(complete: bool) -> None:
 
 def perform(job: Job, backend: Backend, meet: Callable[[], None]) -> Outcome:
     """Run the body on this rank and close its backend; never raises."""
-    _this_rank.meet = meet
+    token = _meet_others.set(meet)
     try:
         with backend:
             result = job.body(backend, *job.args)
@@ -104,4 +102,4 @@ def perform(job: Job, backend: Backend, meet: Callable[[], None]) -> Outcome:
     except BaseException as error:
         return failure(error)
     finally:
-        _this_rank.meet = None
+        _meet_others.reset(token)

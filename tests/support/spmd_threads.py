@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 from support.spmd_job import Job, Meeting, Outcome, expect_all, perform
 
 import fsdpcore as fc
+from fsdpcore.core.work import Pending
 from fsdpcore.launch.config import resolve
 from fsdpcore.launch.threads import run_threads
 
@@ -64,8 +66,9 @@ class _State:
         self._backends: dict[int, Any] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._meeting = Meeting(job.world_size)
-        self._changed = threading.Condition()
-        self._released: dict[int, bool] = {}
+        self._changed = threading.Lock()
+        self._waiting: dict[int, Pending] = {}  # in the meeting
+        self._complete = False  # what the last one was
         self._over = False
 
     def rank_main(self, backend: Any) -> None:
@@ -81,15 +84,15 @@ class _State:
 
     def _meet(self, rank: int) -> None:
         with self._changed:
+            released = self._waiting[rank] = Pending(self._backends[rank].clock.lock)
             self._release(self._meeting.arrive(rank))
-            self._changed.wait_for(lambda: rank in self._released or self._over)
-            complete = self._released.pop(rank, False)
-        expect_all(complete)
+        released.settle(math.inf)
+        expect_all(self._complete)
 
     def _release(self, ranks: dict[int, bool]) -> None:
-        if ranks:
-            self._released.update(ranks)
-            self._changed.notify_all()
+        for rank, complete in ranks.items():
+            self._complete = complete
+            self._waiting.pop(rank).finish()
 
     def give_up(self) -> bool:
         """Note where every rank is, then break its backend; return whether all threads ended."""
@@ -99,7 +102,7 @@ class _State:
                 if rank not in self.outcomes:
                     error = f"not finished after {self._job.timeout:g} s"
                     self.outcomes[rank] = Outcome(traceback=_stack(thread), error=error)
-            self._changed.notify_all()
+            self._release(dict.fromkeys([*self._waiting], False))
         for backend in self._backends.values():
             backend.root.abort("the test's deadline has passed")
         end = time.monotonic() + _LAST_SECONDS

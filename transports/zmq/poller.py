@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdpcore.comm.polled import MAX_SECONDS, LeaderFollowers, PolledMessage
+from fsdpcore.core.clock import Lock
 from fsdpcore.core.errors import CommunicationError
 
 # How long the own thread stays away after somebody has waited; twice as long for every time that
@@ -34,8 +35,6 @@ _AWAY_SECONDS, _LONGEST_AWAY_SECONDS = 0.002, 0.02
 _LOOK_SECONDS = 100e-6
 # What another thread needs to wake up and take the lock.
 _CHANCE_SECONDS = 50e-6
-
-Lock = Any  # threading.RLock, which is a function in the type stubs of some versions
 
 
 class Waker:
@@ -78,7 +77,7 @@ class AwaitedMessage(PolledMessage):
         super().finish(error)
         self._poller.finished(self)
 
-    def signal(self) -> AwaitedMessage:
+    def signal(self, lock: Callable[[], Lock]) -> AwaitedMessage:
         return AwaitedMessage(self._poller)
 
 
@@ -96,7 +95,7 @@ class Poller(LeaderFollowers):
 
     def __init__(
         self,
-        lock: Lock,
+        lock: Any,  # a threading.RLock, which is a function in the type stubs of some versions
         tick: Callable[[], float | None],
         ended: Callable[[BaseException], None],
         name: str,

@@ -71,7 +71,7 @@ def all_reduce_many(
         name = Reduction.of(op, source.dtype).name
         choose("all_reduce", algorithm, source.nbytes, group, source.dtype, name)
     results = _outputs([(source, group.moves) for source, group in operands], out)
-    deadline = Deadline(backend.timeout if timeout is None else timeout)
+    deadline = Deadline(backend.timeout if timeout is None else timeout, backend.root.clock)
     options: dict[str, Any] = {"op": op, "algorithm": algorithm, "async_op": True}
     flying: deque[tuple[_Bucket, Work]] = deque()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 from fsdpcore.core.errors import StateError
@@ -29,7 +28,13 @@ class StepExecutor(UnitPasses):
     def __init__(self, model: ShardedModel, pool: BufferPool, memory: ModelMemory) -> None:
         backend, ahead = model.groups.whole, model.options.prefetch
         overlaps = ahead.overlaps(backend.hosts, on_host=model.device.on_host)
-        super().__init__(model.units, model.groups.placement, ahead, overlaps=overlaps)
+        super().__init__(
+            model.units,
+            model.groups.placement,
+            ahead,
+            overlaps=overlaps,
+            clock=backend.root.clock,
+        )
         self.model = model
         self.keeps_params = memory.all_windowed or _keeps_params(model)
         self._pool = pool
@@ -61,7 +66,7 @@ class StepExecutor(UnitPasses):
             unit.in_use = False
             unit.reshard()
             unit.drop_gradients()
-        self.stats.seconds = time.perf_counter() - self.stats.began
+        self.stats.seconds = self._now() - self.stats.began
         if self._file is not None:
             self._file.settle()
             for unit in self.model.units:

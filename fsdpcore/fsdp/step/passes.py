@@ -6,12 +6,12 @@ that have sizes only and write down what they would do.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from fsdpcore.core.clock import WALL, Clock
 from fsdpcore.fsdp.offload.arrays import GATHERED, ArrayKind
 from fsdpcore.fsdp.sharding.placement import Placement
 from fsdpcore.fsdp.step.schedule import Phase, UnitOrder
@@ -117,6 +117,7 @@ class UnitPasses:
         placement: of the units.
         ahead: what goes on in the background.
         overlaps: gradients are reduced there.
+        clock: by which the step is timed.
 
     Attributes:
         stats: of the step that is open, or the last one.
@@ -124,7 +125,13 @@ class UnitPasses:
     """
 
     def __init__(
-        self, units: Sequence[PassUnit], placement: Placement, ahead: Prefetch, *, overlaps: bool
+        self,
+        units: Sequence[PassUnit],
+        placement: Placement,
+        ahead: Prefetch,
+        *,
+        overlaps: bool,
+        clock: Clock = WALL,
     ) -> None:
         self.stats = StepStats()
         self.awaiting: Counter[str] = Counter()
@@ -133,6 +140,7 @@ class UnitPasses:
         self._placement = placement
         self._prefetch = ahead
         self._overlaps = overlaps
+        self._now = clock.now
         self._order = UnitOrder(len(units))
         self._ahead: list[PassUnit] = []
         self._reducing: PassUnit | None = None
@@ -146,7 +154,7 @@ class UnitPasses:
         """Begin a step; ``awaiting`` is counted by whoever makes its passes."""
         self.awaiting = awaiting
         self._order.begin()
-        self.stats = StepStats(began=time.perf_counter())
+        self.stats = StepStats(began=self._now())
 
     def updated(self) -> None:
         """Take note that the step has come to its update."""
@@ -161,11 +169,11 @@ class UnitPasses:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time in this block as exposed communication."""
-        began = time.perf_counter()
+        began = self._now()
         try:
             yield
         finally:
-            self.stats.waited += time.perf_counter() - began
+            self.stats.waited += self._now() - began
 
     # Parameters.
 

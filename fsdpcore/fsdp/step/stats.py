@@ -19,7 +19,7 @@ class StepStats:
         reductions: how often gradients of a unit were reduced.
         bytes_sent: for these by this rank, if by algorithms that send no byte twice.
         whole: all units were gathered at once, by ``Step.whole``.
-        began: when, on the clock ``time.perf_counter``.
+        began: when, by the clock of the job.
     """
 
     seconds: float = 0.0

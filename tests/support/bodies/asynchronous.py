@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from support import oracle
 from support.arrays import array_of, arrays_of, check_same
@@ -100,7 +98,7 @@ def not_done_before_all_came(backend: fc.Backend) -> None:
     for group in (backend, backend.sub(range(p))):
         work = fc.barrier(group, async_op=True) if me != late else None
         meet()
-        time.sleep(0.02)  # a barrier that does not wait would be done by then
+        backend.clock.sleep(0.02)  # a barrier that does not wait would be done by then
         assert work is None or not work.done(), f"rank {me} did not wait for rank {late}"
         meet()
         if work is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -283,11 +283,10 @@ def several_threads(backend: fc.Backend) -> None:
         except BaseException as error:  # raised again below, on the rank's own thread
             errors.append(error)
 
-    threads = [threading.Thread(target=exchange, args=(tag,)) for tag in range(4)]
+    start = backend.clock.start
+    threads = [start(functools.partial(exchange, tag), f"exchange {tag}") for tag in range(4)]
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        thread.join(60)
     if errors:
         raise errors[0]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +67,7 @@ class _Run:
             if isinstance(step, Half):
                 self.halves ^= {step.message.number}
             if self.delays and self.random.random() < 0.2:
-                time.sleep(self.random.random() * 0.001)
+                self.groups[0].clock.sleep(self.random.random() * 0.001)
             if self.me in step.members:
                 _DO[type(step)](self, step)
         self.doing = "the end"
@@ -201,10 +200,9 @@ class _Run:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=run, args=(sides[1],))
-        thread.start()
+        thread = self.groups[0].clock.start(lambda: run(sides[1]), "beside")
         run(sides[0])
-        thread.join()
+        thread.join(60)
         if errors:
             raise errors[0]
 

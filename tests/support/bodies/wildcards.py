@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -149,7 +147,7 @@ def probing(backend: fc.Backend) -> None:
         check_words(error, "probe from rank 1 (tag 5)")
     meet()
     if me == 1:
-        time.sleep(0.05)
+        backend.clock.sleep(0.05)
         work = backend.isend(np.ones(()), 0, tag=8)
         large = backend.isend(message, 0, tag=5)
         meet()
@@ -192,10 +190,14 @@ def to_oneself(backend: fc.Backend) -> None:
     assert (rooms[1] == 1).all()
     got = backend.sendrecv(array, me, np.empty(LARGE), me)
     check_same(got, array, "exchanged with oneself")
-    waiting = threading.Timer(0.05, backend.send, (np.ones(1), me))
-    waiting.start()
+
+    def send_later() -> None:
+        backend.clock.sleep(0.05)
+        backend.send(np.ones(1), me)
+
+    waiting = backend.clock.start(send_later, "later")
     assert backend.recv(np.zeros(1), me) == 1, "sent by another thread while this one waits"
-    waiting.join()
+    waiting.join(60)
     error = expect(fc.CommTimeoutError, backend.recv, np.empty(1), me, timeout=0.01)
     check_words(error, f"recv of float64 (1,) from rank {me}", f"nobody but rank {me} itself")
     backend.isend(array, me)  # which nobody receives, and which closing does not wait for
@@ -237,7 +239,7 @@ def several_works(backend: fc.Backend) -> None:
         works, found = [*receives, *([total] if total else [])], []
         # Who waits for any looks after the messages of the rank, as who waits for one does.
         ends = [end for work in receives for end in work._ends()]
-        assert all(end.signal().polled == end.polled for end in ends)
+        assert all(end.signal(backend.clock.lock).polled == end.polled for end in ends)
         while works:
             work = works.pop(fc.wait_any(works))
             assert work.done()
@@ -268,7 +270,7 @@ def _first_of_all(backend: fc.Backend) -> None:
             expect(fc.CommTimeoutError, fc.wait_all, works, timeout=0.01)
         meet()
         if me == rank:
-            time.sleep(0.02)
+            backend.clock.sleep(0.02)
             backend.send(np.full(2, float(rank)), 0, tag=2)
         elif me == 0:
             assert fc.wait_any(works, timeout=10) == len(works) - 1
@@ -326,8 +328,8 @@ def _first_of_two(backend: fc.Backend) -> None:
 
 
 def _look_again(backend: fc.Backend) -> None:
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
+    end = backend.clock.now() + 10
+    while backend.clock.now() < end:
         assert backend.iprobe(fc.ANY) is None
 
 
@@ -349,9 +351,9 @@ def left_alone(backend: fc.Backend, call: str) -> None:
         backend.close()
     meet()
     if me == 1:
-        time.sleep(0.05)
+        backend.clock.sleep(0.05)
         backend.send(np.float64(p), 0, tag=9)
-        time.sleep(0.05)
+        backend.clock.sleep(0.05)
         backend.close()
     elif me == 0:
         came = {float(backend.recv(room, fc.ANY, tag=9)) for _ in range(p)}
