@@ -14,6 +14,7 @@ from support.house import Import, circles, imports, modules
 HOUSES: dict[str, tuple[set[str], ...]] = {
     "fsdpcore": (
         {"core"},
+        {"simulation"},
         {"diagnostics"},
         {"comm"},
         {"collectives"},

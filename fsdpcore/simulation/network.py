@@ -1,0 +1,327 @@
+"""The model of a network: a tree of switches over the ranks, and what a rank itself takes.
+
+A file of it is TOML. Rates are bytes per second or text ("100Mbit", "25GB/s", "inf"), times are
+seconds or text ("5us")::
+
+    [[level]]                # from the ranks upwards: eight ranks make a host
+    name = "host"
+    size = 8
+    rate = "450GB/s"         # of each rank's link, each way
+    latency = "2us"          # of a message from rank to rank within a host, one way, in all
+
+    [[level]]
+    name = "rack"            # the last level has all hosts that are left: size = 0
+    size = 0
+    rate = "50GB/s"          # of each host's link to its rack
+    latency = "10us"
+
+    [[link]]                 # what a single member's link differs in
+    member = "host 3"
+    rate = "100Mbit"
+
+    [compute]                # optional, and so is each of its keys
+    flops = 4e14
+    message = "2us"
+    reduce = "1TB/s"
+    eager = "64KiB"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fsdpcore.core.checks import as_finite, as_int, as_name
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.quantities import as_rate, as_seconds, as_size
+from fsdpcore.core.text import nearest
+from fsdpcore.core.toml import Table, parse_toml
+
+HOST = "host"
+_RANK = "rank"
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the tree, and the links that lead up to it.
+
+    Attributes:
+        name: of what stands at this level: "host", "rack". Its members are those of the level
+            below, or ranks.
+        size: members that make one of these; 0 at the last level, for all that are left.
+        rate: bytes per second of each member's link, each way; infinity for no limit.
+        latency: seconds that a message between two members takes, one way and in all: what it
+            takes below is part of it.
+    """
+
+    name: str
+    size: int
+    rate: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        what = f"level {as_name(self.name, 'the name of a level')!r}"
+        as_int(self.size, f"{what}: size", minimum=0, error=ConfigError)
+        as_rate(self.rate, f"{what}: rate", error=ConfigError)
+        as_seconds(self.latency, f"{what}: latency", error=ConfigError)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one member's link differs in from those of its level; None where it does not."""
+
+    rate: float | None = None
+    latency: float | None = None
+
+
+@dataclass(frozen=True)
+class _Way:
+    """The links between a rank and each level above it, and the longest latency of them."""
+
+    up: tuple[tuple[int, ...], ...]
+    down: tuple[tuple[int, ...], ...]
+    latency: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network as a tree, and the speed of the ranks at its leaves.
+
+    Ranks fill it in their order: with eight to a host, ranks 0 to 7 are on host 0. A message goes
+    up from the sender to the lowest level that both ranks are under, and down to the receiver.
+    Every link has two directions, which do not slow each other.
+
+    Attributes:
+        levels: from the ranks upwards.
+        links: exceptions, by what is at the lower end of the link: "host 3", "rank 12".
+        flops: floating-point operations per second of a rank.
+        message: seconds of a rank's processor for each message that it sends or receives.
+        reduce: bytes per second that a rank reduces; infinity for no time.
+        eager: bytes up to which a message is sent unasked. Of a larger one the sender asks first,
+            and waits for the answer.
+
+    Raises:
+        ConfigError: there is no such network.
+    """
+
+    levels: tuple[Level, ...]
+    links: Mapping[str, Link] = field(default_factory=dict)
+    flops: float = 4e14
+    message: float = 2e-6
+    reduce: float = 1e12
+    eager: int = 64 * 1024
+    _ways: dict[int, _Way] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = [level.name for level in self.levels]
+        if not names:
+            raise ConfigError("a network needs at least one level")
+        for name in names:
+            if name == _RANK or names.count(name) > 1:
+                raise ConfigError(f"two levels are called {name!r}; ranks are one already")
+        for level in self.levels[:-1]:
+            if level.size == 0:
+                raise ConfigError(f"level {level.name!r}: only the last level has size = 0")
+        _ = self._exceptions
+
+    @classmethod
+    def read(cls, path: Path) -> Network:
+        """Read a file; this module's text says what is in it.
+
+        Raises:
+            ConfigError: it cannot be read, or something in it is wrong.
+        """
+        source = f"network {path}"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}") from error
+        file = parse_toml(text, source)
+        file.check_keys(("level", "link", "compute"))
+        levels = tuple(Level(**_values(each, _LEVEL, _LEVEL)) for each in file.tables("level"))
+        links: dict[str, Link] = {}
+        for each in file.tables("link"):
+            values = _values(each, _LINK, ("member",))
+            member = values.pop("member")
+            if member in links:
+                raise ConfigError(f"{each.where}: two for {member!r}")
+            links[member] = Link(**values)
+        compute = _values(Table(file.get("compute", {}), f"{source}: compute"), _COMPUTE, ())
+        try:
+            return cls(levels, links, **compute)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+
+    def hosts(self, world_size: int) -> list[int]:
+        """Return the number of each rank's host.
+
+        Ranks under one member of the level called "host" share it. Where no level has that name,
+        each rank has a host of its own.
+        """
+        for level, span in zip(self.levels, self.spans, strict=True):
+            if level.name == HOST:
+                return [0 if span is None else rank // span for rank in range(world_size)]
+        return list(range(world_size))
+
+    def check_room(self, world_size: int) -> None:
+        """Raise ConfigError if there are more ranks than places."""
+        places = self.spans[-1]
+        if places is not None and world_size > places:
+            raise ConfigError(
+                f"the network has places for {places} ranks, not for {world_size}; size = 0 at "
+                "its last level makes room for any number"
+            )
+
+    @cached_property
+    def spans(self) -> tuple[int | None, ...]:
+        """How many ranks are under one member of each level; None at the last one for all."""
+        found: list[int | None] = []
+        ranks = 1
+        for level in self.levels:
+            ranks *= level.size
+            found.append(ranks or None)
+        return tuple(found)
+
+    def members(self, level: int, world_size: int) -> int:
+        """Return how many links lead up to a level: ranks, or members of the level below."""
+        span = self.spans[level - 1] if level else 1
+        return -(-world_size // (span or world_size))
+
+    def link(self, level: int, member: int) -> int:
+        """Return the number of the link from a member up to a level; the next is the one down."""
+        return (member * len(self.levels) + level) * 2
+
+    def route(self, src: int, dst: int) -> tuple[tuple[int, ...], float]:
+        """Return the directed links that a message crosses, and the seconds of its latency.
+
+        That is the longest that one of these links has. A rank reaches itself over none.
+        """
+        if src == dst:
+            return (), 0.0
+        level = self._meeting(src, dst)
+        up, down = self._way(src), self._way(dst)
+        return up.up[level] + down.down[level], max(up.latency[level], down.latency[level])
+
+    def rate(self, link: int) -> float:
+        """Return the bytes per second of a link."""
+        member, level = divmod(link // 2, len(self.levels))
+        own = self._exceptions.get((level, member), _USUAL).rate
+        return self.levels[level].rate if own is None else own
+
+    def link_name(self, link: int) -> str:
+        """Return a directed link in words: ``host 3 -> rack``, ``rack -> host 3``."""
+        member, level = divmod(link // 2, len(self.levels))
+        ends = f"{self._below(level)} {member}", self.levels[level].name
+        return " -> ".join(ends[::-1] if link % 2 else ends)
+
+    def _below(self, level: int) -> str:
+        return self.levels[level - 1].name if level else _RANK
+
+    @cached_property
+    def _exceptions(self) -> dict[tuple[int, int], Link]:
+        """The links that differ, by level and member."""
+        known = [self._below(level) for level in range(len(self.levels))]
+        found = {}
+        for name, link in self.links.items():
+            match = re.fullmatch(r"(.+) (\d+)", name)
+            if match is None or match[1] not in known:
+                hint = nearest(name.partition(" ")[0], known)
+                names = ", ".join(known)
+                raise ConfigError(
+                    f"link of {name!r}: a member is one of {names}, and its number{hint}"
+                )
+            found[known.index(match[1]), int(match[2])] = link
+        return found
+
+    def _meeting(self, src: int, dst: int) -> int:
+        for level, span in enumerate(self.spans):
+            if span is None or src // span == dst // span:
+                return level
+        raise ConfigError(f"no level of the network is above both rank {src} and rank {dst}")
+
+    def _way(self, rank: int) -> _Way:
+        way = self._ways.get(rank)
+        if way is None:
+            way = self._ways[rank] = self._find_way(rank)
+        return way
+
+    def _find_way(self, rank: int) -> _Way:
+        up: list[int] = []
+        latencies: list[float] = []
+        for level, usual in enumerate(self.levels):
+            member = rank // ((self.spans[level - 1] or 1) if level else 1)
+            up.append(self.link(level, member))
+            own = self._exceptions.get((level, member), _USUAL).latency
+            latencies.append(usual.latency if own is None else own)
+        ends = range(1, len(up) + 1)
+        return _Way(
+            tuple(tuple(up[:end]) for end in ends),
+            tuple(tuple(link + 1 for link in reversed(up[:end])) for end in ends),
+            tuple(max(latencies[:end]) for end in ends),
+        )
+
+
+_USUAL = Link()
+
+Reader = Callable[..., Any]
+
+
+def _values(table: Table, readers: Mapping[str, Reader], needed: Any) -> dict[str, Any]:
+    """Read a table's values, each by the reader of its key."""
+    table.check_keys(readers)
+    for key in needed:
+        if key not in table:
+            raise ConfigError(f"{table.where}: {key} is missing")
+    return {
+        key: readers[key](value, f"{table.where}: {key}", error=ConfigError)
+        for key, value in table.items()
+    }
+
+
+def _name(value: object, what: str, *, error: type[ConfigError]) -> str:
+    if not isinstance(value, str) or not value:
+        raise error(f"{what} must be a non-empty string, got {value!r:.80}")
+    return value
+
+
+def _flops(value: object, what: str, *, error: type[ConfigError]) -> float:
+    number = as_finite(value, what, error=error)
+    if number <= 0:
+        raise error(f"{what} must be a positive number, got {value!r}")
+    return number
+
+
+def _size(value: object, what: str, *, error: type[ConfigError]) -> int:
+    return as_int(value, what, minimum=0, error=error)
+
+
+_LEVEL: dict[str, Reader] = {
+    "name": _name,
+    "size": _size,
+    "rate": as_rate,
+    "latency": as_seconds,
+}
+_LINK: dict[str, Reader] = {"member": _name, "rate": as_rate, "latency": as_seconds}
+_COMPUTE: dict[str, Reader] = {
+    "flops": _flops,
+    "message": as_seconds,
+    "reduce": as_rate,
+    "eager": as_size,
+}
+
+# What is used without a file: hosts of eight H100 GPUs, each host with eight ports of 400 Gbit/s,
+# on switches that are never full. From NVIDIA's data sheets of H100 SXM and DGX H100: NVLink moves
+# 450 GB/s each way per GPU, the ports of a host 400 GB/s; a dense bfloat16 product does 989 TFLOPS
+# at best, of which training gets some 40 %; memory moves 3.35 TB/s, and to reduce a byte, two are
+# read and one is written. Latencies and the time of a message are guesses of the right order.
+DEFAULT = Network(
+    levels=(Level("host", 8, 450e9, 2e-6), Level("cluster", 0, 400e9, 5e-6)),
+    flops=4e14,
+    message=2e-6,
+    reduce=1.1e12,
+    eager=64 * 1024,
+)
