@@ -26,9 +26,9 @@ from fsdpcore.core.buffers import (
     lined_up,
 )
 from fsdpcore.core.capabilities import Capabilities
-from fsdpcore.core.clock import Clock
 from fsdpcore.core.channels import channel_of
 from fsdpcore.core.checks import as_allocatable, as_members
+from fsdpcore.core.clock import Clock
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.errors import (
     ArgumentError,

@@ -1,1 +1,1 @@
-"""A model of a network and of its load, for jobs in virtual time: nothing here moves a byte."""
+"""Virtual time: fibers on a clock that jumps, and the model of the network that they send over."""

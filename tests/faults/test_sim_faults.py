@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fsdpcore.transports.simulated import backend as simulated
-from fsdpcore.transports.simulated import faults
 from fsdpcore.transports.simulated.faults import FaultInjector, Faults, InjectedCrash
 from support.arrays import check_same
 from support.bodies import asynchronous, groups, movement, point_to_point, reductions
@@ -18,6 +16,7 @@ from support.cases import bodies
 from support.spmd import RanksFailed, meet, run
 
 import fsdpcore as fc
+from fsdpcore.core.clock import Clock
 
 
 def _run(body: Any, world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -38,21 +37,28 @@ def test_delays_change_nothing(body: Any, seed: int) -> None:
     _run(body, 4, seed=seed, max_delay=0.0005)
 
 
-def _delays(monkeypatch: pytest.MonkeyPatch, seed: int, rank: int) -> list[float]:
-    slept: list[float] = []
-    monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=slept.append))
-    injector = FaultInjector(Faults(seed=seed, max_delay=2.0), rank)
+class _Sleeps(Clock):
+    """Takes no time for a sleep, and writes it down."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+        self.sleep = self.slept.append
+
+
+def _delays(seed: int, rank: int) -> list[float]:
+    clock = _Sleeps()
+    injector = FaultInjector(Faults(seed=seed, max_delay=2.0), rank, clock)
     assert not any(injector.before_post() for _ in range(10))
-    return slept
+    return clock.slept
 
 
-def test_delays_follow_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = _delays(monkeypatch, 1, 0)
+def test_delays_follow_the_seed() -> None:
+    first = _delays(1, 0)
     assert len(first) == 10
     assert all(0 <= delay <= 2 for delay in first)
-    assert _delays(monkeypatch, 1, 0) == first
-    assert _delays(monkeypatch, 2, 0) != first
-    assert _delays(monkeypatch, 1, 1) != first
+    assert _delays(1, 0) == first
+    assert _delays(2, 0) != first
+    assert _delays(1, 1) != first
 
 
 def _lost_message(backend: fc.Backend) -> None:
@@ -156,7 +162,7 @@ def test_faults_are_for_python_only() -> None:
 
 def test_a_message_that_comes_as_its_receive_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is over, but before the receive is withdrawn the message is there: it is kept."""
-    cancel, given_up = simulated._PostedReceive.cancel, threading.Event()
+    cancel, given_up = simulated.PostedReceive.cancel, threading.Event()
 
     def late(self: Any) -> bool:
         given_up.set()
@@ -170,7 +176,7 @@ def test_a_message_that_comes_as_its_receive_gives_up(monkeypatch: pytest.Monkey
         else:
             check_same(backend.recv(np.zeros(3, int), 1, timeout=0.01), np.full(3, 7), "received")
 
-    monkeypatch.setattr(simulated._PostedReceive, "cancel", late)
+    monkeypatch.setattr(simulated.PostedReceive, "cancel", late)
     _run(body, 2)
 
 

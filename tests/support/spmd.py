@@ -49,6 +49,7 @@ class Transport:
 
 TRANSPORTS = {
     "sim": Transport(ThreadRanks("sim"), tight={"eager_bytes": 0, "shm": "off"}),
+    "virtual": Transport(ThreadRanks("sim://?clock=virtual&seed=1"), tight={"eager_bytes": 0}),
     "zmq": Transport(
         ProcessRanks("zmq"),
         tight={"eager_bytes": 0, "segment_bytes": 1024, "shm": "off"},

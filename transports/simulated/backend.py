@@ -7,9 +7,11 @@ up to ``eager_bytes`` is copied at once instead, so that it never waits for its 
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -19,7 +21,13 @@ from fsdpcore.comm.matching import Key, MatchTable, fit
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
-from fsdpcore.core.errors import ClosedError, CommunicationError, ConfigError, PeerFailedError
+from fsdpcore.core.errors import (
+    ClosedError,
+    CommunicationError,
+    ConfigError,
+    MissingDependencyError,
+    PeerFailedError,
+)
 from fsdpcore.core.policy import Policy
 from fsdpcore.core.wildcard import ANY_NUMBER
 from fsdpcore.core.work import Pending
@@ -37,14 +45,21 @@ class SimOptions:
     """Options of ``sim://`` URLs.
 
     Attributes:
+        clock: "wall" for ranks that are threads, or "virtual": they are carried by one thread, on
+            a clock that jumps to what happens next (``simulated.virtual``).
+        network: of ``clock=virtual``, the file that describes what messages travel over
+            (``simulation.network``); without one they take no time, or "default".
         eager_bytes: sends up to this size are copied at once and never wait.
         hosts: the ranks are treated as if they ran on so many hosts, in equal blocks.
-        seed, max_delay: random delays in every post of a message, to shake out races.
+        seed, max_delay: random delays in every post of a message, to shake out races. In virtual
+            time every seed but 0 is also another order of what could go on next.
         faults: a whole plan of faults (from Python only); replaces the two above.
         shm: "auto" lets collectives use the arrays of all ranks where they are, unless faults are
             planned that only messages can have; "off" has them send messages.
     """
 
+    clock: str = "wall"
+    network: str = ""
     eager_bytes: int = 4096
     hosts: int = 1
     seed: int = 0
@@ -55,15 +70,19 @@ class SimOptions:
     def __post_init__(self) -> None:
         if self.shm not in ("auto", "off"):
             raise ConfigError(f"sim: shm must be 'auto' or 'off', got {self.shm!r}")
+        if self.clock not in ("wall", "virtual"):
+            raise ConfigError(f"sim: clock must be 'wall' or 'virtual', got {self.clock!r}")
+        if self.network and self.clock == "wall":
+            raise ConfigError("sim: a network= needs clock=virtual: messages take no time else")
 
 
-class _PostedSend(Pending):
+class PostedSend(Pending):
     """What a rank sends, in the inbox of its receiver."""
 
     __slots__ = ("backend", "data", "envelope", "inbox", "key")
 
-    def __init__(self, backend: SimBackend, data: Bytes, envelope: Envelope, inbox: _Inbox) -> None:
-        super().__init__()
+    def __init__(self, backend: SimBackend, data: Bytes, envelope: Envelope, inbox: Inbox) -> None:
+        super().__init__(backend.clock.lock)
         self.backend = backend
         self.data = data
         self.envelope = envelope
@@ -75,18 +94,17 @@ class _PostedSend(Pending):
         return self.envelope.signature
 
     def cancel(self) -> bool:
-        with self.inbox.lock:
-            withdrawn = self.inbox.table.withdraw_message(self)
-        return withdrawn or self.settle(60)  # a peer is copying: its end is near
+        # A peer is copying where it can be withdrawn no more: its end is near.
+        return self.backend.withdraw(self) or self.settle(60)
 
 
-class _PostedReceive(Pending):
+class PostedReceive(Pending):
     """What a rank receives, or probes for."""
 
     __slots__ = ("backend", "envelope", "key", "out")
 
     def __init__(self, backend: SimBackend, out: Bytes, src: int, envelope: Envelope) -> None:
-        super().__init__()
+        super().__init__(backend.clock.lock)
         self.backend = backend
         self.out = out
         self.envelope = envelope
@@ -99,12 +117,12 @@ class _PostedReceive(Pending):
         return withdrawn or self.settle(60)
 
 
-class _Inbox:
+class Inbox:
     """What is on its way to one rank."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.table: MatchTable[_PostedReceive, _PostedSend] = MatchTable()
+        self.table: MatchTable[PostedReceive, PostedSend] = MatchTable()
 
 
 class SimBackend(Transport):
@@ -125,12 +143,12 @@ class SimBackend(Transport):
     ) -> None:
         hosts = [other * options.hosts // world_size for other in range(world_size)]
         super().__init__(rank, world_size, timeout, hosts=hosts, policy=policy)
-        self.inbox = _Inbox()
+        self.inbox = Inbox()
         self.gone = ""  # how, once it is
         self._world = world
         self._eager_bytes = options.eager_bytes
         plan = options.faults or Faults(options.seed, options.max_delay)
-        self._injector = FaultInjector(plan, rank) if plan != Faults() else None
+        self._injector = FaultInjector(plan, rank, self.clock) if plan != Faults() else None
         self.job: ThreadWorld = world[0].job if world else ThreadWorld()
         if options.shm == "auto" and not plan.drop and not plan.crash:
             self.memory = SimMemory(self.job, self._before_post if self._injector else None)
@@ -143,6 +161,8 @@ class SimBackend(Transport):
             raise ConfigError(
                 f"sim: hosts={options.hosts} is not in 1..{world_size}, the number of ranks"
             )
+        if options.clock == "virtual":
+            return list(_virtual().in_virtual_time(world_size, config, options))
         world: list[SimBackend] = []
         for rank in range(world_size):
             world.append(cls(rank, world, world_size, config.timeout, options, config.policy))
@@ -151,43 +171,59 @@ class SimBackend(Transport):
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
         self._before_post()
         peer = self._world[dst]
-        send = _PostedSend(self, data, envelope, peer.inbox)
+        send = PostedSend(self, data, envelope, peer.inbox)
         if self._injector is not None and self._injector.drops(dst):
             send.finish()
             return send
         eager = data.size <= self._eager_bytes or dst == self.rank
         if eager:
             send.data = data.copy()
+        self._carry(send, peer, eager)
+        return send
+
+    def _carry(self, send: PostedSend, peer: SimBackend, eager: bool) -> None:
+        """Bring a message to its receiver; if ``eager``, its data is a copy."""
         with peer.inbox.lock:
             self._check_peer_alive(peer)
             receive = peer.inbox.table.arrive(send)
             if receive is None and eager:
                 send.finish()
         if receive is not None:
-            _deliver(send, receive)
-        return send
+            self._move(send, receive)
 
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
         self._before_post()
-        receive = _PostedReceive(self, out, src, envelope)
+        receive = PostedReceive(self, out, src, envelope)
         with self.inbox.lock:
             send = self.inbox.table.post(receive)
             if send is None:
                 self._check_senders(receive)
         if send is not None:
-            _deliver(send, receive)
+            self._move(send, receive)
         return receive
 
     def post_probe(self, src: int, envelope: Envelope) -> Pending:
         self._before_post()
-        probe = _PostedReceive(self, _NO_BYTES, src, envelope)
+        probe = PostedReceive(self, _NO_BYTES, src, envelope)
         with self.inbox.lock:
             self.inbox.table.probe(probe)
             if not probe.finished:
                 self._check_senders(probe)
         return probe
 
-    def _check_senders(self, receive: _PostedReceive) -> None:
+    def withdraw(self, send: PostedSend) -> bool:
+        """Take back what no receive has taken; False if one has."""
+        with send.inbox.lock:
+            return send.inbox.table.withdraw_message(send)
+
+    def _move(self, send: PostedSend, receive: PostedReceive) -> None:
+        """Copy a matched message, on the thread of whichever side came second."""
+        if not refused(send, receive):
+            np.copyto(receive.out, send.data)
+            send.finish()
+            receive.finish()
+
+    def _check_senders(self, receive: PostedReceive) -> None:
         """Withdraw a receive, and raise, if nobody is there to send what it waits for."""
         src, channel, _ = receive.key
         try:
@@ -208,8 +244,12 @@ class SimBackend(Transport):
     def _check_peer_alive(self, peer: SimBackend) -> None:
         """Raise if this rank is broken or ``peer`` has left; under the receiver's lock."""
         self.check_usable()
-        if peer.gone:
-            raise PeerFailedError(f"rank {peer.rank} {peer.gone}", peer.rank)
+        if how := self._how_gone(peer):
+            raise PeerFailedError(f"rank {peer.rank} {how}", peer.rank)
+
+    def _how_gone(self, peer: SimBackend) -> str:
+        """In which way a rank has left, as far as this one can know; empty if it has not."""
+        return peer.gone
 
     def _fail_pending(self, error: CommunicationError) -> None:
         """Finish what this rank posted: its receives here, its sends in the others' inboxes.
@@ -231,7 +271,7 @@ class SimBackend(Transport):
                         send.finish(error)
 
     def departed(self, rank: int) -> bool:
-        return bool(self._world[rank].gone)
+        return bool(self._how_gone(self._world[rank]))
 
     def _tell(self, error: CommunicationError) -> None:
         if isinstance(self._failure, InjectedCrash):
@@ -260,35 +300,58 @@ class SimBackend(Transport):
     def _vanish(self, how: str) -> None:
         """Let the receives and large sends of peers that wait for this rank fail."""
         self.gone = self.gone or how
-        error = PeerFailedError(f"rank {self.rank} {how}", self.rank)
-        died = isinstance(self._failure, InjectedCrash)
         for peer in self._world:
-            with peer.inbox.lock:
-                table = peer.inbox.table
-                waits = table.awaits(self.rank) or (died and table.open_channels())
-                lonely = peer.lonely(table.open_channels())
-            if waits:
-                peer.fail(error, tell=True)
-            elif lonely is not None:
-                peer.fail(lonely, tell=True)
+            self._take_leave(peer)
         with self.inbox.lock:
             senders = {send.backend for send in self.inbox.table.messages() if not send.finished}
         for sender in senders:
-            sender.fail(error, tell=True)
+            sender.fail(self._parting(), tell=True)
+
+    def _take_leave(self, peer: SimBackend) -> None:
+        """Let a peer's receives fail that wait for this rank, once it can know that it is gone."""
+        if not peer._how_gone(self):
+            return
+        died = isinstance(self._failure, InjectedCrash)
+        with peer.inbox.lock:
+            table = peer.inbox.table
+            waits = table.awaits(self.rank) or (died and table.open_channels())
+            lonely = peer.lonely(table.open_channels())
+        if waits:
+            peer.fail(self._parting(), tell=True)
+        elif lonely is not None:
+            peer.fail(lonely, tell=True)
+
+    def _parting(self) -> PeerFailedError:
+        """What ranks are told that wait for this one, which is gone."""
+        return PeerFailedError(f"rank {self.rank} {self.gone}", self.rank)
 
 
-def _deliver(send: _PostedSend, receive: _PostedReceive) -> None:
-    """Copy a matched message, on the thread of whichever side came second."""
-    error, sent, wanted = None, send.envelope, receive.envelope
-    if sent.signature != wanted.signature or send.data.size != receive.out.size:
-        error = fit(receive, send.key[0], sent, send.data.size, receive.backend.rank)
+def refused(send: PostedSend, receive: PostedReceive) -> bool:
+    """Whether matched messages do not fit, which ends the job of both ranks."""
+    sent, wanted = send.envelope, receive.envelope
+    if sent.signature == wanted.signature and send.data.size == receive.out.size:
+        return False
+    error = fit(receive, send.key[0], sent, send.data.size, receive.backend.rank)
     if error is None:
-        np.copyto(receive.out, send.data)
+        return False
     send.finish(error)
     receive.finish(error)
-    if error is not None:
-        send.backend.fail(error)
-        receive.backend.fail(error, tell=True)
+    send.backend.fail(error)
+    receive.backend.fail(error, tell=True)
+    return True
+
+
+def _virtual() -> ModuleType:
+    """The module of ranks in virtual time; imported for them only, as is what it needs."""
+    try:
+        return importlib.import_module(f"{__package__}.virtual")
+    except ModuleNotFoundError as error:
+        if error.name != "greenlet":
+            raise
+        install = "pip install 'fsdpcore[simulate]'"
+        raise MissingDependencyError(
+            f"sim: clock=virtual needs greenlet; get it with: {install}", install
+        ) from error
 
 
 _NO_BYTES: Bytes = np.empty(0, np.uint8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fsdpcore.core.clock import Clock
 from fsdpcore.core.errors import CommunicationError
 
 
@@ -36,7 +36,8 @@ class Faults:
 class FaultInjector:
     """Carries a plan out on one rank."""
 
-    def __init__(self, plan: Faults, rank: int) -> None:
+    def __init__(self, plan: Faults, rank: int, clock: Clock) -> None:
+        self._clock = clock
         self._plan = plan
         self._rank = rank
         self._random = random.Random(f"{plan.seed}/{rank}")  # noqa: S311 (reproducible on purpose)
@@ -51,7 +52,7 @@ class FaultInjector:
             delay = self._random.uniform(0, self._plan.max_delay)
             dies = self._posts > self._plan.crash.get(self._rank, self._posts)
         if self._plan.max_delay > 0:
-            time.sleep(delay)
+            self._clock.sleep(delay)
         return dies
 
     def drops(self, dst: int) -> bool:
