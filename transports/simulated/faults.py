@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from fsdpcore.core.clock import Clock
@@ -29,7 +29,7 @@ class Faults:
 
     seed: int = 0
     max_delay: float = 0.0
-    drop: Mapping[tuple[int, int], frozenset[int]] = field(default_factory=dict)
+    drop: Mapping[tuple[int, int], Container[int]] = field(default_factory=dict)
     crash: Mapping[int, int] = field(default_factory=dict)
 
 
