@@ -8,6 +8,7 @@ from fsdpcore.collectives import on_device
 from fsdpcore.collectives.context import Body, CollectiveContext
 from fsdpcore.collectives.hierarchy import costs as hierarchy_costs
 from fsdpcore.collectives.hierarchy import host_context
+from fsdpcore.collectives.lone import LoneContext
 from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.collectives.shared.establish import establish
@@ -15,6 +16,7 @@ from fsdpcore.collectives.shared.fast_path import fast_path_for
 from fsdpcore.collectives.spec import UNCHOSEN, CallSpec
 from fsdpcore.collectives.state import state_of
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.errors import PeerFailedError
 from fsdpcore.core.work import Deadline
 
@@ -61,7 +63,7 @@ def _perform(
     backend: Backend, spec: CallSpec, body: Body, limit: float, sequence: int, background: bool
 ) -> Any:
     recorder = backend.root.recorder
-    context = state_of(backend).context or CollectiveContext(backend)
+    context = state_of(backend).context or _context(backend)
     context.begin(spec, sequence, limit, background)
     entry = context.entry = recorder.begin(backend.order, sequence, spec.record)
     try:
@@ -80,6 +82,12 @@ def _perform(
     return result
 
 
+def _context(backend: Backend) -> CollectiveContext:
+    """Make the context of a group's collectives."""
+    alike = transport_of(backend).alike
+    return CollectiveContext(backend) if alike is None else LoneContext(backend, alike)
+
+
 def _settle(backend: Backend, context: CollectiveContext, spec: CallSpec) -> None:
     """Choose the algorithm of a call that is new to the group, or late in choosing."""
     if state_of(backend).context is None:
@@ -94,7 +102,7 @@ def _settle(backend: Backend, context: CollectiveContext, spec: CallSpec) -> Non
 def _first(backend: Backend, context: CollectiveContext) -> None:
     """Find out, in a group's first collective, whether its ranks share memory."""
     state = state_of(backend)
-    if not backend.moves.on_host:
+    if not backend.moves.on_host or transport_of(backend).alike is not None:
         state.context = context
         return
     region = establish(context, backend)

@@ -20,11 +20,7 @@ from fsdpcore.comm.job import Job
 from fsdpcore.comm.messages import GroupMessages
 from fsdpcore.comm.order import CallOrder
 from fsdpcore.comm.point_to_point import PointToPoint
-from fsdpcore.core.buffers import (
-    Array,
-    dtype_code,
-    lined_up,
-)
+from fsdpcore.core.buffers import Array, dtype_code
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.channels import channel_of
 from fsdpcore.core.checks import as_allocatable, as_members
@@ -104,8 +100,9 @@ class Backend(PointToPoint):
         # messages, equal on all members, unlike any other group's.
         self.group = group
         self.channel = group.channel
-        # Which arrays its collectives move: NumPy's.
-        self.moves: Device = HOST
+        # Which arrays its collectives move: those of the host.
+        device = self.root.device
+        self.moves: Device = device if device.on_host else HOST
         # Numbers the group's collectives, and runs them one after the other.
         self.order = CallOrder(self.root, group)
         self._messages = GroupMessages(self.root, group, rank, self.order)
@@ -263,13 +260,14 @@ class Backend(PointToPoint):
         dtype_code(dtype)
         sizes = as_allocatable(shape, np.dtype(dtype), "the array of empty()")
         root = self.root
-        if not self.device.on_host:
-            return self.device.empty(sizes, dtype)
+        shares = self.device.on_host and root.memory is not None and root.world_size > 1
         # Once a call has failed, others may still write to arrays that they were lent.
-        if root.memory is None or root.world_size == 1 or root.failure is not None:
-            return lined_up(sizes, dtype)
+        if not shares or root.memory is None or root.failure is not None:
+            return self.device.lined_up(sizes, dtype)
         made = root.memory.empty(math.prod(sizes) * np.dtype(dtype).itemsize)
-        return lined_up(sizes, dtype) if made is None else made.view(dtype).reshape(sizes)
+        if made is None:
+            return self.device.lined_up(sizes, dtype)
+        return made.view(dtype).reshape(sizes)
 
     def shared_window(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         """Return one array of zeros that all ranks of this group on a host see.

@@ -33,6 +33,8 @@ class Transport(Job, Backend):
         options: a frozen dataclass with the options of this transport's URLs and their defaults;
             fields of type int, float, bool and str can be given as text.
         transport_capabilities: what it can do, but for what depends on the options.
+        alike: of a rank that is played for all others: how long their collectives take together.
+            None for a rank among others.
     """
 
     ranks_are_threads: ClassVar[bool] = False
@@ -40,6 +42,7 @@ class Transport(Job, Backend):
     takes_address: ClassVar[bool] = False
     options: ClassVar[type[Any]]
     transport_capabilities: Capabilities
+    alike: Any = None
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from fsdpcore.core.buffers import Array, Bytes, check_out, input_array
+from fsdpcore.core.buffers import Array, Bytes, check_out, input_array, lined_up
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import as_numpy
 
@@ -87,6 +87,10 @@ class Device(ABC):
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         """Return a new array with any content."""
+
+    def lined_up(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Do as ``empty`` for an array that is used again and again."""
+        return self.empty(shape, dtype)
 
     @abstractmethod
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
@@ -215,6 +219,9 @@ class HostDevice(Device):
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         return np.empty(shape, dtype)
+
+    def lined_up(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        return lined_up(shape, dtype)
 
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         return np.zeros(shape, dtype)

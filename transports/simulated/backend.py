@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
@@ -40,6 +40,14 @@ if TYPE_CHECKING:
     from fsdpcore.comm.config import TransportConfig
 
 
+_CHOICES = {
+    "shm": ("auto", "off"),
+    "clock": ("wall", "virtual"),
+    "played": ("all", "one"),
+    "arrays": ("real", "abstract"),
+}
+
+
 @dataclass(frozen=True)
 class SimOptions:
     """Options of ``sim://`` URLs.
@@ -49,6 +57,10 @@ class SimOptions:
             a clock that jumps to what happens next (``simulated.virtual``).
         network: of ``clock=virtual``, the file that describes what messages travel over
             (``simulation.network``); without one they take no time, or "default".
+        played: of ``clock=virtual``, "all" ranks or "one", which stands for all: a collective takes
+            as long as it would between all of them (``simulated.lone``).
+        arrays: of ``clock=virtual``, "real", or "abstract" for arrays without values, which take no
+            memory and no time (``simulation.abstract``).
         eager_bytes: sends up to this size are copied at once and never wait.
         hosts: the ranks are treated as if they ran on so many hosts, in equal blocks.
         seed, max_delay: random delays in every post of a message, to shake out races. In virtual
@@ -60,6 +72,8 @@ class SimOptions:
 
     clock: str = "wall"
     network: str = ""
+    played: str = "all"
+    arrays: str = "real"
     eager_bytes: int = 4096
     hosts: int = 1
     seed: int = 0
@@ -68,12 +82,14 @@ class SimOptions:
     shm: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.shm not in ("auto", "off"):
-            raise ConfigError(f"sim: shm must be 'auto' or 'off', got {self.shm!r}")
-        if self.clock not in ("wall", "virtual"):
-            raise ConfigError(f"sim: clock must be 'wall' or 'virtual', got {self.clock!r}")
-        if self.network and self.clock == "wall":
-            raise ConfigError("sim: a network= needs clock=virtual: messages take no time else")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                words = " or ".join(map(repr, known))
+                raise ConfigError(f"sim: {name} must be {words}, got {getattr(self, name)!r}")
+        if self.clock == "wall":
+            for name in ("network", "played", "arrays"):
+                if getattr(self, name) != getattr(SimOptions, name):
+                    raise ConfigError(f"sim: {name}= is for ranks in virtual time: clock=virtual")
 
 
 class PostedSend(Pending):
@@ -135,7 +151,7 @@ class SimBackend(Transport):
     def __init__(
         self,
         rank: int,
-        world: list[SimBackend],
+        world: Sequence[SimBackend],
         world_size: int,
         timeout: float,
         options: SimOptions,
@@ -162,7 +178,9 @@ class SimBackend(Transport):
                 f"sim: hosts={options.hosts} is not in 1..{world_size}, the number of ranks"
             )
         if options.clock == "virtual":
-            return list(_virtual().in_virtual_time(world_size, config, options))
+            if options.played == "one":
+                return list(_virtual("lone").one(world_size, config))
+            return list(_virtual("virtual").ranks(world_size, config))
         world: list[SimBackend] = []
         for rank in range(world_size):
             world.append(cls(rank, world, world_size, config.timeout, options, config.policy))
@@ -341,10 +359,10 @@ def refused(send: PostedSend, receive: PostedReceive) -> bool:
     return True
 
 
-def _virtual() -> ModuleType:
-    """The module of ranks in virtual time; imported for them only, as is what it needs."""
+def _virtual(name: str) -> ModuleType:
+    """A module of ranks in virtual time; imported for them only, as is what it needs."""
     try:
-        return importlib.import_module(f"{__package__}.virtual")
+        return importlib.import_module(f"{__package__}.{name}")
     except ModuleNotFoundError as error:
         if error.name != "greenlet":
             raise

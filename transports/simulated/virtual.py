@@ -7,6 +7,7 @@ takes it, the sender hears of that and sends the bytes, as over a real wire.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import numpy as np
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ClosedError, CommunicationError
 from fsdpcore.core.policy import Costs, Policy, Tuning
+from fsdpcore.simulation.abstract import AbstractDevice
 from fsdpcore.simulation.fibers import VirtualClock
 from fsdpcore.simulation.network import DEFAULT, Network
 
@@ -29,17 +31,16 @@ _POST_SECONDS = 1e-6
 
 
 class VirtualBackend(SimBackend):
-    """One rank of a job in virtual time; ``in_virtual_time`` makes them all."""
+    """One rank of a job in virtual time; ``ranks`` makes them all."""
 
     clock: VirtualClock
 
     def __init__(
         self,
         rank: int,
-        world: list[SimBackend],
+        world: Sequence[SimBackend],
         world_size: int,
         config: TransportConfig,
-        options: SimOptions,
         clock: VirtualClock,
         wire: Wire,
     ) -> None:
@@ -49,12 +50,14 @@ class VirtualBackend(SimBackend):
         self._offered: dict[PostedSend, None] = {}
         self._sending: dict[PostedSend, None] = {}
         self._receiving: dict[PostedReceive, None] = {}
-        network = wire.network
+        network, options = wire.network, config.transport_options
+        if options.arrays == "abstract":
+            self.device = AbstractDevice()
         policy = config.policy if network is None else _policy(config.policy, network, world_size)
         super().__init__(rank, world, world_size, config.timeout, options, policy)
         self.memory = None
         if network is not None:
-            self.hosts = tuple(network.hosts(world_size))
+            self.hosts = wire.hosts
             self._eager_bytes = network.eager
             self.transport_capabilities = Capabilities(
                 "sim", **dataclasses.asdict(_costs(network, world_size))
@@ -150,19 +153,24 @@ class VirtualBackend(SimBackend):
         return "" if self._wire.under_way(peer.rank, self.rank) else peer.gone
 
 
-def in_virtual_time(
-    world_size: int, config: TransportConfig, options: SimOptions
-) -> list[VirtualBackend]:
-    """Make the backends of all ranks; ``options`` are those of ``config``."""
+def ranks(world_size: int, config: TransportConfig) -> list[VirtualBackend]:
+    """Make the backends of all ranks of a job."""
+    clock, wire = scene(world_size, config)
+    world: list[VirtualBackend] = []
+    for rank in range(world_size):
+        world.append(VirtualBackend(rank, world, world_size, config, clock, wire))
+    return world
+
+
+def scene(world_size: int, config: TransportConfig) -> tuple[VirtualClock, Wire]:
+    """Make the clock of a job, and what its messages travel over."""
+    options = config.transport_options
+    assert isinstance(options, SimOptions)
     clock = VirtualClock(options.seed)
     network = _network(options.network)
     if network is not None:
         network.check_room(world_size)
-    wire = Wire(clock, network, world_size)
-    world: list[SimBackend] = []
-    for rank in range(world_size):
-        world.append(VirtualBackend(rank, world, world_size, config, options, clock, wire))
-    return [rank for rank in world if isinstance(rank, VirtualBackend)]
+    return clock, Wire(clock, network, world_size)
 
 
 def _network(name: str) -> Network | None:

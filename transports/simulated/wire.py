@@ -64,12 +64,14 @@ class Wire:
         world_size: number of ranks.
 
     Attributes:
+        hosts: the number of each rank's host, where the network says it.
         messages: how many were sent, between all ranks.
         nbytes: their bytes.
     """
 
     def __init__(self, clock: VirtualClock, network: Network | None, world_size: int) -> None:
         self.network = network
+        self.hosts = tuple(network.hosts(world_size)) if network is not None else ()
         self.messages = self.nbytes = 0
         self.flows = None if network is None else Flows(network, world_size)
         self._clock = clock
