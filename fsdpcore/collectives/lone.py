@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
 
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import Movement
@@ -20,11 +23,50 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.simulation.abstract import AbstractArray
 
 
+@dataclass(frozen=True)
+class Use:
+    """What one kind of collective takes, and how often there was one.
+
+    Attributes:
+        collective, algorithm, ranks, nbytes: which kind.
+        seconds: of one, between all groups like this one at the same time.
+        carried: bytes that each link carries in one, by its name; empty where a formula told the
+            time.
+        calls: how many there were.
+    """
+
+    collective: str
+    algorithm: str
+    ranks: int
+    nbytes: int
+    seconds: float
+    carried: Mapping[str, int]
+    calls: int
+
+
 class Alike(Protocol):
     """How long the collectives take of ranks that all do the same at the same time."""
 
-    def take_part(self, group: Backend, collective: str, algorithm: str, nbytes: int) -> None:
-        """Let the time of a collective pass; ``nbytes`` is the n of the cost formulas."""
+    @property
+    def uses(self) -> list[Use]:
+        """All collectives so far."""
+
+    def take_part(
+        self,
+        group: Backend,
+        collective: str,
+        algorithm: str = "",
+        nbytes: int = 0,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        """Let the time of a collective pass.
+
+        Args:
+            group: that takes part in it.
+            collective, algorithm: which; without an algorithm, a barrier.
+            nbytes: the n of the cost formulas.
+            dtype: of the arrays.
+        """
 
 
 class LoneContext(CollectiveContext):
@@ -43,11 +85,11 @@ class LoneContext(CollectiveContext):
         """Take the others to have begun the same, with the same rows."""
         self._met = True
         self.rows = [self.spec.rows] * self.size
-        self._alike.take_part(self._backend, "barrier", "", 0)
+        self._alike.take_part(self._backend, "barrier")
 
-    def take_part(self, collective: str, algorithm: str, nbytes: int) -> None:
-        """Let the time of a collective pass."""
-        self._alike.take_part(self._backend, collective, algorithm, nbytes)
+    def take_part(self, collective: str, algorithm: str, array: Array) -> None:
+        """Let the time of a collective pass; ``array`` is its largest."""
+        self._alike.take_part(self._backend, collective, algorithm, array.nbytes, array.dtype)
 
 
 def algorithms() -> dict[str, Mapping[str, Algorithm]]:
@@ -77,8 +119,8 @@ def _move(
     me, p = context.rank, context.size
     bounds = layout.bounds
     given = source if source is not None else out
-    whole = max(each.nbytes for each in (source, out) if each is not None)
-    context.take_part(collective, algorithm, whole)
+    arrays = [each for each in (source, out) if each is not None]
+    context.take_part(collective, algorithm, max(arrays, key=lambda array: array.nbytes))
     if out is None or given is None or isinstance(out, AbstractArray):
         return
     if collective in ("reduce_scatter", "scatter", "all_to_all"):

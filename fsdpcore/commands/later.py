@@ -18,6 +18,7 @@ _LATER = {
     "trace": "trace.command:trace",
     "bench": "bench:show_bench",
     "plan": "plan:show_plan",
+    "simulate": "simulate:simulate",
     "ckpt": "ckpt.command:app",
 }
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 import fsdpcore.collectives as collectives
 from fsdpcore.collectives import lone
@@ -24,74 +27,102 @@ from fsdpcore.simulation.abstract import abstract
 from fsdpcore.simulation.fibers import VirtualClock
 
 from .backend import SimBackend
-from .virtual import VirtualBackend, ranks, scene
+from .virtual import VirtualBackend, between, scene
 from .wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fsdpcore.comm.config import TransportConfig
 
 # Messages of a collective that are simulated one by one at most; of more, a formula tells the time.
 _MOST = 400_000
-_Key = tuple[Any, ...]
+# Of more than so many, a formula tells it too where there are few bytes: messages take their
+# latency then, whatever they share.
+_FEW, _SMALL = 2000, 1 << 21
+
+
+_Key = tuple[str, str, tuple[int, ...], int, "np.dtype[Any] | None"]
+
+
+@dataclass
+class _Kind:
+    """One kind of collective: what it takes, and how often there was one."""
+
+    seconds: float
+    carried: Mapping[str, int]
+    calls: int = 0
 
 
 class LoneBackend(VirtualBackend):
-    """The rank that is played.
-
-    Attributes:
-        spent: seconds of collectives, by kind: what it is, its algorithm, ranks, and bytes.
-    """
+    """The rank that is played."""
 
     def __init__(
         self, world_size: int, config: TransportConfig, clock: VirtualClock, wire: Wire
     ) -> None:
         super().__init__(0, [], world_size, config, clock, wire)
         self.alike = self
-        self.spent: dict[_Key, list[float]] = {}
         self._config = config
-        self._known: dict[_Key, float] = {}
+        self._kinds: dict[_Key, _Kind] = {}
         self._line = self.clock.lock()  # the collectives of a rank share its links
 
     def algorithms(self, backend: Backend) -> Mapping[str, Mapping[str, Algorithm]]:
         return lone.algorithms()
 
-    def take_part(self, group: Backend, collective: str, algorithm: str, nbytes: int) -> None:
+    def take_part(
+        self,
+        group: Backend,
+        collective: str,
+        algorithm: str = "",
+        nbytes: int = 0,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
         """See ``lone.Alike``."""
         if group.world_size == 1:
             return
-        key = collective, algorithm, group.ranks, nbytes
-        if key not in self._known:
-            self._known[key] = self._seconds(*key)
-        seconds = self._known[key]
+        key = collective, algorithm, group.ranks, nbytes, dtype
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._work_out(*key)
         with self._line:
-            self.clock.sleep(seconds)
-        self.spent.setdefault(key, []).append(seconds)
+            self.clock.sleep(kind.seconds)
+        kind.calls += 1
 
-    def _seconds(self, collective: str, algorithm: str, ranks: Sequence[int], nbytes: int) -> float:
-        p = len(ranks)
-        known = ALGORITHMS[collective][algorithm] if algorithm else None
-        messages = self.world_size * (known.cost(p).alpha if known else 2 * p.bit_length())
-        if known is not None and (self._wire.network is None or messages > _MOST):
-            return predict(known, p, nbytes, self.policy.link or self.capabilities)
-        if self._wire.network is None:
-            return 0.0
+    @property
+    def uses(self) -> list[lone.Use]:
+        """See ``lone.Alike``."""
+        return [
+            lone.Use(collective, algorithm, len(members), nbytes, **dataclasses.asdict(kind))
+            for (collective, algorithm, members, nbytes, _), kind in self._kinds.items()
+        ]
+
+    def _work_out(
+        self,
+        collective: str,
+        algorithm: str,
+        members: Sequence[int],
+        nbytes: int,
+        dtype: np.dtype[Any] | None,
+    ) -> _Kind:
+        p, network = len(members), self._wire.network
+        costs = self.policy.link or self.capabilities
+        if dtype is None:
+            return _Kind((p - 1).bit_length() * (2 * costs.alpha + costs.latency), {})
+        known = ALGORITHMS[collective][algorithm]
+        terms = known.cost(p)
+        messages = self.world_size * terms.alpha
+        if network is None or messages > _MOST or (nbytes <= _SMALL and messages > _FEW):
+            return _Kind(predict(known, p, nbytes, costs), {})
 
         def call(group: Backend) -> None:
-            if known is None:
-                group.barrier()
-                return
-            size = nbytes if collective not in _JOINING else nbytes // p
-            array = abstract(max(size, 1), "uint8")
-            op = {"op": "max"} if collective in _REDUCING else {}
-            getattr(collectives, collective)(array, group, algorithm=algorithm, **op)
+            size = nbytes // dtype.itemsize // (p if collective in _JOINING else 1)
+            getattr(collectives, collective)(abstract(size, dtype), group, algorithm=algorithm)
 
-        return simulated(self._config, self.world_size, siblings(ranks, self.world_size), call)
+        alike = siblings(members, self.world_size)
+        found = simulated(self._config, self.world_size, alike, call)
+        reducing = terms.gamma * nbytes / network.reduce  # which messages do not tell
+        return dataclasses.replace(found, seconds=found.seconds + reducing)
 
 
 _JOINING = ("all_gather", "gather")
-_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 # When all ranks begin what is timed: they are through with everything else long before.
 _BEGIN = 1e3
 
@@ -115,12 +146,15 @@ def simulated(
     world_size: int,
     groups: Sequence[range],
     call: Callable[[Backend], None],
-) -> float:
-    """Return the seconds that a call takes in several groups at once, message by message."""
+) -> _Kind:
+    """Find out what a call takes in several groups at once, message by message."""
     options = dataclasses.replace(config.transport_options, played="all", arrays="abstract")
-    world = ranks(world_size, dataclasses.replace(config, transport_options=options))
-    clock = world[0].clock
-    ends: list[float] = []
+    clock, wire = scene(world_size, dataclasses.replace(config, transport_options=options))
+    world = between(world_size, dataclasses.replace(config, transport_options=options), clock, wire)
+    assert wire.flows is not None
+    assert wire.network is not None
+    carried, before, ends = wire.flows.bytes_by_link, dict[int, int](), list[float]()
+    clock.at(_BEGIN / 2, lambda: before.update(carried))
 
     def play(rank: Backend, members: range) -> None:
         group = rank.sub(members) if len(members) < world_size else rank
@@ -135,7 +169,9 @@ def simulated(
         for number in members
     ]
     clock.run(tasks)
-    return max(ends) - _BEGIN
+    moved = {link: nbytes - before.get(link, 0) for link, nbytes in carried.items()}
+    named = {wire.network.link_name(link): nbytes for link, nbytes in moved.items() if nbytes}
+    return _Kind(max(ends) - _BEGIN, named)
 
 
 def one(world_size: int, config: TransportConfig) -> list[SimBackend]:

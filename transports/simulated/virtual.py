@@ -155,7 +155,13 @@ class VirtualBackend(SimBackend):
 
 def ranks(world_size: int, config: TransportConfig) -> list[VirtualBackend]:
     """Make the backends of all ranks of a job."""
-    clock, wire = scene(world_size, config)
+    return between(world_size, config, *scene(world_size, config))
+
+
+def between(
+    world_size: int, config: TransportConfig, clock: VirtualClock, wire: Wire
+) -> list[VirtualBackend]:
+    """Make the backends of all ranks of a job, in its scene."""
     world: list[VirtualBackend] = []
     for rank in range(world_size):
         world.append(VirtualBackend(rank, world, world_size, config, clock, wire))
