@@ -159,7 +159,8 @@ def _play(
     backend: fc.Backend, scenario: Scenario, chosen: Sequence[tuple[Strategy, int]]
 ) -> list[Simulated]:
     """The program of the rank that is played: a step of each way to train."""
-    return [_step(backend, scenario, strategy, ahead) for strategy, ahead in chosen]
+    with np.errstate(all="ignore"):  # scratch memory is computed with, whatever is in it
+        return [_step(backend, scenario, strategy, ahead) for strategy, ahead in chosen]
 
 
 def _step(backend: fc.Backend, scenario: Scenario, strategy: Strategy, ahead: int) -> Simulated:

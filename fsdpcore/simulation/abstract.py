@@ -65,6 +65,8 @@ class AbstractArray(np.ndarray[Any, Any]):
             parts = args[0]
             rows = sum(len(part) for part in parts)
             return abstract((rows, *parts[0].shape[1:]), options.get("dtype") or parts[0].dtype)
+        if func is np.take and options.get("axis") == 0:
+            return abstract((len(args[1]), *args[0].shape[1:]), args[0].dtype)
         if func in (np.empty_like, np.zeros_like, np.ones_like):
             shape, dtype = options.get("shape"), options.get("dtype")
             return abstract(args[0].shape if shape is None else shape, dtype or args[0].dtype)
@@ -84,12 +86,13 @@ def abstract(shape: int | Sequence[int], dtype: DTypeLike) -> AbstractArray:
 
 
 class AbstractDevice(HostDevice):
-    """A host whose arrays are abstract."""
+    """A host where what is kept for long is abstract: all that ``Backend.empty`` returns.
 
-    def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
+    Results of collectives are not, so that ranks can tell each other numbers.
+    """
+
+    def lined_up(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return abstract(shape, dtype)
-
-    zeros = pinned = lined_up = empty
 
     def operand(self, value: ArrayLike) -> Array:
         if isinstance(value, AbstractArray) and value.flags.c_contiguous:

@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from support.cases import COSTLY, jobs
+from support.cases import COSTLY, NOT_VIRTUAL, jobs
 from support.spmd import RanksFailed, meet, run
 
 import fsdpcore as fc
@@ -73,7 +73,7 @@ def test_a_meeting_that_one_rank_misses(transport: str, world_size: int) -> None
 
 
 @pytest.mark.side_by_side(5)
-@jobs(2)
+@jobs(2, on=NOT_VIRTUAL)  # where a rank's stack is that of no thread
 def test_deadline_shows_where_every_rank_is(transport: str, world_size: int) -> None:
     with pytest.raises(RanksFailed) as caught:
         run(_sleep_forever, transport=transport, world_size=world_size, timeout=4.0)

@@ -15,6 +15,7 @@ MANY_ELEMENTS = 265_000
 # The transports whose ranks are processes; and those that take what is the same on all of them,
 # without the one whose processes start slowly and wait awake.
 COSTLY = [name for name, transport in TRANSPORTS.items() if transport.costly]
+NOT_VIRTUAL = [name for name in TRANSPORTS if name != "virtual"]
 NOT_MPI = [name for name in TRANSPORTS if name != "mpi"]
 
 

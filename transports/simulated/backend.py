@@ -165,7 +165,7 @@ class SimBackend(Transport):
         self._eager_bytes = options.eager_bytes
         plan = options.faults or Faults(options.seed, options.max_delay)
         self._injector = FaultInjector(plan, rank, self.clock) if plan != Faults() else None
-        self.job: ThreadWorld = world[0].job if world else ThreadWorld()
+        self.job: ThreadWorld = world[0].job if world else ThreadWorld(self.clock)
         if options.shm == "auto" and not plan.drop and not plan.crash:
             self.memory = SimMemory(self.job, self._before_post if self._injector else None)
 

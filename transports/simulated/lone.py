@@ -22,6 +22,7 @@ from fsdpcore.collectives.selection.choose import predict
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.algorithm import Algorithm
+from fsdpcore.core.buffers import split_sizes
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.simulation.abstract import abstract
 from fsdpcore.simulation.fibers import VirtualClock
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _MOST = 400_000
 # Of more than so many, a formula tells it too where there are few bytes: messages take their
 # latency then, whatever they share.
-_FEW, _SMALL = 2000, 1 << 21
+_FEW, _SMALL = 2000, 1 << 24
 
 
 _Key = tuple[str, str, tuple[int, ...], int, "np.dtype[Any] | None"]
@@ -45,11 +46,16 @@ _Key = tuple[str, str, tuple[int, ...], int, "np.dtype[Any] | None"]
 
 @dataclass
 class _Kind:
-    """One kind of collective: what it takes, and how often there was one."""
+    """One kind of collective: what it takes, and how often there was one.
+
+    Attributes:
+        latency: of ``seconds``, those in which messages are on their way, one after the other.
+    """
 
     seconds: float
     carried: Mapping[str, int]
     calls: int = 0
+    latency: float = 0.0
 
 
 class LoneBackend(VirtualBackend):
@@ -82,15 +88,25 @@ class LoneBackend(VirtualBackend):
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = self._work_out(*key)
+        # What is on its way keeps nobody else from sending; bytes that leave do.
+        self.clock.sleep(kind.latency)
         with self._line:
-            self.clock.sleep(kind.seconds)
+            self.clock.sleep(kind.seconds - kind.latency)
         kind.calls += 1
 
     @property
     def uses(self) -> list[lone.Use]:
         """See ``lone.Alike``."""
         return [
-            lone.Use(collective, algorithm, len(members), nbytes, **dataclasses.asdict(kind))
+            lone.Use(
+                collective,
+                algorithm,
+                len(members),
+                nbytes,
+                seconds=kind.seconds,
+                carried=kind.carried,
+                calls=kind.calls,
+            )
             for (collective, algorithm, members, nbytes, _), kind in self._kinds.items()
         ]
 
@@ -113,13 +129,24 @@ class LoneBackend(VirtualBackend):
             return _Kind(predict(known, p, nbytes, costs), {})
 
         def call(group: Backend) -> None:
-            size = nbytes // dtype.itemsize // (p if collective in _JOINING else 1)
-            getattr(collectives, collective)(abstract(size, dtype), group, algorithm=algorithm)
+            size = nbytes // dtype.itemsize
+            array, out = abstract(size, dtype), abstract(size, dtype)
+            if collective in _JOINING:
+                array = abstract(size // p, dtype)
+            elif collective == "reduce_scatter":
+                out = abstract(split_sizes(size, p)[group.rank], dtype)
+            elif collective == "broadcast":
+                out = array
+            function = getattr(collectives, collective)
+            function(array, group, out=out, algorithm=algorithm)
 
         alike = siblings(members, self.world_size)
         found = simulated(self._config, self.world_size, alike, call)
         reducing = terms.gamma * nbytes / network.reduce  # which messages do not tell
-        return dataclasses.replace(found, seconds=found.seconds + reducing)
+        seconds = found.seconds + reducing
+        # A large message is offered, asked for, and sent.
+        trips = terms.latency * (3 if nbytes * terms.beta > terms.alpha * network.eager else 1)
+        return _Kind(seconds, found.carried, latency=min(trips * costs.latency, seconds))
 
 
 _JOINING = ("all_gather", "gather")

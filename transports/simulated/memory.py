@@ -12,10 +12,14 @@ import numpy as np
 from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.collectives.shared.thread_region import Meeting, ThreadRegion
 from fsdpcore.core.buffers import Array, Bytes, lined_up
+from fsdpcore.core.clock import WALL, Clock
 
 
 class ThreadWorld:
     """What the ranks of one job have in common.
+
+    Args:
+        clock: of the job.
 
     Attributes:
         lock: held while one of them makes something for all.
@@ -23,7 +27,8 @@ class ThreadWorld:
         meetings: of the groups, by the memory that they were made on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = WALL) -> None:
+        self.clock = clock
         self.lock = threading.Lock()
         self.numbers = itertools.count(1)
         self.made: dict[int, Bytes] = {}
@@ -62,7 +67,9 @@ class SimMemory:
         with self._world.lock:
             meeting = self._world.meetings.get(address)
             if meeting is None:
-                meeting = self._world.meetings[address] = Meeting(memory, size)
+                meeting = self._world.meetings[address] = Meeting(
+                    memory, size, self._world.clock.lock
+                )
         return ThreadRegion(meeting, rank, self, self._before)
 
     def introduce(self) -> bytes:

@@ -55,8 +55,8 @@ class VirtualBackend(SimBackend):
             self.device = AbstractDevice()
         policy = config.policy if network is None else _policy(config.policy, network, world_size)
         super().__init__(rank, world, world_size, config.timeout, options, policy)
-        self.memory = None
         if network is not None:
+            self.memory = None  # all that moves is a message
             self.hosts = wire.hosts
             self._eager_bytes = network.eager
             self.transport_capabilities = Capabilities(

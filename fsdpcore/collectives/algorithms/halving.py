@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,41 +68,58 @@ class HalvingPlan(NamedTuple):
     order: list[int]
     merges: list[Merge]
 
-    def positions(self, chunks: Sequence[Array]) -> list[int]:
-        """Where the chunks begin in this order, in elements, and the end."""
-        return bounds_of([chunks[chunk].size for chunk in self.order])
+    def positions(self, sizes: Sequence[int]) -> list[int]:
+        """Where the chunks begin in this order, of the sizes that they have, and the end."""
+        return bounds_of([sizes[chunk] for chunk in self.order])
 
 
 @lru_cache(maxsize=1024)
 def plan(rank: int, count: int) -> HalvingPlan:
     """The plan of ``rank`` among ``count`` ranks. Not to be changed: it is cached."""
     steps = list(doubling.steps(rank, count))
-    place = list(range(count))  # of every chunk, in a block that contains this rank
+    place = np.arange(count)  # of every chunk, in a block that contains this rank
     places = []
     for step in reversed(steps):
         places.append(place)
         left = min(step.mine, step.theirs)
         width, size = left[1] - left[0], step.mine[1] - step.mine[0]
-        place = [at % width % size for at in place]
+        place = place % width % size
     places.reverse()
     # Ranks that share a block agree on the places above it, so both ends of a message sort alike.
-    order = sorted(range(count), key=lambda chunk: [place[chunk] for place in places])
-    merges, held = [], range(count)
+    order = np.lexsort(places[::-1]) if places else np.arange(count)
+    merges, held = [], slice(0, count)
     for step, place in zip(steps, places, strict=True):
         low = min(step.mine, step.theirs)[0]
-        spread: dict[int, list[int]] = {}
-        for at in held:
-            spread.setdefault(low + place[order[at]], []).append(at)
-        held = range(spread[rank][0], spread[rank][-1] + 1)
-        sends = [Send(target, spread[target][0], spread[target][-1] + 1) for target in step.targets]
+        keepers = low + place[order[held]]
+
+        def of(keeper: int, keepers: Any = keepers, start: int = held.start) -> tuple[int, int]:
+            (found,) = np.nonzero(keepers == keeper)
+            return start + int(found[0]), start + int(found[-1]) + 1
+
+        sends = [Send(target, *of(target)) for target in step.targets]
+        held = slice(*of(rank))
         left_side = step.mine < step.theirs
         merges.append(Merge(left_side, step.source, held.start, held.stop, sends))
-    return HalvingPlan(order, merges)
+    return HalvingPlan(order.tolist(), merges)
 
 
-def load(plan: HalvingPlan, chunks: Sequence[Array], reduction: Reduction) -> Array:
-    """Return a new array with the chunks in the plan's order, ready to be accumulated."""
-    values = np.concatenate([chunks[chunk] for chunk in plan.order])
+def load(
+    plan: HalvingPlan, source: Array, places: Sequence[tuple[int, int]], reduction: Reduction
+) -> Array:
+    """Return a new array with the chunks in the plan's order, ready to be accumulated.
+
+    Args:
+        plan: has the order.
+        source: flat.
+        places: where each chunk begins in it, and ends.
+        reduction: says in which dtype.
+    """
+    size = source.size // len(places)
+    if all(end - start == size for start, end in places):
+        rows = [places[chunk][0] // size for chunk in plan.order] if size else []
+        values = np.take(source.reshape(-1, max(size, 1)), rows, axis=0).reshape(-1)
+    else:
+        values = np.concatenate([source[slice(*places[chunk])] for chunk in plan.order])
     return values if values.dtype == reduction.accumulator else reduction.load(values)
 
 
@@ -144,7 +162,8 @@ def reduce_scatter(
     ``own`` may be that part of ``source``.
     """
     steps = plan(context.rank, context.size)
-    chunks = [source[bounds[rank] : bounds[rank + 1]] for rank in range(context.size)]
-    total = load(steps, chunks, reduction)
-    mine = reduce(context, steps, total, steps.positions(chunks), reduction)
+    places = list(pairwise(bounds))
+    total = load(steps, source, places, reduction)
+    at = steps.positions([end - start for start, end in places])
+    mine = reduce(context, steps, total, at, reduction)
     reduction.store(mine, own, context.size)

@@ -36,15 +36,16 @@ def all_reduce(context: CollectiveContext, source: Array, out: Array, reduction:
     plan = halving.plan(context.rank, context.size)
     layout = halving.plan(0, context.size).order
     bounds = bounds_of(split_sizes(source.size, context.size))
-    places = {chunk: slice(*ends) for chunk, ends in zip(layout, pairwise(bounds), strict=True)}
-    chunks = [source[places[chunk]] for chunk in range(context.size)]
-    at = plan.positions(chunks)
+    places = [(0, 0)] * context.size
+    for chunk, ends in zip(layout, pairwise(bounds), strict=True):
+        places[chunk] = ends
+    at = plan.positions([end - start for start, end in places])
     result = out if plan.order == layout else np.empty_like(out)
     if result is out and out.dtype == reduction.accumulator:
         total = out
         np.copyto(total, source)
     else:
-        total = halving.load(plan, chunks, reduction)
+        total = halving.load(plan, source, places, reduction)
     own = halving.reduce(context, plan, total, at, reduction)
     here = plan.order.index(context.rank)
     reduction.store(own, result[at[here] : at[here + 1]], context.size)
@@ -55,4 +56,4 @@ def all_reduce(context: CollectiveContext, source: Array, out: Array, reduction:
     context.wait_all()
     if result is not out:
         for number, chunk in enumerate(plan.order):
-            np.copyto(out[places[chunk]], result[at[number] : at[number + 1]])
+            np.copyto(out[slice(*places[chunk])], result[at[number] : at[number + 1]])

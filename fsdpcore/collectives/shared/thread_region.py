@@ -19,6 +19,7 @@ from fsdpcore.collectives.movements import INPUT
 from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
+from fsdpcore.core.clock import Lock
 
 _SLICE = 0.05  # seconds after which a sleeping rank sees whether something else has happened
 _NOBODY = -1
@@ -37,10 +38,11 @@ class Meeting:
         published: for even and odd steps, the arrays that each rank publishes.
     """
 
-    def __init__(self, memory: Bytes, size: int) -> None:
+    def __init__(self, memory: Bytes, size: int, lock: Callable[[], Lock] = threading.Lock) -> None:
+        """Make it on memory for ``size`` ranks, which sleep on locks of their clock."""
         self.memory = memory
         self.awaited = [_NOBODY] * size
-        self.alarms = [threading.Lock() for _ in range(size)]
+        self.alarms = [lock() for _ in range(size)]
         for alarm in self.alarms:
             alarm.acquire()
         self.published: list[list[Published]] = [[_NOTHING] * size for _ in range(2)]

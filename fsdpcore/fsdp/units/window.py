@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import CACHE_LINE, Array, lined_up
+from fsdpcore.core.buffers import CACHE_LINE, Array
 from fsdpcore.core.errors import UnsupportedError
 from fsdpcore.core.geometry.layout import FlatLayout
 
@@ -44,7 +44,8 @@ def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> ParameterWin
     if not bounds[-1]:
         return None
     if backend.world_size == 1:
-        memory: Array = lined_up((bounds[-1],), np.uint8, zeros=True)
+        memory = backend.device.lined_up((bounds[-1],), np.uint8)
+        memory.fill(0)
     else:
         try:
             memory = backend.shared_window((bounds[-1],), np.uint8)

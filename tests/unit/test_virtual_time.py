@@ -1,0 +1,237 @@
+"""Ranks in virtual time: what their clock does, what messages take, and one rank played for all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import fsdpcore as fc
+from fsdpcore.collectives.selection.table import ALGORITHMS
+from fsdpcore.commands.main import app
+from fsdpcore.core.errors import ConfigError, StateError
+from fsdpcore.simulation.abstract import AbstractArray, abstract
+
+NETWORK = """
+[[level]]
+name = "host"
+size = 1
+rate = "inf"
+latency = 0
+[[level]]
+name = "switch"
+size = 0
+rate = "100MB/s"
+latency = "1ms"
+[compute]
+message = "10us"
+reduce = "inf"
+eager = 1000
+"""
+RATE, LATENCY, MESSAGE = 100e6, 1e-3, 10e-6
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> str:
+    path = tmp_path / "network.toml"
+    path.write_text(NETWORK)
+    return str(path)
+
+
+def _launch(main: Any, world_size: int, **options: Any) -> list[Any]:
+    return fc.launch(main, world_size=world_size, transport="sim", clock="virtual", **options)
+
+
+def test_hours_pass_at_once() -> None:
+    def main(backend: fc.Backend) -> float:
+        backend.clock.sleep(3600.0 * (backend.rank + 1))
+        backend.barrier(timeout=1e5)
+        return backend.clock.now()
+
+    began = time.monotonic()
+    assert all(7200 <= now < 7201 for now in _launch(main, 2))
+    assert time.monotonic() - began < 60
+
+
+def test_a_deadline_is_of_virtual_time() -> None:
+    def main(backend: fc.Backend) -> float:
+        if backend.rank == 1:
+            backend.clock.sleep(1000)
+            return 0.0
+        with pytest.raises(fc.CommTimeoutError, match="timed out after 30 s"):
+            backend.recv(np.empty(1), 1, timeout=30)
+        return backend.clock.now()
+
+    assert _launch(main, 2)[0] == pytest.approx(30, abs=0.1)
+
+
+def test_waiting_for_what_cannot_happen() -> None:
+    def main(backend: fc.Backend) -> None:
+        backend.clock.queue().get()
+
+    with pytest.raises(StateError, match=r"nothing can happen any more.* rank-0 waits"):
+        _launch(main, 2)
+
+
+def test_a_thread_of_ones_own_is_refused() -> None:
+    found: list[BaseException] = []
+
+    def main(backend: fc.Backend) -> None:
+        def wait() -> None:
+            try:
+                backend.clock.sleep(1)
+            except StateError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+
+    _launch(main, 1)
+    assert "no rank of it" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clock": "sundial"}, "clock must be 'wall' or 'virtual'"),
+        ({"network": "default"}, "network= is for ranks in virtual time"),
+        ({"clock": "virtual", "network": "missing.toml"}, "missing.toml cannot be read"),
+        ({"clock": "virtual", "played": "some"}, "played must be 'all' or 'one'"),
+    ],
+)
+def test_wrong_options(options: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        fc.launch(print, world_size=2, transport="sim", **options)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds"),
+    [
+        (800, LATENCY + 800 / RATE),
+        # Its envelope, the answer, and the bytes.
+        (8_000_000, 3 * LATENCY + 8_000_000 / RATE),
+    ],
+)
+def test_what_a_message_takes(network: str, nbytes: int, seconds: float) -> None:
+    def main(backend: fc.Backend) -> float:
+        array = np.arange(nbytes, dtype=np.uint8)
+        if backend.rank == 0:
+            backend.send(array, 1)
+        elif backend.rank == 1:
+            assert (backend.recv(np.empty_like(array), 0) == array).all()
+        return backend.clock.now()
+
+    assert _launch(main, 2, network=network)[1] == pytest.approx(seconds + MESSAGE, rel=1e-9)
+
+
+def test_streams_share_a_link(network: str) -> None:
+    """Three ranks send to one, whose link all of it goes over."""
+
+    def main(backend: fc.Backend) -> float:
+        if backend.rank:
+            backend.send(np.zeros(10**6, np.uint8), 0)
+        else:
+            fc.wait_all([backend.irecv(np.empty(10**6, np.uint8), rank) for rank in (1, 2, 3)])
+        return backend.clock.now()
+
+    expected = 3 * LATENCY + 3e6 / RATE
+    assert _launch(main, 4, network=network)[0] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("p", [5, 16])
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_messages_and_bytes_are_those_of_the_formulas(
+    network: str, collective: str, p: int
+) -> None:
+    """On the busiest rank; bytes as multiples of what the formula calls n."""
+
+    def main(backend: fc.Backend, algorithm: str) -> tuple[int, int]:
+        root: Any = backend.root
+        backend.barrier()
+        backend.clock.sleep(1)
+        posts = root.posted = [0, 0]
+        post = root.post_send
+
+        def counted(data: Any, *args: Any) -> Any:
+            posts[0] += 1
+            posts[1] += data.size
+            return post(data, *args)
+
+        root.post_send = counted
+        call = getattr(fc, collective)
+        call(np.zeros(n // p if collective == "all_gather" else n), backend, algorithm=algorithm)
+        root.post_send = post
+        return posts[0], posts[1]
+
+    n = 80 * p
+    for name, algorithm in ALGORITHMS[collective].items():
+        if name in ("star", "hierarchical"):  # their formulas count the centre's both ways
+            continue
+        sent = _launch(main, p, network=network, args=(name,))
+        terms = algorithm.cost(p)
+        assert max(messages for messages, _ in sent) <= terms.alpha, name
+        assert max(nbytes for _, nbytes in sent) <= terms.beta * n * 8 * (1 + 1e-9), name
+        if p == 16:
+            assert max(messages for messages, _ in sent) == terms.alpha, name
+            assert max(nbytes for _, nbytes in sent) == pytest.approx(terms.beta * n * 8), name
+
+
+def _train(backend: fc.Backend, strategy: str, group: int | None) -> tuple[float, int, int]:
+    units = [fc.Unit(f"layer {i}", {"w": fc.Spec((40_000,), np.float32)}) for i in range(4)]
+    engine = fc.FSDP(
+        units,
+        backend,
+        strategy=fc.Strategy(strategy, shard_group_size=group),
+        optimizer=fc.optim.SGD(lr=0.1),
+    )
+    for _ in range(2):
+        with engine.step() as step:
+            for unit in units:
+                with step.forward(unit):
+                    backend.clock.sleep(1e-3)
+            for unit in reversed(units):
+                with step.backward(unit) as backward:
+                    backward.grads.empty("w")[...] = 1.0
+                    backend.clock.sleep(2e-3)
+            step.update()
+    measured = engine.report().measured
+    assert measured.step_seconds is not None
+    return measured.step_seconds, measured.peak_bytes, measured.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("strategy", "group"),
+    [("full_shard", None), ("shard_grad_op", None), ("hybrid_shard", 2), ("no_shard", None)],
+)
+def test_one_rank_played_is_as_all(network: str, strategy: str, group: int | None) -> None:
+    args = (strategy, group)
+    played = _launch(_train, 8, network=network, args=args)
+    (one,) = _launch(_train, 8, network=network, args=args, played="one", arrays="abstract")
+    seconds, peak, sent = played[0]
+    assert one[1:] == (peak, sent)
+    assert one[0] == pytest.approx(seconds, rel=0.02)
+
+
+def test_abstract_arrays_take_no_memory() -> None:
+    array = abstract(10**12, np.float32)
+    array[5:] = 7
+    array += array
+    np.copyto(array, array)
+    assert array.nbytes == 4 * 10**12
+    assert isinstance((array * 2)[10:20].reshape(2, 5).view(np.uint8), AbstractArray)
+    assert (abstract((4, 3), np.float64) @ abstract((3, 5), np.float64)).shape == (4, 5)
+    assert not abstract(10**9, np.float32).sum()
+
+
+def test_simulate_command() -> None:
+    words = ["simulate", "--ranks", "16", "--params", "1e8", "--layers", "2", "--sweep"]
+    result = CliRunner().invoke(app, [*words, "--memory", "1GB"])
+    assert result.exit_code == 0, result.output
+    assert "hybrid_shard --shard-group-size 4 --prefetch 2" in result.output
+    assert "fastest of those that fit 1.00 GB: " in result.output
