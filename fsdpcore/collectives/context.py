@@ -61,7 +61,7 @@ class CollectiveContext:
         spec: what is called now; ``entry`` is its record.
         sequence: its number in the group, from 1.
         fallback: of the choice of an algorithm for this call.
-        rows: the size of axis 0 of every rank's array, once they have met.
+        rows: the size of axis 0 of every rank's array, once they have met for a ragged call.
         end: by the job's clock, by when the collective must have ended.
         background: this thread runs asynchronous operations, while others may compute.
     """
@@ -188,7 +188,7 @@ class CollectiveContext:
             spec.met = possible is Comparison.NOT_AT_ALL and not again
 
     def meet(self) -> None:
-        """Wait until all ranks have begun the collective; tell each other the rows.
+        """Wait until all ranks have begun the collective; tell each other the rows of a ragged one.
 
         That is the size of axis 0, or 1 for a 0-d array.
 
@@ -198,7 +198,8 @@ class CollectiveContext:
         self._met = True
         if self.region is not None:
             self.region.sync(self)
-            self.rows = self.region.rows()
+            if self.spec.ragged:
+                self.rows = self.region.rows()
             return
         if self.comparison is Comparison.NOT_AT_ALL:
             self._mark()

@@ -108,7 +108,7 @@ def _first(backend: Backend, context: CollectiveContext) -> None:
     region = establish(context, backend)
     if region is not None:
         context.share(region)
-        found = shared.algorithms(state.operations)
+        found = shared.algorithms(state.operations) if region.moves else {}
     elif host_context.establish(context, backend, state.operations):
         tuning = backend.root.policy.tuning
         found = hierarchy_costs.algorithms(backend.hosts, tuning, state.operations)

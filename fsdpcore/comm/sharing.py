@@ -43,6 +43,17 @@ class MemorySharing(Protocol):
     required: bool
     available: bool
 
+    def common_region(self, channel: int, rank: int, size: int) -> MappedRegion | None:
+        """Return the region of a group, where its ranks find it without a message.
+
+        Args:
+            channel: of the group.
+            rank, size: as of ``region``.
+
+        Returns:
+            None, on all ranks, where they do not.
+        """
+
     def region(self, memory: Bytes, rank: int, size: int) -> MappedRegion:
         """How ``size`` ranks take turns in ``memory``, seen from one of them."""
 

@@ -467,3 +467,40 @@ def _close_while_waiting(backend: fc.Backend) -> None:
     thread.join()
     assert (results[0] == 2).all()
     backend.barrier()
+
+
+def test_the_last_of_many_threads_wakes_all() -> None:
+    # In virtual time, where a rank that is left asleep sleeps on for a time that is known.
+    pytest.importorskip("greenlet")
+    assert max(fc.launch(_steps, world_size=300, transport="sim", clock="virtual")) < 0.01
+
+
+def _steps(backend: fc.Backend) -> float:
+    start = backend.clock.now()
+    for _ in range(5):
+        backend.barrier()
+    taken = backend.clock.now() - start
+    assert _shares(backend)
+    check_same(fc.all_reduce(np.ones(3), backend), np.full(3, 300.0), "all_reduce")
+    return taken
+
+
+def test_one_of_many_threads_calls_something_else_or_leaves() -> None:
+    pytest.importorskip("greenlet")
+    for odd, words in ((_calls_another, "broadcast"), (_leaves, "rank 7 has left the job")):
+        with pytest.raises(fc.RankFailedError, match=words):
+            fc.launch(odd, world_size=100, transport="sim", clock="virtual")
+
+
+def _calls_another(backend: fc.Backend) -> None:
+    backend.barrier()
+    if backend.rank == 7:
+        fc.broadcast(np.ones(3), backend)
+    else:
+        backend.barrier()
+
+
+def _leaves(backend: fc.Backend) -> None:
+    backend.barrier()
+    if backend.rank != 7:
+        backend.barrier(timeout=1e3)

@@ -7,10 +7,12 @@ every rank, with rank 0 as the root and all ranks on one host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from support.counting import Traffic
 
 Formula = Callable[[int], list[Traffic]]
@@ -66,22 +68,13 @@ def _g(i: int, p: int) -> int:
     return _g(i - w, r) + r * _ceil(w - (i - w), r)
 
 
-def _keepers(place: int, low: int, p: int) -> Iterator[int]:
-    """The ranks that receive a chunk in halving, which place ``place`` keeps in the end."""
-    if p > 1:
-        w = _left(p)
-        yield low + place
-        yield from _keepers(place % w, low, w)
-        yield from _keepers(place % w % (p - w), low + w, p - w)
-
-
-def _kept(p: int) -> list[int]:
-    """Chunks that each rank receives in halving."""
-    kept = [0] * p
-    for chunk in range(p):
-        for keeper in _keepers(chunk, 0, p):
-            kept[keeper] += 1
-    return kept
+def _kept(place: NDArray[Any], p: int) -> NDArray[Any]:
+    """Chunks that p ranks receive in halving, of which ``place[c]`` keeps chunk c in the end."""
+    if p == 1:
+        return np.zeros(1, np.int64)
+    w = _left(p)
+    below = [_kept(place % w, w), _kept(place % w % (p - w), p - w)]
+    return np.concatenate(below) + np.bincount(place, minlength=p)
 
 
 def _subtree(v: int, p: int) -> int:
@@ -170,7 +163,7 @@ def _doubling_gather(p: int) -> list[Traffic]:
 
 
 def _halving(p: int) -> list[Traffic]:
-    kept = [Fraction(chunks, p) for chunks in _kept(p)]
+    kept = [Fraction(chunks, p) for chunks in _kept(np.arange(p), p).tolist()]
     share = Fraction(p - 1, p)
     return [Traffic(_m(i, p), share, _d(i, p), kept[i], kept[i]) for i in range(p)]
 

@@ -29,14 +29,14 @@ class Schedule:
         faults: what happens to messages and ranks.
         eager_bytes: above which messages are asked for.
         timeout: seconds of virtual time that an operation may take.
-        shm: whether the ranks use the arrays of others, "auto", or send messages.
+        shm: whether ranks meet in memory, where the faults let them, or all send messages.
     """
 
     seed: int
     faults: Faults
     eager_bytes: int
     timeout: float = 60.0
-    shm: str = "off"
+    shm: str = "auto"
 
     @classmethod
     def of(cls, seed: int, world_size: int) -> Schedule:
@@ -51,7 +51,7 @@ class Schedule:
         elif kind == 1 and victim != other:
             faults = replace(faults, drop={(victim, other): range(at, sys.maxsize)})
         timeout = 10 ** chance.uniform(-4, -2) if kind == 2 else 60.0
-        eager_bytes, shm = chance.choice([0, 100, 4096]), chance.choice(["off", "off", "auto"])
+        eager_bytes, shm = chance.choice([0, 100, 4096]), chance.choice(["auto", "off"])
         return cls(seed, faults, eager_bytes, timeout, shm)
 
     @property
@@ -111,7 +111,8 @@ def play(
 
     settings = {"clock": "virtual", "seed": schedule.seed, "faults": schedule.faults, **options}
     settings.setdefault("eager_bytes", schedule.eager_bytes)
-    settings |= {"timeout": schedule.timeout, "shm": schedule.shm}
+    settings.setdefault("shm", schedule.shm)
+    settings["timeout"] = schedule.timeout
     config = resolve({"transport": "sim", **settings}, {})
     if cls is not None:
         config = replace(config, transport_class=cls)

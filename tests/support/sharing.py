@@ -51,6 +51,9 @@ class _OfRank:
         self._memory = memory
         self._rank = rank
 
+    def common_region(self, channel: int, rank: int, size: int) -> None:
+        return None
+
     def region(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
         return SharedRegion(memory, rank, size, self)
 

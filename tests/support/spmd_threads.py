@@ -68,7 +68,7 @@ class _State:
         self._meeting = Meeting(job.world_size)
         self._changed = threading.Lock()
         self._waiting: dict[int, Pending] = {}  # in the meeting
-        self._complete = False  # what the last one was
+        self._complete: dict[int, bool] = {}  # how it was for those that are released
         self._over = False
 
     def rank_main(self, backend: Any) -> None:
@@ -86,13 +86,16 @@ class _State:
         with self._changed:
             released = self._waiting[rank] = Pending(self._backends[rank].clock.lock)
             self._release(self._meeting.arrive(rank))
+            if self._over:
+                self._release({rank: False})
         released.settle(math.inf)
-        expect_all(self._complete)
+        expect_all(self._complete.pop(rank))
 
     def _release(self, ranks: dict[int, bool]) -> None:
         for rank, complete in ranks.items():
-            self._complete = complete
-            self._waiting.pop(rank).finish()
+            if rank in self._waiting:  # the deadline has not released it
+                self._complete[rank] = complete
+                self._waiting.pop(rank).finish()
 
     def give_up(self) -> bool:
         """Note where every rank is, then break its backend; return whether all threads ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from fractions import Fraction
 from typing import Any
 
@@ -14,9 +15,11 @@ from support.formulas import EXPECTED, depth
 from support.spmd import run_on
 
 import fsdpcore as fc
+from fsdpcore.collectives.hierarchy import costs as hierarchy
 from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.collectives.shared import algorithm as shared
+from fsdpcore.core.policy import Tuning
 
 # Around powers of two, and halfway; the others are a campaign.
 SIZES = [2, 3, 4, 5, 6, 7, 8]
@@ -61,7 +64,34 @@ def test_the_docstrings_simple_cases(p: int) -> None:
 @pytest.mark.parametrize("p", SIZES)
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY)
 def test_the_table_agrees_with_the_busiest_rank(collective: str, algorithm: str, p: int) -> None:
-    ranks = measure(collective, algorithm, p)
+    _check_the_table(collective, algorithm, p, measure(collective, algorithm, p))
+
+
+UNEVEN = [
+    (collective, algorithm)
+    for collective, algorithm in EVERY
+    if algorithm in ("doubling", "halving", "rabenseifner")
+]
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), [*UNEVEN, ("all_to_all", "bruck")])
+def test_the_table_knows_the_busiest_of_many_ranks(collective: str, algorithm: str) -> None:
+    """It does not look at each of them: the formulas do, rank by rank."""
+    for p in (*range(2, 301), 511, 513, 682, 683, 1023, 1025):
+        _check_the_table(collective, algorithm, p, EXPECTED[collective, algorithm](p))
+
+
+def test_costs_of_many_ranks_take_no_time() -> None:
+    """A table that looked at each rank, or pair of them, would take seconds to hours."""
+    start = time.perf_counter()
+    for p in range(2**40 - 20, 2**40):
+        for collective, algorithm in [*UNEVEN, ("all_to_all", "bruck")]:
+            ALGORITHMS[collective][algorithm].cost(p)
+    hierarchy.algorithms([rank // 8 for rank in range(4096)], Tuning(), OPERATIONS)
+    assert time.perf_counter() - start < 1
+
+
+def _check_the_table(collective: str, algorithm: str, p: int, ranks: list[Traffic]) -> None:
     terms = ALGORITHMS[collective][algorithm].cost(p)
     messages = max(max(rank.sent, rank.received) for rank in ranks)
     moved = max(max(rank.out, rank.into) for rank in ranks)

@@ -58,6 +58,9 @@ class SharedMemory:
         self._pool = Pool(self._grow)
         self._exhausted = False
 
+    def common_region(self, channel: int, rank: int, size: int) -> None:
+        """None: ranks make it together."""
+
     def region(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
         """How ranks take turns in memory that all of them have mapped."""
         return SharedRegion(memory, rank, size, self)

@@ -67,7 +67,8 @@ class SimOptions:
             time every seed but 0 is also another order of what could go on next.
         faults: a whole plan of faults (from Python only); replaces the two above.
         shm: "auto" lets collectives use the arrays of all ranks where they are, unless faults are
-            planned that only messages can have; "off" has them send messages.
+            planned that only messages can have, or there is a network for them to go over; "off"
+            has them send messages.
     """
 
     clock: str = "wall"
@@ -165,9 +166,10 @@ class SimBackend(Transport):
         self._eager_bytes = options.eager_bytes
         plan = options.faults or Faults(options.seed, options.max_delay)
         self._injector = FaultInjector(plan, rank, self.clock) if plan != Faults() else None
-        self.job: ThreadWorld = world[0].job if world else ThreadWorld(self.clock)
+        self.job: ThreadWorld = world[0].job if world else ThreadWorld()
         if options.shm == "auto" and not plan.drop and not plan.crash:
-            self.memory = SimMemory(self.job, self._before_post if self._injector else None)
+            before = self._before_post if self._injector else None
+            self.memory = SimMemory(self.job, before, self.clock.lock)
 
     @classmethod
     def threads(cls, world_size: int, config: TransportConfig) -> list[Transport]:

@@ -9,26 +9,22 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fsdpcore.collectives.shared.region import SharedRegion
+from fsdpcore.collectives.shared.region import SharedRegion, nbytes
 from fsdpcore.collectives.shared.thread_region import Meeting, ThreadRegion
 from fsdpcore.core.buffers import Array, Bytes, lined_up
-from fsdpcore.core.clock import WALL, Clock
+from fsdpcore.core.clock import Lock
 
 
 class ThreadWorld:
     """What the ranks of one job have in common.
 
-    Args:
-        clock: of the job.
-
     Attributes:
         lock: held while one of them makes something for all.
         made: memory that one rank has made, until it is told that all have it.
-        meetings: of the groups, by the memory that they were made on.
+        meetings: of the groups, by their channels.
     """
 
-    def __init__(self, clock: Clock = WALL) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.numbers = itertools.count(1)
         self.made: dict[int, Bytes] = {}
@@ -53,24 +49,29 @@ class SimMemory:
 
     Args:
         before: called ahead of each step that the rank takes in a region.
+        lock: makes what the rank sleeps on.
     """
 
     required = False
     available = True
 
-    def __init__(self, world: ThreadWorld, before: Callable[[], None] | None) -> None:
-        self._world, self._before = world, before
+    def __init__(
+        self, world: ThreadWorld, before: Callable[[], None] | None, lock: Callable[[], Lock]
+    ) -> None:
+        self._world, self._before, self._lock = world, before, lock
+
+    def common_region(self, channel: int, rank: int, size: int) -> SharedRegion:
+        """How threads take turns: the first one to come makes what they need."""
+        with self._world.lock:
+            meeting = self._world.meetings.get(channel)
+            if meeting is None:
+                memory = lined_up((nbytes(size),), np.uint8, zeros=True)
+                meeting = self._world.meetings[channel] = Meeting(memory, size, self._lock)
+        return ThreadRegion(meeting, rank, self, self._before)
 
     def region(self, memory: Bytes, rank: int, size: int) -> SharedRegion:
-        """How threads take turns."""
-        address = memory.__array_interface__["data"][0]
-        with self._world.lock:
-            meeting = self._world.meetings.get(address)
-            if meeting is None:
-                meeting = self._world.meetings[address] = Meeting(
-                    memory, size, self._world.clock.lock
-                )
-        return ThreadRegion(meeting, rank, self, self._before)
+        """Not called, since there is a common one."""
+        raise OSError("threads have a common region")
 
     def introduce(self) -> bytes:
         """Threads know each other."""

@@ -21,6 +21,7 @@ from fsdpcore.simulation.fibers import VirtualClock
 from fsdpcore.simulation.network import DEFAULT, Network
 
 from .backend import PostedReceive, PostedSend, SimBackend, SimOptions, refused
+from .memory import SimMemory
 from .wire import Wire
 
 if TYPE_CHECKING:
@@ -55,8 +56,11 @@ class VirtualBackend(SimBackend):
             self.device = AbstractDevice()
         policy = config.policy if network is None else _policy(config.policy, network, world_size)
         super().__init__(rank, world, world_size, config.timeout, options, policy)
-        if network is not None:
-            self.memory = None  # all that moves is a message
+        if network is None:
+            if self.memory is not None:
+                self.memory = SimMemory(self.job, self._before_post, clock.lock)
+        else:  # which all messages are to go over
+            self.memory = None
             self.hosts = wire.hosts
             self._eager_bytes = network.eager
             self.transport_capabilities = Capabilities(

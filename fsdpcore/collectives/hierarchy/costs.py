@@ -8,6 +8,7 @@ chunks are handled.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from fsdpcore.collectives.hierarchy import hierarchical
@@ -26,8 +27,9 @@ def algorithms(
     arrangement = hierarchical.arrange(tuple(hosts))
     scatter, gather = _scattering(arrangement), _gathering(arrangement)
     both = CostTerms(*(a + b for a, b in zip(scatter, gather, strict=True)))
-    m = max(len(ranks) for ranks in arrangement.members.values())
-    rounds = max(len(arrangement.slabs(host)) for host in arrangement.members)
+    sizes = [len(ranks) for ranks in arrangement.members.values()]
+    m = max(sizes)
+    rounds = sum(-(-size // min(sizes)) for size in sizes)  # on the smallest host
 
     def inside(name: str) -> CostTerms:
         terms = algorithm.cost(operations[name].movement, m)
@@ -53,21 +55,24 @@ def _algorithm(across: CostTerms, inside: CostTerms, costs: Costs) -> Algorithm:
 
 
 def _scattering(hosts: hierarchical.Arrangement) -> CostTerms:
-    p, messages = len(hosts.place), 0
+    p, blocks, messages = len(hosts.place), sum(map(len, hosts.blocks.values())), 0
+    led = _most_led(hosts)
     for host, ranks in hosts.members.items():
         k = len(hosts.blocks[host])
-        sent = max(k * (len(hosts.owners(rank, host)) - 1) for rank in ranks)
-        received = sum(len(blocks) for other, blocks in hosts.blocks.items() if other != host)
-        messages = max(messages, sent, received)
-    return CostTerms(messages, messages / p, (sum(map(len, hosts.blocks.values())) - 1) / p, 1)
+        messages = max(messages, k * (led[len(ranks)] - 1), blocks - k)
+    return CostTerms(messages, messages / p, (blocks - 1) / p, 1)
 
 
 def _gathering(hosts: hierarchical.Arrangement) -> CostTerms:
-    p, messages = len(hosts.place), len(hosts.members) - 1
-    for host, ranks in hosts.members.items():
-        received = max(len(hosts.owners(rank, host)) - 1 for rank in ranks)
-        messages = max(messages, received)
-    return CostTerms(messages, messages / p, 0, 1)
+    messages = max(len(hosts.members), *_most_led(hosts).values()) - 1
+    return CostTerms(messages, messages / len(hosts.place), 0, 1)
+
+
+def _most_led(hosts: hierarchical.Arrangement) -> dict[int, int]:
+    """For each size of a host, how many chunks its first rank leads; no other one leads more."""
+    owners = Counter(hosts.place)
+    sizes = {len(ranks) for ranks in hosts.members.values()}
+    return {m: sum(owners[place] for place in range(0, len(owners), m)) for m in sizes}
 
 
 def _broadcasting(hosts: hierarchical.Arrangement) -> CostTerms:

@@ -55,14 +55,13 @@ alpha and beta, two levels never pay. For groups on several hosts whose ranks sh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from fsdpcore.collectives.algorithms.traffic import left_half
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.hierarchy.host_context import Carrier, within_host
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
@@ -113,9 +112,9 @@ class Arrangement:
             ranks = self.members.setdefault(host, [])
             self.place.append(len(ranks))
             ranks.append(rank)
-        self.blocks = {
-            host: _blocks(0, len(hosts), frozenset(ranks)) for host, ranks in self.members.items()
-        }
+        self.blocks: dict[int, list[Block]] = {host: [] for host in self.members}
+        for low, high in _blocks(0, len(hosts), _ends_of_runs(hosts)):
+            self.blocks[hosts[low]].append((low, high))
         self._slabs: dict[tuple[int, bool], list[Slab]] = {}
 
     def leader(self, owner: int, host: int) -> int:
@@ -125,7 +124,8 @@ class Arrangement:
 
     def owners(self, leader: int, host: int) -> list[int]:
         """The owners of the chunks that rank ``leader`` of ``host`` leads there."""
-        return [owner for owner in range(len(self.place)) if self.leader(owner, host) == leader]
+        m, number = len(self.members[host]), self.place[leader]
+        return [owner for owner, place in enumerate(self.place) if place % m == number]
 
     def slabs(self, host: int, packed: bool = False) -> list[Slab]:
         """All chunks, as ``host`` handles them; first its own, then those of the next hosts.
@@ -139,7 +139,9 @@ class Arrangement:
         return self._slabs[host, packed]
 
     def _packed(self, host: int) -> list[Slab]:
-        led = [self.owners(rank, host) for rank in self.members[host]]
+        led: list[list[int]] = [[] for _ in self.members[host]]
+        for owner, place in enumerate(self.place):
+            led[place % len(led)].append(owner)
         return [Slab([*itertools.chain(*led)], bounds_of([len(owners) for owners in led]))]
 
     def _by_host(self, host: int) -> list[Slab]:
@@ -159,19 +161,34 @@ def arrange(hosts: tuple[int, ...]) -> Arrangement:
     return Arrangement(hosts)
 
 
-def _blocks(low: int, high: int, ranks: frozenset[int]) -> list[Block]:
-    inside = sum(rank in ranks for rank in range(low, high))
-    if inside in (0, high - low):
-        return [(low, high)] if inside else []
-    middle = low + left_half(high - low)
-    return _blocks(low, middle, ranks) + _blocks(middle, high, ranks)
+def _ends_of_runs(hosts: Sequence[int]) -> list[int]:
+    """For each rank, the next one that is on another host."""
+    ends = [len(hosts)] * len(hosts)
+    for rank in range(len(hosts) - 2, -1, -1):
+        ends[rank] = ends[rank + 1] if hosts[rank] == hosts[rank + 1] else rank + 1
+    return ends
+
+
+def _blocks(low: int, high: int, ends: Sequence[int]) -> Iterator[Block]:
+    """The largest subtrees whose ranks are all on one host."""
+    if ends[low] >= high:
+        yield low, high
+        return
+    middle = _middle(low, high)
+    yield from _blocks(low, middle, ends)
+    yield from _blocks(middle, high, ends)
+
+
+def _middle(low: int, high: int) -> int:
+    """Where the ranks on the right begin, at the top of a subtree of the canonical tree."""
+    return low + (1 << (high - low - 1).bit_length() - 1)
 
 
 def _combine(low: int, high: int, partials: dict[Block, Array], reduction: Reduction) -> Array:
     """Combine partial results, which are overwritten, in the canonical order."""
     if (low, high) in partials:
         return partials[low, high]
-    middle = low + left_half(high - low)
+    middle = _middle(low, high)
     left = _combine(low, middle, partials, reduction)
     reduction.combine(left, _combine(middle, high, partials, reduction), left)
     return left

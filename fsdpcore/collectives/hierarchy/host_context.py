@@ -87,7 +87,7 @@ class HostContext(CollectiveContext):
             region = establish_region(self, self._group)
         finally:
             self.release()
-        if region is not None:
+        if region is not None and region.moves:
             self.share(region)
             self.carrier = self._memory
 

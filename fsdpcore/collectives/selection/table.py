@@ -57,41 +57,37 @@ def _around(of: Callable[[int], CostTerms]) -> Callable[[int], CostTerms]:
 
 
 def _doubling(p: int) -> CostTerms:
-    busiest = int(traffic.sends(p).max())
+    busiest = traffic.sent(p)
     return CostTerms(busiest, busiest, _depth(p), _depth(p))
 
 
 def _doubling_scan(p: int) -> CostTerms:
-    left = [bin(rank).count("1") for rank in range(p)]
-    reduced = int((traffic.receives(p) + left).max()) - 1
-    return _doubling(p)._replace(gamma=max(0, reduced))
+    # The last rank of the largest perfect tree has the most bits, and no fewer merges than others.
+    combined = _tree_depth(p) + _depth(p) - 1
+    return _doubling(p)._replace(gamma=max(0, combined))
 
 
 def _doubling_exscan(p: int) -> CostTerms:
-    left = [bin(rank).count("1") - (rank > 0) for rank in range(p)]
-    reduced = int((traffic.receives(p) + left).max()) - 1
-    return _doubling(p)._replace(gamma=max(0, reduced))
+    scan = _doubling_scan(p)
+    return scan._replace(gamma=max(0, scan.gamma - 1))
 
 
 def _doubling_all_gather(p: int) -> CostTerms:
-    chunks = max(p - 1, int(traffic.chunks_spread(p).max()))
-    return CostTerms(int(traffic.sends(p).max()), chunks / p, 0, _depth(p))
+    return CostTerms(traffic.sent(p), max(p - 1, traffic.chunks_spread(p)) / p, 0, _depth(p))
 
 
 def _halving(p: int) -> CostTerms:
-    kept = int(traffic.chunks_kept(p).max())
-    return CostTerms(int(traffic.sends(p).max()), max(p - 1, kept) / p, kept / p, _depth(p))
+    kept = traffic.chunks_kept(p)
+    return CostTerms(traffic.sent(p), max(p - 1, kept) / p, kept / p, _depth(p))
 
 
 def _rabenseifner(p: int) -> CostTerms:
-    kept = int(traffic.chunks_kept(p).max())
-    messages = int((traffic.sends(p) + traffic.receives(p)).max())
-    return CostTerms(messages, (p - 1 + kept) / p, kept / p, 2 * _depth(p))
+    kept = traffic.chunks_kept(p)
+    return CostTerms(traffic.sent_and_received(p), (p - 1 + kept) / p, kept / p, 2 * _depth(p))
 
 
 def _bruck_all_to_all(p: int) -> CostTerms:
-    blocks = sum(bin(distance).count("1") for distance in range(p))
-    return CostTerms(_depth(p), blocks / p, 0, _depth(p))
+    return CostTerms(_depth(p), traffic.bits_set(p) / p, 0, _depth(p))
 
 
 def _tree(p: int) -> CostTerms:

@@ -101,6 +101,12 @@ class _Fence:
             self._lock.release()
 
 
+@functools.lru_cache(maxsize=64)
+def _places_of_flags(size: int) -> list[list[int]]:
+    """Where the flags are, of even and of odd steps: one list for all ranks of this process."""
+    return [[(parity * size + r) * _FLAG // 8 for r in range(size)] for parity in (0, 1)]
+
+
 def nbytes(ranks: int) -> int:
     """The memory that a group of so many ranks needs."""
     return 2 * ranks * (_FLAG + STAGING)
@@ -128,23 +134,23 @@ class SharedRegion:
         step: the last one that this rank has entered.
         flags: of all ranks, as 64-bit words: the step, the rows, the digest, and where the arrays
             are that it publishes.
-        own, others: for even and odd steps, where the flags of this and of the other ranks are.
+        own: for even and odd steps, where this rank's flag is.
         own_places: for even and odd steps, where this rank's flag says where its arrays lie that it
             publishes: two words for each, as ``publish`` writes them.
         all_places: for even and odd steps, what returns the same of all ranks as bytes.
         fence: what keeps a flag behind the data, where the processor does not.
         before: to be called ahead of each step.
-        wake: to be called once the flag is set, where ranks are asleep until then.
         block: bytes that are best reduced at once: two of them stay in a core's cache.
         addressed: ranks tell each other where the arrays lie that they publish.
+        moves: collectives move arrays through it; if not, the ranks meet in it, and send messages.
         movements: those of the group's calls, prepared; see ``interpreter``.
         looks: how often a rank looks for another one's flag before it gives its core away.
     """
 
     block = 512 * 1024
     addressed = True
+    moves = True
     before: Callable[[], None] | None = None
-    wake: Callable[[], None] | None = None
 
     def __init__(self, memory: Bytes, rank: int, size: int, peers: MemorySharing) -> None:
         flags = 2 * size * _FLAG
@@ -157,10 +163,9 @@ class SharedRegion:
         self._size, self._peers = size, peers
         self.looks = _LOOKS
         self.fence = None if platform.machine().lower() in _ORDERED else _Fence()
-        at = [[(parity * size + r) * _FLAG // 8 for r in range(size)] for parity in (0, 1)]
+        self._all = at = _places_of_flags(size)
         self.own = [ranks[rank] for ranks in at]
-        self._all = at
-        self.others = [ranks[rank + 1 :] + ranks[:rank] for ranks in at]
+        self._rank = rank
         self.step = 0
         self._views: dict[tuple[np.dtype[Any], int], StagingViews] = {}
         self._places: dict[int, tuple[weakref.ref[Array], Place]] = {}
@@ -198,8 +203,9 @@ class SharedRegion:
 
         A closure, since the shortest calls take hardly longer than to look up what it uses.
         """
-        flags, own, others, fence = self.flags, self.own, self.others, self.fence
-        before, wake, wait = self.before, self.wake, self.wait
+        flags, own, fence, me = self.flags, self.own, self.fence, self._rank
+        others = [ranks[me + 1 :] + ranks[:me] for ranks in self._all]
+        before, wait = self.before, self.wait
 
         def enter(
             digest: int,
@@ -216,8 +222,6 @@ class SharedRegion:
             if fence is not None:
                 fence()
             flags[mine] = step
-            if wake is not None:
-                wake()
             if meanwhile is not None:
                 meanwhile()
             agreed = True

@@ -1,13 +1,14 @@
 """``ThreadRegion``: the region of ranks that are threads of one process.
 
 Everything that a rank has is in reach of the others, so every array can be published. Threads of
-one interpreter cannot look at a flag while the one that sets it computes, so they sleep until that
-one wakes them.
+one interpreter cannot look at a flag while the one that sets it computes. So they count who has
+come to a step, and sleep until the last one wakes them. A step costs a rank the same however many
+there are.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,18 @@ import numpy as np
 
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import INPUT
-from fsdpcore.collectives.shared.region import SharedRegion
+from fsdpcore.collectives.shared.region import Enter, SharedRegion
 from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.clock import Lock
 
-_SLICE = 0.05  # seconds after which a sleeping rank sees whether something else has happened
-_NOBODY = -1
+# Seconds after which a sleeping rank sees whether something else has happened: in a group of up to
+# so many ranks. In larger ones it takes longer, so that all of them together look as often.
+_SLICE = 0.05
+_SLICE_RANKS = 64
+_LOOKS = 64  # how many ranks it looks for then
+_WOKEN = 16  # by one rank: who is awake waits for the interpreter, in the way of the others
+_MOVES = 64  # ranks
 
 Published = tuple["Array | None", "Array | None"]
 _NOTHING: Published = (None, None)
@@ -33,22 +39,44 @@ class Meeting:
 
     Attributes:
         memory: of the region.
-        awaited: for each rank, whose flag it sleeps for.
+        size: how many ranks there are.
+        lock: held while a rank comes to a step.
+        come: how often a rank has come to a step, of all ranks and steps together.
+        complete: the last step that all ranks have come to.
+        last: for even and odd steps, the rank that was the last.
+        digests: for even and odd steps, of the call of the rank that was the first.
+        disagreed: the last step that a rank has come to with another digest than the first.
+        left: the ranks that have closed their regions.
         alarms: for each rank, a lock that is released to wake it.
         published: for even and odd steps, the arrays that each rank publishes.
     """
 
-    def __init__(self, memory: Bytes, size: int, lock: Callable[[], Lock] = threading.Lock) -> None:
-        """Make it on memory for ``size`` ranks, which sleep on locks of their clock."""
-        self.memory = memory
-        self.awaited = [_NOBODY] * size
+    def __init__(self, memory: Bytes, size: int, lock: Callable[[], Lock]) -> None:
+        """Have ``size`` ranks meet; ``lock`` makes what they sleep on, see ``core.clock``."""
+        self.memory, self.size = memory, size
+        self.lock = threading.Lock()
+        self.come = self.complete = self.disagreed = 0
+        self.last, self.digests = [0, 0], [0, 0]
+        self.left: list[int] = []
         self.alarms = [lock() for _ in range(size)]
         for alarm in self.alarms:
             alarm.acquire()
         self.published: list[list[Published]] = [[_NOTHING] * size for _ in range(2)]
 
+    def rouse(self) -> None:
+        """Have all that sleep see what has happened."""
+        for rank in range(self.size):
+            self.wake(rank)
 
-_CLOSED = Meeting(np.zeros(0, np.uint8), 0)
+    def wake(self, rank: int) -> None:
+        """Wake a rank from its sleep, or from the next one if it is awake."""
+        try:  # noqa: SIM105 (a context manager would take longer than all the rest)
+            self.alarms[rank].release()
+        except RuntimeError:  # somebody has just done so
+            pass
+
+
+_CLOSED = Meeting(np.zeros(0, np.uint8), 0, threading.Lock)
 
 
 class ThreadRegion(SharedRegion):
@@ -61,13 +89,20 @@ class ThreadRegion(SharedRegion):
         self, meeting: Meeting, rank: int, peers: MemorySharing, before: Callable[[], None] | None
     ) -> None:
         """Take part in a meeting; ``before`` is called ahead of each step."""
-        super().__init__(meeting.memory, rank, len(meeting.awaited), peers)
-        self._meeting, self._rank, self.before = meeting, rank, before
-        self.wake = self._wake
+        super().__init__(meeting.memory, rank, meeting.size, peers)
+        self._meeting, self.before = meeting, before
+        # Every rank binds every other's arrays: with more of them, messages are faster.
+        self.moves = meeting.size <= _MOVES
+        self._sought = (rank + 1) % meeting.size  # whom to look for next in a long wait
 
     def close(self) -> None:
         super().close()
-        self._meeting = _CLOSED
+        meeting, self._meeting = self._meeting, _CLOSED
+        with meeting.lock:
+            meeting.left.append(self._rank)
+            begun = meeting.come > meeting.complete * meeting.size
+        if begun:
+            meeting.rouse()
 
     def publish(self, source: Array | None, out: Array | None = None) -> bool:
         self._meeting.published[(self.step + 1) & 1][self._rank] = (source, out)
@@ -91,25 +126,75 @@ class ThreadRegion(SharedRegion):
     def withdraw(self) -> None:
         self._meeting.published[(self.step - 1) & 1][self._rank] = _NOTHING
 
-    def wait(
-        self, at: int, step: int, context: CollectiveContext, begin: Callable[[], None] | None
-    ) -> None:
-        if begin is not None:
-            begin()
-        meeting, rank, peer = self._meeting, self._rank, self.rank_of(at)
-        while True:
-            meeting.awaited[rank] = peer
-            if self.flags[at] == step:
-                meeting.awaited[rank] = _NOBODY
-                return
-            if not meeting.alarms[rank].acquire(timeout=_SLICE) and self.arrived(at, step, context):
-                return
+    @functools.cached_property
+    def enter(self) -> Enter:
+        meeting, me, size = self._meeting, self._rank, self._size
+        flags, own, before, lock = self.flags, self.own, self.before, self._meeting.lock
+        digests, sleep, wake = meeting.digests, self._sleep, self._wake
+        relays = size > _WOKEN + 1
 
-    def _wake(self) -> None:
-        meeting, me = self._meeting, self._rank
-        for rank, awaited in enumerate(meeting.awaited):
-            if awaited == me:
-                meeting.awaited[rank] = _NOBODY
-                # Whoever it slept for before may have woken it a moment ago.
-                with contextlib.suppress(RuntimeError):
-                    meeting.alarms[rank].release()
+        def enter(
+            digest: int,
+            context: CollectiveContext,
+            begin: Callable[[], None] | None = None,
+            meanwhile: Callable[[], None] | None = None,
+        ) -> None:
+            if before is not None:
+                before()
+            self.step = step = self.step + 1
+            parity = step & 1
+            flags[own[parity]] = step
+            with lock:
+                meeting.come = come = meeting.come + 1
+                if come % size == 1:
+                    digests[parity] = digest
+                elif digests[parity] != digest:
+                    meeting.disagreed = step
+                if come == step * size:
+                    meeting.last[parity] = me
+                    meeting.complete = step
+            last = meeting.complete == step
+            if last:
+                wake(parity)
+            if meanwhile is not None:
+                meanwhile()
+            if meeting.complete != step:
+                if begin is not None:
+                    begin()
+                sleep(step, context)
+            if relays and not last:
+                wake(parity)
+            if meeting.disagreed == step:
+                if begin is not None:
+                    begin()
+                context.disagree()
+
+        return enter
+
+    def _wake(self, parity: int) -> None:
+        """Wake those whose turn comes after this rank's; they wake others."""
+        meeting, size = self._meeting, self._size
+        place = (self._rank - meeting.last[parity]) % size
+        first = _WOKEN * place + 1
+        for other in range(first, min(first + _WOKEN, size)):
+            meeting.wake((meeting.last[parity] + other) % size)
+
+    def _sleep(self, step: int, context: CollectiveContext) -> None:
+        """Sleep until all ranks have come to a step; raises what ``enter`` does."""
+        meeting, alarm = self._meeting, self._meeting.alarms[self._rank]
+        slice_seconds = _SLICE * max(1.0, self._size / _SLICE_RANKS)
+        while meeting.complete != step:
+            # No longer than the call may take, but not for no time at all when that has passed.
+            alarm.acquire(timeout=min(slice_seconds, max(_SLICE, context.remaining())))
+            if meeting.complete != step:
+                self._look_for_others(step, context)
+
+    def _look_for_others(self, step: int, context: CollectiveContext) -> None:
+        """See whether some rank will never come; raises what ``enter`` does."""
+        places = self._all[step & 1]
+        for rank in self._meeting.left[:_LOOKS]:
+            self.arrived(places[rank], step, context)
+        for _ in range(_LOOKS):
+            if not self.arrived(places[self._sought], step, context):
+                return
+            self._sought = (self._sought + 1) % self._size
