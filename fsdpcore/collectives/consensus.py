@@ -23,7 +23,7 @@ from fsdpcore.collectives.lines import scatter_lines, share_lines
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.digests import digest
-from fsdpcore.core.disagreement import Disagreement, check_same, grouped
+from fsdpcore.core.disagreement import Disagreement, check_same, grouped, in_short
 from fsdpcore.core.errors import (
     ArgumentError,
     CheckpointError,
@@ -162,7 +162,8 @@ def _common(
         if kind >= 0
     ]
     texts = []
-    for text, ranks in grouped([text for *_, text in failed], [rank for rank, *_ in failed]):
+    said = grouped([text for *_, text in failed], [rank for rank, *_ in failed])
+    for text, ranks in in_short(said):
         everywhere = len(ranks) == backend.world_size
         texts.append(text if everywhere else f"{text} (on {name_ranks(ranks)})")
     return _made(min(kind for _, kind, _ in failed), f"{what}: {'; '.join(texts)}", ending)

@@ -32,7 +32,7 @@ from fsdpcore.core.errors import (
     in_one_line,
     in_words,
 )
-from fsdpcore.core.text import name_ranks
+from fsdpcore.core.text import name_ranks, rank_list
 from fsdpcore.diagnostics.status import Group
 
 B = TypeVar("B", bound="Backend")
@@ -189,7 +189,7 @@ class Backend(PointToPoint):
             self.order.check_open()
         if self.rank not in members:
             raise ArgumentError(
-                f"sub(): rank {self.rank} is not in {list(members)}; only members make a group"
+                f"sub(): rank {self.rank} is not in {rank_list(members)}; only members make a group"
             )
         if not isinstance(name, str):
             raise ArgumentError(f"sub(): a name is a string, got {name!r}")

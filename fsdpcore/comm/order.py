@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdpcore.comm.job import Job
 from fsdpcore.core.errors import ClosedError, CommunicationError, in_words
+from fsdpcore.core.text import rank_list
 from fsdpcore.core.work import Deadline, OrderedExecutor
 from fsdpcore.diagnostics.status import CallAnswer, ComparedCall, Group
 
@@ -69,8 +70,8 @@ class CallOrder:
         if self.closed:
             ranks = self.group.ranks
             raise ClosedError(
-                f"rank {ranks.index(self._job.rank)} has closed this group (ranks {list(ranks)}); "
-                "make a new one with sub()"
+                f"rank {ranks.index(self._job.rank)} has closed this group "
+                f"(ranks {rank_list(ranks)}); make a new one with sub()"
             )
 
     def acquire_sequence(self) -> int:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.text import name_ranks
 
 
 class MappedRegion(Protocol):
@@ -100,6 +101,6 @@ def cannot_share(ranks: Iterable[int], why: str) -> ConfigError:
         why: the reason, if it is known.
     """
     return ConfigError(
-        f"shm=on, but rank(s) {list(ranks)} of this host cannot share memory with the others"
+        f"shm=on, but {name_ranks(list(ranks))} of this host cannot share memory with the others"
         f"{': ' + why if why else ''}; use shm=auto, which falls back to messages"
     )

@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike
 from fsdpcore.core.array_module import array_module, on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, FsdpcoreError
+from fsdpcore.core.text import rank_list
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Any])
@@ -169,7 +170,7 @@ def as_members(ranks: object, world_size: int, what: str) -> tuple[int, ...]:
         raise ArgumentError(f"{what}: the members must be a sequence of ranks, got {ranks!r:.200}")
     members = tuple(as_rank(rank, world_size, f"{what}: no such member") for rank in ranks)
     if len(set(members)) != len(members):
-        raise ArgumentError(f"{what}: a rank is named twice in {list(members)}")
+        raise ArgumentError(f"{what}: a rank is named twice in {rank_list(members)}")
     return members
 
 
@@ -182,10 +183,10 @@ def as_counts(counts: object, ranks: int, what: str, total: int | None = None) -
         raise ArgumentError(f"{what} must be integers, one per rank, got {counts!r:.200}")
     sizes = [as_int(count, f"each of {what}", minimum=0) for count in counts]
     if len(sizes) != ranks:
-        raise ArgumentError(f"{what} must be {ranks} numbers, one per rank, got {sizes}")
+        raise ArgumentError(f"{what} must be {ranks} numbers, one per rank, got {rank_list(sizes)}")
     if total is not None and sum(sizes) != total:
         raise ArgumentError(
-            f"{what} {sizes} sum up to {sum(sizes)}, but the array has {total} rows"
+            f"{what} {rank_list(sizes)} sum up to {sum(sizes)}, but the array has {total} rows"
         )
     return sizes
 

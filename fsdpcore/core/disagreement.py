@@ -14,6 +14,8 @@ from typing import Any
 from fsdpcore.core.errors import MismatchError
 from fsdpcore.core.text import name_ranks
 
+_SHOWN = 8  # things that are said
+
 
 @dataclass(frozen=True)
 class Disagreement:
@@ -52,9 +54,7 @@ class Disagreement:
     def sentence(self) -> str:
         """Who says what, as in "0 on rank 0, but 1 on rank 1 and rank 3"."""
         (text, _), *rest = self.groups
-        others = [
-            f"{each} on {' and '.join(f'rank {rank}' for rank in ranks)}" for each, ranks in rest
-        ]
+        others = [f"{each} on {_each_of(ranks)}" for each, ranks in rest]
         return f"{text} on rank {self.first}, but {', '.join(others)}"
 
     def lines(self, title: str) -> str:
@@ -87,7 +87,7 @@ def check_same(
                 ("nothing more" if said is _END else words(said), who)
                 for said, who in grouped(column, ranks)
             ]
-            raise MismatchError(message(Disagreement(position, groups)))
+            raise MismatchError(message(Disagreement(position, in_short(groups))))
 
 
 def grouped(said: Iterable[Any], ranks: Iterable[int]) -> list[tuple[Any, list[int]]]:
@@ -96,6 +96,20 @@ def grouped(said: Iterable[Any], ranks: Iterable[int]) -> list[tuple[Any, list[i
     for each, rank in zip(said, ranks, strict=True):
         found.setdefault(each, []).append(rank)
     return list(found.items())
+
+
+def in_short(groups: Sequence[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    """Return what is said, with the ranks that say so; many things as the first ones and a rest."""
+    first, rest = list(groups[:_SHOWN]), groups[_SHOWN:]
+    if rest:
+        what = f"one of {len(rest)} other things" if len(rest) > 1 else "something else"
+        first.append((what, [rank for _, ranks in rest for rank in ranks]))
+    return first
+
+
+def _each_of(ranks: Sequence[int]) -> str:
+    few = " and ".join(f"rank {rank}" for rank in ranks[:_SHOWN])
+    return few if len(ranks) <= _SHOWN else name_ranks(ranks)
 
 
 _END = object()

@@ -56,9 +56,10 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return all of some ranks as the subject of a sentence: ``rank 2``, ``ranks 0, 1, 3``.
+    """Return some ranks as the subject of a sentence: ``rank 2``, ``ranks 0, 1, 3``.
 
-    Many are written as runs: ``ranks 0..15, 17, 20..30``.
+    Many are written as runs: ``ranks 0..15, 17, 20..30``; of many runs only the first ones, and how
+    many ranks there are besides: ``ranks 0, 2, 4 and 4093 others``.
     """
     parts = list(map(str, ranks))
     if len(parts) > 2 * _SHOWN:
@@ -66,6 +67,9 @@ def name_ranks(ranks: Sequence[int]) -> str:
         runs = itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0])
         ends = [(run[0][1], run[-1][1]) for run in (list(found) for _, found in runs)]
         parts = [f"{low}..{high}" if low < high else f"{low}" for low, high in ends]
+        if len(parts) > 2 * _SHOWN:
+            others = len(ranks) - sum(high - low + 1 for low, high in ends[:_SHOWN])
+            return f"ranks {', '.join(parts[:_SHOWN])} and {others} others"
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fsdpcore.core.text import rank_list
+from fsdpcore.core.text import name_ranks, rank_list
 from fsdpcore.core.wildcard import ANY_NUMBER
 from fsdpcore.diagnostics.status import (
     WORLD_CHANNEL,
@@ -29,7 +29,7 @@ _SILENT = (
 _MAX_STEPS = 8
 _MAX_FOLLOWED = 3
 MAX_SHOWN = 8
-"""Of the ranks that may send a message which any of them may."""
+"""Of the ranks that are missing, or that may send a message which any of them may."""
 _CYCLE = (
     "the ranks call these operations in different orders; call them in the same order on all "
     "ranks, or start them with async_op=True (isend, irecv)"
@@ -54,7 +54,9 @@ def missing(me: int, group: Group, sequence: int, ask: Ask) -> str:
     late = [rank for rank in ranks if rank not in known or known[rank].entered < sequence]
     if not late:
         return SLOW
-    lines = [f"  rank {rank} is missing: {_text(known, rank)}" for rank in late]
+    lines = [f"  rank {rank} is missing: {_text(known, rank)}" for rank in late[:MAX_SHOWN]]
+    if more := late[MAX_SHOWN:]:
+        lines.append(f"  and so {'is' if len(more) == 1 else 'are'} {name_ranks(more)}")
     causes = [
         chains.other_group(rank, group) or chains.follow(rank) for rank in late[:_MAX_FOLLOWED]
     ]

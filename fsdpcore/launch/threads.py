@@ -13,6 +13,7 @@ from typing import Any
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.clock import Task
 from fsdpcore.core.errors import RankFailedError, StateError, in_words, is_misuse
+from fsdpcore.core.text import name_ranks
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.failure_report import is_consequence
 from fsdpcore.launch.rank import run_rank
@@ -130,7 +131,9 @@ def _failure(ranks: list[_RankThread], first: _RankThread, stuck: list[int]) -> 
     assert error is not None
     message = f"rank {culprit.backend.rank} failed: {in_words(error)}"
     if stuck:
-        message += f" (the threads of ranks {stuck} are busy outside of Python and did not stop)"
+        message += (
+            f" (the threads of {name_ranks(stuck)} are busy outside of Python and did not stop)"
+        )
     failure = RankFailedError(message, culprit.backend.rank, misuse=is_misuse(error))
     failure.__cause__ = error
     return failure

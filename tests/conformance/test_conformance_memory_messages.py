@@ -100,7 +100,7 @@ def test_memory_that_is_required(call: str, error: OSError, culprit: int) -> Non
     body = memory_messages.without
     told = run(body, transport="zmq", world_size=2, args=(culprit, call, error), shm="on")
     for (text,) in told:
-        assert f"shm=on, but rank(s) [{culprit}] of this host cannot share memory" in text
+        assert f"shm=on, but rank {culprit} of this host cannot share memory" in text
         assert "use shm=auto, which falls back to messages" in text
     assert told[culprit][0].startswith("ConfigError")
     assert os.strerror(error.errno or 0) in told[culprit][0]

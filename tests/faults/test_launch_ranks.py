@@ -258,7 +258,7 @@ def test_a_thread_stuck_outside_of_python_is_said():
     release.set()
     stuck[0].join(10)
     assert not stuck[0].is_alive()
-    assert "the threads of ranks [1] are busy" in str(error)
+    assert "the threads of rank 1 are busy" in str(error)
     assert error.rank == 0
 
 

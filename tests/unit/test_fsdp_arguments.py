@@ -127,7 +127,7 @@ def test_ranks_with_different_initial_values_are_told_apart():
     error = cause_of(body, 3)
     assert isinstance(error, fc.MismatchError)
     assert "unit 'other' differs" in str(error)
-    assert "ranks 1" in str(error)
+    assert "and rank 1;" in str(error)
 
 
 def test_options_that_differ_between_ranks_are_refused():

@@ -247,7 +247,7 @@ def test_what_is_written_is_the_same_on_all_ranks():
 
     kind, message = raised_alike(body, 4)
     assert kind is fc.MismatchError
-    assert "a.w was written differently on rank 0 and on ranks 3" in message
+    assert "a.w was written differently on rank 0 and on rank 3" in message
 
 
 def test_what_is_whole_is_given_by_one_tensor_rank():

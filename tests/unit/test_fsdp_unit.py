@@ -157,7 +157,7 @@ def test_not_a_number_is_noticed_on_all_ranks_and_changes_nothing():
         before = engine.units[0].shard.copy()
         with (
             pytest.raises(
-                fc.NonFiniteGradientError, match=r"are inf or nan \(in the shards of ranks"
+                fc.NonFiniteGradientError, match=r"are inf or nan \(in the shards of rank"
             ),
             engine.step() as step,
         ):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import fsdpcore as fc
+from fsdpcore.core.clock import WALL
 from fsdpcore.core.text import name_ranks, rank_list
 from fsdpcore.diagnostics.recorder import Recorder
 from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status, ordinal
@@ -38,6 +39,7 @@ class Backend:
         self.channel, self.ranks, self.issued, self.begun = channel, ranks, 0, 0
         self.group = Group(channel, ranks, position, name)
         self.rank, self.world_size, self.failure = rank, 4, None
+        self.clock = WALL
         self.capabilities = fc.Capabilities("fake", 1, 1, 1)
 
 
@@ -258,6 +260,7 @@ def test_words_for_ranks():
     assert name_ranks([4]) == "rank 4"
     assert name_ranks([0, 1, 3]) == "ranks 0, 1, 3"
     assert name_ranks(range(16)).endswith("12, 13, 14, 15")
+    assert name_ranks(range(0, 200, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 92 others"
     assert name_ranks([*range(16), 17, 20, 21]) == "ranks 0..15, 17, 20..21"
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == (
         ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th"]

@@ -18,6 +18,7 @@ from fsdpcore.bench.harness.member import Obedient
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import RankFailedError
+from fsdpcore.core.text import name_ranks
 from fsdpcore.launch import supervision
 from fsdpcore.launch.supervision import LaunchedProcess
 
@@ -173,8 +174,8 @@ class RemoteTeam(Team):
                 if not ready:
                     missing = sorted(set(range(len(lines))) - set(answers))
                     raise RankFailedError(
-                        f"{self._name}: ranks {missing} have not answered {order['do']!r} after "
-                        f"{ANSWER_SECONDS:.0f} s"
+                        f"{self._name}: {name_ranks(missing)} have not answered {order['do']!r} "
+                        f"after {ANSWER_SECONDS:.0f} s"
                     )
                 for key, _ in ready:
                     selector.unregister(key.fileobj)

@@ -21,6 +21,7 @@ from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.checks import as_allocatable
 from fsdpcore.core.errors import UnsupportedError
+from fsdpcore.core.text import name_ranks, rank_list
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -61,7 +62,7 @@ def _on_every_host(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any
         raise why
     if not able.all():
         without = [backend.ranks[rank] for rank in np.flatnonzero(~able)]
-        raise _unsupported(backend, f"ranks {without} share none with others on their host")
+        raise _unsupported(backend, f"{name_ranks(without)} share none with others on their host")
     return made
 
 
@@ -98,6 +99,6 @@ def _map(context: CollectiveContext, sharing: MemorySharing, nbytes: int) -> Byt
 
 def _unsupported(backend: Backend, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the ranks {list(backend.ranks)} of transport {backend.capabilities.transport!r} share no "
-        f"memory for a window ({why}); use empty() and a collective"
+        f"the ranks {rank_list(backend.ranks)} of transport {backend.capabilities.transport!r} "
+        f"share no memory for a window ({why}); use empty() and a collective"
     )

@@ -14,6 +14,7 @@ from fsdpcore.collectives.shared.region import SharedRegion, nbytes
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.sharing import MemorySharing, Segment, cannot_share
 from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.text import rank_list
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -122,6 +123,6 @@ def _report(backend: Backend, sharing: MemorySharing, why: str) -> None:
         "rank %d cannot share memory with the others on its host, messages are sent among ranks "
         "%s: %s",
         root.rank,
-        list(backend.ranks),
+        rank_list(backend.ranks),
         why,
     )

@@ -43,6 +43,7 @@ class Meeting:
         lock: held while a rank comes to a step.
         come: how often a rank has come to a step, of all ranks and steps together.
         complete: the last step that all ranks have come to.
+        asking: held by the rank that asks all others what they have called, and tells them.
         last: for even and odd steps, the rank that was the last.
         digests: for even and odd steps, of the call of the rank that was the first.
         disagreed: the last step that a rank has come to with another digest than the first.
@@ -54,7 +55,7 @@ class Meeting:
     def __init__(self, memory: Bytes, size: int, lock: Callable[[], Lock]) -> None:
         """Have ``size`` ranks meet; ``lock`` makes what they sleep on, see ``core.clock``."""
         self.memory, self.size = memory, size
-        self.lock = threading.Lock()
+        self.lock, self.asking = threading.Lock(), threading.Lock()
         self.come = self.complete = self.disagreed = 0
         self.last, self.digests = [0, 0], [0, 0]
         self.left: list[int] = []
@@ -167,7 +168,9 @@ class ThreadRegion(SharedRegion):
             if meeting.disagreed == step:
                 if begin is not None:
                     begin()
-                context.disagree()
+                with meeting.asking:
+                    context.check()
+                    context.disagree()
 
         return enter
 

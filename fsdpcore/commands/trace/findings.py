@@ -18,6 +18,8 @@ from fsdpcore.diagnostics.trace_file import TracedOperation, TraceDump, file_nam
 _SLOW_SECONDS = 1.0
 _MAX_ORDERS = 10
 
+_SHOWN = 8  # findings of one kind
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -47,12 +49,14 @@ def _absent(dumps: Sequence[TraceDump]) -> Iterator[Finding]:
             "wrote to another host's directory"
         )
     latest = max(dump.started for dump in dumps)
-    for dump in dumps:
-        if dump.written < latest:
-            yield Finding(
-                f"rank {dump.rank}: its file is older than the job of the other ranks (written "
-                f"{_clock(dump.written)}, they started at {_clock(latest)}): from another run"
-            )
+    older = [dump for dump in dumps if dump.written < latest]
+    for dump in older[:_SHOWN]:
+        yield Finding(
+            f"rank {dump.rank}: its file is older than the job of the other ranks (written "
+            f"{_clock(dump.written)}, they started at {_clock(latest)}): from another run"
+        )
+    if more := [dump.rank for dump in older[_SHOWN:]]:
+        yield Finding(f"{name_ranks(more)}: older files, too")
 
 
 def _failures(dumps: Sequence[TraceDump]) -> Iterator[Finding]:
@@ -96,8 +100,10 @@ def _collectives(
         late = [rank for rank in op.group.ranks if _is_late(by_rank.get(rank), key, op)]
         known = [rank for rank in late if rank in by_rank]
         if known:
-            for rank in known:
+            for rank in known[:_SHOWN]:
                 yield Finding(_never_began(by_rank[rank], waiters, op, stuck[rank]))
+            if more := known[_SHOWN:]:
+                yield Finding(f"{name_ranks(more)} never began {op} either")
         elif not late and all(by_rank[rank].failure for rank, _ in waiters):
             yield Finding(_all_began(waiters, op))
         elif late:
@@ -193,7 +199,8 @@ def _cycles(
             rank = waits[rank][0]
         if rank in path:
             links = path[path.index(rank) :]
-            told = ", ".join(f"rank {r} in {waits[r][1]} for rank {waits[r][0]}" for r in links)
+            few = [f"rank {r} in {waits[r][1]} for rank {waits[r][0]}" for r in links[:_SHOWN]]
+            told = ", ".join(few) + ", ..." * (len(links) > _SHOWN)
             yield Finding(
                 f"{name_ranks(sorted(links))} wait for each other: {told}; they call these "
                 "operations in different orders"

@@ -27,6 +27,7 @@ from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.checks import as_instance
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
+from fsdpcore.core.text import rank_list
 
 
 def checked_tensor(tensor: Any, backend: Backend) -> Backend | None:
@@ -48,9 +49,9 @@ def checked_tensor(tensor: Any, backend: Backend) -> Backend | None:
     common = sorted(set(tensor.ranks) & set(backend.ranks))
     if tensor.root is not backend.root or common != [me]:
         raise ArgumentError(
-            f"the ranks that shard ({list(backend.ranks)}) and those of tensor "
-            f"({list(tensor.ranks)}) must be of one job, with rank {me} alone in both: take two "
-            "axes of one mesh"
+            f"the ranks that shard ({rank_list(backend.ranks)}) and those of tensor "
+            f"({rank_list(tensor.ranks)}) must be of one job, with rank {me} alone in both: take "
+            "two axes of one mesh"
         )
     return tensor if tensor.world_size > 1 else None
 
@@ -70,9 +71,9 @@ def everyone_of(backend: Backend, tensor: Backend | None) -> Backend:
     members = table.T.reshape(-1).tolist()
     if table[:, tensor.rank].tolist() != list(backend.ranks) or len(set(members)) < len(members):
         raise ArgumentError(
-            f"the ranks {list(backend.ranks)}, which shard, have the groups {table.tolist()} as "
-            "tensor; they must be rows of a grid of ranks, of which those that shard are a column: "
-            "take two axes of one mesh"
+            f"the ranks {rank_list(backend.ranks)}, which shard, have the groups "
+            f"{table.tolist()!s:.200} as tensor; they must be rows of a grid of ranks, of which "
+            "those that shard are a column: take two axes of one mesh"
         )
     return transport_of(backend).sub(members, name="fsdp everyone")
 

@@ -16,7 +16,7 @@ from fsdpcore.core.device import Device
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.core.text import nearest
+from fsdpcore.core.text import name_ranks, nearest
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries
 from fsdpcore.fsdp.state.save import gathered
 from fsdpcore.fsdp.units.model import ShardedModel
@@ -179,10 +179,9 @@ def _check_same(model: ShardedModel, what: str, own: set[str], arrays: Mapping[s
         digests.append(hex_digest(data))
 
     def message(found: Disagreement) -> str:
-        others = ", ".join(map(str, found.others))
         return (
             f"{what}: {names[found.position]} was written differently on rank {found.first} and on "
-            f"ranks {others}; write the same on all of them. Nothing was kept"
+            f"{name_ranks(found.others)}; write the same on all of them. Nothing was kept"
         )
 
     compare(model.groups.everyone, f"{what}: the end", digests, message)

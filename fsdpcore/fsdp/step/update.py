@@ -10,6 +10,7 @@ import numpy as np
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import NonFiniteGradientError
+from fsdpcore.core.text import name_ranks
 from fsdpcore.fsdp.gpu import inplace
 from fsdpcore.fsdp.offload.arrays import GRADIENTS, UPDATED
 from fsdpcore.fsdp.step.agreement import AGREED_BYTES, UpdateArguments, compare_updates
@@ -104,7 +105,7 @@ def _judge(
 
 
 def _not_finite(where: list[int], norm: float | None) -> NonFiniteGradientError:
-    what = f"gradients are inf or nan (in the shards of ranks {', '.join(map(str, where))})"
+    what = f"gradients are inf or nan (in the shards of {name_ranks(where)})"
     if not where:
         what = f"the gradients' global norm is {norm}"
     return NonFiniteGradientError(

@@ -17,6 +17,7 @@ from fsdpcore.core.digests import DIGEST_BYTES, digest, hex_digest
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import MismatchError
 from fsdpcore.core.geometry.boxes import ArrayBox
+from fsdpcore.core.text import rank_list
 from fsdpcore.fsdp.sharding.tensor_group import untiled
 from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.spec import Spec
@@ -61,8 +62,7 @@ def _compare(backend: Backend, digests: list[str]) -> None:
 
     def message(found: Disagreement) -> str:
         cause = found.groups[0][0].rpartition("|")[0]
-        others = ", ".join(map(str, found.others))
-        return f"{cause} between rank {found.first} and ranks {others}; give all ranks the same"
+        return f"{cause} between {found.ranks}; give all ranks the same"
 
     compare(backend, "initial values", digests, message)
 
@@ -161,6 +161,6 @@ def exchange_tilings(units: Sequence[UnitDeclaration], tensor: Backend, device: 
             unit.tilings[name] = tiling
         if problem:
             raise MismatchError(
-                f"the parts that ranks {list(tensor.ranks)} have of {unit.name}.{name} do not make "
-                f"one array of shape {whole}: {problem}"
+                f"the parts that ranks {rank_list(tensor.ranks)} have of {unit.name}.{name} do not "
+                f"make one array of shape {whole}: {problem}"
             )
