@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
@@ -142,7 +142,11 @@ class SimBackend(Transport):
         options: SimOptions,
         policy: Policy | None = None,
     ) -> None:
-        hosts = [other * options.hosts // world_size for other in range(world_size)]
+        hosts: Sequence[int]
+        if world:  # all ranks have one tuple in common
+            hosts = world[0].hosts
+        else:
+            hosts = [other * options.hosts // world_size for other in range(world_size)]
         super().__init__(rank, world_size, timeout, hosts=hosts, policy=policy)
         self.inbox = Inbox()
         self.gone = ""  # how, once it is

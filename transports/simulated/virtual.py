@@ -58,7 +58,7 @@ class VirtualBackend(SimBackend):
                 self.memory = SimMemory(self.job, self._before_post, clock.lock)
         else:  # which all messages are to go over
             self.memory = None
-            self.hosts = tuple(network.hosts(world_size))
+            self.hosts = world[0].hosts if world else tuple(network.hosts(world_size))
             self._eager_bytes = network.eager
             self.transport_capabilities = Capabilities(
                 "sim", **dataclasses.asdict(_costs(network, world_size))
