@@ -134,6 +134,11 @@ class MatchTable(Generic[R, M]):
         for queue in self._messages.values():
             yield from (message for _, message in queue)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no message waits; may be asked without the lock that is held for all else."""
+        return not self._messages
+
     def awaits(self, src: int) -> bool:
         """Whether a receive or probe waits for a message from ``src``, and nobody else."""
         return any(receive.key[0] == src for receive in self.receives())

@@ -22,6 +22,12 @@ from fsdpcore.core.policy import Policy
 from fsdpcore.diagnostics.status import WORLD_CHANNEL, Group
 
 
+@functools.lru_cache(maxsize=8)
+def _everyone(world_size: int) -> tuple[int, ...]:
+    """All ranks of a job: one tuple for those of this process."""
+    return tuple(range(world_size))
+
+
 class Transport(Job, Backend):
     """Base of the transports; see the module docstring for what a new one implements.
 
@@ -53,7 +59,7 @@ class Transport(Job, Backend):
         hosts: Sequence[int] | None = None,
         policy: Policy | None = None,
     ) -> None:
-        group = Group(WORLD_CHANNEL, tuple(range(world_size)))
+        group = Group(WORLD_CHANNEL, _everyone(world_size))
         Backend.__init__(self, group, rank, hosts or [0] * world_size)
         Job.__init__(self, timeout, policy)
         self.recorder.add_group(self.order)

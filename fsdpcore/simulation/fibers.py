@@ -189,10 +189,13 @@ class VirtualClock(Clock):
         Raises:
             StateError: one of them waits for something that cannot happen any more.
         """
+        going = list(tasks)
         while True:
             while self._ready:
                 self._take_turn()
-            if not any(task.is_alive() for task in tasks):
+            while going and not going[-1].is_alive():
+                going.pop()
+            if not going:
                 return
             if not self._calendar:
                 waiting = [

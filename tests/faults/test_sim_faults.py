@@ -209,3 +209,23 @@ def _broken_as_it_begins(backend: fc.Backend, name: str) -> None:
 @pytest.mark.parametrize("name", _BEGINNINGS)
 def test_who_finds_a_loss_as_another_tells_of_it_raises_what_all_later_calls_do(name: str) -> None:
     _run(_broken_as_it_begins, 2, name)
+
+
+def test_leaving_takes_no_look_at_ranks_that_never_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    take_leave = simulated.SimBackend._take_leave
+
+    def counted(backend: simulated.SimBackend, peer: simulated.SimBackend) -> None:
+        looks.append(peer.rank)
+        take_leave(backend, peer)
+
+    monkeypatch.setattr(simulated.SimBackend, "_take_leave", counted)
+    fc.launch(_to_the_right, world_size=100, transport="sim")
+    assert len(looks) <= 100  # of 100 * 100
+
+
+def _to_the_right(backend: fc.Backend) -> None:
+    p, me = backend.world_size, backend.rank
+    work = backend.isend(np.ones(3), (me + 1) % p)
+    backend.recv(np.empty(3), (me - 1) % p)
+    work.wait()

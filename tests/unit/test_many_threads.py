@@ -59,6 +59,10 @@ def _receives(backend: fc.Backend, over: threading.Event) -> None:
     over.wait(1.5)
 
 
+def _fails(backend: fc.Backend) -> None:
+    raise ValueError("on purpose")
+
+
 def _makes_a_group(backend: fc.Backend, over: threading.Event) -> None:
     group = backend.sub(range(backend.world_size - 1, -1, -1))
     group.close()

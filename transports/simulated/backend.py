@@ -158,10 +158,15 @@ class SimBackend(Transport):
         options: SimOptions,
         policy: Policy | None = None,
     ) -> None:
-        hosts = [other * options.hosts // world_size for other in range(world_size)]
+        hosts: Sequence[int]
+        if world:  # all ranks have one tuple in common
+            hosts = world[0].hosts
+        else:
+            hosts = [other * options.hosts // world_size for other in range(world_size)]
         super().__init__(rank, world_size, timeout, hosts=hosts, policy=policy)
         self.inbox = Inbox()
         self.gone = ""  # how, once it is
+        self.awaited: dict[int, None] = {}  # the ranks that have waited for a message from this one
         self._world = world
         self._eager_bytes = options.eager_bytes
         plan = options.faults or Faults(options.seed, options.max_delay)
@@ -217,7 +222,7 @@ class SimBackend(Transport):
         with self.inbox.lock:
             send = self.inbox.table.post(receive)
             if send is None:
-                self._check_senders(receive)
+                self._wait_for_senders(receive)
         if send is not None:
             self._move(send, receive)
         return receive
@@ -228,7 +233,7 @@ class SimBackend(Transport):
         with self.inbox.lock:
             self.inbox.table.probe(probe)
             if not probe.finished:
-                self._check_senders(probe)
+                self._wait_for_senders(probe)
         return probe
 
     def withdraw(self, send: PostedSend) -> bool:
@@ -243,9 +248,12 @@ class SimBackend(Transport):
             send.finish()
             receive.finish()
 
-    def _check_senders(self, receive: PostedReceive) -> None:
+    def _wait_for_senders(self, receive: PostedReceive) -> None:
         """Withdraw a receive, and raise, if nobody is there to send what it waits for."""
         src, channel, _ = receive.key
+        # Ahead of the look at who is gone: see ``_vanish``.
+        awaited = self.job.open if src == ANY_NUMBER else self._world[src].awaited
+        awaited[self.rank] = None
         try:
             if src != ANY_NUMBER:
                 self._check_peer_alive(self._world[src])
@@ -284,6 +292,8 @@ class SimBackend(Transport):
         if isinstance(error, ClosedError):
             return
         for peer in self._world:
+            if peer.inbox.table.empty:  # and nothing of this rank's comes into it any more
+                continue
             with peer.inbox.lock:
                 for send in list(peer.inbox.table.messages()):
                     if send.backend is self and not send.finished:
@@ -320,8 +330,8 @@ class SimBackend(Transport):
     def _vanish(self, how: str) -> None:
         """Let the receives and large sends of peers that wait for this rank fail."""
         self.gone = self.gone or how
-        for peer in self._world:
-            self._take_leave(peer)
+        for rank in sorted({*self.awaited, *self.job.open}):
+            self._take_leave(self._world[rank])
         with self.inbox.lock:
             senders = {send.backend for send in self.inbox.table.messages() if not send.finished}
         for sender in senders:

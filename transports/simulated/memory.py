@@ -22,12 +22,14 @@ class ThreadWorld:
         lock: held while one of them makes something for all.
         made: memory that one rank has made, until it is told that all have it.
         meetings: of the groups, by their channels.
+        open: the ranks that have waited for a message from any rank.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.numbers = itertools.count(1)
         self.made: dict[int, Bytes] = {}
+        self.open: dict[int, None] = {}
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
 
 
