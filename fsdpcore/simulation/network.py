@@ -121,8 +121,8 @@ class Network:
         if not names:
             raise ConfigError("a network needs at least one level")
         for name in names:
-            if name == _RANK or names.count(name) > 1:
-                raise ConfigError(f"two levels are called {name!r}; ranks are one already")
+            if [_RANK, *names].count(name) > 1:
+                raise ConfigError(f"a level is called {name!r}, as another or the ranks are")
         for level in self.levels[:-1]:
             if level.size == 0:
                 raise ConfigError(f"level {level.name!r}: only the last level has size = 0")

@@ -1,0 +1,106 @@
+"""Flows share links as closed forms say, and only what they touch is worked out anew."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fsdpcore.core.errors import ConfigError
+from fsdpcore.simulation import flows as flows_module
+from fsdpcore.simulation.flows import Flows
+from fsdpcore.simulation.network import Level, Network
+
+
+def network(*levels: tuple[int, float]) -> Network:
+    return Network(
+        tuple(Level(f"level{n}", size, rate, 0.0) for n, (size, rate) in enumerate(levels))
+    )
+
+
+def drain(flows: Flows) -> dict[float, int]:
+    """How many flows end at each moment from here on."""
+    found = {}
+    while (moment := flows.next_end()) < math.inf:
+        found[moment] = len(flows.ended(moment))
+    return found
+
+
+def test_flows_of_one_link_share_it():
+    flows = Flows(network((0, 100.0)), 8)
+    for src in range(1, 8):
+        flows.start(0.0, src, 0, 100)
+    assert drain(flows) == {7.0: 7}
+    down = flows._network.link(0, 0) + 1
+    assert (flows.bytes_by_link[down], flows.busy_by_link[down]) == (700, 7.0)
+
+
+def test_directions_of_a_link_do_not_slow_each_other():
+    flows = Flows(network((0, 100.0)), 2)
+    flows.start(0.0, 0, 1, 100)
+    flows.start(0.0, 1, 0, 100)
+    assert drain(flows) == {1.0: 2}
+
+
+def test_an_uplink_with_too_little_for_all_is_what_limits_them():
+    flows = Flows(network((8, 100.0), (0, 200.0)), 16)
+    for src in range(8):
+        flows.start(0.0, src, src + 8, 100)
+    inside = flows.start(0.0, 0, 1, 300)  # has what the uplink leaves of the rank's own link
+    assert flows.rate(inside) == 75.0
+    assert drain(flows) == {4.0: 9}
+
+
+def test_who_starts_late_shares_from_then_on():
+    flows = Flows(network((0, 100.0)), 3)
+    first = flows.start(0.0, 0, 2, 100)
+    assert flows.next_end() == 1.0
+    late = flows.start(0.5, 1, 2, 100)
+    assert flows.next_end() == 1.5
+    assert flows.ended(1.0) == []
+    assert flows.ended(1.5) == [first]
+    assert flows.next_end() == 2.0
+    assert flows.ended(2.0) == [late]
+
+
+def test_what_needs_no_time_ends_at_once():
+    flows = Flows(network((2, math.inf), (0, 100.0)), 4)
+    begun = [flows.start(1.0, 0, 2, 0), flows.start(1.0, 3, 3, 10), flows.start(1.0, 0, 1, 10)]
+    assert flows.next_end() == 1.0
+    assert flows.ended(1.0) == begun
+    assert flows.next_end() == math.inf
+
+
+def test_equal_flows_end_at_one_moment(monkeypatch):
+    """With rates that no sum of floats gives exactly: else ends are moments of their own."""
+    calls = []
+    solve = flows_module.fair_rates
+    monkeypatch.setattr(flows_module, "fair_rates", lambda *a: calls.append(1) or solve(*a))
+    flows = Flows(network((4, 0.7), (3, 1.1), (0, 0.9)), 48)
+    for src in range(48):
+        for step in range(1, 48):
+            flows.start(0.1, src, (src + step) % 48, 1000)
+    assert list(drain(flows).values()) == [48 * 3, 48 * 8, 48 * 36]
+    assert len(calls) == 3  # once for all that starts, and after each end but the last
+
+
+def test_only_flows_that_share_a_link_are_worked_out_anew(monkeypatch):
+    seen = []
+    solve = flows_module.fair_rates
+    monkeypatch.setattr(
+        flows_module, "fair_rates", lambda *a: seen.append(a[0].shape[1]) or solve(*a)
+    )
+    # Uplinks that take all that their ranks can send connect nothing.
+    flows = Flows(network((2, 50.0), (0, 100.0)), 200)
+    for src in range(0, 200, 2):
+        flows.start(0.0, src, (src + 2) % 200, 1000)
+    assert flows.next_end() == 20.0
+    flows.start(1.0, 1, 4, 1000)
+    assert flows.next_end() == 20.0
+    assert seen == [100, 2]
+
+
+def test_a_network_has_places_for_so_many_ranks():
+    Flows(network((2, 1.0), (3, 1.0)), 6)
+    with pytest.raises(ConfigError, match="places for 6 ranks, not for 7"):
+        Flows(network((2, 1.0), (3, 1.0)), 7)
