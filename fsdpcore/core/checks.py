@@ -68,10 +68,10 @@ def as_choice(
     return value
 
 
-def as_name(value: object, what: str) -> str:
+def as_name(value: object, what: str, *, error: type[FsdpcoreError] = ArgumentError) -> str:
     """Return ``value`` if it is text of at least a character."""
     if not isinstance(value, str) or not value:
-        raise ArgumentError(f"{what} must be a non-empty string, got {value!r:.200}")
+        raise error(f"{what} must be a non-empty string, got {value!r:.200}")
     return value
 
 

@@ -17,13 +17,17 @@ _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _BYTES = {f"{prefix}B": factor for prefix, factor in (_PREFIXES | _BINARY).items()}
 _BITS = {f"{prefix}bit": factor / 8 for prefix, factor in _PREFIXES.items()}
 _RATES = {f"{unit}{end}": factor for unit, factor in (_BYTES | _BITS).items() for end in ("", "/s")}
+# Of sizes nobody means bits: they may be in small letters, and do without the B.
+_SIZES = {
+    unit.lower()[:end]: factor for unit, factor in _BYTES.items() for end in (len(unit) - 1, None)
+}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _TEXT = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([a-zA-Z/]*)")
 
 
 def as_size(value: object, what: str, *, error: type[FsdpcoreError] = ArgumentError) -> int:
-    """Return a number of bytes; text such as ``64KiB`` or ``80GB`` is read."""
-    return int(_read(value, _BYTES, f"{what} must be a number of bytes, as in '64KiB'", error))
+    """Return a number of bytes; text such as ``64KiB``, ``80 gb`` or ``1.5T`` is read."""
+    return int(_read(value, _SIZES, f"{what} must be a size, as in '64KiB' or '80GB'", error))
 
 
 def as_rate(value: object, what: str, *, error: type[FsdpcoreError] = ArgumentError) -> float:
@@ -47,7 +51,8 @@ def _read(
     if isinstance(value, str):
         match = _TEXT.fullmatch(value.strip())
         if match is not None:
-            number = float(match[1]) * ({"": 1.0} | dict(units)).get(match[2], math.nan)
+            factor = units.get(match[2], units.get(match[2].lower(), math.nan))
+            number = float(match[1]) * (factor if match[2] else 1.0)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = float(value)
     if not 0 <= number < math.inf:

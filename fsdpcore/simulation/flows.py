@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from fsdpcore.simulation.network import Network
 from fsdpcore.simulation.sharing import fair_rates
 
-# Flows end together if they are due within this part of the time that was left to them: sums of
-# rates in another order differ by less, and thousands of ends are one moment instead of thousands.
-_TOGETHER = 1e-11
-_ROUNDING = 8 * float(np.finfo(np.float64).eps)
+# Ends that differ by less, relative to the time, are one moment: else rounding would make thousands
+# of moments of one. At 1,000 seconds that is 14 picoseconds.
+_ROUNDING = 64 * float(np.finfo(np.float64).eps)
 # As many flows are found one by one. Of more, all that are under way are looked at, at once.
 _FEW = 64
 
@@ -48,8 +47,9 @@ class Flows:
 
     Moments only go forward, and none passes over an end: ``start`` and ``ended`` are called with a
     time that is neither before the last one nor after ``next_end()``. What is started and taken
-    out at one moment changes the rates once, when the next moment is asked for. Rates are worked
-    out anew for flows that share a link with these, directly or through others.
+    out at one moment changes the rates once, when ``next_end`` is asked for: ask once all of them
+    are in. Rates are worked out anew for flows that share a link with these, directly or through
+    others.
 
     Attributes:
         bytes_by_link: what each directed link has carried of flows that have ended.
@@ -77,7 +77,7 @@ class Flows:
         self._free: list[int] = []
         self._routes = np.full((2 * len(network.levels), 16), self._idle, np.intp)
         self._left, self._rate, self._since = np.zeros(16), np.zeros(16), np.zeros(16)
-        self._end, self._due = np.full(16, math.inf), np.full(16, math.inf)
+        self._end = np.full(16, math.inf)
         self._local = np.zeros(len(self._limits), np.intp)
 
     def start(self, now: float, src: int, dst: int, nbytes: int) -> Flow:
@@ -101,7 +101,7 @@ class Flows:
         self._move(now)
         self._settle()
         used = len(self._flows)
-        slots = np.flatnonzero(self._due[:used] <= now + _ROUNDING * abs(now)).tolist()
+        slots = np.flatnonzero(self._end[:used] <= now * (1 + _ROUNDING)).tolist()
         done, self._done = self._done, []
         for slot in slots:
             flow = self._flows[slot]
@@ -147,7 +147,7 @@ class Flows:
         self._flows[slot] = None
         self._free.append(slot)
         self._routes[:, slot] = self._idle
-        self._end[slot] = self._due[slot] = math.inf
+        self._end[slot] = math.inf
         for link in flow.links:
             there = self._on[link]
             there.remove(slot)
@@ -165,9 +165,7 @@ class Flows:
             self._left, self._rate, self._since = (
                 np.pad(each, (0, slot)) for each in (self._left, self._rate, self._since)
             )
-            self._end, self._due = (
-                np.pad(each, (0, slot), constant_values=math.inf) for each in (self._end, self._due)
-            )
+            self._end = np.pad(self._end, (0, slot), constant_values=math.inf)
         return slot
 
     def _settle(self) -> None:
@@ -179,8 +177,8 @@ class Flows:
         if slots.size:
             self._local[links] = np.arange(1, len(links) + 1)
             limits = np.concatenate(([math.inf], self._limits[links]))
-            rates = fair_rates(self._local[self._routes[:, slots]], limits)
-            self._local[links] = 0
+            routes = self._local[self._routes[:, slots]]
+            rates = fair_rates(routes[routes.any(axis=1)], limits)
             self._set_rates(slots, rates)
         self._next = float(self._end[: len(self._flows)].min())
 
@@ -193,7 +191,6 @@ class Flows:
         takes = left / rates
         self._left[slots], self._rate[slots], self._since[slots] = left, rates, self._now
         self._end[slots] = self._now + takes
-        self._due[slots] = self._now + takes * (1 - _TOGETHER)
 
     def _touched(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Return the flows that what has changed may touch, and the links with limits they cross.

@@ -64,7 +64,7 @@ class Level:
     latency: float
 
     def __post_init__(self) -> None:
-        what = f"level {as_name(self.name, 'the name of a level')!r}"
+        what = f"level {as_name(self.name, 'name of a level', error=ConfigError)!r}"
         as_int(self.size, f"{what}: size", minimum=0, error=ConfigError)
         as_rate(self.rate, f"{what}: rate", error=ConfigError)
         as_seconds(self.latency, f"{what}: latency", error=ConfigError)
@@ -282,12 +282,6 @@ def _values(table: Table, readers: Mapping[str, Reader], needed: Any) -> dict[st
     }
 
 
-def _name(value: object, what: str, *, error: type[ConfigError]) -> str:
-    if not isinstance(value, str) or not value:
-        raise error(f"{what} must be a non-empty string, got {value!r:.80}")
-    return value
-
-
 def _flops(value: object, what: str, *, error: type[ConfigError]) -> float:
     number = as_finite(value, what, error=error)
     if number <= 0:
@@ -300,12 +294,12 @@ def _size(value: object, what: str, *, error: type[ConfigError]) -> int:
 
 
 _LEVEL: dict[str, Reader] = {
-    "name": _name,
+    "name": as_name,
     "size": _size,
     "rate": as_rate,
     "latency": as_seconds,
 }
-_LINK: dict[str, Reader] = {"member": _name, "rate": as_rate, "latency": as_seconds}
+_LINK: dict[str, Reader] = {"member": as_name, "rate": as_rate, "latency": as_seconds}
 _COMPUTE: dict[str, Reader] = {
     "flops": _flops,
     "message": as_seconds,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 
+import numpy as np
 import pytest
 
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.simulation import flows as flows_module
+from fsdpcore.simulation import sharing
 from fsdpcore.simulation.flows import Flows
 from fsdpcore.simulation.network import Level, Network
 
@@ -72,7 +76,6 @@ def test_what_needs_no_time_ends_at_once():
 
 
 def test_equal_flows_end_at_one_moment(monkeypatch):
-    """With rates that no sum of floats gives exactly: else ends are moments of their own."""
     calls = []
     solve = flows_module.fair_rates
     monkeypatch.setattr(flows_module, "fair_rates", lambda *a: calls.append(1) or solve(*a))
@@ -82,6 +85,33 @@ def test_equal_flows_end_at_one_moment(monkeypatch):
             flows.start(0.1, src, (src + step) % 48, 1000)
     assert list(drain(flows).values()) == [48 * 3, 48 * 8, 48 * 36]
     assert len(calls) == 3  # once for all that starts, and after each end but the last
+
+
+@pytest.mark.parametrize(("begin", "rate"), [(0.1, 0.7), (1e4, 7e6)], ids=["long", "late"])
+def test_ends_that_only_rounding_tells_apart_are_one_moment(begin, rate):
+    """A link that is never idle ends at one time, however its bytes are cut and when they come."""
+    rng = random.Random(5)
+    flows, starts, ranks = Flows(network((0, rate)), 48), [], 24
+    for dst in range(ranks):
+        cuts = sorted(rng.sample(range(1, 10_000), 20 * dst))
+        sizes = [b - a for a, b in itertools.pairwise([0, *cuts, 10_000])]
+        later = [0.0, *(rng.random() * 0.7 / rate for _ in cuts)]
+        starts += [(begin + t, dst, size) for t, size in zip(later, sizes, strict=True)]
+    for time, dst, size in sorted(starts):
+        flows.start(time, ranks + dst, dst, size)
+    assert list(drain(flows).values())[-1] == ranks
+
+
+def test_shares_that_only_rounding_tells_apart_are_one(monkeypatch):
+    """Each link has a tenth for each of its flows; a tenth is no sum of powers of two."""
+    rng = np.random.default_rng(5)
+    routes = np.stack([rng.integers(1, 500, 4000), rng.integers(500, 999, 4000)])
+    limits = np.bincount(routes.ravel(), minlength=999) * 0.1
+    limits[0] = math.inf
+    rounds, count = [], np.bincount
+    monkeypatch.setattr(np, "bincount", lambda *a, **k: rounds.append(1) or count(*a, **k))
+    assert sharing.fair_rates(routes, limits) == pytest.approx(0.1, rel=1e-12)
+    assert len(rounds) == 2  # of the one round that there is
 
 
 def test_only_flows_that_share_a_link_are_worked_out_anew(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -87,6 +88,8 @@ def test_a_route_goes_up_to_where_both_are_under_and_down(read):
         ["host 1 -> rack", "rack 0 -> site", "site -> rack 1", "rack -> host 3"],
         0.5,
     )
+    far = dataclasses.replace(network, links={"host 1": Link(latency=0.9)})
+    assert (far.route(3, 7)[1], far.route(7, 2)[1], far.route(2, 3)[1]) == (0.9, 0.9, 1e-6)
     rates = [network.rate(link) for link in network.route(3, 7)[0]]
     assert rates == [1e10, 5e6, math.inf, math.inf, 12.5e6, 1e10]
 
@@ -116,7 +119,11 @@ def test_hosts_are_the_members_of_the_level_called_host(read):
         ('"host 1"', '"hots 1"', "link of 'hots 1': a member is one of rank, host, rack"),
         ('"host 1"', '"host"', "link of 'host'"),
         ('"host 1"', '"site 0"', "link of 'site 0'"),
-        ('"4KiB"', '"4Kib"', "compute: eager must be a number of bytes, as in '64KiB', got '4Kib'"),
+        (
+            '"4KiB"',
+            '"4Kbit"',
+            "compute: eager must be a size, as in '64KiB' or '80GB', got '4Kbit'",
+        ),
         ("1e12", "true", "compute: flops must be a real number, got True"),
         ("[compute]", "[[compute]]", "compute is not a table"),
         ("[[link]]", "[link]", "link is not a list of tables"),
