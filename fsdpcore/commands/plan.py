@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_format
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.core import text
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.core.policy import Costs
+from fsdpcore.core.quantities import as_size
 from fsdpcore.fsdp.plan.choice import (
     Change,
     Training,
@@ -39,8 +39,6 @@ _DTYPES: dict[str, DTypeLike] = {
     "fp16": np.float16,
     "bf16": ml_dtypes.bfloat16,
 }
-_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def show_plan(
@@ -205,15 +203,11 @@ def parse_memory(text: str) -> int:
     Raises:
         ArgumentError: it is none.
     """
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*(|[KMGT]I?)B?", text.strip(), re.IGNORECASE)
-    try:
-        number = float(match[1]) if match else 0.0
-    except ValueError:
-        number = 0.0
-    least = 1 if match is not None and match[2] else 1e6  # "80" is not 80 bytes
-    if match is None or not least <= number < 1e18:
-        raise ArgumentError(f"{text!r} is no size; write it like 500MB, 80GB or 24GiB")
-    return int(number * {**_FACTORS, **_BINARY}[match[2].upper()])
+    nbytes = as_size(text, "--memory")
+    least = 1_000_000 if text.strip().isdecimal() else 1  # "80" is not 80 bytes
+    if not least <= nbytes < 10**18:
+        raise ArgumentError(f"--memory must be a size, as in '80GB' or '24GiB', got {text!r}")
+    return nbytes
 
 
 def _reshard(text: str) -> bool | int:

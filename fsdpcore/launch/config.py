@@ -14,7 +14,6 @@ by itself: ``algorithms={"all_reduce": "doubling:0-8KiB;direct:8193-max"}``, the
 from __future__ import annotations
 
 import dataclasses
-import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,12 +29,8 @@ from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import Policy, Tuning
 from fsdpcore.core.text import nearest
+from fsdpcore.core.toml import parse_toml
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PREFIX = "FSDPCORE_"
 # The argument, and the table of a file, that overrides algorithms.
@@ -263,8 +258,8 @@ def _read_file(
 def _parse_file(file: Path, keys: tuple[str, ...]) -> dict[str, Any]:
     """Read one table of a TOML file; empty where there is none."""
     try:
-        content: Any = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content: Any = parse_toml(file.read_text(encoding="utf-8"), str(file))
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error

@@ -157,7 +157,7 @@ def test_many_sizes_of_groups_are_not_all_compared():
         (["--reshard-after-forward", "7"], "does not divide the 64"),
         (["--precision", "int8"], "--precision must be one of fp32, fp16, bf16, got 'int8'"),
         (["--reduce", "fp8"], "--reduce must be one of"),
-        (["--memory", "lots"], "'lots' is no size; write it like 500MB"),
+        (["--memory", "lots"], "--memory must be a size, as in '64KiB' or '80GB', got 'lots'"),
         (["--world", "0"], "world_size must be at least 1"),
         (["--params", "0.5"], "number of parameters"),
         (["--layers", "0"], "number of layers must be at least 1"),
@@ -200,5 +200,5 @@ def test_sizes_of_memory(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "GB", "0GB", "-3GB", "1.2.3GB", "80XB", "1e99", "nan"])
 def test_what_is_no_size_of_a_memory(text):
-    with pytest.raises(ArgumentError, match="is no size; write it like"):
+    with pytest.raises(ArgumentError, match="--memory must be a size, as in"):
         parse_memory(text)

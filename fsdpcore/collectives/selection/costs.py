@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import sys
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -39,12 +38,7 @@ from typing import Any
 from fsdpcore.collectives.selection.overrides import check_collective, parse
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import AlgorithmRanges, Costs, MeasuredAlgorithms, Tuning
-from fsdpcore.core.text import nearest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fsdpcore.core.toml import Table, parse_toml
 
 FORMAT = 1
 _SHIPPED = "the shipped costs.toml"
@@ -74,62 +68,37 @@ def read_table(path: Path) -> dict[str, Tuning]:
 
 def parse_table(text: str, source: str) -> dict[str, Tuning]:
     """Read a table; raises as ``read_table`` does."""
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source}: not valid TOML: {error}") from error
+    content = parse_toml(text, source)
     version = content.pop("format", None)
     if version != FORMAT:
         raise ConfigError(
             f"{source}: format = {version!r} is not {FORMAT}, which this version reads; write it "
             "anew with 'fsdpcore tune'"
         )
-    return {name: _tuning(_table(value, f"{source}: [{name}]")) for name, value in content.items()}
+    return {name: _tuning(Table(value, f"{source}: [{name}]")) for name, value in content.items()}
 
 
-class _Table(dict[str, Any]):
-    """A table of the file, with its place in words."""
-
-    def __init__(self, content: Mapping[str, Any], where: str) -> None:
-        super().__init__(content)
-        self.where = where
-
-    def check_keys(self, known: tuple[str, ...]) -> None:
-        for key in self:
-            if key not in known:
-                raise ConfigError(f"{self.where}: unknown key {key!r}{nearest(key, known)}")
-
-
-def _table(value: object, where: str) -> _Table:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} is not a table")
-    return _Table(value, where)
-
-
-def _tuning(table: _Table) -> Tuning:
+def _tuning(table: Table) -> Tuning:
     table.check_keys((*_NUMBERS, "own", "measured"))
-    own = _table(table.get("own", {}), f"{table.where} own")
-    entries = table.get("measured", [])
-    if not isinstance(entries, list):
-        raise ConfigError(f"{table.where} measured is not a list of tables")
-    measured = tuple(_measured(_table(entry, f"{table.where} measured")) for entry in entries)
+    own = Table(table.get("own", {}), f"{table.where} own")
+    measured = tuple(map(_measured, table.tables("measured")))
     groups = [(entry.ranks, entry.hosts) for entry in measured]
     for ranks, hosts in groups:
         if groups.count((ranks, hosts)) > 1:
             raise ConfigError(f"{table.where} measured: two for {ranks} ranks on {hosts} hosts")
     return Tuning(
         _costs(table) if any(name in table for name in _NUMBERS) else None,
-        {name: _own(_table(costs, f"{own.where} {name}")) for name, costs in own.items()},
+        {name: _own(Table(costs, f"{own.where} {name}")) for name, costs in own.items()},
         measured,
     )
 
 
-def _own(table: _Table) -> Costs:
+def _own(table: Table) -> Costs:
     table.check_keys(_NUMBERS)
     return _costs(table)
 
 
-def _costs(table: _Table) -> Costs:
+def _costs(table: Table) -> Costs:
     numbers = []
     for name in _NUMBERS:
         number: Any = table.get(name, 0.0 if name == "latency" else None)
@@ -139,18 +108,18 @@ def _costs(table: _Table) -> Costs:
     return Costs(*numbers)
 
 
-def _measured(table: _Table) -> MeasuredAlgorithms:
+def _measured(table: Table) -> MeasuredAlgorithms:
     sizes = {"ranks": table.pop("ranks", None), "hosts": table.pop("hosts", 1)}
     for name, number in sizes.items():
         if type(number) is not int or number < 1:
             raise ConfigError(f"{table.where}: {name} must be 1 or more, got {number!r}")
     where = f"{table.where} for {sizes['ranks']} ranks"
-    general = _table(table.pop("general", {}), f"{where} general")
-    best, rest = _ranges(_Table(table, where)), _ranges(general)
+    general = Table(table.pop("general", {}), f"{where} general")
+    best, rest = _ranges(Table(table, where)), _ranges(general)
     return MeasuredAlgorithms(sizes["ranks"], sizes["hosts"], best, rest)
 
 
-def _ranges(table: _Table) -> dict[str, AlgorithmRanges]:
+def _ranges(table: Table) -> dict[str, AlgorithmRanges]:
     found = {}
     # Names in our own table are right, and to look transports up takes time in every program.
     ours = table.where.startswith(_SHIPPED)
