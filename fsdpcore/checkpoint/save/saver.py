@@ -32,6 +32,7 @@ from fsdpcore.collectives.consensus import LocalAttempt, agree, receive
 from fsdpcore.collectives.lines import gather_lines
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
+from fsdpcore.core.collector import collector_paused
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import Disagreement, check_same
 from fsdpcore.core.errors import ArgumentError
@@ -109,8 +110,9 @@ class Saver:
         texts = gather_lines(described, backend, timeout=backend.timeout)
         with LocalAttempt() as attempt:
             if texts is not None:
-                self._plan = plan([decode(text) for text in texts])
-                pieces = [encode_written(each) for each in self._plan.written]
+                with collector_paused():
+                    self._plan = plan([decode(text) for text in texts])
+                    pieces = [encode_written(each) for each in self._plan.written]
         received = receive(
             backend, "save", attempt.error, pieces, timeout=backend.timeout, ending=_UNWRITTEN
         )
