@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from support.ckpt_metadata import elements
 
@@ -13,7 +14,9 @@ from fsdpcore.checkpoint.plan.held import (
     HeldArray,
     arrays_digest,
     decode,
+    decode_column,
     encode,
+    encode_column,
     held_piece,
     tabled,
 )
@@ -106,6 +109,9 @@ def test_each_element_is_written_once_by_a_rank_that_has_it(seed, monkeypatch):
         ([[Box((0, 0), (6, 5))], [Box((0, 4), (6, 8))]], "share elements"),
         ([[Box((0, 0), (6, 5))], [Box((5, 5), (6, 8)), Range(0, 3)]], "share elements"),
         ([[Box((0, 0), (6, 5))], [Box((1, 5), (6, 8))]], "3 of its 48"),
+        # As many elements as the array has, but not those.
+        ([[Range(0, 24)], [Range(23, 47)]], "share elements"),
+        ([[Box((0, 0), (6, 4))], [Box((0, 3), (6, 7))]], "share elements"),
         ([[Range(0, 30)], [Range(31, 48)]], "1 of its 48"),
         ([[], []], "48 of its 48"),
         ([[Range(0, 49)], []], "has no part"),
@@ -126,3 +132,9 @@ def test_ranks_that_disagree_are_named_though_they_have_nothing_of_it():
     told = [encode(each, named=rank != 1) for rank, each in enumerate(tables)]
     with pytest.raises(fc.ArgumentError, match=r"shape \(3,\) on rank 2, but int16 and \(0,\)"):
         plan_tables(decode(told))
+
+
+@pytest.mark.parametrize("bits", [0, 7, 8, 15, 16, 31, 32, 62])
+def test_numbers_come_back_whatever_their_size(bits):
+    for values in ([], [2**bits], [2**bits - 1, -(2**bits), 0], [-(2**bits) - 1]):
+        assert decode_column(encode_column(np.array(values, np.int64))).tolist() == values
