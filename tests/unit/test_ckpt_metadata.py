@@ -213,6 +213,7 @@ LIES = {
     "box of other axes": (_set(*SECOND, [0, 136, [8], [16]]), "piece 1 of 'm'"),
     "box uneven": (_set(*SECOND, [0, 136, [2, 0], [4]]), "piece 1 of 'm'"),
     "boxes overlap": (_boxes([0, 0], [2, 4], [1, 0], [3, 4]), "pieces 0 and 1 of 'm' share"),
+    "boxes overlap in columns": (_boxes([0, 0], [4, 2], [0, 1], [4, 3]), "pieces 0 and 1 of 'm'"),
     "boxes leave": (_boxes([0, 0], [2, 4], [3, 0], [5, 4]), "piece 1 of 'm'"),
     "boxes, one empty": (_boxes([0, 0], [2, 4], [2, 0], [2, 4]), "piece 1 of 'm' is empty"),
     "boxes, one backwards": (_boxes([0, 0], [2, 4], [4, 0], [2, 4]), "piece 1 of 'm'"),

@@ -185,6 +185,9 @@ def _disjoint_boxes(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
     starts, stops = rows[:, :axes], rows[:, axes:]
     if not ((starts < stops) & (stops <= np.array(shape, np.int64))).all():
         return False
+    if not starts[:, 1:].any() and bool((stops[:, 1:] == np.array(shape[1:], np.int64)).all()):
+        order = np.argsort(starts[:, 0])  # whole rows
+        return bool((stops[order[:-1], 0] <= starts[order[1:], 0]).all())
     return overlapping_coordinates(starts, stops) is None
 
 
