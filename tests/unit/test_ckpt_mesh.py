@@ -43,7 +43,8 @@ from fsdpcore.checkpoint import (
     verify,
 )
 from fsdpcore.checkpoint.memory.shards import parts_of
-from fsdpcore.checkpoint.plan.save_plan import HeldArray, held_piece, plan
+from fsdpcore.checkpoint.plan.held import HeldArray, held_piece
+from fsdpcore.checkpoint.plan.save_plan import plan
 from fsdpcore.checkpoint.storage.opening import open_storage
 from fsdpcore.checkpoint.storage.steps import StepName, read_step
 from fsdpcore.commands.main import app

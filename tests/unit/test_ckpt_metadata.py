@@ -111,6 +111,11 @@ def _set(*path):
     return change
 
 
+def _boxes(start, stop, other_start, other_stop):
+    """Both pieces of the array are boxes then."""
+    return _set("tensors", "m", 2, [[0, 128, start, stop], [0, 136, other_start, other_stop]])
+
+
 def _drop(key):
     return lambda told: told.pop(key)
 
@@ -207,6 +212,12 @@ LIES = {
     "box over 2**63": (_set(*SECOND, [0, 136, [2, 0], [2**63, 4]]), "piece 1 of 'm'"),
     "box of other axes": (_set(*SECOND, [0, 136, [8], [16]]), "piece 1 of 'm'"),
     "box uneven": (_set(*SECOND, [0, 136, [2, 0], [4]]), "piece 1 of 'm'"),
+    "boxes overlap": (_boxes([0, 0], [2, 4], [1, 0], [3, 4]), "pieces 0 and 1 of 'm' share"),
+    "boxes overlap in columns": (_boxes([0, 0], [4, 2], [0, 1], [4, 3]), "pieces 0 and 1 of 'm'"),
+    "boxes leave": (_boxes([0, 0], [2, 4], [3, 0], [5, 4]), "piece 1 of 'm'"),
+    "boxes, one empty": (_boxes([0, 0], [2, 4], [2, 0], [2, 4]), "piece 1 of 'm' is empty"),
+    "boxes, one backwards": (_boxes([0, 0], [2, 4], [4, 0], [2, 4]), "piece 1 of 'm'"),
+    "boxes of other axes": (_boxes([0], [8], [8], [16]), "piece 0 of 'm'"),
     "piece gone": (lambda told: told["tensors"]["m"][2].pop(), "hole"),
     "piece twice": (lambda told: told["tensors"]["m"][2].append([0, 136, 8, 16]), "share"),
     "alias of another's bytes": (_set("tensors", "v", 2, [[0, 128, 0, 8]]), "overlap"),

@@ -13,7 +13,9 @@ from support.ckpt_saves import found, save, state_of
 from support.fsdp_steps import cause_of, launch
 
 import fsdpcore as fc
-from fsdpcore.checkpoint.plan.save_plan import SPLIT_BYTES, HeldArray, Rows, held_piece, plan
+from fsdpcore.checkpoint.plan.dealing import SPLIT_BYTES
+from fsdpcore.checkpoint.plan.held import HeldArray, held_piece
+from fsdpcore.checkpoint.plan.save_plan import Rows, plan
 from fsdpcore.checkpoint.storage.opening import open_storage
 from fsdpcore.checkpoint.storage.steps import StepName, read_step
 from fsdpcore.core.geometry.regions import Box

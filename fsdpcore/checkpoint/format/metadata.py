@@ -42,6 +42,7 @@ from fsdpcore.checkpoint.format.marker import check_metrics, check_save_id
 from fsdpcore.checkpoint.format.metadata_builder import MAX_BLOCK_BYTES, MAX_BYTES, MetadataBuilder
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile, StoredPiece, StoredTensor
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text, decode, encode, short
+from fsdpcore.core.collector import collector_paused
 from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError, FsdpcoreError
 from fsdpcore.core.geometry.regions import Box, Range, Region
 
@@ -128,6 +129,11 @@ class Metadata:
         Raises:
             CorruptCheckpointError: anything is wrong; the message says what and where.
         """
+        with collector_paused():
+            return cls._parsed(data)
+
+    @classmethod
+    def _parsed(cls, data: bytes) -> Metadata:
         document = decode(data, METADATA_NAME)
         _check_keys(document)
         values = {key: document[key] for key in _VALUES}
@@ -137,8 +143,6 @@ class Metadata:
         _check_values(made, CorruptCheckpointError)
         building = MetadataBuilder(made.files, made.block_bytes, CorruptCheckpointError)
         rows = _expect(dict, document["tensors"], "tensors")
-        # Dropped one by one: as long as no more objects come than go, the collector of garbage
-        # has no reason to look at all of them again and again.
         for name in list(rows):
             _parse_tensor(name, rows.pop(name), building)
         made.tensors.update(building.tensors())

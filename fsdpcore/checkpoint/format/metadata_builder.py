@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from fsdpcore.checkpoint.format.header import MAX_HEADER_BYTES
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile, StoredPiece, StoredTensor
 from fsdpcore.checkpoint.format.strict_json import check_text, short
 from fsdpcore.core.errors import FsdpcoreError
-from fsdpcore.core.geometry.regions import Range, Region, check_region, first_overlap
+from fsdpcore.core.geometry.overlaps import overlapping_coordinates
+from fsdpcore.core.geometry.regions import Box, Range, Region, check_region, first_overlap
 
 MAX_BYTES = 2**62 - 1
 """Of a file or an array, so that sums of two fit into 63 bits."""
@@ -151,6 +152,8 @@ def check_pieces(
     regions: Sequence[Region], shape: tuple[int, ...], name: str, error: type[FsdpcoreError]
 ) -> None:
     """Raise ``error`` unless the regions lie in an array, are not empty and do not overlap."""
+    if _disjoint_boxes(regions, shape):
+        return
     what = short(name)
     for number, region in enumerate(regions):
         check_region(region, shape, f"piece {number} of {what}", error)
@@ -163,6 +166,29 @@ def check_pieces(
             f"pieces {one} and {other} of {what} share elements: {regions[one]} and "
             f"{regions[other]}"
         )
+
+
+def _disjoint_boxes(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
+    """Whether all are boxes, for which ``check_pieces`` holds: looked at fast, without words."""
+    if not shape or any(type(region) is not Box for region in regions):
+        return False
+    axes = len(shape)
+    boxes = [box for box in regions if isinstance(box, Box)]
+    if {type(bound) for box in boxes for bound in (box.start, box.stop)} != {tuple}:
+        return False
+    if any(len(box.start) != axes or len(box.stop) != axes for box in boxes):
+        return False
+    flat = list(chain.from_iterable((*box.start, *box.stop) for box in boxes))
+    if {*map(type, flat)} != {int} or not 0 <= min(flat) <= max(flat) <= MAX_BYTES:
+        return False
+    rows = np.array(flat, np.int64).reshape(-1, 2 * axes)
+    starts, stops = rows[:, :axes], rows[:, axes:]
+    if not ((starts < stops) & (stops <= np.array(shape, np.int64))).all():
+        return False
+    if not starts[:, 1:].any() and bool((stops[:, 1:] == np.array(shape[1:], np.int64)).all()):
+        order = np.argsort(starts[:, 0])  # whole rows
+        return bool((stops[order[:-1], 0] <= starts[order[1:], 0]).all())
+    return overlapping_coordinates(starts, stops) is None
 
 
 def check_file(file: StoredFile, error: type[FsdpcoreError]) -> None:

@@ -18,7 +18,8 @@ from fsdpcore.checkpoint.memory.shards import (
     replica_of,
     shape_of,
 )
-from fsdpcore.checkpoint.plan.save_plan import HeldArray, Rows, held_piece
+from fsdpcore.checkpoint.plan.held import HeldArray, held_piece
+from fsdpcore.checkpoint.plan.save_plan import Rows
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device

@@ -30,6 +30,7 @@ from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.collectives.lines import gather_lines
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.collector import collector_paused
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
 
 
@@ -132,7 +133,7 @@ class Commit:
         summary = attempt.value(self._write_own, "null")
         summaries = gather_lines(summary, self._backend, timeout=self._timeout)
         if summaries is not None and "null" not in summaries:
-            with attempt:
+            with attempt, collector_paused():
                 self._commit([json.loads(each) for each in summaries])
                 self._clear()
         notes = list(dict.fromkeys(self._notes))  # of one folder the same may be told twice

@@ -13,16 +13,15 @@ import numpy as np
 from fsdpcore.checkpoint.format.generators import Generators, states_of
 from fsdpcore.checkpoint.format.strict_json import check_json
 from fsdpcore.checkpoint.plan.describe import HeldState, check_ranks, holding_of, rows_of
-from fsdpcore.checkpoint.plan.save_plan import (
+from fsdpcore.checkpoint.plan.held import (
     HeldArray,
-    SavePlan,
-    WrittenPiece,
+    HeldTable,
+    arrays_digest,
     decode,
-    decode_written,
     encode,
-    encode_written,
-    plan,
+    tabled,
 )
+from fsdpcore.checkpoint.plan.save_plan import SavePlan, WrittenPiece, decode_written, plan_tables
 from fsdpcore.checkpoint.save.commit import Commit, PreparedSave
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath, open_storage
@@ -81,15 +80,20 @@ class Saver:
         with LocalAttempt() as attempt:
             checked = _checked(state, self._backend, step, extra, generators, metrics)
             known = checked.holding.arrays == self._arrays
-            described = json.dumps([checked.step, checked.metrics, _digest(extra), known])
+            held = tabled(checked.holding.arrays)
+            arrays = arrays_digest(held)
+            described = json.dumps([checked.step, checked.metrics, _digest(extra), known, arrays])
         # No disk is involved yet: the ranks wait for one another as in any collective.
         replies = refuse(self._backend, attempt.error, described)
         everyone = [json.loads(reply) for reply in replies]
         _check_same(everyone, self._backend)
         holding = checked.holding
-        if not all(known for *_, known in everyone):
+        if not all(known for *_, known, _ in everyone):
             self._arrays = None
-            self._agree(encode(holding.arrays))
+            digests = [arrays for *_, arrays in everyone]
+            rank = self._backend.rank
+            # One rank names the arrays for all that have the same.
+            self._agree(holding.arrays, held, named=digests.index(digests[rank]) == rank)
             self._arrays = holding.arrays
         sources = [rows_of(holding.sources[each.rows.piece], each.rows) for each in self._pieces]
         return PreparedSave(
@@ -103,18 +107,18 @@ class Saver:
             checked.rank_state,
         )
 
-    def _agree(self, described: str) -> None:
+    def _agree(self, held: Sequence[HeldArray], table: HeldTable, *, named: bool) -> None:
         """Have rank 0 decide who writes what."""
         backend, pieces = self._backend, None
-        texts = gather_lines(described, backend, timeout=backend.timeout)
+        texts = gather_lines(encode(table, named=named), backend, timeout=backend.timeout)
         with LocalAttempt() as attempt:
             if texts is not None:
-                self._plan = plan([decode(text) for text in texts])
-                pieces = [encode_written(each) for each in self._plan.written]
+                self._plan = plan_tables(decode(texts))
+                pieces = [self._plan.written.encoded(each) for each in range(backend.world_size)]
         received = receive(
             backend, "save", attempt.error, pieces, timeout=backend.timeout, ending=_UNWRITTEN
         )
-        self._pieces = decode_written(received)
+        self._pieces = decode_written(received, held)
 
     def write(self, prepared: PreparedSave, backend: Backend) -> Saved:
         """Write what was prepared, and commit it; a collective of ``backend``'s ranks, blocks."""
@@ -192,7 +196,7 @@ def _check_same(described: Sequence[Sequence[Any]], backend: Backend) -> None:
     names = list(dict.fromkeys(name for _, metrics, *_ in described for name in metrics))
     rows = [
         [step, *(metrics.get(name) for name in names), extra]
-        for step, metrics, extra, _ in described
+        for step, metrics, extra, *_ in described
     ]
 
     def message(found: Disagreement) -> str:

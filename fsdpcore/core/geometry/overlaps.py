@@ -47,8 +47,13 @@ def overlapping_boxes(boxes: Sequence[Extent]) -> tuple[int, int] | None:
     """
     if not boxes:
         return None
-    starts, stops = _coordinates(boxes)
-    parts = [np.arange(len(boxes))]
+    pair = overlapping_coordinates(*_coordinates(boxes))
+    return None if pair is None else _ascending(*(boxes[i][2] for i in pair))
+
+
+def overlapping_coordinates(starts: Coordinates, stops: Coordinates) -> tuple[int, int] | None:
+    """Return the positions of two boxes that overlap, given as rows; None if none do."""
+    parts = [np.arange(len(starts))]
     while parts:
         part = parts.pop()
         low, high = starts[part], stops[part]
@@ -59,7 +64,7 @@ def overlapping_boxes(boxes: Sequence[Extent]) -> tuple[int, int] | None:
             continue
         pair = _overlapping_pair(low, high)
         if pair is not None:
-            return _ascending(*(boxes[part[i]][2] for i in pair))
+            return int(part[pair[0]]), int(part[pair[1]])
     return None
 
 

@@ -1,0 +1,140 @@
+"""Whatever ranks hold: each element is written once, by a rank that has it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from support.ckpt_metadata import elements
+
+import fsdpcore as fc
+from fsdpcore.checkpoint.plan import dealing
+from fsdpcore.checkpoint.plan.held import (
+    HeldArray,
+    arrays_digest,
+    decode,
+    decode_column,
+    encode,
+    encode_column,
+    held_piece,
+    tabled,
+)
+from fsdpcore.checkpoint.plan.save_plan import decode_written, plan_tables
+from fsdpcore.core.geometry.regions import Box, Range, regions_inside
+
+SHAPES = {"matrix": (6, 8), "cube": (3, 4, 5), "line": (17,), "point": (), "none": (0, 3)}
+
+
+def _cut(name, ranks, rng):
+    """Give each rank its regions of an array: ranges, columns, or ranges of columns."""
+    shape = SHAPES[name]
+    size = len(elements(Box((0,) * len(shape), shape), shape))
+    bounds = sorted(rng.randint(0, size) for _ in range(ranks - 1))
+    runs = [Range(*each) for each in zip([0, *bounds], [*bounds, size], strict=True)]
+    kind = rng.choice(("ranges", "all", "columns"))
+    if kind == "all":
+        return [[Range(0, size)] if size else [] for _ in range(ranks)]
+    if kind == "ranges" or len(shape) < 2 or not size:
+        return [[run] if run.size else [] for run in runs]
+    middle = rng.randint(1, shape[-1] - 1)
+    halves = [(0, middle), (middle, shape[-1])]
+    boxes = [Box((*(0,) * (len(shape) - 1), a), (*shape[:-1], b)) for a, b in halves]
+    found = []
+    for rank in range(ranks):
+        box, count = boxes[rank % 2], len(range(rank % 2, ranks, 2))
+        share = rank // 2
+        run = Range(box.size * share // count, box.size * (share + 1) // count)
+        found.append([each for each in regions_inside(box, run, shape) if each.size])
+    return found
+
+
+def _held(rng):
+    ranks = rng.randint(2, 7)
+    cuts = {name: _cut(name, ranks, rng) for name in SHAPES}
+    held = []
+    for rank in range(ranks):
+        names = [
+            name for name in SHAPES if cuts[name][rank] or name == "none" or rng.random() < 0.7
+        ]
+        rng.shuffle(names)
+        held.append(
+            [
+                HeldArray(
+                    name,
+                    "int16",
+                    SHAPES[name],
+                    tuple(held_piece(each, SHAPES[name]) for each in cuts[name][rank]),
+                )
+                for name in names
+            ]
+        )
+    return held
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_element_is_written_once_by_a_rank_that_has_it(seed, monkeypatch):
+    rng = random.Random(seed)
+    monkeypatch.setattr(dealing, "SPLIT_BYTES", rng.choice((1, 60, 1 << 20)))
+    held = _held(rng)
+    tables = [tabled(each) for each in held]
+    digests = [arrays_digest(each) for each in tables]
+    told = [
+        encode(each, named=digests.index(digest) == rank)
+        for rank, (each, digest) in enumerate(zip(tables, digests, strict=True))
+    ]
+    made = plan_tables(decode(told))
+    assert dict(made.arrays) == {name: ("int16", shape) for name, shape in SHAPES.items()}
+    seen = {name: [] for name in SHAPES}
+    for rank, mine in enumerate(held):
+        written = made.written[rank]
+        assert decode_written(made.written.encoded(rank), mine) == written
+        pieces = [(array.name, piece) for array in mine for piece in array.pieces]
+        for each in written:
+            name, piece = pieces[each.rows.piece]
+            inside = sorted(elements(piece.region, SHAPES[name]))
+            rows = inside[each.rows.start * piece.row : each.rows.stop * piece.row]
+            assert name == each.name
+            assert sorted(elements(each.region, SHAPES[name])) == rows
+            seen[name] += rows
+    for name, shape in SHAPES.items():
+        every = elements(Box((0,) * len(shape), shape), shape)
+        assert sorted(seen[name]) == (sorted(every) if every else [])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        ([[Range(0, 30)], [Range(29, 48)]], "share elements"),
+        ([[Box((0, 0), (6, 5))], [Box((0, 4), (6, 8))]], "share elements"),
+        ([[Box((0, 0), (6, 5))], [Box((5, 5), (6, 8)), Range(0, 3)]], "share elements"),
+        ([[Box((0, 0), (6, 5))], [Box((1, 5), (6, 8))]], "3 of its 48"),
+        # As many elements as the array has, but not those.
+        ([[Range(0, 24)], [Range(23, 47)]], "share elements"),
+        ([[Box((0, 0), (6, 4))], [Box((0, 3), (6, 7))]], "share elements"),
+        ([[Range(0, 30)], [Range(31, 48)]], "1 of its 48"),
+        ([[], []], "48 of its 48"),
+        ([[Range(0, 49)], []], "has no part"),
+    ],
+)
+def test_what_is_not_there_once_is_refused(pieces, match):
+    held = [
+        [HeldArray("matrix", "int16", (6, 8), tuple(held_piece(r, (6, 8)) for r in each))]
+        for each in pieces
+    ]
+    with pytest.raises(fc.ArgumentError, match=match):
+        plan_tables([tabled(each) for each in held])
+
+
+def test_ranks_that_disagree_are_named_though_they_have_nothing_of_it():
+    held = [[HeldArray("w", "int16", (n,), ())] for n in (0, 0, 3)]
+    tables = [tabled(each) for each in held]
+    told = [encode(each, named=rank != 1) for rank, each in enumerate(tables)]
+    with pytest.raises(fc.ArgumentError, match=r"shape \(3,\) on rank 2, but int16 and \(0,\)"):
+        plan_tables(decode(told))
+
+
+@pytest.mark.parametrize("bits", [0, 7, 8, 15, 16, 31, 32, 62])
+def test_numbers_come_back_whatever_their_size(bits):
+    for values in ([], [2**bits], [2**bits - 1, -(2**bits), 0], [-(2**bits) - 1]):
+        assert decode_column(encode_column(np.array(values, np.int64))).tolist() == values
