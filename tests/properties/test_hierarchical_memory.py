@@ -120,7 +120,7 @@ def test_memory_out_of_reach_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     assert {record.levelno for record in found} == {logging.INFO, logging.WARNING}
     (warning,) = (record for record in found if record.levelno == logging.WARNING)
     assert "rank 2 cannot share memory" in warning.getMessage()
-    assert "among ranks [0, 1, 2, 3]: out of reach" in warning.getMessage()
+    assert "among ranks [0..3]: out of reach" in warning.getMessage()
 
 
 @pytest.mark.parametrize("options", [{}, {"shm": "off"}])

@@ -27,7 +27,7 @@ class TickingSim(SimBackend):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.clock = 0
+        self.ticks = 0
         self.stamps: dict[Key, list[int]] = {}  # when messages to this rank were sent
         self.asked: Counter[Key] = Counter()
         self.receives: dict[Pending, tuple[Key, int]] = {}
@@ -36,7 +36,7 @@ class TickingSim(SimBackend):
         peer = self._world[dst]
         assert isinstance(peer, TickingSim)
         key = (self.rank, envelope.channel, envelope.tag)
-        peer.stamps.setdefault(key, []).append(self.clock)
+        peer.stamps.setdefault(key, []).append(self.ticks)
         return super().post_send(data, dst, envelope)
 
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
@@ -50,7 +50,7 @@ class TickingSim(SimBackend):
         """Somebody has waited for a message."""
         key, number = self.receives.pop(receive, ((0, 0, 0), -1))
         if number >= 0:
-            self.clock = max(self.clock, self.stamps[key][number] + 1)
+            self.ticks = max(self.ticks, self.stamps[key][number] + 1)
 
 
 _join = Pending.join
@@ -69,7 +69,7 @@ def trips(call: Callable[[Any], Any], world_size: int, *, hosts: int = 1) -> int
 
     def body(backend: Any) -> int:
         call(backend)
-        return int(backend.clock)
+        return int(backend.ticks)
 
     with mock.patch.object(Pending, "join", _ticking_join):
         return max(run_on(TickingSim, body, world_size=world_size, shm="off", hosts=hosts))

@@ -66,8 +66,8 @@ MODULES = {
 
 # What instances show, attributes included.
 BACKEND = """
-    abort barrier capabilities close device empty host_group hosts iprobe irecv isend probe rank
-    ranks recv root send sendrecv shared_window split sub timeout world_size
+    abort barrier capabilities clock close device empty host_group hosts iprobe irecv isend probe
+    rank ranks recv root send sendrecv shared_window split sub timeout world_size
 """
 ENGINE = """
     algorithm all_windowed backend close device evaluation everyone full_params gathered

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from fsdpcore.commands import run as run_command
 from fsdpcore.commands.main import app
+from fsdpcore.core.clock import Clock
 from fsdpcore.core.errors import ConfigError, RendezvousError
 from fsdpcore.core.work import Deadline
 from fsdpcore.launch.addresses import join_address, parse_address
@@ -164,7 +165,7 @@ class Names:
         self.answers, self.now, self.asked = iter(answers), 0.0, []
         monkeypatch.setattr(socket, "getaddrinfo", self.look_up)
         monkeypatch.setattr(time, "sleep", self.sleep)
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(Clock, "now", staticmethod(lambda: self.now))
 
     def look_up(self, host, port, type):
         self.asked.append(self.now)

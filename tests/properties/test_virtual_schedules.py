@@ -78,7 +78,7 @@ def test_many_schedules() -> None:
 def test_a_seed_is_a_schedule() -> None:
     """The same in another process with other hashes; another seed, another order."""
     code = (
-        "from properties.test_schedules import _played\n"
+        "from properties.test_virtual_schedules import _played\n"
         "print([(p.digest, p.turns, p.seconds) for _, p in map(_played, range(40))])"
     )
     environ = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
