@@ -24,16 +24,33 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 from fsdpcore.core.clock import Clock, Task
+from fsdpcore.core.collector import collector_paused
 from fsdpcore.core.errors import StateError
 
 _Event = Callable[[], None]
 
 
-class Fiber(greenlet):
+class _Carrier(greenlet):
+    """What runs a fiber, until that ends.
+
+    Nothing keeps it longer: of greenlets that outlive their thread, the garbage collector could
+    come across one in another thread.
+    """
+
+    def __init__(self, fiber: Fiber, body: _Event, hub: greenlet) -> None:
+        super().__init__(body, hub)
+        self.fiber = fiber
+        # As a thread of the system would, it begins with the settings of who starts it.
+        self.gr_context = fiber.context
+
+
+class Fiber:
     """A thread of virtual time; ``VirtualClock.start`` makes it.
 
     Attributes:
         name: for messages.
+        context: the variables with which it begins.
+        carrier: what runs it, from its first turn to its end.
         among: the fibers that wait for the same as this one; None while it does not wait.
         woken: that is what ended its last wait, not a deadline.
         deadline: when its wait ends at the latest.
@@ -41,20 +58,43 @@ class Fiber(greenlet):
             next one's deadline is later, as a rule. Infinite where there is none.
     """
 
-    def __init__(self, body: _Event, name: str, clock: VirtualClock, hub: greenlet) -> None:
-        super().__init__(body, hub)
+    def __init__(self, body: _Event, name: str, clock: VirtualClock) -> None:
         self.name = name
+        self.context = contextvars.copy_context()
+        self.carrier: _Carrier | None = None
         self.among: deque[Fiber] | None = None
         self.woken = False
         self.deadline = self.alarm = math.inf
+        self._body: _Event | None = body
         self._clock = clock
         self._joining: deque[Fiber] = deque()
-        # As a thread of the system would, it begins with the settings of who starts it.
-        self.gr_context = contextvars.copy_context()
+
+    def go_on(self, hub: greenlet) -> None:
+        """Run until it waits, or ends."""
+        if self.carrier is None:
+            self.carrier = _Carrier(self, self._run, hub)
+        self.carrier.switch()
+
+    def _run(self) -> None:
+        body = self._body
+        assert body is not None
+        try:
+            body()
+        finally:
+            self._body = self.carrier = None
+            while self._joining:
+                self._clock.wake(self._joining)
+
+    def end(self) -> None:
+        """Have it end where it waits."""
+        if self.carrier is None:
+            self._body = None  # it has not begun
+        while self.carrier is not None:
+            self.carrier.throw()
 
     def join(self, timeout: float = math.inf) -> None:
         """Wait for its end, no longer than so many seconds."""
-        if getcurrent() is self.parent:
+        if not isinstance(getcurrent(), _Carrier):
             return  # nothing goes on while whoever carries all of them waits
         end = self._clock.now() + timeout
         while self.is_alive() and self._clock.now() < end:
@@ -62,12 +102,7 @@ class Fiber(greenlet):
 
     def is_alive(self) -> bool:
         """Whether it has not ended."""
-        return not self.dead
-
-    def ends(self) -> None:
-        """Wake who waits for its end, which is about to come."""
-        while self._joining:
-            self._clock.wake(self._joining)
+        return self._body is not None
 
 
 class _Lock:
@@ -147,7 +182,8 @@ class VirtualClock(Clock):
         self.turns = 0
         self.digest = 0
         self._time = 0.0
-        self._hub = getcurrent()
+        self._hub: greenlet | None = None  # while all of them go on
+        self._fibers: dict[Fiber, None] = {}  # that have not ended
         self._ready: deque[Fiber] = deque()
         self._calendar: list[tuple[float, float, int, _Event]] = []
         self._numbers = itertools.count()
@@ -159,20 +195,15 @@ class VirtualClock(Clock):
         self.queue = lambda: _Queue(self)
 
     def start(self, body: _Event, name: str) -> Fiber:
-        def run() -> None:
-            try:
-                body()
-            finally:
-                fiber.ends()
-
-        fiber = Fiber(run, name, self, self._hub)
+        fiber = Fiber(body, name, self)
+        self._fibers[fiber] = None
         self._ready.append(fiber)
         return fiber
 
     def current(self) -> Fiber:
-        fiber = getcurrent()
-        if isinstance(fiber, Fiber) and fiber._clock is self:
-            return fiber
+        carrier = getcurrent()
+        if isinstance(carrier, _Carrier) and carrier.fiber._clock is self:
+            return carrier.fiber
         raise StateError(
             "something waits in virtual time that is no rank of it: there, a rank's program runs "
             "on one thread, and starts no others that use its backend"
@@ -189,6 +220,19 @@ class VirtualClock(Clock):
         Raises:
             StateError: one of them waits for something that cannot happen any more.
         """
+        self._hub = getcurrent()
+        try:
+            # The collector would look at all fibers, again and again.
+            with collector_paused():
+                self._run(tasks)
+                # What is left in the background has nobody to do anything for.
+                for fiber in [*self._fibers]:
+                    fiber.end()
+                self._fibers.clear()
+        finally:
+            self._hub = None
+
+    def _run(self, tasks: Sequence[Task]) -> None:
         going = list(tasks)
         while True:
             while self._ready:
@@ -198,9 +242,8 @@ class VirtualClock(Clock):
             if not going:
                 return
             if not self._calendar:
-                waiting = [
-                    task.name for task in tasks if isinstance(task, Fiber) and task.is_alive()
-                ]
+                alive = [task for task in tasks if task.is_alive()]
+                waiting = [task.name for task in alive if isinstance(task, Fiber)]
                 raise StateError(
                     f"nothing can happen any more in virtual time, and {waiting[0]} waits without "
                     f"a deadline{f', as do {len(waiting) - 1} others' if waiting[1:] else ''}"
@@ -216,7 +259,10 @@ class VirtualClock(Clock):
             self._ready.rotate(-self.random.randrange(len(self._ready)))
         fiber = self._ready.popleft()
         self._note(fiber.name.encode())
-        fiber.switch()
+        assert self._hub is not None, "what takes turns does so in run()"
+        fiber.go_on(self._hub)
+        if not fiber.is_alive():
+            self._fibers.pop(fiber, None)
 
     def _note(self, what: bytes) -> None:
         self.turns += 1
@@ -225,6 +271,11 @@ class VirtualClock(Clock):
     def _sleep(self, seconds: float) -> None:
         fiber = self.current()
         self.at(self._time + seconds, lambda: self._ready.append(fiber))
+        self._switch()
+
+    def _switch(self) -> None:
+        """Have the others go on, until the calling fiber's turn comes again."""
+        assert self._hub is not None, "a fiber goes on in run()"
         self._hub.switch()
 
     # For locks and queues.
@@ -238,7 +289,7 @@ class VirtualClock(Clock):
         among.append(fiber)
         if deadline < fiber.alarm:
             self._set_alarm(fiber)
-        self._hub.switch()
+        self._switch()
         return fiber.woken
 
     def wake(self, among: deque[Fiber]) -> None:
