@@ -47,9 +47,8 @@ class Use:
 class Alike(Protocol):
     """How long the collectives take of ranks that all do the same at the same time."""
 
-    @property
-    def uses(self) -> list[Use]:
-        """All collectives so far."""
+    def drain(self) -> list[Use]:
+        """Return all collectives since this was called last."""
 
     def take_part(
         self,
@@ -128,6 +127,8 @@ def _move(
     if collective in ("all_gather", "gather", "all_to_all"):
         out.reshape(p, -1)[...] = given.reshape(1, -1)
     elif layout.reduction is not None:
-        layout.reduction.reduce([given] * p, out)
+        # Of a scan, the ranks up to this one; of an exclusive one, those before it.
+        count = {"scan": me + 1, "exscan": me}.get(collective, p)
+        layout.reduction.reduce([given] * count, out)
     elif given is not out:
         out[...] = given

@@ -22,13 +22,14 @@ import fsdpcore as fc
 from fsdpcore.bench.harness.picture import BLUE, INK, ORANGE, check_installed, picture, style
 from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.collectives.lone import Use
+from fsdpcore.comm.transport import transport_of
 from fsdpcore.commands.plan import parse_memory
 from fsdpcore.core import text
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.plan.choice import candidates, in_words
 from fsdpcore.fsdp.plan.sizes import even_units
 from fsdpcore.fsdp.sharding.strategy import STRATEGIES, Strategy
-from fsdpcore.simulation.network import DEFAULT, Network
+from fsdpcore.simulation.network import Network
 
 _PREFETCH = (0, 1, 2)  # of a sweep
 
@@ -123,8 +124,7 @@ def simulate(
         if plot is not None:
             check_installed()
         limit = None if memory is None else parse_memory(memory)
-        model = DEFAULT if network == "default" else Network.read(Path(network))
-        scenario = Scenario(params, layers, tokens, model.flops)
+        scenario = Scenario(params, layers, tokens, Network.named(network).flops)
         wanted = Strategy(strategy, shard_group_size=shard_group_size)
         chosen = [(wanted, prefetch)]
         if sweep:
@@ -170,7 +170,8 @@ def _step(backend: fc.Backend, scenario: Scenario, strategy: Strategy, ahead: in
         units, backend, strategy=strategy, optimizer=fc.optim.AdamW(lr=1e-3), prefetch=ahead
     )
     seconds = scenario.forward_seconds
-    before = _calls(backend)
+    alike = transport_of(backend).alike
+    alike.drain()  # what making the engine has called
     with engine.step() as step:
         for unit in units:
             with step.forward(unit):
@@ -181,10 +182,6 @@ def _step(backend: fc.Backend, scenario: Scenario, strategy: Strategy, ahead: in
                 backend.clock.sleep(2 * seconds)
         step.update()
     measured = engine.report().measured
-    made = [
-        dataclasses.replace(use, calls=use.calls - before.get(_kind(use), 0))
-        for use in _uses(backend)
-    ]
     engine.close()
     return Simulated(
         strategy,
@@ -193,23 +190,8 @@ def _step(backend: fc.Backend, scenario: Scenario, strategy: Strategy, ahead: in
         measured.exposed_seconds or 0.0,
         measured.peak_bytes or 0,
         measured.bytes_sent or 0,
-        [use for use in made if use.calls],
+        alike.drain(),
     )
-
-
-def _uses(backend: fc.Backend) -> Sequence[Use]:
-    """The collectives of the rank that is played."""
-    alike: Any = backend.root
-    uses: Sequence[Use] = alike.alike.uses
-    return uses
-
-
-def _kind(use: Use) -> tuple[Any, ...]:
-    return use.collective, use.algorithm, use.ranks, use.nbytes
-
-
-def _calls(backend: fc.Backend) -> dict[tuple[Any, ...], int]:
-    return {_kind(use): use.calls for use in _uses(backend)}
 
 
 def _one(step: Simulated, scenario: Scenario, ranks: int) -> str:

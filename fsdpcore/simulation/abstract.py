@@ -100,9 +100,6 @@ class AbstractDevice(HostDevice):
             return value
         return input_array(value)
 
-    def write(self, target: Array, source: Array) -> None:
-        target[...] = source
-
 
 def _reduced(ufunc: np.ufunc, array: Array, options: dict[str, Any]) -> Any:
     """What a reduction gives: an abstract array, or a number as if all values were 0."""

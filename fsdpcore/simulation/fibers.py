@@ -29,12 +29,13 @@ from fsdpcore.core.errors import StateError
 
 _Event = Callable[[], None]
 
+_LOOK_SECONDS = 1e-6
+
 
 class _Carrier(greenlet):
     """What runs a fiber, until that ends.
 
-    Nothing keeps it longer: of greenlets that outlive their thread, the garbage collector could
-    come across one in another thread.
+    Nothing keeps it longer, so that no greenlet outlives its thread.
     """
 
     def __init__(self, fiber: Fiber, body: _Event, hub: greenlet) -> None:
@@ -119,9 +120,12 @@ class _Lock:
         if not self._held:
             self._held = True
             return True
-        if not blocking or timeout == 0:
+        if not blocking:
             return False
         clock = self._clock
+        if timeout == 0:  # a look takes time, or who looks again and again would for ever
+            clock.sleep(_LOOK_SECONDS)
+            return self.acquire(blocking=False)
         # Whoever gives it back hands it to the one that it wakes.
         return clock.suspend(self._waiting, math.inf if timeout < 0 else clock.now() + timeout)
 
@@ -222,13 +226,15 @@ class VirtualClock(Clock):
         """
         self._hub = getcurrent()
         try:
-            # The collector would look at all fibers, again and again.
+            # The collector would look at all fibers, again and again. With several jobs on threads
+            # of one process, Python has crashed once while it did.
             with collector_paused():
                 self._run(tasks)
                 # What is left in the background has nobody to do anything for.
                 for fiber in [*self._fibers]:
                     fiber.end()
                 self._fibers.clear()
+                self._calendar.clear()
         finally:
             self._hub = None
 

@@ -129,6 +129,11 @@ class Network:
         _ = self._exceptions
 
     @classmethod
+    def named(cls, name: str) -> Network:
+        """Return the one that is called "default", or read a file; raises as ``read`` does."""
+        return DEFAULT if name == "default" else cls.read(Path(name))
+
+    @classmethod
     def read(cls, path: Path) -> Network:
         """Read a file; this module's text says what is in it.
 

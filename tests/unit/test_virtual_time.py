@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -218,6 +219,55 @@ def test_one_rank_played_is_as_all(network: str, strategy: str, group: int | Non
     assert one[0] == pytest.approx(seconds, rel=0.02)
 
 
+def _results(backend: fc.Backend) -> list[Any]:
+    """What rank 0 gets of every collective, where all ranks give the same."""
+    x = np.arange(12.0).reshape(6, 2)
+    found = [
+        fc.all_gather(x, backend),
+        fc.reduce_scatter(x, backend),
+        fc.all_to_all(x, backend),
+        fc.broadcast(x, backend),
+        fc.reduce(x, backend),
+        fc.gather(x, backend),
+        fc.scan(x, backend),
+        fc.exscan(x, backend),
+        fc.all_gather_v(x, backend),
+        fc.reduce_scatter_v(x, backend, [3, 2, 1]),
+    ]
+    found += [fc.all_reduce(x, backend, op=op) for op in ("sum", "mean", "max", "prod")]
+    return found if backend.rank == 0 else []
+
+
+def test_one_rank_gets_what_it_would_among_others() -> None:
+    for one, among in zip(
+        _launch(_results, 3, played="one")[0], _launch(_results, 3)[0], strict=True
+    ):
+        assert one.shape == among.shape
+        assert one.tobytes() == among.tobytes()
+
+
+def test_one_rank_sends_no_messages() -> None:
+    with pytest.raises(fc.RankFailedError, match="played=all"):
+        _launch(lambda backend: backend.send(np.ones(1), 1), 2, played="one")
+
+
+def test_looking_again_and_again_takes_time() -> None:
+    def main(backend: fc.Backend) -> None:
+        if backend.rank:
+            backend.clock.sleep(0.001)
+            backend.send(np.ones(3), 0)
+            return
+        work = backend.irecv(np.empty(3), 1)
+        while True:
+            try:
+                work.wait(timeout=0)
+                break
+            except fc.CommTimeoutError:
+                continue
+
+    _launch(main, 2)
+
+
 def test_abstract_arrays_take_no_memory() -> None:
     array = abstract(10**12, np.float32)
     array[5:] = 7
@@ -229,9 +279,29 @@ def test_abstract_arrays_take_no_memory() -> None:
     assert not abstract(10**9, np.float32).sum()
 
 
-def test_simulate_command() -> None:
-    words = ["simulate", "--ranks", "16", "--params", "1e8", "--layers", "2", "--sweep"]
-    result = CliRunner().invoke(app, [*words, "--memory", "1GB"])
+def _simulated(*words: str) -> str:
+    options = ["--ranks", "16", "--params", "1e8", "--layers", "2", "--tokens", "1000", *words]
+    result = CliRunner().invoke(app, ["simulate", *options])
     assert result.exit_code == 0, result.output
-    assert "hybrid_shard --shard-group-size 4 --prefetch 2" in result.output
-    assert "fastest of those that fit 1.00 GB: " in result.output
+    return result.output
+
+
+def test_simulate_command_says_what_is_fastest() -> None:
+    output = _simulated("--sweep", "--memory", "1GB")
+    steps = json.loads(_simulated("--sweep", "--json"))
+    fitting = [step for step in steps if step["peak_bytes"] <= 1e9]
+    assert 0 < len(fitting) < len(steps)
+    best = min(fitting, key=lambda step: (step["seconds"], step["peak_bytes"]))
+    words = f"{best['strategy']} --prefetch {best['prefetch']}"
+    assert f"fastest of those that fit 1.00 GB: {words}" in output
+
+
+def test_simulate_command_computes_as_long_as_the_model_takes() -> None:
+    """A forward pass, and a backward pass of twice the work; 400 TFLOPS."""
+    (step,) = json.loads(_simulated("--json"))
+    computing = 3 * 2 * 1e8 * 1000 / 4e14
+    assert step["seconds"] - step["exposed"] == pytest.approx(computing)
+    gathers = [use for use in step["collectives"] if use["nbytes"] > 10**8]
+    calls = {use["collective"]: use["calls"] for use in gathers}
+    assert calls == {"all_gather": 4, "reduce_scatter": 2}
+    assert all(use["carried"] for use in gathers)

@@ -143,8 +143,13 @@ class Inbox:
 
 
 class SimBackend(Transport):
-    """One rank of a simulated job; ``threads`` makes them all."""
+    """One rank of a simulated job; ``threads`` makes them all.
 
+    Attributes:
+        posts_take_time: by its clock, a rank takes some for each message and step in memory.
+    """
+
+    posts_take_time = False
     ranks_are_threads = True
     options: ClassVar[type[SimOptions]] = SimOptions
     transport_capabilities = Capabilities("sim", alpha=20e-6, beta=0.1e-9, gamma=0.1e-9)
@@ -173,7 +178,7 @@ class SimBackend(Transport):
         self._injector = FaultInjector(plan, rank, self.clock) if plan != Faults() else None
         self.job: ThreadWorld = world[0].job if world else ThreadWorld()
         if options.shm == "auto" and not plan.drop and not plan.crash:
-            before = self._before_post if self._injector else None
+            before = self._before_post if self._injector or self.posts_take_time else None
             self.memory = SimMemory(self.job, before, self.clock.lock)
 
     @classmethod

@@ -21,14 +21,17 @@ from fsdpcore.collectives import lone
 from fsdpcore.collectives.selection.choose import predict
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.algorithm import Algorithm
-from fsdpcore.core.buffers import split_sizes
-from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.buffers import Bytes, split_sizes
+from fsdpcore.core.errors import ConfigError, UnsupportedError
+from fsdpcore.core.work import Pending
 from fsdpcore.simulation.abstract import abstract
 from fsdpcore.simulation.fibers import VirtualClock
+from fsdpcore.simulation.network import Network
 
 from .backend import SimBackend
-from .virtual import VirtualBackend, between, scene
+from .virtual import VirtualBackend, ranks, wire_of
 from .wire import Wire
 
 if TYPE_CHECKING:
@@ -61,10 +64,8 @@ class _Kind:
 class LoneBackend(VirtualBackend):
     """The rank that is played."""
 
-    def __init__(
-        self, world_size: int, config: TransportConfig, clock: VirtualClock, wire: Wire
-    ) -> None:
-        super().__init__(0, [], world_size, config, clock, wire)
+    def __init__(self, world_size: int, config: TransportConfig, wire: Wire) -> None:
+        super().__init__(0, [], world_size, config, wire)
         self.alike = self
         self._config = config
         self._kinds: dict[_Key, _Kind] = {}
@@ -94,10 +95,18 @@ class LoneBackend(VirtualBackend):
             self.clock.sleep(kind.seconds - kind.latency)
         kind.calls += 1
 
-    @property
-    def uses(self) -> list[lone.Use]:
+    def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
+        raise _refused()
+
+    def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
+        raise _refused()
+
+    def post_probe(self, src: int, envelope: Envelope) -> Pending:
+        raise _refused()
+
+    def drain(self) -> list[lone.Use]:
         """See ``lone.Alike``."""
-        return [
+        uses = [
             lone.Use(
                 collective,
                 algorithm,
@@ -108,7 +117,11 @@ class LoneBackend(VirtualBackend):
                 calls=kind.calls,
             )
             for (collective, algorithm, members, nbytes, _), kind in self._kinds.items()
+            if kind.calls
         ]
+        for kind in self._kinds.values():
+            kind.calls = 0
+        return uses
 
     def _work_out(
         self,
@@ -125,13 +138,14 @@ class LoneBackend(VirtualBackend):
         known = ALGORITHMS[collective][algorithm]
         terms = known.cost(p)
         messages = self.world_size * terms.alpha
-        if network is None or messages > _MOST or (nbytes <= _SMALL and messages > _FEW):
+        light = nbytes <= _SMALL and messages > _FEW
+        if network is None or collective not in _SIMULATED or messages > _MOST or light:
             return _Kind(predict(known, p, nbytes, costs), {})
 
         def call(group: Backend) -> None:
             size = nbytes // dtype.itemsize
             array, out = abstract(size, dtype), abstract(size, dtype)
-            if collective in _JOINING:
+            if collective == "all_gather":
                 array = abstract(size // p, dtype)
             elif collective == "reduce_scatter":
                 out = abstract(split_sizes(size, p)[group.rank], dtype)
@@ -141,7 +155,7 @@ class LoneBackend(VirtualBackend):
             function(array, group, out=out, algorithm=algorithm)
 
         alike = siblings(members, self.world_size)
-        found = simulated(self._config, self.world_size, alike, call)
+        found = simulated(self._config, network, self.world_size, alike, call)
         reducing = terms.gamma * nbytes / network.reduce  # which messages do not tell
         seconds = found.seconds + reducing
         # A large message is offered, asked for, and sent.
@@ -149,16 +163,17 @@ class LoneBackend(VirtualBackend):
         return _Kind(seconds, found.carried, latency=min(trips * costs.latency, seconds))
 
 
-_JOINING = ("all_gather", "gather")
+# What training spends its time in; of the others a formula tells the time.
+_SIMULATED = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 # When all ranks begin what is timed: they are through with everything else long before.
 _BEGIN = 1e3
 
 
-def siblings(ranks: Sequence[int], world_size: int) -> list[range]:
+def siblings(members: Sequence[int], world_size: int) -> list[range]:
     """The groups like one of evenly spaced ranks that together have all ranks of a job."""
-    p = len(ranks)
-    step = ranks[1] - ranks[0] if p > 1 else 1
-    evenly = all(b - a == step for a, b in itertools.pairwise(ranks))
+    p = len(members)
+    step = members[1] - members[0] if p > 1 else 1
+    evenly = all(b - a == step for a, b in itertools.pairwise(members))
     if not evenly or step <= 0 or world_size % (p * step):
         raise ConfigError(
             "played=one: a group is not one of several that are alike, and the others cannot be "
@@ -170,16 +185,17 @@ def siblings(ranks: Sequence[int], world_size: int) -> list[range]:
 
 def simulated(
     config: TransportConfig,
+    network: Network,
     world_size: int,
     groups: Sequence[range],
     call: Callable[[Backend], None],
 ) -> _Kind:
     """Find out what a call takes in several groups at once, message by message."""
     options = dataclasses.replace(config.transport_options, played="all", arrays="abstract")
-    clock, wire = scene(world_size, dataclasses.replace(config, transport_options=options))
-    world = between(world_size, dataclasses.replace(config, transport_options=options), clock, wire)
+    clock = VirtualClock()
+    wire = Wire(clock, network, world_size)
+    world = ranks(world_size, dataclasses.replace(config, transport_options=options), wire)
     assert wire.flows is not None
-    assert wire.network is not None
     carried, before, ends = wire.flows.bytes_by_link, dict[int, int](), list[float]()
     clock.at(_BEGIN / 2, lambda: before.update(carried))
 
@@ -197,11 +213,16 @@ def simulated(
     ]
     clock.run(tasks)
     moved = {link: nbytes - before.get(link, 0) for link, nbytes in carried.items()}
-    named = {wire.network.link_name(link): nbytes for link, nbytes in moved.items() if nbytes}
+    named = {network.link_name(link): nbytes for link, nbytes in moved.items() if nbytes}
     return _Kind(max(ends) - _BEGIN, named)
 
 
 def one(world_size: int, config: TransportConfig) -> list[SimBackend]:
     """Make the backend of the rank that is played."""
-    clock, wire = scene(world_size, config)
-    return [LoneBackend(world_size, config, clock, wire)]
+    return [LoneBackend(world_size, config, wire_of(world_size, config))]
+
+
+def _refused() -> UnsupportedError:
+    return UnsupportedError(
+        "played=one: a message between two ranks is not the same for all; play all (played=all)"
+    )

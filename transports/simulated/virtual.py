@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ClosedError, CommunicationError
-from fsdpcore.core.policy import Costs, Policy, Tuning
+from fsdpcore.core.policy import Tuning
 from fsdpcore.simulation.abstract import AbstractDevice
 from fsdpcore.simulation.fibers import VirtualClock
-from fsdpcore.simulation.network import DEFAULT, Network
+from fsdpcore.simulation.network import Network
 
 from .backend import PostedReceive, PostedSend, SimBackend, SimOptions, refused
-from .memory import SimMemory
 from .wire import Wire
 
 if TYPE_CHECKING:
@@ -35,6 +33,7 @@ class VirtualBackend(SimBackend):
     """One rank of a job in virtual time; ``ranks`` makes them all."""
 
     clock: VirtualClock
+    posts_take_time = True
 
     def __init__(
         self,
@@ -42,10 +41,9 @@ class VirtualBackend(SimBackend):
         world: Sequence[SimBackend],
         world_size: int,
         config: TransportConfig,
-        clock: VirtualClock,
         wire: Wire,
     ) -> None:
-        self.clock = clock
+        self.clock = wire.clock
         self._wire = wire
         # Sends of this rank whose envelopes travel, and what it sends and receives that does.
         self._offered: dict[PostedSend, None] = {}
@@ -54,18 +52,15 @@ class VirtualBackend(SimBackend):
         network, options = wire.network, config.transport_options
         if options.arrays == "abstract":
             self.device = AbstractDevice()
-        policy = config.policy if network is None else _policy(config.policy, network, world_size)
+        policy = config.policy
+        if network is not None:  # algorithms are chosen by its costs, not by those of threads
+            policy = dataclasses.replace(policy, tuning=Tuning(wire.costs), link=wire.costs)
         super().__init__(rank, world, world_size, config.timeout, options, policy)
-        if network is None:
-            if self.memory is not None:
-                self.memory = SimMemory(self.job, self._before_post, clock.lock)
-        else:  # which all messages are to go over
-            self.memory = None
+        if network is not None:
+            self.memory = None  # all that moves is a message
             self.hosts = wire.hosts
             self._eager_bytes = network.eager
-            self.transport_capabilities = Capabilities(
-                "sim", **dataclasses.asdict(_costs(network, world_size))
-            )
+            self.transport_capabilities = Capabilities("sim", **dataclasses.asdict(wire.costs))
 
     def _before_post(self) -> None:
         network, drawn = self._wire.network, self.clock.random
@@ -157,51 +152,20 @@ class VirtualBackend(SimBackend):
         return "" if self._wire.under_way(peer.rank, self.rank) else peer.gone
 
 
-def ranks(world_size: int, config: TransportConfig) -> list[VirtualBackend]:
-    """Make the backends of all ranks of a job."""
-    return between(world_size, config, *scene(world_size, config))
-
-
-def between(
-    world_size: int, config: TransportConfig, clock: VirtualClock, wire: Wire
+def ranks(
+    world_size: int, config: TransportConfig, wire: Wire | None = None
 ) -> list[VirtualBackend]:
-    """Make the backends of all ranks of a job, in its scene."""
+    """Make the backends of all ranks of a job, on a wire of their own if none is given."""
+    wire = wire or wire_of(world_size, config)
     world: list[VirtualBackend] = []
     for rank in range(world_size):
-        world.append(VirtualBackend(rank, world, world_size, config, clock, wire))
+        world.append(VirtualBackend(rank, world, world_size, config, wire))
     return world
 
 
-def scene(world_size: int, config: TransportConfig) -> tuple[VirtualClock, Wire]:
-    """Make the clock of a job, and what its messages travel over."""
+def wire_of(world_size: int, config: TransportConfig) -> Wire:
+    """Make what the messages of a job travel over, and its clock."""
     options = config.transport_options
     assert isinstance(options, SimOptions)
-    clock = VirtualClock(options.seed)
-    network = _network(options.network)
-    if network is not None:
-        network.check_room(world_size)
-    return clock, Wire(clock, network, world_size)
-
-
-def _network(name: str) -> Network | None:
-    if not name:
-        return None
-    return DEFAULT if name == "default" else Network.read(Path(name))
-
-
-def _costs(network: Network, world_size: int) -> Costs:
-    """What a message costs over the slowest links that there are between ranks."""
-    below = (1, *network.spans)  # ranks under each member that a level connects
-    used = [
-        level
-        for level, span in zip(network.levels, below, strict=False)
-        if span is not None and span < world_size
-    ]
-    highest = used[-1] if used else network.levels[0]
-    return Costs(network.message, 1 / highest.rate, 1 / network.reduce, highest.latency)
-
-
-def _policy(policy: Policy, network: Network, world_size: int) -> Policy:
-    """Choose algorithms by the costs of a network, not by those that threads have."""
-    costs = _costs(network, world_size)
-    return dataclasses.replace(policy, tuning=Tuning(costs), link=costs)
+    network = Network.named(options.network) if options.network else None
+    return Wire(VirtualClock(options.seed), network, world_size)

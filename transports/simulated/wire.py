@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fsdpcore.core.policy import Costs
 from fsdpcore.simulation.fibers import VirtualClock
 from fsdpcore.simulation.flows import Flow, Flows
 from fsdpcore.simulation.network import Network
@@ -64,17 +65,18 @@ class Wire:
         world_size: number of ranks.
 
     Attributes:
-        hosts: the number of each rank's host, where the network says it.
-        messages: how many were sent, between all ranks.
-        nbytes: their bytes.
+        clock: as given.
+        hosts, costs: where there is a network, the number of each rank's host, and what a message
+            costs between the ranks that are farthest from each other.
     """
 
     def __init__(self, clock: VirtualClock, network: Network | None, world_size: int) -> None:
-        self.network = network
+        self.network, self.clock = network, clock
+        if network is not None:
+            network.check_room(world_size)
+            self.costs = _costs(network, world_size)
         self.hosts = tuple(network.hosts(world_size)) if network is not None else ()
-        self.messages = self.nbytes = 0
         self.flows = None if network is None else Flows(network, world_size)
-        self._clock = clock
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._moving: dict[Flow, tuple[_Stream, _Parcel]] = {}
         self._alarms = itertools.count()
@@ -85,7 +87,7 @@ class Wire:
         """Seconds until something small has come from one rank to another, however busy."""
         if self.network is not None:
             return self.network.route(src, dst)[1]
-        drawn = self._clock.random
+        drawn = self.clock.random
         return 0.0 if drawn is None else drawn.uniform(0, _LONGEST)
 
     def send(self, src: int, dst: int, nbytes: int, arrived: Callable[[], None]) -> None:
@@ -93,7 +95,6 @@ class Wire:
 
         Without bytes it does not wait for those of others.
         """
-        self.messages += 1
         self._send(src, dst, nbytes, arrived, in_order=True)
 
     def move(self, src: int, dst: int, nbytes: int, arrived: Callable[[], None]) -> None:
@@ -102,20 +103,19 @@ class Wire:
 
     def answer(self, src: int, dst: int, arrived: Callable[[], None]) -> None:
         """Say something small that no message waits for."""
-        self._clock.at(self._clock.now() + self.latency(src, dst), arrived)
+        self.clock.at(self.clock.now() + self.latency(src, dst), arrived)
 
     def _send(
         self, src: int, dst: int, nbytes: int, arrived: Callable[[], None], *, in_order: bool
     ) -> None:
-        self.nbytes += nbytes
         stream = self._streams.setdefault((src, dst), _Stream())
-        ready = self._clock.now() + self.latency(src, dst)
+        ready = self.clock.now() + self.latency(src, dst)
         parcel = _Parcel(nbytes, ready, arrived, in_order)
         stream.parcels += 1
         if in_order:
             stream.coming.append(parcel)
         if nbytes == 0 or self.flows is None:
-            self._clock.at(ready, lambda: self._hand_over(src, dst, stream, parcel))
+            self.clock.at(ready, lambda: self._hand_over(src, dst, stream, parcel))
             return
         stream.flowing.append(parcel)
         if len(stream.flowing) == 1:
@@ -140,16 +140,16 @@ class Wire:
 
     def _start(self, src: int, dst: int, stream: _Stream) -> None:
         """Let the bytes of the first parcel of a stream move as soon as they may."""
-        parcel, now = stream.flowing[0], self._clock.now()
+        parcel, now = stream.flowing[0], self.clock.now()
 
         def begin() -> None:
             assert self.flows is not None
-            flow = self.flows.start(self._clock.now(), src, dst, parcel.nbytes)
+            flow = self.flows.start(self.clock.now(), src, dst, parcel.nbytes)
             self._moving[flow] = stream, parcel
             self._settle_soon()
 
         if parcel.ready > now:
-            self._clock.at(parcel.ready, begin)
+            self.clock.at(parcel.ready, begin)
         else:
             begin()
 
@@ -157,7 +157,7 @@ class Wire:
         """Ask for the next end when all has been started and taken out that is due now."""
         if not self._settling:
             self._settling = True
-            self._clock.at(self._clock.now(), self._settle)
+            self.clock.at(self.clock.now(), self._settle)
 
     def _settle(self) -> None:
         assert self.flows is not None
@@ -165,16 +165,28 @@ class Wire:
         self._alarm = alarm = next(self._alarms)
         end = self.flows.next_end()
         if self._moving:
-            self._clock.at(max(end, self._clock.now()), lambda: self._take_out(alarm))
+            self.clock.at(max(end, self.clock.now()), lambda: self._take_out(alarm))
 
     def _take_out(self, alarm: int) -> None:
         """Hand over what has come by now, unless the ends have moved since."""
         if alarm != self._alarm or self.flows is None:
             return
-        for flow in self.flows.ended(self._clock.now()):
+        for flow in self.flows.ended(self.clock.now()):
             stream, parcel = self._moving.pop(flow)
             stream.flowing.popleft()
             if stream.flowing:
                 self._start(flow.src, flow.dst, stream)
             self._hand_over(flow.src, flow.dst, stream, parcel)
         self._settle_soon()
+
+
+def _costs(network: Network, world_size: int) -> Costs:
+    """What a message costs over the highest links that there are between the ranks."""
+    below = (1, *network.spans)  # ranks under each member that a level connects
+    used = [
+        level
+        for level, span in zip(network.levels, below, strict=False)
+        if span is not None and span < world_size
+    ]
+    highest = used[-1] if used else network.levels[0]
+    return Costs(network.message, 1 / highest.rate, 1 / network.reduce, highest.latency)

@@ -28,9 +28,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdpcore.collectives.algorithms import doubling
 from fsdpcore.collectives.context import CollectiveContext
@@ -91,16 +92,17 @@ def plan(rank: int, count: int) -> HalvingPlan:
     for step, place in zip(steps, places, strict=True):
         low = min(step.mine, step.theirs)[0]
         keepers = low + place[order[held]]
-
-        def of(keeper: int, keepers: Any = keepers, start: int = held.start) -> tuple[int, int]:
-            (found,) = np.nonzero(keepers == keeper)
-            return start + int(found[0]), start + int(found[-1]) + 1
-
-        sends = [Send(target, *of(target)) for target in step.targets]
-        held = slice(*of(rank))
+        sends = [Send(target, *_kept(target, keepers, held.start)) for target in step.targets]
+        held = slice(*_kept(rank, keepers, held.start))
         left_side = step.mine < step.theirs
         merges.append(Merge(left_side, step.source, held.start, held.stop, sends))
     return HalvingPlan(order.tolist(), merges)
+
+
+def _kept(rank: int, keepers: NDArray[np.intp], start: int) -> tuple[int, int]:
+    """The positions that a rank keeps, of those from ``start`` that these ranks do."""
+    (found,) = np.nonzero(keepers == rank)
+    return start + int(found[0]), start + int(found[-1]) + 1
 
 
 def load(
