@@ -14,7 +14,6 @@ its rows of the global batch.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -247,7 +246,7 @@ def main(backend: fc.Backend, options: Options) -> list[float]:
         say(backend, f"nothing is left to do of {options.steps} steps")
         return history.losses
     with checkpoints(trainer) as save, progress_line(backend, options.steps) as show:
-        start = time.perf_counter()
+        start = backend.clock.now()
         for number in range(first, options.steps):
             history.losses.append(trainer.step(number))
             done = number + 1
@@ -255,7 +254,7 @@ def main(backend: fc.Backend, options: Options) -> list[float]:
                 history.validation.append([done, trainer.evaluate()])
             save(done, history)
             tokens = (done - first) * options.batch * options.model.context
-            rate = tokens / (time.perf_counter() - start)
+            rate = tokens / (backend.clock.now() - start)
             show(done, history.losses[-1], history.validation[-1][1], rate, memory)
     text = trainer.generate()
     if backend.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +72,12 @@ class EngineJob(StepJob):
     def barrier(self) -> None:
         self._backend.device.synchronize()
         self._backend.barrier()
+
+    def costs(self) -> list[float]:
+        """What messages between hosts cost, of ``Costs``, by which this rank chooses."""
+        link = self._backend.root.policy.link
+        assert link is not None, "a job on several hosts has measured it"
+        return list(astuple(link))
 
     def moved(self) -> list[float]:
         """Make a step; what it ``Moved``."""

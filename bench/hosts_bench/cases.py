@@ -15,10 +15,12 @@ class Link(NamedTuple):
 
     Attributes:
         goodput: bytes per second that one stream carries.
+        together: bytes per second of each stream, where every host sends one and receives one.
         round_trip: seconds.
     """
 
     goodput: float
+    together: float
     round_trip: float
 
 
@@ -31,6 +33,8 @@ class Case:
         size: in bytes, as in ``fsdpcore bench``; of an exchange, of the message each way.
         pairs: of an exchange: ranks 0 and 1, 2 and 3, and so on; the others do nothing.
         late: seconds after which one rank of each pair begins.
+        times: how often in a row, for the time of one. Links let some bytes pass at once after they
+            were idle; in a row they do not.
         limit: seconds that it may take, where the bound does not say it.
     """
 
@@ -38,6 +42,7 @@ class Case:
     size: int = 0
     pairs: int = 0
     late: float = 0.0
+    times: int = 1
     limit: float = 0.0
 
     @property
@@ -106,6 +111,13 @@ def _in_words(rate: float) -> str:
 
 _LARGE = (Case("all_reduce", 8 * MIB), Case("all_gather", 8 * MIB), Case("broadcast", 8 * MIB))
 _PAIRS = tuple(Case(EXCHANGE, MIB, pairs, late) for late in (0.0, 0.01) for pairs in (1, 2))
+_SEVERAL = tuple(
+    Case(operation, size, times=times)
+    for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    for size, times in ((256 << 10, 16), (4 * MIB, 2))
+)
+# By which the time of a message is found.
+SMALL = Case("all_to_all", 512, times=20)
 _FAR = (
     Case(BARRIER, limit=0.023),
     Case("all_reduce", 8, limit=0.023),
@@ -115,12 +127,17 @@ _FAR = (
     Case("broadcast", MIB, limit=0.045),
 )
 
-SCENARIOS = (
+SCENARIOS: tuple[Scenario, ...] = (
     Scenario("rate", 4, 100e6, _LARGE),
     Scenario("pairs", 4, 100e6, _PAIRS),
     Scenario("slow", 4, 100e6, _LARGE, slowest=50e6),
     Scenario("far", 4, 1e9, _FAR, delay=0.01),
     Scenario("shared", 2, 100e6, (Case("all_reduce", 8 * MIB), Case("all_reduce", 65536)), 2),
+    *(
+        Scenario(f"{hosts}x{name}", hosts, rate, _SEVERAL)
+        for name, rate in (("100m", 100e6), ("1g", 1e9))
+        for hosts in (2, 4, 8)
+    ),
 )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from fsdpcore.bench.contestants import Contestant, Ours
 from fsdpcore.bench.harness.member import CaseRunner, Member, Options, become_rank
 from fsdpcore.bench.member import CollectiveJob
 from fsdpcore.bench.peer_gloo import Gloo
+from fsdpcore.core.clock import WALL, Clock
+from fsdpcore.core.policy import Costs
 from hosts_bench.cases import BARRIER, EXCHANGE, Case
 
 # Given the number of a pair's other rank and two arrays, sends one there and receives the other.
@@ -22,11 +24,18 @@ Exchange = Callable[[int, Any, Any], object]
 
 
 class OnceJob(CaseRunner):
-    """Does a case once, when the clock that all processes of a machine have says so."""
+    """Does a case once, or so many times, when the clock that all ranks have says so.
 
-    def __init__(self, inner: CaseRunner) -> None:
+    Attributes:
+        link: what a job of ours has found out about its links when it began.
+    """
+
+    link: Costs | None = None
+
+    def __init__(self, inner: CaseRunner, clock: Clock, times: int = 1) -> None:
         self._inner = inner
         self._call = inner.call()
+        self._clock, self._times = clock, times
 
     def barrier(self) -> None:
         self._inner.barrier()
@@ -35,10 +44,16 @@ class OnceJob(CaseRunner):
         return self._inner.check()
 
     def once(self, at: float) -> float:
-        """Begin at a time of ``time.monotonic``; how long after it this rank is done."""
-        time.sleep(max(0.0, at - time.monotonic()))
-        self._call()
-        return time.monotonic() - at
+        """Begin at a time of the clock; how long after it this rank is done, by what is done."""
+        self._clock.sleep(max(0.0, at - self._clock.now()))
+        for _ in range(self._times):
+            self._call()
+        return (self._clock.now() - at) / self._times
+
+    def costs(self) -> list[float]:
+        """What messages between hosts cost, of ``Costs``, by which a rank of ours chooses."""
+        assert self.link is not None, "a job on several hosts has measured it"
+        return list(astuple(self.link))
 
 
 class BarrierJob(CaseRunner):
@@ -58,18 +73,20 @@ class BarrierJob(CaseRunner):
 class ExchangeJob(BarrierJob):
     """Pairs of neighbouring ranks send each other a message at the same time, or nearly so."""
 
-    def __init__(self, contestant: Contestant, case: Case, exchange: Exchange) -> None:
+    def __init__(
+        self, contestant: Contestant, case: Case, exchange: Exchange, clock: Clock
+    ) -> None:
         super().__init__(contestant)
         rank = contestant.rank
         self._partner = rank ^ 1 if rank < 2 * case.pairs else None
-        self._exchange = exchange
+        self._exchange, self._clock = exchange, clock
         self._late = 0.0 if rank % 2 else case.late
         self._mine = np.full(case.size // 4, rank, np.float32)
         self._theirs = np.empty_like(self._mine)
 
     def step(self) -> None:
         if self._partner is not None:
-            time.sleep(self._late)
+            self._clock.sleep(self._late)
             self._exchange(self._partner, self._mine, self._theirs)
 
     def check(self) -> int:
@@ -78,13 +95,15 @@ class ExchangeJob(BarrierJob):
         return 0 if self._partner is None else int((self._theirs != self._partner).sum())
 
 
-def _make(contestant: Contestant, exchange: Exchange, ranks: int) -> Callable[..., CaseRunner]:
-    def make(order: Mapping[str, Any]) -> CaseRunner:
+def _make(
+    contestant: Contestant, exchange: Exchange, ranks: int, clock: Clock = WALL
+) -> Callable[..., OnceJob]:
+    def make(order: Mapping[str, Any]) -> OnceJob:
         case = Case(**order)
         if case.operation == BARRIER:
-            return OnceJob(BarrierJob(contestant))
+            return OnceJob(BarrierJob(contestant), clock)
         if case.operation == EXCHANGE:
-            return OnceJob(ExchangeJob(contestant, case, exchange))
+            return OnceJob(ExchangeJob(contestant, case, exchange, clock), clock)
         in_place = case.operation != "all_gather"
         (made,) = make_cases(
             case.operation,
@@ -95,20 +114,32 @@ def _make(contestant: Contestant, exchange: Exchange, ranks: int) -> Callable[..
             root=0,
             in_place=in_place,
         )
-        return OnceJob(CollectiveJob(contestant, vars(made)))
+        return OnceJob(CollectiveJob(contestant, vars(made)), clock, case.times)
 
     return make
 
 
-def _ours(backend: fc.Backend, options: Options) -> Member:
-    ours, name = Ours(backend), options["contestant"]
+def cases_of(backend: fc.Backend) -> Callable[..., OnceJob]:
+    """What makes the job of a case, for a rank of ours."""
 
     def exchange(partner: int, mine: Any, theirs: Any) -> None:
         works = [backend.irecv(theirs, partner), backend.isend(mine, partner)]
         for work in works:
             work.wait()
 
-    return Member({name: _make(ours, exchange, backend.world_size)}, {name: ours.versions})
+    make = _make(Ours(backend), exchange, backend.world_size, backend.clock)
+
+    def linked(order: Mapping[str, Any]) -> OnceJob:
+        job = make(order)
+        job.link = backend.root.policy.link
+        return job
+
+    return linked
+
+
+def _ours(backend: fc.Backend, options: Options) -> Member:
+    name = options["contestant"]
+    return Member({name: cases_of(backend)}, {name: Ours(backend).versions})
 
 
 def _gloo(options: Options) -> Member:

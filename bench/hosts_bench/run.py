@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,14 +24,26 @@ from fsdpcore.bench.harness.start import RankProgram, Start
 from fsdpcore.bench.harness.team import Team
 from fsdpcore.bench.harness.turns import Entrant, alternate, run_seconds, start_all, versions_of
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.policy import Costs
 from hosts_bench import start
-from hosts_bench.cases import SCENARIOS, TRAININGS, Case, Link, Scenario, TrainingScenario
+from hosts_bench.cases import (
+    SCENARIOS,
+    SMALL,
+    TRAININGS,
+    Case,
+    Link,
+    Scenario,
+    TrainingScenario,
+)
+from hosts_bench.prediction import Model, computing_seconds
 from hosts_bench.start import GLOO
 
 # Ours with what it says encrypted; by the transport's own option.
 ENCRYPTED = "encrypted"
-PEERS = (ENCRYPTED, GLOO)
-PARTS = tuple(each.name for each in (*SCENARIOS, *TRAININGS))
+# What virtual time says that ours takes.
+SIMULATED = "simulated"
+PEERS = (ENCRYPTED, SIMULATED, GLOO)
+PARTS = (*(each.name for each in SCENARIOS), *(each.name for each in TRAININGS))
 _BENCH = Path(__file__).parents[1]
 _FOLDERS = (_BENCH, _BENCH.parent / "tests", Path(gpt_model.__file__).parent)
 _WARMUP = 2
@@ -40,6 +52,7 @@ _LEAD_SECONDS = 0.02
 # A plain stream of about a tenth of a second.
 _STREAM_SECONDS = 0.1
 _STEPS = 2
+_MESSAGE = 60e-6  # of a rank in training, as ``zmq`` says
 
 
 @dataclass(frozen=True)
@@ -90,8 +103,23 @@ def measure(request: HostsRun, echo: options.Echo) -> int:
     for training in TRAININGS:
         if training.name in request.parts:
             results += _training(request, training, versions, echo)
+    if SIMULATED in request.against and results:
+        echo(_verdict(results))
     run.save(request.json, versions=versions, settings=_settings(request), results=results)
     return sum(each["wrong"] for each in results)
+
+
+def _verdict(results: Sequence[Mapping[str, Any]]) -> str:
+    """How far off the simulated times are."""
+    errors = sorted(abs(_error(each["samples_ms"])) for each in results)
+    return (
+        f"#\n# simulated: off by {100 * median(errors):.1f} % (median of {len(errors)} cases), "
+        f"at most {100 * errors[-1]:.1f} %"
+    )
+
+
+def _error(samples: Mapping[str, Sequence[float]]) -> float:
+    return median(samples[SIMULATED]) / median(samples[OURS]) - 1
 
 
 def _settings(request: HostsRun) -> dict[str, Any]:
@@ -138,18 +166,47 @@ def _collectives(
         if scenario.slowest:
             lab.set_rate(scenario.hosts - 1, scenario.slowest)
         versions |= versions_of(entrants)
+        model = _fitted(request, scenario, lab, entrants[:1], echo)
         for case in scenario.cases:
-            yield _case(request, scenario, case, lab, entrants, echo)
+            yield _case(request, scenario, case, lab, entrants, model, echo)
 
 
-def _case(
+def _fitted(
     request: HostsRun,
-    scenario: Scenario,
-    case: Case,
+    scenario: Scenario | TrainingScenario,
     lab: Lab,
     entrants: Sequence[Entrant],
     echo: options.Echo,
-) -> dict[str, Any]:
+) -> Model | None:
+    """The model of the hosts, if it is asked for."""
+    if SIMULATED not in request.against:
+        return None
+    _, taken, link = _measured(request, scenario, SMALL, lab, entrants)
+    ((name, team),) = entrants
+    team.ask(name, "prepare", case=SMALL.order())
+    model = replace(_model(scenario, link), costs=_costs(team))
+    team.ask(name, "release")
+    model = model.fitted(median(taken[name]))
+    echo(
+        f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
+        f"{1e6 * model.message:.0f} us for a message"
+    )
+    return model
+
+
+def _costs(team: Team) -> Costs:
+    """What the ranks choose algorithms by."""
+    return Costs(*team.ask(OURS, "costs")[0])
+
+
+def _measured(
+    request: HostsRun,
+    scenario: Scenario | TrainingScenario,
+    case: Case,
+    lab: Lab,
+    entrants: Sequence[Entrant],
+) -> tuple[int, dict[str, list[float]], Link]:
+    """What was wrong, what the contestants took, and how the link was meanwhile."""
     wrong = 0
     for name, team in entrants:
         team.ask(name, "prepare", case=case.order())
@@ -166,10 +223,24 @@ def _case(
     samples = alternate(teams, request.rounds, turn)
     for name, team in entrants:
         team.ask(name, "release")
-    link = Link(*(median(values) for values in zip(*links, strict=True)))
+    return wrong, samples, Link(*(median(values) for values in zip(*links, strict=True)))
+
+
+def _case(
+    request: HostsRun,
+    scenario: Scenario,
+    case: Case,
+    lab: Lab,
+    entrants: Sequence[Entrant],
+    model: Model | None,
+    echo: options.Echo,
+) -> dict[str, Any]:
+    wrong, samples, link = _measured(request, scenario, case, lab, entrants)
     bound = case.bound(scenario.ranks, link)
     if scenario.per_host > 1:
         bound *= 2 / 3  # of an all_reduce: half of it passes between two hosts, twice
+    if model is not None:
+        samples[SIMULATED] = [model.seconds(case)]
     echo(_line(case.name, bound, samples, case.limit))
     return {
         "part": scenario.name,
@@ -193,9 +264,21 @@ def _link(lab: Lab, scenario: Scenario | TrainingScenario) -> Link:
     slowest = scenario.slowest if isinstance(scenario, Scenario) else 0.0
     size = int((slowest or scenario.rate) / 8 * _STREAM_SECONDS)
     one, other = lab.hosts[0], lab.hosts[-1]
+    around = [(host, lab.hosts[host.number - 1]) for host in lab]
     far = isinstance(scenario, Scenario) and scenario.delay
-    trip = plain.round_trip(one, other, 3) if far else 0.0
-    return Link(plain.goodput(one, other, size), trip)
+    return Link(
+        plain.goodput(one, other, size),
+        plain.goodput_of_all(around if not slowest else [(one, other), (other, one)], size),
+        plain.round_trip(one, other, 3 if far else 20),
+    )
+
+
+def _model(scenario: Scenario | TrainingScenario, link: Link) -> Model:
+    """The hosts, with links like the one that was measured."""
+    rate, slowest = link.together, 0.0
+    if isinstance(scenario, Scenario) and scenario.slowest:
+        rate, slowest = rate * scenario.rate / scenario.slowest, rate
+    return Model(scenario.hosts, scenario.per_host, rate, link.round_trip / 2, slowest)
 
 
 def _line(
@@ -207,6 +290,8 @@ def _line(
             f"{contestant} {1e3 * median(taken):8.1f} ms ({median(taken) / bound:.2f} of the "
             f"bound, {1e3 * min(taken):.1f} to {1e3 * max(taken):.1f})"
         )
+    if SIMULATED in samples:
+        parts.append(f"off by {100 * _error(samples):+.1f} %")
     if limit:
         parts.append(f"limit {1e3 * limit:g} ms")
     return "; ".join(parts)
@@ -242,6 +327,7 @@ def _strategy(
         if name != ALONE:
             losses[name] = [sum(ranks) for ranks in zip(*team.ask(name, "losses", count=2))]  # noqa: B905
     teams, rates, moved = dict(entrants), list[float](), list[float]()
+    links = list[Link]()
 
     def turn(name: str, number: int) -> float:
         before = _sent(lab)
@@ -249,17 +335,24 @@ def _strategy(
         if name == OURS:
             moved.append((_sent(lab) - before) / _STEPS)
             before, link = _sent(lab), _link(lab, scenario)
-            # The stream that warms the link up is a quarter of what is timed.
-            size = 1.25 * scenario.rate / 8 * _STREAM_SECONDS
+            # One stream, and one from each host. What warms the link up is a quarter of each.
+            size = 2 * 1.25 * scenario.rate / 8 * _STREAM_SECONDS
             rates.append(link.goodput * (_sent(lab) - before) / size)
+            links.append(link)
         return took
 
     samples = alternate(teams, request.rounds, turn)
+    costs = _costs(teams[OURS])
     for name, team in entrants:
         team.ask(name, "release")
     computing = median(samples.pop(ALONE))
     moving = median(moved) / median(rates)
     bound = max(computing, moving)
+    if SIMULATED in request.against:
+        link = Link(*(median(values) for values in zip(*links, strict=True)))
+        speed = computing_seconds(case, scenario.ranks) / computing
+        model = replace(_model(scenario, link), message=_MESSAGE, speed=speed, costs=costs)
+        samples[SIMULATED] = [model.step_seconds(case)]
     echo(
         _line(case.strategy, bound, samples)
         + f"; computing {1e3 * computing:.1f} ms, {median(moved) / 1e6:.2f} MB: "

@@ -7,6 +7,9 @@ an instant, and a run depends on nothing but its seed.
 With seed 0, fibers go on in the order in which they could. With others the order is drawn, also
 that of events at one moment: each seed is another schedule of the same program, and the same one
 whenever it is run again.
+
+What a fiber computes takes no time, unless the clock measures it: then it takes as long as the
+thread's processor did, and no two runs are quite the same.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import heapq
 import itertools
 import math
 import random
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -117,6 +121,8 @@ class _Lock:
         self._waiting: deque[Fiber] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._held and blocking:
+            self._clock.catch_up()
         if not self._held:
             self._held = True
             return True
@@ -161,6 +167,8 @@ class _Queue:
             self._clock.wake(self._waiting)
 
     def get(self) -> Any:
+        if not self._items:
+            self._clock.catch_up()
         while not self._items:
             self._clock.suspend(self._waiting, math.inf)
         return self._items.popleft()
@@ -173,27 +181,31 @@ class VirtualClock(Clock):
 
     Args:
         seed: of the schedule.
+        computing: seconds that pass for each one that a fiber computes.
 
     Attributes:
+        computing: as given.
         random: what the schedule is drawn from; None with seed 0.
         turns: how often a fiber has gone on, or an event has happened.
         digest: of all of these, in their order: of two runs with equal digests each went as the
             other did.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, computing: float = 0.0) -> None:
+        self.computing = computing
         self.random = random.Random(seed) if seed else None  # noqa: S311 (to be drawn again)
         self.turns = 0
         self.digest = 0
         self._time = 0.0
+        self._began = math.inf  # by the processor's time, the turn of the fiber that goes on
         self._hub: greenlet | None = None  # while all of them go on
         self._fibers: dict[Fiber, None] = {}  # that have not ended
         self._ready: deque[Fiber] = deque()
         self._calendar: list[tuple[float, float, int, _Event]] = []
         self._numbers = itertools.count()
         # Callables of the instance, in the place of the system's.
-        self.now = lambda: self._time
-        self.nanoseconds = lambda: round(self._time * 1e9)
+        self.now = self._now if computing else lambda: self._time
+        self.nanoseconds = lambda: round(self.now() * 1e9)
         self.sleep = self._sleep
         self.lock = lambda: _Lock(self)
         self.queue = lambda: _Queue(self)
@@ -266,7 +278,10 @@ class VirtualClock(Clock):
         fiber = self._ready.popleft()
         self._note(fiber.name.encode())
         assert self._hub is not None, "what takes turns does so in run()"
+        if self.computing:
+            self._began = time.thread_time()
         fiber.go_on(self._hub)
+        self._began = math.inf
         if not fiber.is_alive():
             self._fibers.pop(fiber, None)
 
@@ -274,9 +289,18 @@ class VirtualClock(Clock):
         self.turns += 1
         self.digest = zlib.crc32(what, self.digest)
 
+    def _now(self) -> float:
+        """The time for the fiber that goes on; for others, that of the last event."""
+        return self._time + self.computing * max(0.0, time.thread_time() - self._began)
+
+    def catch_up(self) -> None:
+        """Let the time pass in which the calling fiber has computed."""
+        if self.now() > self._time:
+            self._sleep(0.0)
+
     def _sleep(self, seconds: float) -> None:
         fiber = self.current()
-        self.at(self._time + seconds, lambda: self._ready.append(fiber))
+        self.at(self.now() + seconds, lambda: self._ready.append(fiber))
         self._switch()
 
     def _switch(self) -> None:
@@ -289,7 +313,7 @@ class VirtualClock(Clock):
     def suspend(self, among: deque[Fiber], deadline: float) -> bool:
         """Have the calling fiber wait among others until it is woken; False if never."""
         fiber = self.current()
-        if deadline <= self._time:
+        if deadline <= self.now():
             return False
         fiber.among, fiber.woken, fiber.deadline = among, False, deadline
         among.append(fiber)
@@ -302,7 +326,11 @@ class VirtualClock(Clock):
         """Have the first of some fibers go on."""
         fiber = among.popleft()
         fiber.among, fiber.woken = None, True
-        self._ready.append(fiber)
+        now = self.now()
+        if now > self._time:  # when whoever wakes it has computed what it did before
+            self.at(now, lambda: self._ready.append(fiber))
+        else:
+            self._ready.append(fiber)
 
     def _set_alarm(self, fiber: Fiber) -> None:
         fiber.alarm = alarm = fiber.deadline

@@ -24,6 +24,9 @@ seconds or text ("5us")::
     message = "2us"
     reduce = "1TB/s"
     eager = "64KiB"
+    ahead = "256KiB"
+    memory = "5GB/s"
+    speed = 0.5
 """
 
 from __future__ import annotations
@@ -103,6 +106,11 @@ class Network:
         reduce: bytes per second that a rank reduces; infinity for no time.
         eager: bytes up to which a message is sent unasked. Of a larger one the sender asks first,
             and waits for the answer.
+        ahead: bytes of a larger one that it sends meanwhile.
+        memory: bytes per second that a rank reads or writes of what the ranks of its host share; 0
+            if they share no memory, and send messages.
+        speed: with ``compute=measured``, how fast a rank computes against this machine: at 0.5 it
+            takes twice as long.
 
     Raises:
         ConfigError: there is no such network.
@@ -114,6 +122,9 @@ class Network:
     message: float = 2e-6
     reduce: float = 1e12
     eager: int = 64 * 1024
+    ahead: int = 0
+    memory: float = 0.0
+    speed: float = 1.0
     _ways: dict[int, _Way] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -287,7 +298,7 @@ def _values(table: Table, readers: Mapping[str, Reader], needed: Any) -> dict[st
     }
 
 
-def _flops(value: object, what: str, *, error: type[ConfigError]) -> float:
+def _positive(value: object, what: str, *, error: type[ConfigError]) -> float:
     number = as_finite(value, what, error=error)
     if number <= 0:
         raise error(f"{what} must be a positive number, got {value!r}")
@@ -306,10 +317,13 @@ _LEVEL: dict[str, Reader] = {
 }
 _LINK: dict[str, Reader] = {"member": as_name, "rate": as_rate, "latency": as_seconds}
 _COMPUTE: dict[str, Reader] = {
-    "flops": _flops,
+    "flops": _positive,
     "message": as_seconds,
     "reduce": as_rate,
     "eager": as_size,
+    "ahead": as_size,
+    "memory": as_rate,
+    "speed": _positive,
 }
 
 # What is used without a file: hosts of eight H100 GPUs, each host with eight ports of 400 Gbit/s,

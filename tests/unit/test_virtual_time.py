@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 import fsdpcore as fc
 from fsdpcore.collectives.selection.table import ALGORITHMS
+from fsdpcore.comm.transport import transport_of
 from fsdpcore.commands.main import app
 from fsdpcore.core.errors import ConfigError, StateError
 from fsdpcore.simulation.abstract import AbstractArray, abstract
+from fsdpcore.simulation.fibers import VirtualClock
 
 NETWORK = """
 [[level]]
@@ -104,6 +106,7 @@ def test_a_thread_of_ones_own_is_refused() -> None:
         ({"network": "default"}, "network= is for ranks in virtual time"),
         ({"clock": "virtual", "network": "missing.toml"}, "missing.toml cannot be read"),
         ({"clock": "virtual", "played": "some"}, "played must be 'all' or 'one'"),
+        ({"compute": "measured"}, "compute= is for ranks in virtual time"),
     ],
 )
 def test_wrong_options(options: dict[str, str], words: str) -> None:
@@ -129,6 +132,138 @@ def test_what_a_message_takes(network: str, nbytes: int, seconds: float) -> None
         return backend.clock.now()
 
     assert _launch(main, 2, network=network)[1] == pytest.approx(seconds + MESSAGE, rel=1e-9)
+
+
+@pytest.mark.parametrize("ahead", [400_000, 1_000_000])
+def test_what_is_sent_before_it_is_asked_for(tmp_path: Path, ahead: int) -> None:
+    """Half of a message, or all of it, flows while it is offered and asked for."""
+    path = tmp_path / "network.toml"
+    path.write_text(NETWORK + f"ahead = {ahead}\n")
+
+    def main(backend: fc.Backend) -> float:
+        array = np.arange(800_000, dtype=np.uint8)
+        if backend.rank == 0:
+            backend.send(array, 1)
+        else:
+            assert (backend.recv(np.empty_like(array), 0) == array).all()
+        return backend.clock.now()
+
+    took = _launch(main, 2, network=str(path))[1]
+    assert took == pytest.approx(LATENCY + 800_000 / RATE + MESSAGE, rel=1e-6)
+
+
+@pytest.mark.parametrize("shm", ["auto", "off"])
+def test_ranks_of_a_host_share_memory(tmp_path: Path, shm: str) -> None:
+    """Two hosts of two ranks: what ranks of a host read in memory crosses no link of theirs."""
+    path = tmp_path / "network.toml"
+    text = NETWORK.replace("size = 1", "size = 2").replace('rate = "inf"', 'rate = "1GB/s"')
+    path.write_text(text + 'memory = "2GB/s"\n')
+
+    def main(backend: fc.Backend) -> tuple[float, int]:
+        array = np.full(1_000_000, backend.rank, np.float32)
+        inside = backend.sub([0, 1] if backend.rank < 2 else [2, 3])
+        inside.barrier()
+        began = backend.clock.now()
+        fc.all_reduce(array, inside, out=array)
+        took = backend.clock.now() - began
+        assert (array == (1 if backend.rank < 2 else 5)).all()
+        return took, transport_of(backend)._wire.flows.bytes_by_link.get(0, 0)  # type: ignore[attr-defined]
+
+    took, carried = _launch(main, 4, network=str(path), shm=shm)[0]
+    if shm == "auto":
+        # Its input and its output, of 4 MB each, and three steps.
+        assert took == pytest.approx(8e6 / 2e9 + 3 * MESSAGE, rel=0.02)
+        assert carried < 1000
+    else:
+        assert took > 4e6 / 1e9
+        assert carried >= 4_000_000
+
+
+def _compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_computing_takes_as_long_as_it_did(tmp_path: Path) -> None:
+    """Of ranks that compute at the same time, and of those that wait for one that does."""
+    path = tmp_path / "network.toml"
+    path.write_text(NETWORK + "speed = 0.5\n")
+
+    def main(backend: fc.Backend) -> list[float]:
+        times = []
+        _compute(0.02)
+        times.append(backend.clock.now())
+        backend.barrier()
+        times.append(backend.clock.now())
+        if backend.rank == 0:
+            _compute(0.02)
+            backend.send(np.zeros(1), 1)
+        else:
+            backend.recv(np.zeros(1), 0)
+        times.append(backend.clock.now())
+        return times
+
+    def three(backend: fc.Backend) -> list[float]:
+        return main(backend.sub([0, 1])) if backend.rank < 2 else [_busy(backend)]
+
+    def _busy(backend: fc.Backend) -> float:
+        _compute(0.1)
+        return backend.clock.now()
+
+    first, second, apart = _launch(three, 3, network=str(path), compute="measured")
+    for times in (first, second):
+        computed, met, came = times
+        assert 0.04 <= computed < 0.06
+        assert computed + LATENCY <= met < 0.07
+        assert met + 0.04 <= came + 3 * LATENCY
+        assert came < met + 0.06
+    assert second[2] >= first[1] + 0.04 + LATENCY
+    assert 0.2 <= apart[0] < 0.23
+
+
+def test_fibers_that_compute_wait_for_each_other() -> None:
+    clock, ends = VirtualClock(computing=1.0), {}
+    lock, queue = clock.lock(), clock.queue()
+
+    def holds() -> None:
+        with lock:
+            clock.sleep(0.01)
+
+    def comes_later() -> None:
+        _compute(0.02)
+        with lock:  # free again by then
+            ends["lock"] = clock.now()
+        _compute(0.02)
+        queue.put(None)
+
+    def gets() -> None:
+        queue.get()
+        ends["queue"] = clock.now()
+        _compute(0.02)
+
+    def joins() -> None:
+        tasks[2].join()
+        ends["join"] = clock.now()
+
+    tasks = [clock.start(body, body.__name__) for body in (holds, comes_later, gets, joins)]
+    clock.run(tasks)
+    assert 0.02 <= ends["lock"] < 0.03
+    assert ends["lock"] + 0.02 <= ends["queue"] < 0.06
+    assert ends["queue"] + 0.02 <= ends["join"] < 0.09
+
+
+def test_measured_ranks_send_where_nothing_takes_long(tmp_path: Path) -> None:
+    """What fibers start is not ahead of what is under way."""
+    path = tmp_path / "network.toml"
+    path.write_text(NETWORK.replace('latency = "1ms"', "latency = 0"))
+
+    def main(backend: fc.Backend) -> None:
+        array, out = np.zeros(3200, np.uint8), np.empty(3200, np.uint8)
+        for _ in range(50):
+            fc.all_to_all(array, backend, out=out, algorithm="direct")
+
+    _launch(main, 4, network=str(path), compute="measured")
 
 
 def test_streams_share_a_link(network: str) -> None:

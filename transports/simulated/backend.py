@@ -45,6 +45,7 @@ _CHOICES = {
     "clock": ("wall", "virtual"),
     "played": ("all", "one"),
     "arrays": ("real", "abstract"),
+    "compute": ("free", "measured"),
 }
 
 
@@ -61,20 +62,23 @@ class SimOptions:
             as long as it would between all of them (``simulated.lone``).
         arrays: of ``clock=virtual``, "real", or "abstract" for arrays without values, which take no
             memory and no time (``simulation.abstract``).
+        compute: of ``clock=virtual``, "free" if what Python computes takes no time, or "measured"
+            if it takes as long as this thread's processor did.
         eager_bytes: sends up to this size are copied at once and never wait.
         hosts: the ranks are treated as if they ran on so many hosts, in equal blocks.
         seed, max_delay: random delays in every post of a message, to shake out races. In virtual
             time every seed but 0 is also another order of what could go on next.
         faults: a whole plan of faults (from Python only); replaces the two above.
-        shm: "auto" lets collectives use the arrays of all ranks where they are, unless faults are
-            planned that only messages can have, or there is a network for them to go over; "off"
-            has them send messages.
+        shm: "auto" lets collectives use the arrays of all ranks of a host where they are, unless
+            faults are planned that only messages can have, or there is a network whose ranks share
+            no memory; "off" has them send messages.
     """
 
     clock: str = "wall"
     network: str = ""
     played: str = "all"
     arrays: str = "real"
+    compute: str = "free"
     eager_bytes: int = 4096
     hosts: int = 1
     seed: int = 0
@@ -88,7 +92,7 @@ class SimOptions:
                 words = " or ".join(map(repr, known))
                 raise ConfigError(f"sim: {name} must be {words}, got {getattr(self, name)!r}")
         if self.clock == "wall":
-            for name in ("network", "played", "arrays"):
+            for name in ("network", "played", "arrays", "compute"):
                 if getattr(self, name) != getattr(SimOptions, name):
                     raise ConfigError(f"sim: {name}= is for ranks in virtual time: clock=virtual")
 
@@ -268,7 +272,8 @@ class SimBackend(Transport):
             self.inbox.table.withdraw_receive(receive)
             raise
 
-    def _before_post(self) -> None:
+    def _before_post(self, nbytes: int = 0) -> None:
+        """Do what comes ahead of a message, or a step in memory behind which so much was moved."""
         if self._injector is not None and self._injector.before_post():
             self.fail(InjectedCrash(f"rank {self.rank} was made to die"))
             self._vanish("has died without a word")

@@ -50,7 +50,8 @@ class SimMemory:
     """The memory of one rank, as ``MemorySharing``.
 
     Args:
-        before: called ahead of each step that the rank takes in a region.
+        before: called ahead of each step that the rank takes in a region, with the bytes of the
+            arrays that it has moved since the last one.
         lock: makes what the rank sleeps on.
     """
 
@@ -58,7 +59,7 @@ class SimMemory:
     available = True
 
     def __init__(
-        self, world: ThreadWorld, before: Callable[[], None] | None, lock: Callable[[], Lock]
+        self, world: ThreadWorld, before: Callable[[int], None] | None, lock: Callable[[], Lock]
     ) -> None:
         self._world, self._before, self._lock = world, before, lock
 

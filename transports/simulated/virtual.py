@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ClosedError, CommunicationError
-from fsdpcore.core.policy import Tuning
+from fsdpcore.core.policy import Costs, Tuning
 from fsdpcore.simulation.abstract import AbstractDevice
 from fsdpcore.simulation.fibers import VirtualClock
 from fsdpcore.simulation.network import Network
@@ -54,23 +54,25 @@ class VirtualBackend(SimBackend):
             self.device = AbstractDevice()
         policy = config.policy
         if network is not None:  # algorithms are chosen by its costs, not by those of threads
-            policy = dataclasses.replace(policy, tuning=Tuning(wire.costs), link=wire.costs)
+            policy = dataclasses.replace(policy, tuning=Tuning(_inside(wire)), link=wire.costs)
         super().__init__(rank, world, world_size, config.timeout, options, policy)
         if network is not None:
-            self.memory = None  # all that moves is a message
+            if not network.memory:
+                self.memory = None  # all that moves is a message
             self.hosts = wire.hosts
             self._eager_bytes = network.eager
             self.transport_capabilities = Capabilities("sim", **dataclasses.asdict(wire.costs))
 
-    def _before_post(self) -> None:
+    def _before_post(self, nbytes: int = 0) -> None:
         network, drawn = self._wire.network, self.clock.random
         if network is not None:
-            self.clock.sleep(network.message)
+            moving = nbytes / network.memory if nbytes and not self.clock.computing else 0.0
+            self.clock.sleep(network.message + moving)
         else:  # never nothing, or who looks for messages in a loop would for ever
             self.clock.sleep(
                 _POST_SECONDS if drawn is None else drawn.uniform(0, 2 * _POST_SECONDS)
             )
-        super()._before_post()
+        super()._before_post(nbytes)
 
     def _carry(self, send: PostedSend, peer: SimBackend, eager: bool) -> None:
         assert isinstance(peer, VirtualBackend)
@@ -84,6 +86,18 @@ class VirtualBackend(SimBackend):
         else:
             nbytes = send.data.size if eager else 0
             self._wire.send(self.rank, peer.rank, nbytes, lambda: peer._arrived(send))
+            if ahead := self._ahead(send.data.size) - nbytes:
+                self._wire.move(self.rank, peer.rank, ahead, lambda: None)
+
+    def _ahead(self, nbytes: int) -> int:
+        """How many bytes of a message leave before its receiver has asked for them.
+
+        Not the last one of a large message: when that comes, all have.
+        """
+        network = self._wire.network
+        if network is None or nbytes <= self._eager_bytes:
+            return nbytes
+        return min(network.ahead, nbytes - 1)
 
     def _arrived(self, send: PostedSend) -> None:
         """Take the envelope of a message, and its bytes if it is a small one."""
@@ -116,13 +130,12 @@ class VirtualBackend(SimBackend):
             receive.finish()
             return
         sender._sending[send] = self._receiving[receive] = None
-        # The sender hears that its bytes are waited for, and sends them.
+        # The sender hears that its bytes are waited for, and sends those that it has not sent yet.
+        rest = send.data.size - sender._ahead(send.data.size)
         wire.answer(
             self.rank,
             sender.rank,
-            lambda: wire.move(
-                sender.rank, self.rank, send.data.size, lambda: self._has_come(send, receive)
-            ),
+            lambda: wire.move(sender.rank, self.rank, rest, lambda: self._has_come(send, receive)),
         )
 
     def _has_come(self, send: PostedSend, receive: PostedReceive) -> None:
@@ -168,4 +181,15 @@ def wire_of(world_size: int, config: TransportConfig) -> Wire:
     options = config.transport_options
     assert isinstance(options, SimOptions)
     network = Network.named(options.network) if options.network else None
-    return Wire(VirtualClock(options.seed), network, world_size)
+    speed = 1.0 if network is None else network.speed
+    computing = 1 / speed if options.compute == "measured" else 0.0
+    return Wire(VirtualClock(options.seed, computing), network, world_size)
+
+
+def _inside(wire: Wire) -> Costs:
+    """What messages and bytes cost where all ranks are on one host."""
+    network = wire.network
+    assert network is not None
+    if not network.memory:
+        return wire.costs
+    return Costs(network.message, 1 / network.memory, 1 / network.reduce)

@@ -148,8 +148,8 @@ class Wire:
             self._moving[flow] = stream, parcel
             self._settle_soon()
 
-        if parcel.ready > now:
-            self.clock.at(parcel.ready, begin)
+        if parcel.ready > now or self.clock.computing:  # flows go by the time of all
+            self.clock.at(max(parcel.ready, now), begin)
         else:
             begin()
 

@@ -139,18 +139,18 @@ class SharedRegion:
             publishes: two words for each, as ``publish`` writes them.
         all_places: for even and odd steps, what returns the same of all ranks as bytes.
         fence: what keeps a flag behind the data, where the processor does not.
-        before: to be called ahead of each step.
         block: bytes that are best reduced at once: two of them stay in a core's cache.
         addressed: ranks tell each other where the arrays lie that they publish.
         moves: collectives move arrays through it; if not, the ranks meet in it, and send messages.
         movements: those of the group's calls, prepared; see ``interpreter``.
         looks: how often a rank looks for another one's flag before it gives its core away.
+        moved: bytes of its arrays that a rank has read or written in a step, for virtual time.
     """
 
     block = 512 * 1024
     addressed = True
     moves = True
-    before: Callable[[], None] | None = None
+    moved = 0
 
     def __init__(self, memory: Bytes, rank: int, size: int, peers: MemorySharing) -> None:
         flags = 2 * size * _FLAG
@@ -205,7 +205,7 @@ class SharedRegion:
         """
         flags, own, fence, me = self.flags, self.own, self.fence, self._rank
         others = [ranks[me + 1 :] + ranks[:me] for ranks in self._all]
-        before, wait = self.before, self.wait
+        wait = self.wait
 
         def enter(
             digest: int,
@@ -213,8 +213,6 @@ class SharedRegion:
             begin: Callable[[], None] | None = None,
             meanwhile: Callable[[], None] | None = None,
         ) -> None:
-            if before is not None:
-                before()
             self.step = step = self.step + 1
             parity = step & 1
             mine = own[parity]

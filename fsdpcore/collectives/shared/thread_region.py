@@ -87,11 +87,15 @@ class ThreadRegion(SharedRegion):
     addressed = False
 
     def __init__(
-        self, meeting: Meeting, rank: int, peers: MemorySharing, before: Callable[[], None] | None
+        self,
+        meeting: Meeting,
+        rank: int,
+        peers: MemorySharing,
+        before: Callable[[int], None] | None,
     ) -> None:
-        """Take part in a meeting; ``before`` is called ahead of each step."""
+        """Take part in a meeting; ``before`` is called ahead of each step: see ``SimMemory``."""
         super().__init__(meeting.memory, rank, meeting.size, peers)
-        self._meeting, self.before = meeting, before
+        self._meeting, self._before = meeting, before
         # Every rank binds every other's arrays: with more of them, messages are faster.
         self.moves = meeting.size <= _MOVES
         self._sought = (rank + 1) % meeting.size  # whom to look for next in a long wait
@@ -130,7 +134,7 @@ class ThreadRegion(SharedRegion):
     @functools.cached_property
     def enter(self) -> Enter:
         meeting, me, size = self._meeting, self._rank, self._size
-        flags, own, before, lock = self.flags, self.own, self.before, self._meeting.lock
+        flags, own, before, lock = self.flags, self.own, self._before, self._meeting.lock
         digests, sleep, wake = meeting.digests, self._sleep, self._wake
         relays = size > _WOKEN + 1
 
@@ -141,7 +145,8 @@ class ThreadRegion(SharedRegion):
             meanwhile: Callable[[], None] | None = None,
         ) -> None:
             if before is not None:
-                before()
+                before(self.moved)
+                self.moved = 0
             self.step = step = self.step + 1
             parity = step & 1
             flags[own[parity]] = step

@@ -6,7 +6,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
 
 from support.hosts.lab import Host
 
@@ -29,16 +30,30 @@ def connected(one: Host, other: Host) -> Iterator[tuple[socket.socket, socket.so
 
 def goodput(one: Host, other: Host, size: int) -> float:
     """Bytes per second that one host sends to another, of ``size`` in all, once under way."""
-    with connected(one, other) as (mine, theirs):
-        warmup = size // 4
-        sender = threading.Thread(target=mine.sendall, args=(bytes(warmup + size),))
-        sender.start()
-        _receive(theirs, warmup)
+    return goodput_of_all([(one, other)], size)
+
+
+def goodput_of_all(pairs: Sequence[tuple[Host, Host]], size: int) -> float:
+    """The same of several pairs of hosts at the same time: the median."""
+    found: list[float] = []
+
+    def receive(end: socket.socket) -> None:
+        _receive(end, size // 4)
         start = time.perf_counter()
-        _receive(theirs, size)
-        took = time.perf_counter() - start
-        sender.join()
-    return size / took
+        _receive(end, size)
+        found.append(size / (time.perf_counter() - start))
+
+    with contextlib.ExitStack() as stack:
+        threads = []
+        for one, other in pairs:
+            mine, theirs = stack.enter_context(connected(one, other))
+            threads.append(threading.Thread(target=mine.sendall, args=(bytes(size // 4 + size),)))
+            threads.append(threading.Thread(target=receive, args=(theirs,)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return median(found)
 
 
 def round_trip(one: Host, other: Host, count: int = 20) -> float:

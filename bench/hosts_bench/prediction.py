@@ -1,0 +1,146 @@
+"""What virtual time says that a case takes, on the model of the hosts that it is measured on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fsdp_bench.cases import Training
+from fsdp_bench.training import Alone, OurTraining
+from gpt_model import keep_freed_memory
+from threadpoolctl import threadpool_limits
+
+import fsdpcore as fc
+from fsdpcore.comm.transport import transport_of
+from fsdpcore.core.policy import Costs
+from hosts_bench.cases import SMALL, Case
+from hosts_bench.member import cases_of
+
+# What ``zmq`` does, and what memory gives.
+_COMPUTE = """
+reduce = "14GB/s"
+eager = "64KiB"
+memory = "2GB/s"
+"""
+_SEGMENT = 1 << 20
+_LONGEST_MESSAGE = 1e-2
+_STEPS = 3
+# Before all ranks have made what they need for a case.
+_LEAD_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Hosts on a switch.
+
+    Attributes:
+        hosts, per_host: of the ranks.
+        rate: bytes per second of a host's link; ``slowest`` is that of the last one.
+        latency: seconds from one host to another.
+        message: seconds of a rank's processor for a message.
+        speed: how fast a rank computes, against one that has this machine to itself.
+        costs: by which the ranks choose algorithms; None for those of the links.
+    """
+
+    hosts: int
+    per_host: int
+    rate: float
+    latency: float
+    slowest: float = 0.0
+    message: float = 0.0
+    speed: float = 1.0
+    costs: Costs | None = None
+
+    @contextlib.contextmanager
+    def options(self) -> Iterator[dict[str, Any]]:
+        """The arguments of ``launch`` for ranks on them, while the file is there."""
+        text = (
+            f"[[level]]\nname = 'host'\nsize = {self.per_host}\nrate = '4GB/s'\n"
+            f"latency = '10us'\n[[level]]\nname = 'switch'\nsize = {self.hosts}\n"
+            f"rate = {self.rate}\nlatency = {self.latency}\n"
+        )
+        if self.slowest:
+            text += f"[[link]]\nmember = 'host {self.hosts - 1}'\nrate = {self.slowest}\n"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "network.toml")
+            ahead = _ahead(self.latency, self.slowest or self.rate)
+            text += f"[compute]\nmessage = {self.message}\nspeed = {self.speed}\nahead = {ahead}"
+            path.write_text(text + _COMPUTE, encoding="utf-8")
+            yield {
+                "world_size": self.hosts * self.per_host,
+                "transport": "sim",
+                "clock": "virtual",
+                "network": str(path),
+            }
+
+    def seconds(self, case: Case) -> float:
+        """Until the last rank is done with a case that all begin at one time."""
+
+        def main(backend: fc.Backend) -> float:
+            self._choose_by_costs(backend)
+            job = cases_of(backend)(case.order())
+            job.check()
+            job.once(backend.clock.now())
+            return job.once(_LEAD_SECONDS)
+
+        with self.options() as options:
+            return float(max(fc.launch(main, **options)))
+
+    def _choose_by_costs(self, backend: fc.Backend) -> None:
+        root = transport_of(backend)
+        root.policy = replace(root.policy, link=self.costs or root.policy.link)
+
+    def fitted(self, seconds: float) -> Model:
+        """The model with messages that take as long as makes ``SMALL`` take so long."""
+        low, high = 0.0, _LONGEST_MESSAGE
+        for _ in range(12):
+            middle = (low + high) / 2
+            if replace(self, message=middle).seconds(SMALL) < seconds:
+                low = middle
+            else:
+                high = middle
+        return replace(self, message=low)
+
+    def step_seconds(self, case: Training) -> float:
+        """Of a training step, where computing takes what it takes here, by ``speed``."""
+
+        def main(backend: fc.Backend) -> float:
+            self._choose_by_costs(backend)
+            job = OurTraining(case, backend)
+            job.losses(2)
+            job.barrier()
+            began = backend.clock.now()
+            job.losses(_STEPS)
+            job.barrier()
+            return (backend.clock.now() - began) / _STEPS
+
+        with threadpool_limits(1, user_api="blas"), self.options() as options:
+            keep_freed_memory()
+            return float(max(fc.launch(main, compute="measured", **options)))
+
+
+def _ahead(latency: float, rate: float) -> int:
+    """Bytes of a large message that ``zmq`` sends before it is asked for them."""
+    speed: Any = importlib.import_module("fsdpcore.transports.zmq.link_speed")
+    return int(speed.LinkSpeed(2 * latency, rate).flow(_SEGMENT).ahead)
+
+
+def computing_seconds(case: Training, ranks: int) -> float:
+    """What a rank computes in a step with this machine to itself, of the processor's time."""
+    with threadpool_limits(1, user_api="blas"):
+        keep_freed_memory()
+        alone = Alone(case, 0, ranks)
+        alone.losses(2)
+        taken = []
+        for _ in range(_STEPS):
+            began = time.thread_time()
+            alone.step()
+            taken.append(time.thread_time() - began)
+    return median(taken)
