@@ -106,7 +106,7 @@ def measure(
     rows: int = 0,
 ) -> list[Traffic]:
     """Return the traffic of every rank, less what an empty array takes."""
-    rows = rows or 12 * p
+    rows = rows or 24 * p * (p - 1)
     args = (collective, algorithm, rows, dtype, root)
     with mock.patch.object(Reduction, "combine", _counting_combine):
         ranks = run_on(CountingSim, _count, world_size=p, args=args, hosts=hosts, shm="off")

@@ -219,6 +219,13 @@ def _one_host(p: int) -> list[Traffic]:
     return [root] + [other] * (p - 1)
 
 
+def _in_rounds(p: int) -> list[Traffic]:
+    """A broadcast whose root serves all others eight times, who pass on what they get."""
+    root = Traffic(8 * (p - 1), Fraction(1), 0, Fraction(0))
+    other = Traffic(8 * (p - 2), Fraction(p - 2, p - 1), 8 * (p - 1), Fraction(1))
+    return [root] + [other] * (p - 1)
+
+
 SCATTERED = _same(_others, _share, _share)
 GATHERED = _same(_others, _share)
 BRUCK = _same(depth, _share)
@@ -246,7 +253,7 @@ EXPECTED: dict[tuple[str, str], Formula] = {
     ("all_gather", "doubling"): _doubling_gather,
     ("broadcast", "tree"): _tree(whole=True, upwards=False),
     ("broadcast", "scatter_gather"): _plus(_tree(whole=False, upwards=False), _around),
-    ("broadcast", "direct"): _one_host,
+    ("broadcast", "direct"): _in_rounds,
     ("broadcast", "hierarchical"): _one_host,
     ("broadcast", "star"): _star(_nothing, _n),
     ("reduce", "tree"): _tree(whole=True, upwards=True, reduces=True),

@@ -8,11 +8,12 @@ reduce_scatter  (p - 1) alpha + ((p - 1) / p) n beta, and reduces ((p - 1) / p) 
 all_gather      (p - 1) alpha + ((p - 1) / p) n beta
 all_reduce      the sum of both: 2 (p - 1) alpha + 2 ((p - 1) / p) n beta
 all_to_all      (p - 1) alpha + ((p - 1) / p) n beta
-broadcast       2 (p - 1) alpha + 2 ((p - 1) / p) n beta
+broadcast       8 (p - 1) alpha + (1 + (p - 2) / (8 (p - 1))) n beta
 ==============  ========================================
 
-A broadcast scatters, and all but the root gather: each of these sends p - 2 messages of n / p
-bytes.
+The root of a broadcast sends each of the others a part, and they send it to each other, in eight
+pieces: while one comes from the root, the one before is passed on. The root sends n bytes; what it
+sends last is passed on when it has.
 
 As few bytes as the ring, but all messages are independent of each other and the reductions are
 canonical. Needs room for n bytes during a reduction.
@@ -28,6 +29,10 @@ import numpy as np
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.reductions import Reduction
+from fsdpcore.core.work import Pending
+
+# In which the root of a broadcast serves all others, one after the other.
+ROUNDS = 8
 
 
 def reduce_scatter(
@@ -81,19 +86,28 @@ def all_reduce(context: CollectiveContext, source: Array, out: Array, reduction:
 def broadcast(context: CollectiveContext, data: Array, root: int) -> None:
     """Copy ``data`` of the root into ``data`` of all ranks."""
     me, p = context.rank, context.size
-    pieces = [data[low:high] for low, high in pairwise(bounds_of(split_sizes(data.size, p)))]
-    others = [(me + step) % p for step in range(1, p)]
+    if p == 1:
+        return
+    others = [(root + step) % p for step in range(1, p)] * ROUNDS
+    bounds = bounds_of(split_sizes(data.size, len(others)))
+    pieces = [data[low:high] for low, high in pairwise(bounds)]
     if me == root:
-        for peer in others:
-            context.isend(pieces[peer], peer)
+        under_way: dict[int, Pending] = {}
+        for piece, peer in zip(pieces, others, strict=True):
+            if peer in under_way:  # or they would share the link, and the first come as the last
+                context.wait(under_way[peer])
+            under_way[peer] = context.isend(piece, peer)
     else:
-        mine = context.irecv(pieces[me], root)
-        for peer in reversed(others):
-            context.irecv(pieces[peer], peer)
-        context.wait(mine)
-    for peer in others:
-        if peer != root:
-            context.isend(pieces[me], peer)
+        mine = []
+        for piece, peer in zip(pieces, others, strict=True):
+            receive = context.irecv(piece, root if peer == me else peer)
+            if peer == me:
+                mine.append((piece, receive))
+        next_ones = others[others.index(me) + 1 :][: p - 2]
+        for piece, receive in mine:
+            context.wait(receive)
+            for peer in next_ones:
+                context.isend(piece, peer)
     context.wait_all()
 
 

@@ -110,6 +110,12 @@ def _spread_directly(p: int) -> CostTerms:
     return _both_pairwise(p)._replace(gamma=0, latency=min(2, p - 1))
 
 
+def _spread_in_rounds(p: int) -> CostTerms:
+    # The last piece of each rank is passed on when the root has sent everything.
+    last = (p - 2) / ((p - 1) * direct.ROUNDS) if p > 1 else 0.0
+    return CostTerms(direct.ROUNDS * (p - 1), 1 + last if p > 1 else 0.0, 0, min(2, p - 1))
+
+
 def _spread_by_tree(p: int) -> CostTerms:
     return CostTerms(_depth(p), 2 * (p - 1) / p, 0, _tree_depth(p))
 
@@ -155,7 +161,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
             scatter_gather,
             lambda p: CostTerms(2 * _depth(p), 2 * (p - 1) / p, 0, _tree_depth(p) + _depth(p)),
         ),
-        "direct": Algorithm(direct, _spread_directly),
+        "direct": Algorithm(direct, _spread_in_rounds),
         "hierarchical": _on_one_host(_spread_directly),
         "star": Algorithm(star, _star),
     },
