@@ -90,11 +90,13 @@ class OurTraining(EngineJob):
     ) -> None:
         self._case = case
         self._xp = backend.device.xp
-        self._watch = Stopwatch()
         layers: list[tuple[str, Layer]] = build(case.model, self._xp)
         optimizer = _optimizer(case)
+        # Of each layer, and of the loss and AdamW.
+        self._watches, self._watch = [Stopwatch() for _ in layers], Stopwatch()
         if watched:
-            layers = [(name, _WatchedLayer(layer, self._watch)) for name, layer in layers]
+            watches = zip(layers, self._watches, strict=True)
+            layers = [(name, _WatchedLayer(layer, watch)) for (name, layer), watch in watches]
             optimizer = _WatchedAdamW(**vars(optimizer), watch=self._watch)
         self._stack = fc.LayerStack(layers)
         engine = fc.FSDP(
@@ -123,12 +125,39 @@ class OurTraining(EngineJob):
 
     def split(self, count: int) -> list[float]:
         """Make steps; their seconds, and those inside layers, loss and AdamW."""
+        before = self._computed()
+        seconds = self._steps(count)
+        return [seconds, self._computed() - before]
+
+    def planned(self, count: int) -> list[float]:
+        """Make steps; the peak in bytes and the seconds of one, each by its plan and measured.
+
+        The plan is told how long the layers compute. It knows nothing of the loss and AdamW.
+        """
+        before = [watch.seconds for watch in self._watches]
+        rest = self._watch.seconds
+        taken = self._steps(count) / count
+        layers = zip(self._watches, before, strict=True)
+        # A backward pass counts for two.
+        forward = [(watch.seconds - then) / count / 3 for watch, then in layers]
+        plan = self._engine.plan(compute_seconds=forward)
+        assert plan.step_seconds is not None, "the times of its units were given"
+        planned = plan.step_seconds + (self._watch.seconds - rest) / count
+        peak = self._engine.report().measured.peak_bytes
+        assert peak is not None, "of the last step"
+        return [plan.peak_bytes, peak, planned, taken]
+
+    def _computed(self) -> float:
+        return sum(watch.seconds for watch in (*self._watches, self._watch))
+
+    def _steps(self, count: int) -> float:
+        """Make steps, beginning with all ranks; their seconds."""
         self.barrier()
-        whole, before = Stopwatch(), self._watch.seconds
+        whole = Stopwatch()
         with whole:
             for _ in range(count):
                 self.step()
-        return [whole.seconds, self._watch.seconds - before]
+        return whole.seconds
 
 
 class Alone(StepJob):

@@ -161,7 +161,7 @@ class TrainingScenario:
     name: str
     rate: float
     strategies: tuple[str, ...] = field(
-        default=("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+        default=("full_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard", "no_shard")
     )
     hosts: int = 2
     per_host: int = 2

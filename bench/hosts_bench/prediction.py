@@ -26,7 +26,6 @@ from hosts_bench.member import cases_of
 # What ``zmq`` does, and what memory gives.
 _COMPUTE = """
 reduce = "14GB/s"
-eager = "64KiB"
 memory = "2GB/s"
 """
 _SEGMENT = 1 << 20
@@ -71,7 +70,7 @@ class Model:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "network.toml")
             ahead = _ahead(self.latency, self.slowest or self.rate)
-            text += f"[compute]\nmessage = {self.message}\nspeed = {self.speed}\nahead = {ahead}"
+            text += f"[compute]\nmessage = {self.message}\nspeed = {self.speed}\neager = {ahead}"
             path.write_text(text + _COMPUTE, encoding="utf-8")
             yield {
                 "world_size": self.hosts * self.per_host,

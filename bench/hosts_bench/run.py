@@ -343,6 +343,7 @@ def _strategy(
 
     samples = alternate(teams, request.rounds, turn)
     costs = _costs(teams[OURS])
+    planned = teams[OURS].ask(OURS, "planned", count=_STEPS)
     for name, team in entrants:
         team.ask(name, "release")
     computing = median(samples.pop(ALONE))
@@ -356,7 +357,7 @@ def _strategy(
     echo(
         _line(case.strategy, bound, samples)
         + f"; computing {1e3 * computing:.1f} ms, {median(moved) / 1e6:.2f} MB: "
-        f"{1e3 * moving:.1f} ms"
+        f"{1e3 * moving:.1f} ms; {_by_plan(planned)}"
     )
     first = losses[OURS]
     same = all(
@@ -370,9 +371,17 @@ def _strategy(
         "bound_ms": 1e3 * bound,
         "computing_ms": 1e3 * computing,
         "moved_mb": median(moved) / 1e6,
+        "planned": planned,
         "wrong": 0 if same else 1,
         "samples_ms": {name: [1e3 * each for each in taken] for name, taken in samples.items()},
     }
+
+
+def _by_plan(ranks: Sequence[Sequence[float]]) -> str:
+    """How plans compare with steps, in the worst case of all ranks: peak, and time."""
+    peak = max((planned / found - 1 for planned, found, _, _ in ranks), key=abs)
+    time = max((planned / found - 1 for _, _, planned, found in ranks), key=abs)
+    return f"plan off by {100 * peak:+.1f} % of the peak, {100 * time:+.1f} % of the time"
 
 
 def _sent(lab: Lab) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -397,16 +397,39 @@ class FSDP:
 
     # Plans and measurements.
 
-    def plan(self, *, microbatches: int = 1, sync: Sync = "each", whole: bool = False) -> Plan:
+    def plan(
+        self,
+        *,
+        microbatches: int = 1,
+        sync: Sync = "each",
+        whole: bool = False,
+        compute_seconds: Sequence[float] | None = None,
+    ) -> Plan:
         """Return a step of this engine as data: operations, bytes, peak; it can be printed.
+
+        What collectives take is told by cost formulas: with the costs that were measured between
+        hosts, and with shared memory once a step was made.
 
         Args:
             microbatches: forward and backward passes before the update.
             sync: "each" reduces in each of them; "last" in the last one, with ``no_sync`` before.
             whole: all units are gathered at once, by ``Step.whole``.
+            compute_seconds: of each unit's forward pass, in the order of the units; a backward pass
+                counts twice as long. For ``step_seconds`` and ``exposed_seconds`` of the plan.
+
+        Example::
+
+            plan = engine.plan(compute_seconds=[0.01] * len(engine.units))
+            print(plan.step_seconds, plan.exposed_seconds)
         """
         return plan_of(
-            self.units, self._model, microbatches, sync, windowed=self.windowed, whole=whole
+            self.units,
+            self._model,
+            microbatches,
+            sync,
+            windowed=self.windowed,
+            whole=whole,
+            compute_seconds=compute_seconds,
         )
 
     def report(self) -> Report:

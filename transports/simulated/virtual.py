@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ClosedError, CommunicationError
 from fsdpcore.core.policy import Costs, Tuning
@@ -54,7 +55,7 @@ class VirtualBackend(SimBackend):
             self.device = AbstractDevice()
         policy = config.policy
         if network is not None:  # algorithms are chosen by its costs, not by those of threads
-            policy = dataclasses.replace(policy, tuning=Tuning(_inside(wire)), link=wire.costs)
+            policy = dataclasses.replace(policy, tuning=_tuning(wire), link=wire.costs)
         super().__init__(rank, world, world_size, config.timeout, options, policy)
         if network is not None:
             if not network.memory:
@@ -186,10 +187,11 @@ def wire_of(world_size: int, config: TransportConfig) -> Wire:
     return Wire(VirtualClock(options.seed, computing), network, world_size)
 
 
-def _inside(wire: Wire) -> Costs:
+def _tuning(wire: Wire) -> Tuning:
     """What messages and bytes cost where all ranks are on one host."""
     network = wire.network
     assert network is not None
     if not network.memory:
-        return wire.costs
-    return Costs(network.message, 1 / network.memory, 1 / network.reduce)
+        return Tuning(wire.costs)
+    inside = Costs(network.message, 1 / network.memory, 1 / network.reduce)
+    return Tuning(inside, {shared.NAME: inside})

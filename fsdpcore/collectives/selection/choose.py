@@ -24,6 +24,7 @@ that can be used, after the overrides.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -134,16 +135,37 @@ def cheapest(collective: str, nbytes: int, backend: Backend) -> str:
     return _cheapest(candidates(collective, backend), nbytes, backend)
 
 
-def _cheapest(known: Algorithms, nbytes: int, backend: Backend) -> str:
-    policy = backend.root.policy
-    link = policy.link if len(set(backend.hosts)) > 1 else None
-    usual = link or policy.tuning.costs or backend.capabilities
+def expected_seconds(collective: str, nbytes: int, backend: Backend, *, groups: int = 1) -> float:
+    """Return what the cheapest algorithm takes in a group, by its cost formula.
 
+    Args:
+        collective: its name.
+        nbytes: of the full buffer, on each rank.
+        backend: the group. If its ranks share memory, it knows that since its first collective.
+        groups: how many do the same at the same time, over the links of the same hosts.
+    """
+    known = candidates(collective, backend)
+    name = _cheapest(known, nbytes, backend)
+    costs = _costs(name, known, backend)
+    if len(set(backend.hosts)) > 1:
+        costs = dataclasses.replace(costs, beta=costs.beta * groups * known[name].senders)
+    return predict(known[name], backend.world_size, nbytes, costs)
+
+
+def _cheapest(known: Algorithms, nbytes: int, backend: Backend) -> str:
     def seconds(name: str) -> float:
-        costs = policy.tuning.own.get(name) or known[name].costs or usual
+        costs = _costs(name, known, backend)
         return predict(known[name], backend.world_size, nbytes, costs)
 
     return min(known, key=seconds)
+
+
+def _costs(name: str, known: Algorithms, backend: Backend) -> Costs | Capabilities:
+    """What the messages of an algorithm cost in a group."""
+    policy = backend.root.policy
+    link = policy.link if len(set(backend.hosts)) > 1 else None
+    own = policy.tuning.own.get(name) or known[name].costs
+    return own or link or policy.tuning.costs or backend.capabilities
 
 
 def predict(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdpcore.collectives.selection.choose import expected_seconds
 from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.plan.estimate import moved
 from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
@@ -13,6 +15,8 @@ from fsdpcore.fsdp.plan.memory import HeldMemory
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import MeasuredStep, Report
 from fsdpcore.fsdp.plan.sizes import Persistent
+from fsdpcore.fsdp.plan.step_log import PlannedCollective
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.unit import Unit
@@ -26,13 +30,14 @@ def plan_of(
     *,
     windowed: bool,
     whole: bool,
+    compute_seconds: Sequence[float] | None = None,
 ) -> Plan:
-    """Plan a step of an engine as it is; with the transport's own costs, no tuned ones.
+    """Plan a step of an engine as it is, by what its groups know of their costs.
 
     Args:
         units: of the engine, as they were declared.
         model: what it has made of them.
-        microbatches, sync, whole: as of ``make_plan``.
+        microbatches, sync, whole, compute_seconds: as of ``make_plan``.
         windowed: the parameters are in a window.
     """
     backend, everyone, options = model.groups.whole, model.groups.everyone, model.options
@@ -55,13 +60,29 @@ def plan_of(
         rank=backend.rank,
         tensor=everyone.world_size // backend.world_size,
         whole=whole,
-        costs=backend.capabilities,
+        costs=functools.partial(_seconds, model.groups),
+        compute_seconds=compute_seconds,
     )
     # By the optimizers themselves: not all have as many arrays for each parameter.
     state = Persistent.of(each for unit in model.units for each in unit.store.persistent).optimizer
     persistent = replace(plan.persistent, optimizer=state)
     away = 0 if pinned is None else moved(persistent, pinned.what).total
     return replace(plan, persistent=persistent, pinned=away)
+
+
+def _seconds(groups: ProcessGroups, collective: PlannedCollective) -> float:
+    """What a collective takes in the group that carries it out."""
+    placement = groups.placement
+    if collective.phase == "update":
+        group = groups.everyone
+    elif collective.kind == "all_reduce":
+        group = groups.replicas if placement.reduces_twice else groups.whole
+    else:
+        regathered = collective.group_size != placement.shards
+        group = groups.regather_group if regathered else groups.shards
+    here = group.hosts[group.rank]
+    alike = groups.everyone.hosts.count(here) // group.hosts.count(here)
+    return expected_seconds(collective.kind, collective.nbytes, group, groups=alike)
 
 
 def report_of(

@@ -6,7 +6,7 @@ Pure arithmetic: no arrays, no communication.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, get_args
 
 from fsdpcore.core.capabilities import Capabilities
@@ -15,7 +15,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.sizes import UnitSize, lay_out, persistent
-from fsdpcore.fsdp.plan.step_log import StepLog
+from fsdpcore.fsdp.plan.step_log import PlannedCollective, StepLog
 from fsdpcore.fsdp.plan.times import seconds, simulate
 from fsdpcore.fsdp.plan.units import sizes_of
 from fsdpcore.fsdp.plan.walk import PlannedStep, walk
@@ -26,6 +26,7 @@ from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
 
 Sync = Literal["each", "last"]
+CollectiveSeconds = Callable[[PlannedCollective], float]
 
 
 def make_plan(
@@ -45,7 +46,7 @@ def make_plan(
     rank: int = 0,
     tensor: int = 1,
     whole: bool = False,
-    costs: Costs | Capabilities | None = None,
+    costs: Costs | Capabilities | CollectiveSeconds | None = None,
     compute_seconds: Sequence[float] | None = None,
 ) -> Plan:
     """Work out a training step, such as every step but the first one is.
@@ -69,7 +70,7 @@ def make_plan(
         tensor: number of ranks over which parameters are cut, each with ``world_size`` ranks that
             shard its boxes; ``units`` have the sizes of the boxes.
         whole: all units are gathered at once, as by ``Step.whole``.
-        costs: of the transport, for ``seconds``.
+        costs: of the transport, for ``seconds``; or what tells them for each collective.
         compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
             ``costs``, for ``step_seconds`` and ``exposed_seconds``.
 
@@ -135,13 +136,19 @@ def _compute(given: Sequence[float], units: Sequence[UnitSize]) -> list[float]:
 
 
 def _timed(
-    plan: Plan, log: StepLog, costs: Costs | Capabilities, compute: Sequence[float] | None
+    plan: Plan,
+    log: StepLog,
+    costs: Costs | Capabilities | CollectiveSeconds,
+    compute: Sequence[float] | None,
 ) -> Plan:
     """Add what follows from the costs of a transport."""
-    operations = tuple(
-        dataclasses.replace(o, seconds=seconds(o.kind, o.group_size, o.nbytes, costs))
-        for o in plan.operations
-    )
+
+    def taken_by(o: PlannedCollective) -> float:
+        if isinstance(costs, Costs | Capabilities):
+            return seconds(o.kind, o.group_size, o.nbytes, costs)
+        return costs(o)
+
+    operations = tuple(dataclasses.replace(o, seconds=taken_by(o)) for o in plan.operations)
     times = None
     if compute is not None:
         taken = {number: o.seconds or 0.0 for number, o in enumerate(operations)}

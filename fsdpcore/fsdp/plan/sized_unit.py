@@ -59,10 +59,7 @@ class SizedGradients:
         self.sends = sum(each.sent for each in reductions) * self._item
         self._kept = False
         self._tied: dict[str, int] = {}  # bytes that uses in other units have added, by name
-        self._reducing: list[GradientReduction] | None = (
-            None  # what comes after the first collective
-        )
-        self._first = -1  # its number; below 0 for none
+        self._reducing: list[int] | None = None  # the numbers of the collectives under way
 
     @property
     def unclaimed(self) -> bool:
@@ -93,9 +90,7 @@ class SizedGradients:
             self._kept = False
         self._log.take(gradients=-sum(self._tied.values()))
         self._tied.clear()
-        self._reducing, self._first = list(self._reductions), -1
-        if self._reducing:
-            self._first = self._issue(self._reducing.pop(0), background=background)
+        self._reducing = [self._issue(each, background=background) for each in self._reductions]
         if not background:
             self.wait()
 
@@ -103,11 +98,9 @@ class SizedGradients:
         """End a reduction that was begun, and free its buffer."""
         if self._reducing is None:
             return
-        left, self._reducing = self._reducing, None
-        if self._first >= 0:
-            self._log.wait(self._first)
-        for each in left:
-            self._log.wait(self._issue(each, background=False))
+        for collective in self._reducing:
+            self._log.wait(collective)
+        self._reducing = None
         self._log.take(gradients=-self._nbytes)
 
     def _issue(self, each: GradientReduction, *, background: bool) -> int:

@@ -1,0 +1,105 @@
+"""A step in virtual time takes as long as its plan says.
+
+The plan goes by the cost formulas. In virtual time the messages of the engine go over a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpcore as fc
+from fsdpcore.fsdp.plan.make_plan import Sync
+
+NETWORK = """
+[[level]]
+name = "host"
+size = {per_host}
+rate = "5GB/s"
+latency = 0
+[[level]]
+name = "switch"
+size = 0
+rate = "100MB/s"
+latency = "50us"
+[compute]
+message = "20us"
+reduce = "inf"
+memory = "2GB/s"
+"""
+FORWARD = 0.004
+SIZES = (300_000, 100_000, 100_000, 700_000, 300_000)
+NOTHING_AHEAD = fc.Prefetch(0, reductions=0)
+AHEAD = fc.Prefetch(1, reductions=1)
+FAR_AHEAD = fc.Prefetch(3, reductions=1)
+STRATEGIES = [
+    fc.Strategy(),
+    fc.Strategy("full_shard", 2),
+    fc.Strategy("shard_grad_op"),
+    fc.Strategy("shard_optimizer"),
+    fc.Strategy("no_shard"),
+    fc.Strategy("hybrid_shard", shard_group_size=2),
+]
+
+
+def _step(engine: fc.FSDP, clock: Any, microbatches: int, sync: Sync) -> None:
+    with engine.step() as step:
+        for number in range(microbatches):
+            kept = sync == "last" and number < microbatches - 1
+            with step.no_sync() if kept else contextlib.nullcontext():
+                for unit in engine.units:
+                    with step.forward(unit):
+                        clock.sleep(FORWARD)
+                for unit in reversed(engine.units):
+                    with step.backward(unit):
+                        clock.sleep(2 * FORWARD)
+        step.update()
+
+
+def _both(
+    backend: fc.Backend, strategy: fc.Strategy, ahead: fc.Prefetch, microbatches: int, sync: Sync
+) -> tuple[Any, Any]:
+    """The plan of a step, and what was measured of the second one."""
+    units = [fc.Unit(f"unit{n}", {"w": fc.Spec(size)}) for n, size in enumerate(SIZES)]
+    engine = fc.FSDP(units, backend, strategy=strategy, optimizer=fc.optim.AdamW(), prefetch=ahead)
+    with np.errstate(all="ignore"):  # nobody has written the gradients
+        for _ in range(2):
+            _step(engine, backend.clock, microbatches, sync)
+    plan = engine.plan(microbatches=microbatches, sync=sync, compute_seconds=[FORWARD] * len(units))
+    return plan, engine.report().measured
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize(
+    ("ahead", "microbatches", "sync"),
+    [(NOTHING_AHEAD, 1, "each"), (AHEAD, 1, "each"), (FAR_AHEAD, 2, "each"), (AHEAD, 3, "last")],
+)
+def test_a_step_takes_as_long_as_its_plan_says(
+    tmp_path: Path,
+    per_host: int,
+    strategy: fc.Strategy,
+    ahead: fc.Prefetch,
+    microbatches: int,
+    sync: Sync,
+) -> None:
+    path = tmp_path / "network.toml"
+    path.write_text(NETWORK.format(per_host=per_host))
+    plan, measured = fc.launch(
+        _both,
+        world_size=4,
+        transport="sim",
+        args=(strategy, ahead, microbatches, sync),
+        clock="virtual",
+        network=str(path),
+        arrays="abstract",
+    )[0]
+    close = pytest.approx(0, abs=0.05 * plan.step_seconds)
+    assert measured.step_seconds - plan.step_seconds == close
+    assert measured.exposed_seconds - plan.exposed_seconds == close
+    assert measured.peak_bytes == plan.peak_bytes
+    assert measured.bytes_sent == plan.bytes_sent
