@@ -116,8 +116,8 @@ _SEVERAL = tuple(
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
     for size, times in ((256 << 10, 16), (4 * MIB, 2))
 )
-# By which the time of a message is found.
-SMALL = Case("all_to_all", 512, times=20)
+# By which the time of a message is found, and the rate of the links.
+SMALL, LARGE = Case("all_to_all", 512, times=20), Case("all_to_all", 4 * MIB, times=2)
 _FAR = (
     Case(BARRIER, limit=0.023),
     Case("all_reduce", 8, limit=0.023),

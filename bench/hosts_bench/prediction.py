@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 import fsdpcore as fc
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.policy import Costs
-from hosts_bench.cases import SMALL, Case
+from hosts_bench.cases import LARGE, SMALL, Case
 from hosts_bench.member import cases_of
 
 # What ``zmq`` does, and what memory gives.
@@ -30,6 +30,7 @@ memory = "2GB/s"
 """
 _SEGMENT = 1 << 20
 _LONGEST_MESSAGE = 1e-2
+_SLOWED = 0.9, 3.0  # by how much more than plain TCP takes
 _STEPS = 3
 # Before all ranks have made what they need for a case.
 _LEAD_SECONDS = 10.0
@@ -96,16 +97,21 @@ class Model:
         root = transport_of(backend)
         root.policy = replace(root.policy, link=self.costs or root.policy.link)
 
-    def fitted(self, seconds: float) -> Model:
-        """The model with messages that take as long as makes ``SMALL`` take so long."""
-        low, high = 0.0, _LONGEST_MESSAGE
-        for _ in range(12):
-            middle = (low + high) / 2
-            if replace(self, message=middle).seconds(SMALL) < seconds:
-                low = middle
-            else:
-                high = middle
-        return replace(self, message=low)
+    def fitted(self, small: float, large: float) -> Model:
+        """The model with which ``SMALL`` and ``LARGE`` take so many seconds.
+
+        The one tells what a message takes, the other the rate of links.
+        """
+
+        def with_message(seconds: float) -> Model:
+            return replace(self, message=seconds)
+
+        model = _search(with_message, SMALL, small, 0.0, _LONGEST_MESSAGE)
+
+        def slowed(factor: float) -> Model:
+            return replace(model, rate=model.rate / factor, slowest=model.slowest / factor)
+
+        return _search(slowed, LARGE, large, *_SLOWED)
 
     def step_seconds(self, case: Training) -> float:
         """Of a training step, where computing takes what it takes here, by ``speed``."""
@@ -123,6 +129,19 @@ class Model:
         with threadpool_limits(1, user_api="blas"), self.options() as options:
             keep_freed_memory()
             return float(max(fc.launch(main, compute="measured", **options)))
+
+
+def _search(
+    make: Callable[[float], Model], case: Case, seconds: float, low: float, high: float
+) -> Model:
+    """The model by whose number a case takes so long; the larger, the longer."""
+    for _ in range(12):
+        middle = (low + high) / 2
+        if make(middle).seconds(case) < seconds:
+            low = middle
+        else:
+            high = middle
+    return make(low)
 
 
 def _ahead(latency: float, rate: float) -> int:

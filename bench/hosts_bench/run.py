@@ -27,6 +27,7 @@ from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import Costs
 from hosts_bench import start
 from hosts_bench.cases import (
+    LARGE,
     SCENARIOS,
     SMALL,
     TRAININGS,
@@ -181,12 +182,13 @@ def _fitted(
     """The model of the hosts, if it is asked for."""
     if SIMULATED not in request.against:
         return None
-    _, taken, link = _measured(request, scenario, SMALL, lab, entrants)
+    _, small, link = _measured(request, scenario, SMALL, lab, entrants)
+    _, large, _ = _measured(request, scenario, LARGE, lab, entrants)
     ((name, team),) = entrants
     team.ask(name, "prepare", case=SMALL.order())
     model = replace(_model(scenario, link), costs=_costs(team))
     team.ask(name, "release")
-    model = model.fitted(median(taken[name]))
+    model = model.fitted(median(small[name]), median(large[name]))
     echo(
         f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
         f"{1e6 * model.message:.0f} us for a message"
