@@ -12,7 +12,7 @@ import time
 import tracemalloc
 
 import pytest
-from support.ckpt_metadata import assert_sound, example
+from support.ckpt_metadata import assert_sound, example, told_v1
 from support.ckpt_mutations import mutated, mutated_json
 
 from fsdpcore.checkpoint.format.header import TensorEntry, build_header, parse_header, tensor_bytes
@@ -39,9 +39,11 @@ FILE_SIZE = len(HEADER) + 92
 
 
 def _metadata_inputs(rng):
-    valid = example().to_bytes()
-    told = json.loads(valid)
+    second = example().to_bytes()
+    first = json.dumps(told_v1(example())).encode()
     while True:
+        valid = rng.choice((first, second))
+        told = json.loads(valid)
         if rng.random() < 0.5:
             yield mutated(valid, rng)
         else:

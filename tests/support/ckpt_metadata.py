@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import math
+import zlib
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +42,36 @@ def described(
     return make_metadata(
         files=stored, arrays=arrays, pieces=pieces, block_bytes=block_bytes, **about
     )
+
+
+def told_v1(made: Metadata) -> dict[str, Any]:
+    """Return metadata as version 1 had it, with a list for every piece."""
+    told = json.loads(made.to_bytes())
+    told["version"] = 1
+    del told["pieces"]
+    told["files"] = [row[:6] for row in told["files"]]
+    for name, tensor in made.tensors.items():
+        rows: list[list[Any]] = []
+        for piece in tensor.pieces:
+            start, stop = piece.region.start, piece.region.stop
+            bounds = [start, stop] if isinstance(start, int) else [list(start), list(stop)]  # type: ignore[call-overload]
+            rows.append([piece.file, piece.offset, *bounds])
+        told["tensors"][name].append(rows)
+    return told
+
+
+def packed(numbers: list[int]) -> str:
+    """Write numbers as version 2 does, with nothing of it."""
+    data = b"".join(each.to_bytes(8, "little", signed=True) for each in numbers)
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+def numbers_of(text: str) -> list[int]:
+    """Read numbers of version 2."""
+    data = zlib.decompress(base64.b64decode(text))
+    return [
+        int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(0, len(data), 8)
+    ]
 
 
 def example() -> Metadata:

@@ -317,7 +317,8 @@ def test_neither_save_nor_load_takes_much_memory_of_the_host(machine, tmp_path, 
             state = {"a": rank_part(array, place, 0, 1)}
             device = on_device(backend, state)
             path = tmp_path / place.replace(" ", "")
-            assert peak(fc.checkpoint.save, path, device, backend, step=3) < 512 << 10
+            # Packing the metadata takes a quarter of a MiB, however little there is.
+            assert peak(fc.checkpoint.save, path, device, backend, step=3) < 768 << 10
             target = on_device(backend, blank(state))
             # Parts of blocks go by way of two MiB, which are always there.
             assert peak(fc.checkpoint.load, path, target, backend) < 3 << 20

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
+from itertools import chain
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from support.ckpt_metadata import assert_sound, described, example, json_values, metadata
+from support.ckpt_metadata import (
+    assert_sound,
+    described,
+    example,
+    json_values,
+    metadata,
+    numbers_of,
+    packed,
+    told_v1,
+)
 
 from fsdpcore.checkpoint.format.metadata import MAX_STEP, Metadata, StoredFile, make_metadata
 from fsdpcore.checkpoint.format.strict_json import check_json, decode, encode
@@ -33,6 +45,18 @@ def test_metadata_comes_back(made):
 
 
 @SETTINGS
+@given(metadata())
+def test_the_first_version_says_the_same(made):
+    told = told_v1(made)
+    for row in told["tensors"].values():
+        row[2].reverse()  # which order a tensor's pieces had did not matter
+    read = Metadata.from_bytes(json.dumps(told).encode())
+    assert_sound(read)
+    assert read == made
+    assert read.to_bytes() == made.to_bytes()
+
+
+@SETTINGS
 @given(json_values)
 def test_values_come_back_type_for_type(value):
     check_json(value, "a value")
@@ -50,7 +74,7 @@ def test_the_blocks_of_pieces_count_from_their_own_begin():
     assert made.tensors["a"].dtype == np.dtype(bool)
 
 
-def test_pieces_are_numbered_in_the_order_of_the_file_not_in_that_given():
+def test_pieces_stand_in_the_order_of_the_file_not_in_that_given():
     made = make_metadata(
         save_id="a",
         step=0,
@@ -60,7 +84,11 @@ def test_pieces_are_numbered_in_the_order_of_the_file_not_in_that_given():
         arrays={"x": ("float32", (2, 2))},
         pieces=[("x", Range(2, 4), 0, 72), ("x", Range(0, 2), 0, 64)],
     )
-    assert [piece.block for piece in made.tensors["x"].pieces] == [1, 0]
+    pieces = made.tensors["x"].pieces
+    assert [(piece.region.start, piece.offset, piece.block) for piece in pieces] == [
+        (0, 64, 0),
+        (2, 72, 1),
+    ]
 
 
 def test_all_agree_on_the_largest_step():
@@ -81,13 +109,24 @@ def test_all_agree_on_the_largest_step():
 
 def test_the_content_is_what_the_docstring_says():
     told = json.loads(example().to_bytes())
-    assert (told["format"], told["version"]) == ("fsdpcore.checkpoint", 1)
-    assert told["files"][1] == ["rank_1.safetensors", 366, 128, 318, f"{11:016x}", "f" * 15 + "e"]
-    assert told["tensors"]["w"] == ["float32", [6, 5], [[0, 128, 0, 7], [1, 128, 7, 30]]]
-    assert told["tensors"][""] == ["complex128", [], [[1, 232, 0, 1]]]
-    assert told["tensors"]["none"] == ["bool", [3, 0], []]
-    boxes = [piece[2:] for piece in told["tensors"]["optimizer/exp_avg/wé\n\U0001f600"][2]]
-    assert boxes == [[[0, 0], [4, 1]], [[0, 1], [2, 4]], [[2, 1], [4, 4]]]
+    assert (told["format"], told["version"]) == ("fsdpcore.checkpoint", 2)
+    sums = [f"{11:016x}", "f" * 15 + "e"]
+    assert told["files"][1] == ["rank_1.safetensors", 366, 128, 318, *sums, 4]
+    assert list(told["tensors"].values()) == [
+        ["float32", [6, 5]],
+        ["bfloat16", [4, 4]],
+        ["complex128", []],
+        ["bool", [3, 0]],
+        ["float8_e4m3fn", [100]],
+    ]
+    tensors, kinds, bounds = map(numbers_of, told["pieces"])
+    # In one file w [0, 7), the boxes from (0, 0) to (4, 1) and (2, 1) to (4, 4), [90, 100) of part;
+    # in the other w [7, 30), the box from (0, 1) to (2, 4), the 0-d array, [5, 75) of part.
+    assert tensors == [0, 1, 0, 3, -4, 1, 1, 2]
+    assert kinds == [0, 1, 1, 0, 0, 1, 0, 0]
+    runs = [[0, 90, 7, 0, 5 - 90], [7, 10, 23 - 7, 1, 70 - 10]]
+    starts, extents = [[0, 2, 0 - 2], [0, 1, 1 - 1]], [[4, 2 - 4, 0], [1, 3 - 1, 0]]
+    assert bounds == list(chain(*runs, *starts, *extents))
 
 
 def _told():
@@ -97,7 +136,7 @@ def _told():
         {"m": [Range(0, 8), Range(8, 16)], "v": []},
         files=1,
     )
-    return json.loads(made.to_bytes())
+    return told_v1(made)
 
 
 def _set(*path):
@@ -111,11 +150,6 @@ def _set(*path):
     return change
 
 
-def _boxes(start, stop, other_start, other_stop):
-    """Both pieces of the array are boxes then."""
-    return _set("tensors", "m", 2, [[0, 128, start, stop], [0, 136, other_start, other_stop]])
-
-
 def _drop(key):
     return lambda told: told.pop(key)
 
@@ -124,7 +158,7 @@ FIRST, SECOND = ("tensors", "m", 2, 0), ("tensors", "m", 2, 1)
 
 LIES = {
     "another format": (_set("format", "other"), "format"),
-    "newer version": (_set("version", 2), "version 2"),
+    "newer version": (_set("version", 3), "version 3"),
     "version as bool": (_set("version", True), "version True"),
     "version as float": (_set("version", 1.0), "version 1.0"),
     "no version": (_drop("version"), "version None"),
@@ -212,12 +246,6 @@ LIES = {
     "box over 2**63": (_set(*SECOND, [0, 136, [2, 0], [2**63, 4]]), "piece 1 of 'm'"),
     "box of other axes": (_set(*SECOND, [0, 136, [8], [16]]), "piece 1 of 'm'"),
     "box uneven": (_set(*SECOND, [0, 136, [2, 0], [4]]), "piece 1 of 'm'"),
-    "boxes overlap": (_boxes([0, 0], [2, 4], [1, 0], [3, 4]), "pieces 0 and 1 of 'm' share"),
-    "boxes overlap in columns": (_boxes([0, 0], [4, 2], [0, 1], [4, 3]), "pieces 0 and 1 of 'm'"),
-    "boxes leave": (_boxes([0, 0], [2, 4], [3, 0], [5, 4]), "piece 1 of 'm'"),
-    "boxes, one empty": (_boxes([0, 0], [2, 4], [2, 0], [2, 4]), "piece 1 of 'm' is empty"),
-    "boxes, one backwards": (_boxes([0, 0], [2, 4], [4, 0], [2, 4]), "piece 1 of 'm'"),
-    "boxes of other axes": (_boxes([0], [8], [8], [16]), "piece 0 of 'm'"),
     "piece gone": (lambda told: told["tensors"]["m"][2].pop(), "hole"),
     "piece twice": (lambda told: told["tensors"]["m"][2].append([0, 136, 8, 16]), "share"),
     "alias of another's bytes": (_set("tensors", "v", 2, [[0, 128, 0, 8]]), "overlap"),
@@ -232,6 +260,82 @@ def test_lies_are_refused(lie):
     told = _told()
     Metadata.from_bytes(json.dumps(told).encode())
     change, match = LIES[lie]
+    change(told)
+    with pytest.raises(CorruptCheckpointError, match=match) as caught:
+        Metadata.from_bytes(json.dumps(told).encode())
+    assert len(str(caught.value)) < 1000
+
+
+def _told_v2():
+    """A range and a box, both of 8 bytes, in one file; and an array that is stored nowhere."""
+    made = described(
+        {"m": ("bool", (4, 4)), "v": ("bool", (8,)), "n": ("bool", (2, 4))},
+        {"m": [Range(0, 8)], "v": [], "n": [Box((0, 0), (2, 4))]},
+        files=1,
+    )
+    return json.loads(made.to_bytes())
+
+
+def _pack(column, *numbers):
+    return _set("pieces", column, packed([*numbers]))
+
+
+def _cut(text):
+    return base64.b64encode(base64.b64decode(text)[:-1]).decode()
+
+
+TENSORS, KINDS, BOUNDS = [0, 2], [0, 1], [0, 8, 0, 0, 2, 4]
+MANY = base64.b64encode(zlib.compress(bytes(8 << 20))).decode()
+
+LIES_V2 = {
+    "no pieces": (_drop("pieces"), "lacks the key 'pieces'"),
+    "newer version": (_set("version", 3), "version 3"),
+    "rows of version 1": (lambda told: told["files"][0].pop(), "7 values"),
+    "array of version 1": (lambda told: told["tensors"]["m"].append([]), "'m' has no list"),
+    "shape text": (_set("tensors", "m", 1, "44"), "'m' has no list"),
+    "dtype unknown": (_set("tensors", "m", 0, "object"), "'m': the dtype 'object'"),
+    "shape over 2**63": (_set("tensors", "v", 1, [2**63]), "2\\*\\*62 bytes"),
+    "more pieces than there are": (_set("files", 0, 6, 3), "the arrays of the pieces"),
+    "fewer pieces than there are": (_set("files", 0, 6, 1), "the arrays of the pieces"),
+    "pieces negative": (_set("files", 0, 6, -2), "number of pieces"),
+    "pieces float": (_set("files", 0, 6, 2.0), "number of pieces"),
+    "pieces huge": (_set("files", 0, 6, 2**61), "the arrays of the pieces"),
+    "pieces beyond what can be counted": (_set("files", 0, 6, 2**62), "number of pieces"),
+    "two texts": (lambda told: told["pieces"].pop(), "3 texts"),
+    "no text": (_set("pieces", 1, 5), "is no text"),
+    "no base64": (_set("pieces", 1, "~"), "cannot be unpacked"),
+    "not ASCII": (_set("pieces", 1, "é"), "cannot be unpacked"),
+    "no zlib": (_set("pieces", 1, "AAAA"), "cannot be unpacked"),
+    "cut": (lambda told: told["pieces"].__setitem__(2, _cut(told["pieces"][2])), "6 numbers"),
+    "more": (_pack(2, *BOUNDS, 0), "6 numbers"),
+    "a bomb": (_set("pieces", 2, MANY), "6 numbers"),
+    "array negative": (_pack(0, -1, 3), "arrays from -1 to 2"),
+    "array that is not there": (_pack(0, 0, 3), "arrays from 0 to 3"),
+    "arrays that wrap around": (_pack(0, 2**63 - 1, 2**63 - 1), "arrays from"),
+    "neither range nor box": (_pack(1, 0, 2), "neither a range nor a box"),
+    "range empty": (_pack(2, 0, 0, *BOUNDS[2:]), "piece 0 of 'm' is empty"),
+    "range leaves": (_pack(2, 9, 8, *BOUNDS[2:]), "piece 0 of 'm'"),
+    "range negative": (_pack(2, -1, 8, *BOUNDS[2:]), "piece 0 of 'm'"),
+    "range over 2**63": (_pack(2, 2**62, 2**62, *BOUNDS[2:]), "piece 0 of 'm'"),
+    "box leaves": (_pack(2, *BOUNDS[:2], 1, 0, 2, 4), "piece 0 of 'n'"),
+    "box backwards": (_pack(2, *BOUNDS[:2], 2, 0, -2, 4), "piece 0 of 'n'"),
+    "they overlap": (
+        lambda t: (_pack(0, 0, 0)(t), _pack(2, 0, 8, 1, 0, 2, 4)(t)),
+        "0 and 1 of 'm'",
+    ),
+    "data longer": (_pack(2, 0, 9, *BOUNDS[2:]), "overlap"),
+    "data shorter": (_pack(2, 0, 7, *BOUNDS[2:]), "hole"),
+    "another size": (_set("tensors", "m", 0, "int16"), "overlap"),
+    "another block": (_set("block_bytes", 7), "checksums"),
+    "size larger": (_set("files", 0, 1, 168), "3 checksums"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES_V2)
+def test_lies_of_the_second_version_are_refused(lie):
+    told = _told_v2()
+    assert [numbers_of(each) for each in told["pieces"]] == [TENSORS, KINDS, BOUNDS]
+    change, match = LIES_V2[lie]
     change(told)
     with pytest.raises(CorruptCheckpointError, match=match) as caught:
         Metadata.from_bytes(json.dumps(told).encode())

@@ -3,7 +3,7 @@
 One JSON object in UTF-8, strict (see ``strict_json``), with exactly these keys::
 
     format       "fsdpcore.checkpoint"
-    version      1
+    version      2
     save_id      text, the same in the header of every file of this save
     step         updates before the save
     world_size   number of ranks that saved
@@ -13,38 +13,66 @@ One JSON object in UTF-8, strict (see ``strict_json``), with exactly these keys:
     extra        anything: what the user gave
     ranks        list with something for each rank
     metrics      object: finite numbers by name, each with a fraction or an exponent
-    files        list of [name, size, data_start, table, header_checksum, table_checksum]
-    tensors      object: by name [dtype, shape, pieces], each piece one of
-                 [file, offset, start, stop]          elements [start, stop) in C order
-                 [file, offset, [starts], [stops]]    a box: [start, stop) along every axis
+    files        list of [name, size, data_start, table, header_checksum, table_checksum, pieces]
+    tensors      object: by name [dtype, shape]
+    pieces       [arrays, kinds, bounds] of all pieces, as packed numbers
 
 Positions in files are in bytes from their start. ``data_start`` is where the first piece begins and
 ``table`` where the checksums do, which go on to the end; the two checksums, each xxh3_64 as 16
 hexadecimal digits, are of the bytes before ``data_start`` and of those from ``table`` on. The names
-of dtypes are NumPy's and ml_dtypes'. ``file`` is an index into ``files``, ``offset`` where the
-piece begins.
+of dtypes are NumPy's and ml_dtypes'. ``pieces`` of a file is how many lie in it.
+
+All pieces are listed in the order of the files and of their places in them. Packed numbers are
+little-endian int64, in zlib, in base64. ``arrays`` has for each piece the number of its array, in
+the order of ``tensors``, less that of the piece before. ``kinds`` has 0 for a range, elements
+[start, stop) in C order, and 1 for a box, [start, stop) along every axis. ``bounds`` has all ranges
+first, then the boxes of arrays of no axes, of one, and so on. Ranges have a column of starts and
+one of extents; boxes a column of starts for every axis, then one of extents for every axis. In a
+column each number stands less the one before it of the same array.
 
 The elements of a piece lie in C order, little-endian, without gaps. The pieces of a file fill it
-from ``data_start`` to ``table``, without holes or overlaps. The table has the pieces in order of
-their offsets, of each ceil(bytes / block_bytes) checksums of 8 bytes: little-endian xxh3_64 of so
-many bytes each, counted from where the piece begins. No piece is empty, and no two of a tensor
-share an element; elements may be in none.
+from ``data_start`` to ``table``, without holes or overlaps. The table has the pieces in their
+order, of each ceil(bytes / block_bytes) checksums of 8 bytes: little-endian xxh3_64 of so many
+bytes each, counted from where the piece begins. No piece is empty, and no two of a tensor share an
+element; elements may be in none.
+
+Version 1, which had a list for every piece, is read by ``metadata_v1``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from fsdpcore.checkpoint.format.marker import check_metrics, check_save_id
-from fsdpcore.checkpoint.format.metadata_builder import MAX_BLOCK_BYTES, MAX_BYTES, MetadataBuilder
-from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile, StoredPiece, StoredTensor
+from fsdpcore.checkpoint.format.metadata_builder import (
+    MAX_BLOCK_BYTES,
+    ArrayKind,
+    MetadataBuilder,
+    bytes_of,
+    check_file,
+    check_filled,
+    check_regions,
+    checked_array,
+    is_count,
+)
+from fsdpcore.checkpoint.format.metadata_v1 import parsed_v1
+from fsdpcore.checkpoint.format.piece_table import PieceTable, unpacked
+from fsdpcore.checkpoint.format.stored import (
+    CHECKSUM_BYTES,
+    StoredFile,
+    StoredPiece,
+    StoredPieces,
+    StoredTensor,
+)
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text, decode, encode, short
-from fsdpcore.core.collector import collector_paused
 from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError, FsdpcoreError
-from fsdpcore.core.geometry.regions import Box, Range, Region
+from fsdpcore.core.geometry.region_table import Ints, ShapeTable
+from fsdpcore.core.geometry.regions import Region
 
 __all__ = [
     "BLOCK_BYTES",
@@ -63,7 +91,7 @@ BLOCK_BYTES = 64 << 10
 """Bytes of a piece that have a checksum together, where nothing else is said."""
 
 FORMAT = "fsdpcore.checkpoint"
-VERSION = 1
+VERSION = 2
 
 MAX_RANKS = 2**31
 """More no job has."""
@@ -83,6 +111,7 @@ _VALUES = (
     "metrics",
 )
 _KEYS = {"format", "version", *_VALUES, "files", "tensors"}
+_KEYS_OF = {1: _KEYS, 2: _KEYS | {"pieces"}}
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 _KINDS = {list: "list", dict: "object"}
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -93,6 +122,11 @@ class Metadata:
     """What ``metadata.json`` says; the module's docstring has what each attribute means.
 
     One that ``make_metadata`` or ``from_bytes`` returned keeps all that is promised there.
+
+    Attributes:
+        tensors: arrays by name, with their pieces.
+        table: all pieces.
+        offsets, blocks: of each of them, see ``StoredPiece``.
     """
 
     save_id: str
@@ -103,9 +137,19 @@ class Metadata:
     extra: Any
     ranks: tuple[Any, ...]
     metrics: dict[str, float]
+    block_bytes: int
     files: tuple[StoredFile, ...]
     tensors: dict[str, StoredTensor]
-    block_bytes: int = BLOCK_BYTES
+    table: PieceTable = field(compare=False)
+    offsets: Ints = field(compare=False)
+    blocks: Ints = field(compare=False)
+
+    def pieces_in(self, file: int) -> tuple[list[StoredTensor], list[StoredPiece]]:
+        """Return the pieces of a file in their order, and of each of them the array."""
+        begin, end = self.table.begins[file : file + 2].tolist()
+        pieces = StoredPieces(self.table, np.arange(begin, end), self.offsets, self.blocks)
+        tensors = list(self.tensors.values())
+        return [tensors[each] for each in self.table.tensor[begin:end].tolist()], list(pieces)
 
     def to_bytes(self) -> bytes:
         """Return the file's content, with a line for each file and each tensor.
@@ -113,40 +157,40 @@ class Metadata:
         Raises:
             ArgumentError: a value that JSON cannot hold as it is.
         """
-        _check_values(self, ArgumentError)
         values = {key: getattr(self, key) for key in _VALUES}
+        _check_values(values, ArgumentError)
         values["ranks"] = list(self.ranks)
         lines = [f'"{key}":{encode(value)}' for key, value in values.items()]
-        lines.append(f'"files":[{_lines(map(_file_line, self.files))}]')
+        files = map(_file_line, self.files, self.table.counts.tolist())
+        lines.append(f'"files":[{_lines(files)}]')
         lines.append(f'"tensors":{{{_lines(map(_tensor_line, self.tensors.values()))}}}')
+        lines.append(f'"pieces":{encode(list(self.table.packed))}')
         head = f'"format":"{FORMAT}",\n"version":{VERSION}'
         return ("{" + ",\n".join([head, *lines]) + "}\n").encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Metadata:
-        """Read what ``to_bytes`` returned.
+        """Read what ``to_bytes`` returned, or what version 1 wrote.
 
         Raises:
             CorruptCheckpointError: anything is wrong; the message says what and where.
         """
-        with collector_paused():
-            return cls._parsed(data)
-
-    @classmethod
-    def _parsed(cls, data: bytes) -> Metadata:
         document = decode(data, METADATA_NAME)
-        _check_keys(document)
+        version = _checked_version(document)
         values = {key: document[key] for key in _VALUES}
         values["ranks"] = tuple(_expect(list, document["ranks"], "ranks"))
-        files = [_parsed_file(row) for row in _expect(list, document["files"], "files")]
-        made = cls(**values, files=tuple(files), tensors={})
-        _check_values(made, CorruptCheckpointError)
-        building = MetadataBuilder(made.files, made.block_bytes, CorruptCheckpointError)
-        rows = _expect(dict, document["tensors"], "tensors")
-        for name in list(rows):
-            _parse_tensor(name, rows.pop(name), building)
-        made.tensors.update(building.tensors())
-        return made
+        _check_values(values, CorruptCheckpointError)
+        rows = _expect(list, document["files"], "files")
+        tensors = _expect(dict, document["tensors"], "tensors")
+        if version == 1:
+            files = [_parsed_file(row, 6) for row in rows]
+            arrays, table = parsed_v1(tensors, files)
+        else:
+            files = [_parsed_file(row, 7) for row in rows]
+            counts = [_count_of(row) for row in rows]
+            arrays = {name: _parsed_array(name, row) for name, row in tensors.items()}
+            table = _parsed_pieces(document["pieces"], counts, arrays)
+        return _assembled(values, files, arrays, table, CorruptCheckpointError)
 
 
 def make_metadata(
@@ -157,7 +201,7 @@ def make_metadata(
     created: str,
     files: Sequence[StoredFile],
     arrays: Mapping[str, tuple[str, tuple[int, ...]]],
-    pieces: Iterable[tuple[str, Region, int, int]],
+    pieces: Iterable[tuple[str, Region, int, int]] | PieceTable,
     info: Mapping[str, Any] | None = None,
     extra: Any = None,
     ranks: Sequence[Any] | None = None,
@@ -173,7 +217,8 @@ def make_metadata(
         created: when, as text.
         files: what was written, see ``StoredFile``.
         arrays: dtype, by name, and shape of every array.
-        pieces: (name of the array, region, index in ``files``, byte of that file) for each piece.
+        pieces: (name of the array, region, index in ``files``, byte of that file) for each piece;
+            or a table in which none are misplaced or overlap.
         info: what the engine wants to remember.
         extra: what the user gave.
         ranks: for each rank what it gave; None for nothing.
@@ -184,56 +229,84 @@ def make_metadata(
         ArgumentError: JSON cannot hold a value as it is; or pieces overlap, leave their array or
             their file, or do not fill the files.
     """
-    made = Metadata(
-        save_id=save_id,
-        step=step,
-        world_size=world_size,
-        created=created,
-        info=dict(info or {}),
-        extra=extra,
-        ranks=(None,) * world_size if ranks is None else tuple(ranks),
-        metrics=dict(metrics or {}),
-        files=tuple(files),
-        tensors={},
-        block_bytes=block_bytes,
-    )
-    _check_values(made, ArgumentError)
-    building = MetadataBuilder(made.files, block_bytes, ArgumentError)
+    values = {
+        "save_id": save_id,
+        "step": step,
+        "world_size": world_size,
+        "created": created,
+        "block_bytes": block_bytes,
+        "info": dict(info or {}),
+        "extra": extra,
+        "ranks": (None,) * world_size if ranks is None else tuple(ranks),
+        "metrics": dict(metrics or {}),
+    }
+    _check_values(values, ArgumentError)
+    for each in files:
+        check_file(each, ArgumentError)
+    for name in arrays:
+        check_text(name, "the name of an array")
+    if isinstance(pieces, PieceTable):
+        kinds = {name: checked_array(name, *kind, ArgumentError) for name, kind in arrays.items()}
+        return _assembled(values, files, kinds, pieces, ArgumentError)
     parts: dict[str, list[tuple[Region, int, int]]] = {name: [] for name in arrays}
     for name, region, file, offset in pieces:
         if name not in parts:
             raise ArgumentError(f"there is a piece of {short(name)}, but no such array")
         parts[name].append((region, file, offset))
+    building = MetadataBuilder(files, ArgumentError)
     for name, (dtype, shape) in arrays.items():
-        check_text(name, "the name of an array")
         building.add(name, dtype, shape, parts[name])
-    made.tensors.update(building.tensors())
-    return made
+    return _assembled(values, files, building.arrays, building.table(), ArgumentError)
 
 
-def _check_values(made: Metadata, error: type[FsdpcoreError]) -> None:
+def _assembled(
+    values: Mapping[str, Any],
+    files: Sequence[StoredFile],
+    arrays: Mapping[str, ArrayKind],
+    table: PieceTable,
+    error: type[FsdpcoreError],
+) -> Metadata:
+    """Bring checked values, arrays and pieces together with the files that they lie in."""
+    blocks = check_filled(files, table, values["block_bytes"], error)
+    offsets = table.offsets(np.array([file.data_start for file in files], np.int64))
+    tensors = {
+        name: StoredTensor(name, *kind, StoredPieces(table, table.of(number), offsets, blocks))
+        for number, (name, kind) in enumerate(arrays.items())
+    }
+    return Metadata(
+        **values,
+        files=tuple(files),
+        tensors=tensors,
+        table=table,
+        offsets=offsets,
+        blocks=blocks,
+    )
+
+
+def _check_values(values: Mapping[str, Any], error: type[FsdpcoreError]) -> None:
     """Raise ``error`` unless all values are such that ``to_bytes`` keeps them as they are."""
     for key, low, high in (
         ("step", 0, MAX_STEP),
         ("world_size", 1, MAX_RANKS),
         ("block_bytes", 1, MAX_BLOCK_BYTES),
     ):
-        value = getattr(made, key)
+        value = values[key]
         if type(value) is not int or not low <= value <= high:
             raise error(
                 f"{key} of a checkpoint is an integer from {low} to {high}, not {short(value)}"
             )
-    check_save_id(made.save_id, error)
-    check_text(made.created, "created", error)
-    if type(made.info) is not dict:
-        raise error(f"info of a checkpoint is a dict, not {type(made.info).__name__}")
-    check_json(made.info, "info", error)
-    check_json(made.extra, "extra", error)
-    if len(made.ranks) != made.world_size:
-        raise error(f"there are {len(made.ranks)} values in ranks for {made.world_size} ranks")
-    for rank, value in enumerate(made.ranks):
+    check_save_id(values["save_id"], error)
+    check_text(values["created"], "created", error)
+    if type(values["info"]) is not dict:
+        raise error(f"info of a checkpoint is a dict, not {type(values['info']).__name__}")
+    check_json(values["info"], "info", error)
+    check_json(values["extra"], "extra", error)
+    ranks, world_size = values["ranks"], values["world_size"]
+    if len(ranks) != world_size:
+        raise error(f"there are {len(ranks)} values in ranks for {world_size} ranks")
+    for rank, value in enumerate(ranks):
         check_json(value, f"ranks[{rank}]", error)
-    check_metrics(made.metrics, error)
+    check_metrics(values["metrics"], error)
 
 
 def _lines(rows: Iterable[str]) -> str:
@@ -241,23 +314,15 @@ def _lines(rows: Iterable[str]) -> str:
     return f"\n{text}\n" if text else ""
 
 
-def _file_line(file: StoredFile) -> str:
+def _file_line(file: StoredFile, pieces: int) -> str:
     checksums = f'"{file.header_checksum:016x}","{file.table_checksum:016x}"'
-    return f"[{encode(file.name)},{file.size},{file.data_start},{file.table},{checksums}]"
+    numbers = f"{file.size},{file.data_start},{file.table}"
+    return f"[{encode(file.name)},{numbers},{checksums},{pieces}]"
 
 
 def _tensor_line(tensor: StoredTensor) -> str:
-    pieces = ",".join(map(_piece_line, tensor.pieces))
     shape = ",".join(map(str, tensor.shape))
-    return f'{encode(tensor.name)}:["{tensor.dtype.name}",[{shape}],[{pieces}]]'
-
-
-def _piece_line(piece: StoredPiece) -> str:
-    region = piece.region
-    if isinstance(region, Range):
-        return f"[{piece.file},{piece.offset},{region.start},{region.stop}]"
-    start, stop = (",".join(map(str, bound)) for bound in (region.start, region.stop))
-    return f"[{piece.file},{piece.offset},[{start}],[{stop}]]"
+    return f'{encode(tensor.name)}:["{tensor.dtype.name}",[{shape}]]'
 
 
 def _expect(kind: type[_Kind], value: object, what: str) -> _Kind:
@@ -266,61 +331,62 @@ def _expect(kind: type[_Kind], value: object, what: str) -> _Kind:
     return value
 
 
-def _check_keys(document: object) -> None:
-    """Raise unless this is an object with the keys of a version that can be read."""
+def _checked_version(document: object) -> int:
+    """Return the version of an object with its keys; raise unless it can be read."""
     if type(document) is not dict or document.get("format") != FORMAT:
         raise CorruptCheckpointError(f"{METADATA_NAME} does not say that its format is {FORMAT}")
     version = document.get("version")
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version not in _KEYS_OF:
         raise CorruptCheckpointError(
             f"{METADATA_NAME} has version {short(version)}, but this version of fsdpcore reads "
-            f"{VERSION}; a newer one may have written it"
+            f"{' and '.join(map(str, _KEYS_OF))}; a newer one may have written it"
         )
-    for fault, keys in (("lacks", _KEYS - document.keys()), ("also has", document.keys() - _KEYS)):
-        if keys:
-            raise CorruptCheckpointError(f"{METADATA_NAME} {fault} the key {short(min(keys))}")
+    keys, there = _KEYS_OF[version], document.keys()
+    for fault, some in (("lacks", keys - there), ("also has", there - keys)):
+        if some:
+            raise CorruptCheckpointError(f"{METADATA_NAME} {fault} the key {short(min(some))}")
+    return version
 
 
-def _parsed_file(row: object) -> StoredFile:
-    if type(row) is not list or len(row) != 6:
-        raise CorruptCheckpointError(f"a row of files in {METADATA_NAME} is no list of 6 values")
-    sums = row[4:]
+def _parsed_file(row: object, values: int) -> StoredFile:
+    if type(row) is not list or len(row) != values:
+        raise CorruptCheckpointError(
+            f"a row of files in {METADATA_NAME} is no list of {values} values"
+        )
+    sums = row[4:6]
     for text in sums:
         if type(text) is not str or not _CHECKSUM.fullmatch(text):
             raise CorruptCheckpointError(
                 f"the file {short(row[0])} has a checksum that is not 16 hexadecimal digits"
             )
-    return StoredFile(*row[:4], *(int(text, 16) for text in sums))
+    file = StoredFile(*row[:4], *(int(text, 16) for text in sums))
+    check_file(file, CorruptCheckpointError)
+    return file
 
 
-def _parse_tensor(name: str, row: object, building: MetadataBuilder) -> None:
-    """Check the form of what is said of a tensor, and leave the rest to ``building``."""
-    if (
-        type(row) is not list
-        or len(row) != 3
-        or type(row[2]) is not list
-        or type(row[1]) is not list
-    ):
-        raise CorruptCheckpointError(f"{short(name)} has no list of dtype, shape and pieces")
-    dtype, shape, rows = row
-    pieces: list[tuple[Region, int, int]] = []
-    for piece in rows:
-        if type(piece) is not list or len(piece) != 4:
-            raise CorruptCheckpointError(
-                f"piece {len(pieces)} of {short(name)} is no list of file, offset, start and stop"
-            )
-        file, offset, start, stop = piece
-        if type(start) is int and type(stop) is int and 0 <= start <= stop <= MAX_BYTES:
-            pieces.append((Range(start, stop), file, offset))
-        elif type(start) is list and type(stop) is list and _counts(start) and _counts(stop):
-            pieces.append((Box(tuple(start), tuple(stop)), file, offset))
-        else:
-            raise CorruptCheckpointError(
-                f"piece {len(pieces)} of {short(name)} goes from {short(start)} to {short(stop)}; "
-                "a range has two integers there, a box two lists of them, none of them negative"
-            )
-    building.add(name, dtype, tuple(shape), pieces)
+def _count_of(row: list[Any]) -> int:
+    count = row[6]
+    if not is_count(count):
+        raise CorruptCheckpointError(
+            f"the file {short(row[0])} has {short(count)} where a number of pieces belongs"
+        )
+    return int(count)
 
 
-def _counts(values: list[Any]) -> bool:
-    return all(type(value) is int and 0 <= value <= MAX_BYTES for value in values)
+def _parsed_array(name: str, row: object) -> ArrayKind:
+    if type(row) is not list or len(row) != 2 or type(row[1]) is not list:
+        raise CorruptCheckpointError(f"{short(name)} has no list of dtype and shape")
+    return checked_array(name, row[0], tuple(row[1]), CorruptCheckpointError)
+
+
+def _parsed_pieces(
+    texts: object, counts: Sequence[int], arrays: Mapping[str, ArrayKind]
+) -> PieceTable:
+    """Return the pieces, which lie in their arrays and do not overlap."""
+    if type(texts) is not list or len(texts) != 3:
+        raise CorruptCheckpointError(f"pieces of {METADATA_NAME} are no list of 3 texts")
+    shapes = ShapeTable([each.shape for each in arrays.values()])
+    tensor, regions = unpacked(texts, sum(counts), shapes)
+    check_regions(arrays, tensor, regions, CorruptCheckpointError)
+    nbytes = bytes_of(arrays, tensor, regions, CorruptCheckpointError)
+    return PieceTable(np.array(counts, np.int64), tensor, regions, nbytes)

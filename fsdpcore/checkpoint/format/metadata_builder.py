@@ -5,20 +5,20 @@ For what is about to be written and for what was read alike; ``error`` is what t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from itertools import chain, islice
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpcore.checkpoint.format.dtypes import named_dtype
 from fsdpcore.checkpoint.format.header import MAX_HEADER_BYTES
-from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile, StoredPiece, StoredTensor
+from fsdpcore.checkpoint.format.piece_table import PieceTable
+from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile
 from fsdpcore.checkpoint.format.strict_json import check_text, short
 from fsdpcore.core.errors import FsdpcoreError
-from fsdpcore.core.geometry.overlaps import overlapping_coordinates
-from fsdpcore.core.geometry.regions import Box, Range, Region, check_region, first_overlap
+from fsdpcore.core.geometry.disjoint import overlapping
+from fsdpcore.core.geometry.region_table import Ints, RegionTable, ShapeTable
+from fsdpcore.core.geometry.regions import Region, check_region, first_overlap
 
 MAX_BYTES = 2**62 - 1
 """Of a file or an array, so that sums of two fit into 63 bits."""
@@ -33,30 +33,30 @@ _MIN_HEADER_BYTES = 10  # the length and {}
 _OTHER_FILES = ("COMMIT", "metadata.json")
 
 
+class ArrayKind(NamedTuple):
+    """What an array is: dtype and shape of the whole."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
 class MetadataBuilder:
-    """The tensors of a checkpoint, added one after the other.
+    """Arrays and their pieces, given one after the other, each piece with its place.
 
     Args:
         files: what they lie in.
-        block_bytes: that have a checksum together, from 1 to ``MAX_BLOCK_BYTES``.
         error: to raise if anything does not fit.
     """
 
-    def __init__(
-        self, files: Sequence[StoredFile], block_bytes: int, error: type[FsdpcoreError]
-    ) -> None:
-        for file in files:
-            check_file(file, error)
+    def __init__(self, files: Sequence[StoredFile], error: type[FsdpcoreError]) -> None:
         self._files = files
-        self._ends = [file.table for file in files]
-        self._block_bytes = block_bytes
         self._error = error
-        self._arrays: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
+        self.arrays: dict[str, ArrayKind] = {}
         # A column for each attribute of the pieces of all arrays.
         self._regions: list[Region] = []
+        self._tensor: list[int] = []
         self._file_of: list[int] = []
         self._offsets: list[int] = []
-        self._sizes: list[int] = []
 
     def add(
         self,
@@ -67,48 +67,65 @@ class MetadataBuilder:
     ) -> None:
         """Add an array: dtype by its name, and of each piece region, file and offset.
 
-        Raises the ``error`` unless the pieces lie in the array and in files, and do not overlap.
+        Raises the ``error`` unless this is an array, and there are such files.
         """
         error = self._error
-        try:
-            kind = named_dtype(dtype, error)
-        except error as fault:
-            raise error(f"{short(name)}: {fault}") from None
-        itemsize = kind.itemsize
-        check_shape(shape, itemsize, name, error)
-        if not _ascending(pieces, math.prod(shape)):
-            check_pieces([region for region, _, _ in pieces], shape, name, error)
+        number = len(self.arrays)
+        self.arrays[name] = checked_array(name, dtype, shape, error)
         for region, file, offset in pieces:
-            nbytes = region.size * itemsize
-            if type(file) is not int or not 0 <= file < len(self._ends):
-                raise error(f"{short(name)} lies in file {short(file)} of {len(self._ends)}")
-            if type(offset) is not int or not 0 <= offset <= self._ends[file] - nbytes:
+            if type(file) is not int or not 0 <= file < len(self._files):
+                raise error(f"{short(name)} lies in file {short(file)} of {len(self._files)}")
+            if not is_count(offset):
                 raise error(
-                    f"{short(name)} has {nbytes} bytes at byte {short(offset)} of the file "
-                    f"{short(self._files[file].name)}, whose data end at byte {self._ends[file]}"
+                    f"{short(name)} is at byte {short(offset)} of the file "
+                    f"{short(self._files[file].name)}"
                 )
             self._regions.append(region)
+            self._tensor.append(number)
             self._file_of.append(file)
             self._offsets.append(offset)
-            self._sizes.append(nbytes)
-        self._arrays.append((name, kind, shape, len(pieces)))
 
-    def tensors(self) -> dict[str, StoredTensor]:
-        """Return all by name; raises the ``error`` unless the pieces fill the files."""
-        blocks = place(
-            self._files,
-            self._file_of,
-            self._offsets,
-            self._sizes,
-            self._block_bytes,
-            self._error,
-        )
-        columns = (self._regions, self._file_of, self._offsets, self._sizes, blocks)
-        pieces = map(StoredPiece, *columns)
-        return {
-            name: StoredTensor(name, dtype, shape, tuple(islice(pieces, count)))
-            for name, dtype, shape, count in self._arrays
-        }
+    def table(self) -> PieceTable:
+        """Return all pieces; raises the ``error`` unless they fit, and leave no holes."""
+        regions = RegionTable.of(self._regions)
+        tensor = np.array(self._tensor, np.int64)
+        check_regions(self.arrays, tensor, regions, self._error)
+        file, offsets = np.array(self._file_of, np.int64), np.array(self._offsets, np.int64)
+        nbytes = bytes_of(self.arrays, tensor, regions, self._error)
+        self._check_inside(tensor, file, offsets, nbytes)
+        order = np.lexsort((offsets, file))
+        counts = np.bincount(file, minlength=len(self._files)).astype(np.int64)
+        made = PieceTable(counts, tensor[order], regions.take(order), nbytes[order])
+        wanted = made.offsets(np.array([each.data_start for each in self._files], np.int64))
+        wrong = np.flatnonzero(offsets[order] != wanted)
+        if wrong.size:
+            first = wrong[0]
+            name = self._files[made.file[first]].name
+            raise _not_filled(name, int(offsets[order[first]]), int(wanted[first]), self._error)
+        return made
+
+    def _check_inside(self, tensor: Ints, file: Ints, offsets: Ints, nbytes: Ints) -> None:
+        ends = np.array([each.table for each in self._files], np.int64)
+        outside = np.flatnonzero(offsets > ends[file] - nbytes)
+        if outside.size:
+            first = outside[0]
+            of = self._files[file[first]]
+            raise self._error(
+                f"{short(list(self.arrays)[tensor[first]])} has {nbytes[first]} bytes at byte "
+                f"{offsets[first]} of the file {short(of.name)}, whose data end at byte {of.table}"
+            )
+
+
+def checked_array(
+    name: str, dtype: str, shape: tuple[int, ...], error: type[FsdpcoreError]
+) -> ArrayKind:
+    """Return what an array is; raises ``error`` if there can be none like it."""
+    try:
+        kind = named_dtype(dtype, error)
+    except error as fault:
+        raise error(f"{short(name)}: {fault}") from None
+    check_shape(shape, kind.itemsize, name, error)
+    return ArrayKind(kind, shape)
 
 
 def is_count(value: object, limit: int = MAX_BYTES) -> bool:
@@ -132,63 +149,81 @@ def check_shape(
         raise error(f"{short(name)} has the shape {short(shape)}, which is 2**62 bytes or more")
 
 
-def _ascending(pieces: Sequence[tuple[Region, int, int]], size: int) -> bool:
-    """Whether all are ranges in the order of an array's elements: what is common, looked at fast.
-
-    Such pieces do not overlap, are not empty, and do not leave the array.
-    """
-    behind = 0
-    for region, _, _ in pieces:
-        if type(region) is not Range:
-            return False
-        start, stop = region.start, region.stop
-        if type(start) is not int or type(stop) is not int or not behind <= start < stop <= size:
-            return False
-        behind = stop
-    return True
-
-
-def check_pieces(
-    regions: Sequence[Region], shape: tuple[int, ...], name: str, error: type[FsdpcoreError]
+def check_regions(
+    arrays: Mapping[str, ArrayKind],
+    tensor: Ints,
+    regions: RegionTable,
+    error: type[FsdpcoreError],
 ) -> None:
-    """Raise ``error`` unless the regions lie in an array, are not empty and do not overlap."""
-    if _disjoint_boxes(regions, shape):
-        return
-    what = short(name)
-    for number, region in enumerate(regions):
-        check_region(region, shape, f"piece {number} of {what}", error)
-        if not region.size:
-            raise error(f"piece {number} of {what} is empty")
-    found = first_overlap(regions, shape) if len(regions) > 1 else None
-    if found is not None:
-        one, other = found
+    """Raise ``error`` unless regions lie in their arrays, are not empty and do not overlap."""
+    shapes = ShapeTable([each.shape for each in arrays.values()])
+    wrong = regions.misplaced(tensor, shapes)
+    if wrong.size:
+        number = int(wrong[0])
+        owner = int(tensor[number])
+        within = int(np.count_nonzero(tensor[:number] == owner))
+        what = f"piece {within} of {short(list(arrays)[owner])}"
+        check_region(regions[number], shapes.shapes[owner], what, error)
+        raise error(f"{what} is empty")
+    found = overlapping(tensor, regions, tensor, shapes)
+    if found.size:
+        owner = int(found[0])
+        mine = [regions[each] for each in np.flatnonzero(tensor == owner).tolist()]
+        pair = first_overlap(mine, shapes.shapes[owner])
+        assert pair is not None
+        one, other = pair
         raise error(
-            f"pieces {one} and {other} of {what} share elements: {regions[one]} and "
-            f"{regions[other]}"
+            f"pieces {one} and {other} of {short(list(arrays)[owner])} share elements: "
+            f"{mine[one]} and {mine[other]}"
         )
 
 
-def _disjoint_boxes(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
-    """Whether all are boxes, for which ``check_pieces`` holds: looked at fast, without words."""
-    if not shape or any(type(region) is not Box for region in regions):
-        return False
-    axes = len(shape)
-    boxes = [box for box in regions if isinstance(box, Box)]
-    if {type(bound) for box in boxes for bound in (box.start, box.stop)} != {tuple}:
-        return False
-    if any(len(box.start) != axes or len(box.stop) != axes for box in boxes):
-        return False
-    flat = list(chain.from_iterable((*box.start, *box.stop) for box in boxes))
-    if {*map(type, flat)} != {int} or not 0 <= min(flat) <= max(flat) <= MAX_BYTES:
-        return False
-    rows = np.array(flat, np.int64).reshape(-1, 2 * axes)
-    starts, stops = rows[:, :axes], rows[:, axes:]
-    if not ((starts < stops) & (stops <= np.array(shape, np.int64))).all():
-        return False
-    if not starts[:, 1:].any() and bool((stops[:, 1:] == np.array(shape[1:], np.int64)).all()):
-        order = np.argsort(starts[:, 0])  # whole rows
-        return bool((stops[order[:-1], 0] <= starts[order[1:], 0]).all())
-    return overlapping_coordinates(starts, stops) is None
+def bytes_of(
+    arrays: Mapping[str, ArrayKind],
+    tensor: Ints,
+    regions: RegionTable,
+    error: type[FsdpcoreError],
+) -> Ints:
+    """Return the bytes of each region; raises ``error`` if they are more than can be counted."""
+    itemsizes = np.array([each.dtype.itemsize for each in arrays.values()], np.int64)
+    found: Ints = regions.sizes * itemsizes[tensor]
+    if found.sum(dtype=np.float64) > MAX_BYTES:
+        raise error("the pieces have 2**62 bytes or more")
+    return found
+
+
+def check_filled(
+    files: Sequence[StoredFile], table: PieceTable, block_bytes: int, error: type[FsdpcoreError]
+) -> Ints:
+    """Return for each piece the index of its first checksum in the table of its file.
+
+    Args:
+        files: checked by ``check_file``.
+        table: of the pieces in them.
+        block_bytes: that have a checksum together, at most ``MAX_BLOCK_BYTES``.
+        error: what to raise if the pieces of a file do not fill it, or its table does not fit.
+    """
+    if len({file.name for file in files}) < len(files):
+        raise error("two files have the same name")
+    first, counts = table.blocks(block_bytes)
+    ends = table.data + np.array([file.data_start for file in files], np.int64)
+    for file, end, blocks in zip(files, ends.tolist(), counts.tolist(), strict=True):
+        if end != file.table:
+            raise _not_filled(file.name, file.table, end, error)
+        if blocks != file.blocks:
+            raise error(
+                f"the file {short(file.name)} has {file.blocks} checksums, but its pieces have "
+                f"{blocks} blocks of {block_bytes} bytes"
+            )
+    return first
+
+
+def _not_filled(name: str, at: int, behind: int, error: type[FsdpcoreError]) -> FsdpcoreError:
+    fault = "overlap" if at < behind else "leave a hole"
+    return error(
+        f"the pieces in the file {short(name)} {fault} between the bytes {min(at, behind)} and "
+        f"{max(at, behind)}"
+    )
 
 
 def check_file(file: StoredFile, error: type[FsdpcoreError]) -> None:
@@ -227,64 +262,3 @@ def check_file_name(name: object, error: type[FsdpcoreError]) -> None:
         fault = f"has more than {_MAX_NAME_BYTES} bytes"
     if fault is not None:
         raise error(f"the name of a file is {short(name)}, which {fault}")
-
-
-def place(
-    files: Sequence[StoredFile],
-    file_of: Sequence[int],
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    block_bytes: int,
-    error: type[FsdpcoreError],
-) -> list[int]:
-    """Return for each piece the index of its first checksum in the table of its file.
-
-    Args:
-        files: checked by ``check_file``.
-        file_of: for each piece the index of its file, which exists.
-        offsets: for each piece its first byte, at most ``MAX_BYTES``.
-        sizes: for each piece its bytes, more than 0 and at most ``MAX_BYTES``.
-        block_bytes: that have a checksum together, at most ``MAX_BLOCK_BYTES``.
-        error: what to raise if the pieces of a file do not fill it, or its table does not fit.
-    """
-    if len({file.name for file in files}) < len(files):
-        raise error("two files have the same name")
-    owner = np.array(file_of, np.int64)
-    begin, nbytes = np.array(offsets, np.int64), np.array(sizes, np.int64)
-    order = np.lexsort((begin, owner))
-    owner, begin, nbytes = owner[order], begin[order], nbytes[order]
-    blocks = -(-nbytes // block_bytes)
-    first = np.zeros(len(order), np.int64)
-    bounds = np.searchsorted(owner, np.arange(len(files) + 1)).tolist()
-    for file, low, high in zip(files, bounds, bounds[1:], strict=False):
-        _check_filled(file, begin[low:high], nbytes[low:high], error)
-        ends = np.cumsum(blocks[low:high])
-        first[low + 1 : high] = ends[:-1]
-        count = int(ends[-1]) if high > low else 0
-        if count != file.blocks:
-            raise error(
-                f"the file {short(file.name)} has {file.blocks} checksums, but its pieces have "
-                f"{count} blocks of {block_bytes} bytes"
-            )
-    found = np.empty_like(first)
-    found[order] = first
-    return found.tolist()
-
-
-def _check_filled(
-    file: StoredFile,
-    begin: np.ndarray[tuple[int], np.dtype[np.int64]],
-    nbytes: np.ndarray[tuple[int], np.dtype[np.int64]],
-    error: type[FsdpcoreError],
-) -> None:
-    """Raise ``error`` unless the pieces of a file, in order, fill it from data to table."""
-    ends = np.concatenate(([file.data_start], begin + nbytes))
-    begins = np.concatenate((begin, [file.table]))
-    wrong = np.flatnonzero(begins != ends)
-    if wrong.size:
-        at, behind = int(begins[wrong[0]]), int(ends[wrong[0]])
-        fault = "overlap" if at < behind else "leave a hole"
-        raise error(
-            f"the pieces in the file {short(file.name)} {fault} between the bytes "
-            f"{min(at, behind)} and {max(at, behind)}"
-        )

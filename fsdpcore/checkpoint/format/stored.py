@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
+from fsdpcore.checkpoint.format.piece_table import PieceTable
+from fsdpcore.core.geometry.region_table import Ints
 from fsdpcore.core.geometry.regions import Region
 
 CHECKSUM_BYTES = 8
@@ -34,6 +37,62 @@ class StoredPiece:
     block: int
 
 
+class StoredPieces(Sequence[StoredPiece]):
+    """The pieces of an array, in the order of the files and of the offsets in them.
+
+    They are made when they are asked for: of a large job there are hundreds of thousands, of which
+    a rank looks at few.
+
+    Args:
+        table: of all pieces.
+        numbers: of this array's.
+        offsets, blocks: of all pieces, see ``StoredPiece``.
+
+    Attributes:
+        numbers: the same.
+        nbytes: of all of them.
+    """
+
+    def __init__(self, table: PieceTable, numbers: Ints, offsets: Ints, blocks: Ints) -> None:
+        self._table = table
+        self.numbers = numbers
+        self._offsets = offsets
+        self._blocks = blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return int(self._table.nbytes[self.numbers].sum())
+
+    def around(self, shape: Sequence[int]) -> tuple[Ints, Ints]:
+        """Return starts and stops of the smallest boxes around them, as rows."""
+        return self._table.regions.take(self.numbers).around(shape)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> StoredPiece: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StoredPiece]: ...
+    def __getitem__(self, index: int | slice) -> StoredPiece | Sequence[StoredPiece]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        number, table = int(self.numbers[index]), self._table
+        return StoredPiece(
+            table.regions[number],
+            int(table.file[number]),
+            int(self._offsets[number]),
+            int(table.nbytes[number]),
+            int(self._blocks[number]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredPieces) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """An array; its pieces do not overlap, and need not cover it.
@@ -48,7 +107,12 @@ class StoredTensor:
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    pieces: tuple[StoredPiece, ...]
+    pieces: StoredPieces
+
+    @property
+    def missing(self) -> int:
+        """Elements that are in no piece."""
+        return (self.nbytes - self.pieces.nbytes) // self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import CheckpointError, in_words
-from fsdpcore.core.geometry.regions import Range, missing_elements, whole
+from fsdpcore.core.geometry.regions import Range
 
 WINDOW_BYTES = 8 << 20
 """What is in memory of a stream at a time; whole blocks of checksums of every dtype."""
@@ -145,9 +145,7 @@ class StepSource(ArraySource):
 
     def check(self, names: Iterable[str]) -> None:
         for name in names:
-            tensor = self.metadata.tensors[name]
-            regions = [piece.region for piece in tensor.pieces]
-            missing = missing_elements(whole(tensor.shape), regions, tensor.shape)
+            missing = self.metadata.tensors[name].missing
             if missing:
                 raise CheckpointError(
                     f"{self.what}: of {short(name)}, {missing} of "

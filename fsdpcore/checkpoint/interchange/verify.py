@@ -23,7 +23,6 @@ from fsdpcore.core.errors import (
     CorruptCheckpointError,
     in_words,
 )
-from fsdpcore.core.geometry.regions import missing_elements, whole
 
 __all__ = ["Problem", "Verified", "verify"]
 
@@ -188,28 +187,21 @@ class _Verifier:
 
     def _check_coverage(self, metadata: Metadata) -> None:
         for tensor in metadata.tensors.values():
-            regions = [piece.region for piece in tensor.pieces]
-            missing = missing_elements(whole(tensor.shape), regions, tensor.shape)
-            if missing:
-                size = whole(tensor.shape).size
-                what = f"{missing} of the {size} elements of {short(tensor.name)} were not saved"
+            if tensor.missing:
+                size = tensor.nbytes // tensor.dtype.itemsize
+                name = short(tensor.name)
+                what = f"{tensor.missing} of the {size} elements of {name} were not saved"
                 self._add(METADATA_NAME, what)
 
     def _check_files(self, metadata: Metadata) -> None:
         counting = ProgressCounter(sum(file.size for file in metadata.files), self._progress)
-        by_file: list[list[tuple[int, str, int]]] = [[] for _ in metadata.files]
-        for tensor in metadata.tensors.values():
-            for number, piece in enumerate(tensor.pieces):
-                by_file[piece.file].append((piece.offset, tensor.name, number))
         for number, file in enumerate(metadata.files):
             self._count(file.name)
-            pieces = [(name, index) for _, name, index in sorted(by_file[number])]
             self._problems += check_file(
                 self._storage,
                 self._name.name,
                 metadata,
                 number,
-                pieces,
                 self._threads,
                 counting.add,
             )

@@ -12,7 +12,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from fsdpcore.checkpoint.format.dtypes import stored_as
 from fsdpcore.checkpoint.format.header import PlacedTensor, parse_header
-from fsdpcore.checkpoint.format.metadata import Metadata, StoredFile, StoredPiece, StoredTensor
+from fsdpcore.checkpoint.format.metadata import Metadata, StoredPiece, StoredTensor
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES
 from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.plan.file_layout import TABLE
@@ -57,7 +57,6 @@ def check_file(
     directory: str,
     metadata: Metadata,
     number: int,
-    pieces: Sequence[tuple[str, int]],
     threads: int,
     done: Callable[[int], None],
 ) -> list[Problem]:
@@ -67,7 +66,6 @@ def check_file(
         storage, directory: where the checkpoint is.
         metadata: of the checkpoint.
         number: of the file in there.
-        pieces: name of the tensor and number of the piece in it, in the order of the file.
         threads: that read.
         done: called with numbers of bytes, in all the size of the file.
     """
@@ -82,7 +80,7 @@ def check_file(
         done(stored.size)
         return [Problem(stored.name, f"cannot be read: {in_words(error)}")]
     with reader:
-        checking = _FileChecker(reader, metadata, stored, pieces)
+        checking = _FileChecker(reader, metadata, number)
         problems = checking.size() + checking.header()
         done(stored.data_start)
         problems += checking.table()
@@ -98,16 +96,12 @@ class _FileChecker:
         self,
         reader: StorageReader,
         metadata: Metadata,
-        stored: StoredFile,
-        pieces: Sequence[tuple[str, int]],
+        number: int,
     ) -> None:
         self._reader = reader
         self._metadata = metadata
-        self._stored = stored
-        self._tensors: list[StoredTensor] = [metadata.tensors[name] for name, _ in pieces]
-        self._pieces: list[StoredPiece] = [
-            tensor.pieces[index] for tensor, (_, index) in zip(self._tensors, pieces, strict=True)
-        ]
+        self._stored = metadata.files[number]
+        self._tensors, self._pieces = metadata.pieces_in(number)
         self._table: memoryview | None = None
 
     def size(self) -> list[str]:

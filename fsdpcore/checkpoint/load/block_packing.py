@@ -10,10 +10,11 @@ import numpy as np
 
 from fsdpcore.checkpoint.load.reading import Span
 from fsdpcore.checkpoint.memory.rounding import put
-from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
+from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.read_plan import Scatter
 from fsdpcore.checkpoint.plan.read_sharing import BlockWindow, Needs, clip_rows
 from fsdpcore.core.buffers import Array, Bytes
+from fsdpcore.core.geometry.region_table import Ints
 
 _BITS: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),

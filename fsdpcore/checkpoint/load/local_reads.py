@@ -9,9 +9,10 @@ import numpy as np
 from fsdpcore.checkpoint.load.reading import FileSet, Span
 from fsdpcore.checkpoint.memory.rounding import put
 from fsdpcore.checkpoint.plan.block_rows import blocks_of_parts, blocks_of_scatter, split_rows
-from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
+from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.read_plan import ReadPlan, Scatter
 from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.geometry.region_table import Ints
 
 SCRATCH_BYTES = 2 << 20
 """What is on its way from blocks that are not needed as a whole."""

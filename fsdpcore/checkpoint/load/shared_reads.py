@@ -12,7 +12,7 @@ from fsdpcore.checkpoint.load.block_packing import BlockPacker, BlockUnpacker, L
 from fsdpcore.checkpoint.load.local_reads import read_alone, read_parts, read_rows
 from fsdpcore.checkpoint.load.reading import FileSet, Span
 from fsdpcore.checkpoint.plan.block_rows import split_rows
-from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
+from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.read_plan import ReadPlan
 from fsdpcore.checkpoint.plan.read_sharing import (
     ALIGN,
@@ -31,6 +31,7 @@ from fsdpcore.collectives import all_gather_v, all_to_all_v
 from fsdpcore.collectives.consensus import LocalAttempt
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.geometry.region_table import Ints
 
 _NOTHING: Ints = np.empty(0, np.int64)
 _NO_PLAN = ReadPlan(_NOTHING.reshape(0, 5), [], [], 0, [])

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
+from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.read_plan import Scatter
 from fsdpcore.checkpoint.plan.strided import Strided
+from fsdpcore.core.geometry.region_table import Ints
 
 
 class SplitRows(NamedTuple):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fsdpcore.checkpoint.format.metadata import Metadata, StoredTensor
 from fsdpcore.core.errors import CheckpointError
-from fsdpcore.core.geometry.regions import Region, as_range, bounding_box
-
-Ints = NDArray[np.int64]
+from fsdpcore.core.geometry.region_table import Flags, Ints, ShapeTable
+from fsdpcore.core.geometry.regions import Region, bounding_box
 
 _UNIT = 16  # no element is larger, so that none lies in two blocks
 _MOST_BYTES = 2**62
@@ -48,50 +46,32 @@ class Catalog:
         self.tensors: list[StoredTensor] = list(metadata.tensors.values())
         self.number = {name: index for index, name in enumerate(metadata.tensors)}
         _check(metadata)
-        sizes = np.array([tensor.nbytes for tensor in self.tensors], np.int64)
-        self.base: Ints = np.concatenate([[0], np.cumsum(sizes)])[:-1].astype(np.int64)
-        rows: list[tuple[int, int, int, int, int, int]] = []
-        flat: list[bool] = []
-        begins: list[int] = []
-        bases: list[int] = self.base.tolist()
-        for index, tensor in enumerate(self.tensors):
-            begins.append(len(rows))
-            runs = True
-            for piece in tensor.pieces:
-                run = as_range(piece.region, tensor.shape)
-                at = -1 if run is None else bases[index] + run.start * tensor.dtype.itemsize
-                runs = runs and run is not None
-                rows.append((piece.file, piece.offset, piece.nbytes, piece.block, index, at))
-            flat.append(runs)
-        table = np.array(rows, np.int64).reshape(-1, 6)
-        order = np.lexsort((table[:, 1], table[:, 0]))
-        self._bounds: dict[int, tuple[Ints, Ints]] = {}
-        self._begins = begins
-        self._place = np.empty(len(rows), np.int64)
-        self._place[order] = np.arange(len(rows))
-        table = table[order]
-        self.file: Ints = table[:, 0].copy()
-        self.offset: Ints = table[:, 1].copy()
-        self.nbytes: Ints = table[:, 2].copy()
-        self.sums: Ints = table[:, 3].copy()
-        self._owner: Ints = table[:, 4].copy()
-        start: Ints = table[:, 5]
-        blocks = -(-self.nbytes // self.block)
-        self.first_block: Ints = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
-        self.flat: NDArray[np.bool_] = np.array(flat, bool)
-        runs_only = np.flatnonzero(self.flat[self._owner]) if len(rows) else np.empty(0, np.int64)
-        self.pieces: Ints = runs_only[np.argsort(start[runs_only], kind="stable")]
+        self.base: Ints = _before([tensor.nbytes for tensor in self.tensors])[:-1]
+        table = self._table = metadata.table
+        self.file: Ints = table.file
+        self.offset: Ints = metadata.offsets
+        self.nbytes: Ints = table.nbytes
+        self.sums: Ints = metadata.blocks
+        self.first_block: Ints = _before(-(-self.nbytes // self.block))
+        shapes = ShapeTable([tensor.shape for tensor in self.tensors])
+        itemsizes = np.array([tensor.dtype.itemsize for tensor in self.tensors], np.int64)
+        first, run = table.regions.runs(table.tensor, shapes)
+        self.flat: Flags = np.ones(len(self.tensors), np.bool_)
+        self.flat[table.tensor[~run]] = False
+        start = first * itemsizes[table.tensor] + self.base[table.tensor]
+        runs = np.flatnonzero(self.flat[table.tensor])
+        self.pieces: Ints = runs[np.argsort(start[runs], kind="stable")]
         self.starts: Ints = start[self.pieces]
         self.stops: Ints = self.starts + self.nbytes[self.pieces]
+        self._bounds: dict[int, tuple[Ints, Ints]] = {}
 
     def __len__(self) -> int:
         return len(self.file)
 
     def pieces_of(self, tensor: int) -> list[int]:
-        """Return the numbers of a tensor's pieces, in the order of its metadata."""
-        begin = self._begins[tensor]
-        count = len(self.tensors[tensor].pieces)
-        return [int(piece) for piece in self._place[begin : begin + count]]
+        """Return the numbers of a tensor's pieces, ascending."""
+        found: list[int] = self._table.of(tensor).tolist()
+        return found
 
     def near(self, tensor: int, region: Region) -> Ints:
         """Return which of a tensor's pieces may share elements with a region that is not empty.
@@ -102,11 +82,7 @@ class Catalog:
         shape = self.tensors[tensor].shape
         bounds = self._bounds.get(tensor)
         if bounds is None:
-            pieces = self.tensors[tensor].pieces
-            boxes, count = [bounding_box(each.region, shape) for each in pieces], len(pieces)
-            starts = np.array([box.start for box in boxes], np.int64).reshape(count, len(shape))
-            stops = np.array([box.stop for box in boxes], np.int64).reshape(count, len(shape))
-            bounds = self._bounds[tensor] = starts, stops
+            bounds = self._bounds[tensor] = self.tensors[tensor].pieces.around(shape)
         starts, stops = bounds
         box = bounding_box(region, shape)
         hit = (starts < np.array(box.stop, np.int64)) & (stops > np.array(box.start, np.int64))
@@ -114,14 +90,19 @@ class Catalog:
 
     def dtype_of(self, piece: int) -> np.dtype[Any]:
         """Return the dtype of a piece's elements."""
-        return self.tensors[int(self._owner[piece])].dtype
+        return self.tensors[int(self._table.tensor[piece])].dtype
 
     def describe(self, piece: int, start: int, stop: int) -> str:
         """Say which file, tensor and bytes of the file bytes ``[start, stop)`` of a piece are."""
-        name = self.tensors[int(self._owner[piece])].name
+        name = self.tensors[int(self._table.tensor[piece])].name
         file = self.metadata.files[int(self.file[piece])].name
         offset = int(self.offset[piece])
         return f"bytes [{offset + start}, {offset + stop}) of {file}, tensor {name!r:.200}"
+
+
+def _before(numbers: Any) -> Ints:
+    """Return the sums of all numbers before each, and of all."""
+    return np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)]).astype(np.int64, copy=False)
 
 
 def _check(metadata: Metadata) -> None:

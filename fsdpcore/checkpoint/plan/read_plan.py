@@ -10,10 +10,11 @@ import numpy as np
 
 from fsdpcore.checkpoint.format.stored import StoredTensor
 from fsdpcore.checkpoint.memory.shards import Part
-from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
+from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.copies import copies, placed
 from fsdpcore.checkpoint.plan.strided import Strided
 from fsdpcore.core.buffers import Array, byte_view
+from fsdpcore.core.geometry.region_table import Ints
 from fsdpcore.core.geometry.regions import (
     Box,
     Region,
@@ -68,7 +69,7 @@ class ReadPlan:
 
 def is_covered(tensor: StoredTensor, region: Region | None = None) -> bool:
     """Whether all elements of a region are stored, or all there are."""
-    if sum(piece.nbytes for piece in tensor.pieces) == tensor.nbytes:  # they do not overlap
+    if not tensor.missing:
         return True
     stored = [piece.region for piece in tensor.pieces]
     return region is not None and not missing_elements(region, stored, tensor.shape)

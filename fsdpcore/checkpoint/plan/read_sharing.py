@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpcore.checkpoint.plan.block_rows import counts_by_block
-from fsdpcore.checkpoint.plan.catalog import Catalog, Ints
+from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.read_plan import ReadPlan
 from fsdpcore.checkpoint.plan.strided import Strided
+from fsdpcore.core.geometry.region_table import Ints
 
 WASTE = 1.02
 """A rank that reads more than so many times what it needs of a piece has it shared."""

@@ -20,7 +20,6 @@ from fsdpcore.checkpoint.storage.steps import FoundStep, StepName, candidates
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.commands.ckpt.progress import ending, print_json, size
 from fsdpcore.core.errors import CheckpointNotFoundError
-from fsdpcore.core.geometry.regions import missing_elements, whole
 
 
 def inspect(
@@ -130,14 +129,13 @@ def _show_step(
 
 
 def _array(tensor: StoredTensor) -> dict[str, Any]:
-    regions = [piece.region for piece in tensor.pieces]
     return {
         "name": tensor.name,
         "dtype": tensor.dtype.name,
         "shape": list(tensor.shape),
         "nbytes": tensor.nbytes,
         "pieces": len(tensor.pieces),
-        "missing": missing_elements(whole(tensor.shape), regions, tensor.shape),
+        "missing": tensor.missing,
     }
 
 

@@ -121,9 +121,9 @@ class RegionTable:
         if len(which) == len(self) and len(self.bounds) == width * len(which):
             at = self.at
             if len(at) < 2 or bool((at[1:] > at[:-1]).all()):
-                return self.bounds.reshape(-1, width)
-        rows: Ints = self.bounds[self.at[which][:, None] + np.arange(width)]
-        return rows
+                return self.bounds.reshape(len(which), width)
+        found: Ints = self.bounds[self.at[which][:, None] + np.arange(width)]
+        return found
 
     @cached_property
     def sizes(self) -> Ints:

@@ -1,0 +1,152 @@
+"""The pieces of all arrays of a checkpoint, in the order in which they lie in the files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fsdpcore.checkpoint.format.packing import pack, unpack
+from fsdpcore.core.errors import CorruptCheckpointError
+from fsdpcore.core.geometry.region_table import (
+    RANGE,
+    Ints,
+    RegionTable,
+    ShapeTable,
+    bounds_of,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PieceTable:
+    """Columns with a row for each piece.
+
+    Where a piece begins in its file follows from those before it, which leave no gaps.
+
+    Attributes:
+        counts: pieces of each file.
+        tensor: number of the array that each piece is of.
+        regions: which elements of it.
+        nbytes: of each piece.
+    """
+
+    counts: Ints
+    tensor: Ints
+    regions: RegionTable
+    nbytes: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @cached_property
+    def begins(self) -> Ints:
+        """Number of the first piece of each file, and the end of the last one."""
+        return _sums(self.counts)
+
+    @cached_property
+    def file(self) -> Ints:
+        """Number of each piece's file."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    @cached_property
+    def data(self) -> Ints:
+        """Bytes of all pieces of each file."""
+        return np.diff(_sums(self.nbytes)[self.begins])
+
+    def offsets(self, data_starts: Ints) -> Ints:
+        """Return where each piece begins in its file, from where the data of each file do."""
+        before = _sums(self.nbytes)
+        found: Ints = before[:-1] + np.repeat(data_starts - before[self.begins[:-1]], self.counts)
+        return found
+
+    def blocks(self, block_bytes: int) -> tuple[Ints, Ints]:
+        """Return the number of each piece's first block in its file, and how many a file has."""
+        before = _sums(-(-self.nbytes // block_bytes))
+        of_files = before[self.begins]
+        first: Ints = before[:-1] - np.repeat(of_files[:-1], self.counts)
+        return first, np.diff(of_files)
+
+    @cached_property
+    def by_tensor(self) -> tuple[Ints, Ints]:
+        """The numbers of the pieces, array by array; and where those of each array begin."""
+        order = np.argsort(self.tensor, kind="stable")
+        last = int(self.tensor.max(initial=-1)) + 1
+        return order, np.searchsorted(self.tensor[order], np.arange(last + 1))
+
+    def of(self, tensor: int) -> Ints:
+        """Return the numbers of an array's pieces, ascending."""
+        order, begins = self.by_tensor
+        return order[begins[tensor] : begins[tensor + 1]] if tensor + 1 < len(begins) else order[:0]
+
+    @cached_property
+    def packed(self) -> tuple[str, str, str]:
+        """Arrays, kinds and bounds as text, see ``metadata``; made once, for all saves."""
+        kinds = (self.regions.axes != RANGE).astype(np.int64)
+        bounds = [np.empty(0, np.int64)]
+        for axes, which, rows in self.regions.kinds():
+            half = 1 if axes == RANGE else axes
+            order = np.argsort(self.tensor[which], kind="stable")
+            owner = self.tensor[which[order]]
+            same = owner[1:] == owner[:-1]
+            for column in (*rows[:, :half].T, *(rows[:, half:] - rows[:, :half]).T):
+                steps = np.empty(len(which), np.int64)
+                sorted_column = column[order]
+                steps[order] = np.diff(sorted_column, prepend=0)
+                steps[order[1:][~same]] = sorted_column[1:][~same]
+                bounds.append(steps)
+        tensors = np.diff(self.tensor, prepend=0)
+        return pack(tensors), pack(kinds), pack(np.concatenate(bounds))
+
+
+def unpacked(texts: Sequence[object], count: int, shapes: ShapeTable) -> tuple[Ints, RegionTable]:
+    """Return arrays and regions of what ``PieceTable.packed`` wrote; nothing is said of its sense.
+
+    Args:
+        texts: three.
+        count: how many pieces there are.
+        shapes: of the arrays.
+
+    Raises:
+        CorruptCheckpointError: these are no numbers, or there is no such array.
+    """
+    tensor = np.cumsum(unpack(texts[0], count, "the arrays of the pieces"))
+    if count and not (tensor.min() >= 0 and tensor.max() < len(shapes.shapes)):
+        raise CorruptCheckpointError(
+            f"pieces are of arrays from {tensor.min()} to {tensor.max()}, but there are "
+            f"{len(shapes.shapes)}"
+        )
+    kinds = unpack(texts[1], count, "the kinds of the pieces")
+    if count and not (kinds.min() >= 0 and kinds.max() <= 1):
+        raise CorruptCheckpointError("a piece is neither a range nor a box")
+    axes = np.where(kinds == 0, RANGE, shapes.axes[tensor]).astype(np.int8)
+    widths = bounds_of(axes)
+    steps = unpack(texts[2], int(widths.sum()), "the bounds of the pieces")
+    at = np.cumsum(widths) - widths
+    bounds = np.empty(len(steps), np.int64)
+    behind = 0
+    for kind in np.unique(axes).tolist():
+        half = 1 if kind == RANGE else kind
+        which = np.flatnonzero(axes == kind)
+        order = np.argsort(tensor[which], kind="stable")
+        owner = tensor[which[order]]
+        heads = np.flatnonzero(np.diff(owner, prepend=-1))
+        lengths = np.diff(heads, append=len(owner))
+        found = []
+        for _ in range(2 * half):
+            column = np.cumsum(steps[behind : behind + len(which)][order])
+            column -= np.repeat(np.concatenate([[0], column])[heads], lengths)
+            found.append(column)
+            behind += len(which)
+        for number in range(half):
+            bounds[at[which[order]] + number] = found[number]
+            bounds[at[which[order]] + half + number] = found[number] + found[half + number]
+    return tensor, RegionTable(axes, at, bounds)
+
+
+def _sums(numbers: Ints) -> Ints:
+    """Return the sums of all numbers before each, and of all."""
+    found = np.zeros(len(numbers) + 1, np.int64)
+    np.cumsum(numbers, out=found[1:])
+    return found
