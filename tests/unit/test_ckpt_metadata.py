@@ -302,7 +302,7 @@ LIES_V2 = {
     "pieces huge": (_set("files", 0, 6, 2**61), "the arrays of the pieces"),
     "pieces beyond what can be counted": (_set("files", 0, 6, 2**62), "number of pieces"),
     "two texts": (lambda told: told["pieces"].pop(), "3 texts"),
-    "no text": (_set("pieces", 1, 5), "is no text"),
+    "no text": (_set("pieces", 1, 5), "are no text"),
     "no base64": (_set("pieces", 1, "~"), "cannot be unpacked"),
     "not ASCII": (_set("pieces", 1, "é"), "cannot be unpacked"),
     "no zlib": (_set("pieces", 1, "AAAA"), "cannot be unpacked"),

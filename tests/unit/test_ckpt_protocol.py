@@ -24,10 +24,11 @@ from support.fsdp_steps import cause_of, launch
 
 import fsdpcore as fc
 from fsdpcore.checkpoint.format.marker import MARKER_NAME
-from fsdpcore.checkpoint.format.metadata import METADATA_NAME
+from fsdpcore.checkpoint.format.metadata import BLOCK_BYTES, METADATA_NAME
 from fsdpcore.checkpoint.interchange.importing import import_safetensors
-from fsdpcore.checkpoint.plan.file_layout import lay_out, places_of
-from fsdpcore.checkpoint.plan.save_plan import Rows, WrittenPiece
+from fsdpcore.checkpoint.plan.file_layout import lay_out
+from fsdpcore.checkpoint.plan.held import HeldArray, held_piece
+from fsdpcore.checkpoint.plan.save_plan import decode_written, plan
 from fsdpcore.checkpoint.save.rank_save import RankSave
 from fsdpcore.checkpoint.save.step_folder import new_claimed_step
 from fsdpcore.checkpoint.storage.files import Files
@@ -434,24 +435,48 @@ def test_one_process_needs_no_collectives(name):
 
 # What rank 0 knows of the files of others.
 
-REGIONS = st.one_of(
-    st.tuples(st.integers(0, 5), st.integers(1, 40_000)).map(lambda t: Range(t[0], sum(t))),
-    st.integers(1, 40_000).map(lambda stop: Box((0,), (stop,))),
+CUTS = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.sampled_from(["float64", "int8", "complex128"]),
+        st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=4),
+    ),
+    unique_by=lambda each: each[0],
+    max_size=3,
 )
-PIECES = st.lists(
-    st.tuples(st.sampled_from("abc"), st.sampled_from(["float64", "int8", "complex128"]), REGIONS),
-    max_size=6,
-)
+ROW = 20_000
 
 
-@given(PIECES)
-def test_a_file_is_described_as_it_was_laid_out(pieces):
-    written = [
-        WrittenPiece(n, kind, (50_000,), region, Rows(0, 0, 1)) for n, kind, region in pieces
-    ]
-    layout = lay_out(written, "id", 3)
-    assert places_of(written, len(layout.header)) == layout.places
-    assert [written[index] for index in layout.places.order] == list(layout.places.pieces)
+@given(CUTS)
+def test_rank_0_knows_the_files_as_their_ranks_lay_them_out(cuts):
+    """Of arrays that ranks have rows of, some as boxes."""
+    holdings = [[], [], []]
+    for name, dtype, rows in cuts:
+        shape = (len(rows), ROW)
+        for rank, mine in enumerate(holdings):
+            regions = [
+                Box((row, 0), (row + 1, ROW)) if boxed else Range(row * ROW, (row + 1) * ROW)
+                for row, (owner, boxed) in enumerate(rows)
+                if owner == rank
+            ]
+            pieces = tuple(held_piece(region, shape) for region in reversed(regions))
+            mine.append(HeldArray(name, dtype, shape, pieces))
+    made = plan(holdings)
+    table = made.table
+    _, blocks = table.blocks(BLOCK_BYTES)
+    for file, rank in enumerate(made.writers):
+        pieces = decode_written(made.encode(rank), holdings[rank])
+        assert pieces == made.of(rank)
+        layout = lay_out(pieces[::-1], "id", rank)
+        places, at = layout.places, len(layout.header)
+        assert places.pieces == pieces
+        starts = np.zeros(len(made.writers), np.int64)
+        starts[file] = at
+        begin, end = table.begins[file : file + 2]
+        assert tuple(table.offsets(starts)[begin:end]) == places.offsets
+        assert places.table == at + table.data[file]
+        assert places.size == places.table + 8 * blocks[file]
+    assert sum(len(rows) for _, _, rows in cuts) == len(table)
 
 
 def test_what_was_just_saved_is_not_read_again_to_remove_others(tmp_path):

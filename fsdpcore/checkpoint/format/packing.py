@@ -33,12 +33,12 @@ def unpack(text: object, count: int, what: str) -> Ints:
         CorruptCheckpointError: there are not exactly these.
     """
     if type(text) is not str:
-        raise CorruptCheckpointError(f"{what} is no text")
+        raise CorruptCheckpointError(f"{what} are no text")
     stream = zlib.decompressobj()
     try:
         data = stream.decompress(base64.b64decode(text, validate=True), count * _WIDTH + 1)
     except (binascii.Error, ValueError, zlib.error, OverflowError) as error:
         raise CorruptCheckpointError(f"{what} cannot be unpacked: {error}") from None
     if len(data) != count * _WIDTH or not stream.eof or stream.unused_data:
-        raise CorruptCheckpointError(f"{what} has not the {count} numbers that it should have")
+        raise CorruptCheckpointError(f"{what} are not the {count} numbers that they should be")
     return np.frombuffer(data, "<i8").astype(np.int64, copy=False)

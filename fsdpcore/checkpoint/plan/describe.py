@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 
 from fsdpcore.checkpoint.format.dtypes import stored_as
+from fsdpcore.checkpoint.format.metadata_builder import check_shape
 from fsdpcore.checkpoint.memory.shards import (
     checked_state,
     dtype_of,
@@ -113,6 +114,7 @@ def holding_of(state: object, device: Device = HOST) -> HeldState:
             held.append(held_piece(part.region, shape_of(shard)))
             sources.append(part.array)
         dtype, shape = _dtype(name, dtype_of(shard)), shape_of(shard)
+        check_shape(shape, dtype_of(shard).itemsize, name, ArgumentError)
         arrays.append(HeldArray(name, dtype, shape, tuple(held), replica_of(shard)))
     return HeldState(tuple(arrays), tuple(sources), info)
 

@@ -15,7 +15,7 @@ from fsdpcore.checkpoint.format.header import TensorEntry, build_header
 from fsdpcore.checkpoint.format.metadata import BLOCK_BYTES
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES
 from fsdpcore.checkpoint.plan.save_plan import WrittenPiece
-from fsdpcore.core.geometry.regions import Box, Range
+from fsdpcore.core.geometry.regions import Box, first_element
 
 TABLE = "fsdpcore.checksums"
 """Name of the tensor that holds the checksums, the last one in each file."""
@@ -76,29 +76,21 @@ def lay_out(pieces: Sequence[WrittenPiece], save_id: str, rank: int) -> FileLayo
     return FileLayout(header, _places(ordered, order, sizes, len(header)))
 
 
-def places_of(pieces: Sequence[WrittenPiece], data_start: int) -> FilePlaces:
-    """Return where everything lies in a file that another rank has laid out.
-
-    Args:
-        pieces: what was laid out.
-        data_start: where its data begins, which takes a header to know.
-    """
-    order, sizes = _ordered(pieces)
-    return _places([pieces[index] for index in order], order, sizes, data_start)
-
-
 def _kinds(pieces: Sequence[WrittenPiece]) -> dict[str, np.dtype[Any]]:
     return {name: named_dtype(name) for name in {piece.dtype for piece in pieces}}
 
 
 def _ordered(pieces: Sequence[WrittenPiece]) -> tuple[list[int], list[int]]:
-    """Return the order in which pieces are written, and the bytes of each in that order."""
+    """Return the order in which pieces are written, and the bytes of each in that order.
+
+    Those with large items first, then by the name of the array and by their first elements. A
+    ``SavePlan`` has them in this order, too.
+    """
     itemsizes = {name: kind.itemsize for name, kind in _kinds(pieces).items()}
 
-    def place(index: int) -> tuple[int, str, tuple[int, ...]]:
-        _, dtype, _, region, _ = piece = pieces[index]
-        start = (region.start,) if isinstance(region, Range) else region.start
-        return -itemsizes[dtype], piece.name, start
+    def place(index: int) -> tuple[int, str, int]:
+        name, dtype, shape, region, _ = pieces[index]
+        return -itemsizes[dtype], name, first_element(region, shape)
 
     order = sorted(range(len(pieces)), key=place)
     return order, [pieces[each].region.size * itemsizes[pieces[each].dtype] for each in order]

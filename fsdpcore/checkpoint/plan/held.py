@@ -1,8 +1,7 @@
-"""What ranks hold, as each tells it to rank 0: the arrays, and a table of pieces of them."""
+"""What ranks hold in memory: described by each for itself, gathered as columns of numbers."""
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -10,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fsdpcore.checkpoint.format.dtypes import named_dtype
-from fsdpcore.checkpoint.format.metadata_builder import check_shape
-from fsdpcore.core.digests import hex_digest
+from fsdpcore.checkpoint.format.packing import pack, unpack
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.geometry.region_table import Ints, RegionTable
+from fsdpcore.core.geometry.region_table import (
+    RANGE,
+    Ints,
+    RegionTable,
+    ShapeTable,
+)
 from fsdpcore.core.geometry.regions import Range, Region, whole
 
 
@@ -52,33 +53,6 @@ class HeldArray(NamedTuple):
     replica: int = 0
 
 
-class NamedArray(NamedTuple):
-    """An array, whoever holds it; the attributes are those of ``HeldArray``."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class HeldTable:
-    """What a rank holds, in columns with a number for each piece.
-
-    Attributes:
-        arrays: all that it has; the same object for ranks that have the same.
-        array: index in there.
-        replica: of which copy it is a part.
-        rows: that it can be cut between.
-        regions: which elements.
-    """
-
-    arrays: tuple[NamedArray, ...]
-    array: Ints
-    replica: Ints
-    rows: Ints
-    regions: RegionTable
-
-
 def held_piece(region: Region, shape: tuple[int, ...]) -> HeldPiece:
     """Return how a rank holds a region, which is not empty, of an array of ``shape``."""
     if isinstance(region, Range):
@@ -89,70 +63,126 @@ def held_piece(region: Region, shape: tuple[int, ...]) -> HeldPiece:
     return HeldPiece(whole(shape) if size == math.prod(shape) else region, rows, size // rows)
 
 
-def tabled(held: Sequence[HeldArray]) -> HeldTable:
-    """Return what a rank holds as a table.
+class RankHolding(NamedTuple):
+    """What one rank holds, as it tells it.
 
-    Raises:
-        ArgumentError: an array is larger than what memory could address.
+    Attributes:
+        names: name, dtype and shape of each array that it knows, as text.
+        pieces: how many it has.
+        numbers: of all pieces the number of the array, of its copy, elements of a row, whether it
+            is a box, column by column; then all bounds.
     """
-    for name, dtype, shape, _, _ in held:
-        # Not of a file: another rank may know more dtypes.
-        check_shape(shape, named_dtype(dtype, ArgumentError).itemsize, name, ArgumentError)
-    counts = [len(each.pieces) for each in held]
-    pieces = [piece for each in held for piece in each.pieces]
-    return HeldTable(
-        tuple(NamedArray(*each[:3]) for each in held),
-        np.repeat(np.arange(len(held)), counts),
-        np.repeat(np.array([each.replica for each in held], np.int64), counts),
-        np.array([piece.rows for piece in pieces], np.int64),
-        RegionTable.of([piece.region for piece in pieces]),
-    )
+
+    names: str
+    pieces: int
+    numbers: Ints
+
+    def encode(self, *, named: bool) -> str:
+        """Write it down; without the names if another rank tells the same ones."""
+        names, numbers = self.names if named else None, self.numbers
+        return json.dumps([names, self.pieces, len(numbers), pack(numbers)])
 
 
-def arrays_digest(held: HeldTable) -> str:
-    """Return a digest of the arrays that a rank has, whatever it has of them."""
-    return hex_digest(json.dumps(held.arrays).encode())
+def holding(arrays: Iterable[HeldArray]) -> RankHolding:
+    """Return what a rank holds; of an array of which it has nothing, just the name."""
+    arrays = list(arrays)
+    pieces = [(n, array, piece) for n, array in enumerate(arrays) for piece in array.pieces]
+    regions = RegionTable.of([piece.region for _, _, piece in pieces])
+    columns: list[Any] = [
+        [number for number, _, _ in pieces],
+        [array.replica for _, array, _ in pieces],
+        [piece.row for _, _, piece in pieces],
+        regions.axes != RANGE,
+        regions.bounds,
+    ]
+    names = json.dumps([each[:3] for each in arrays], separators=(",", ":"))
+    numbers = [np.asarray(column, np.int64) for column in columns]
+    return RankHolding(names, len(pieces), np.concatenate(numbers))
 
 
-def encode(table: HeldTable, *, named: bool = True) -> str:
-    """Write down what a rank holds; unless ``named`` only the digest of the arrays."""
-    columns: tuple[NDArray[Any], ...] = (
-        table.array,
-        table.replica,
-        table.rows,
-        table.regions.axes,
-        table.regions.bounds,
-    )
-    arrays = table.arrays if named else None
-    return json.dumps([arrays_digest(table), arrays, *map(encode_column, columns)])
+def decode(texts: Sequence[str], same: Sequence[str]) -> list[RankHolding]:
+    """Read what all ranks wrote.
 
-
-def decode(texts: Iterable[str]) -> list[HeldTable]:
-    """Read what ``encode`` wrote on all ranks, in their order.
-
-    The first rank that has some arrays names them.
+    Args:
+        texts: of all of them.
+        same: for each rank a text, the same where the names are; the first of these gave them.
     """
-    known: dict[str, tuple[NamedArray, ...]] = {}
     found = []
-    for text in texts:
-        digest, arrays, *columns = json.loads(text)
-        if digest not in known:
-            known[digest] = tuple(
-                NamedArray(name, dtype, tuple(shape)) for name, dtype, shape in arrays
-            )
-        array, replica, rows, axes, bounds = map(decode_column, columns)
-        regions = RegionTable.packed(axes.astype(np.int8), bounds)
-        found.append(HeldTable(known[digest], array, replica, rows, regions))
+    told: dict[str, str] = {}
+    for key, text in zip(same, texts, strict=True):
+        names, count, size, numbers = json.loads(text)
+        names = told.setdefault(key, names)
+        found.append(RankHolding(names, count, unpack(numbers, size, "the pieces of a rank")))
     return found
 
 
-def encode_column(values: NDArray[Any]) -> str:
-    """Write down integers: bytes of each, and all of them in base64."""
-    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    size = next(n for n in (1, 2, 4, 8) if -(1 << 8 * n - 1) <= low <= high < 1 << 8 * n - 1)
-    return f"{size}{base64.b64encode(values.astype(f'<i{size}').tobytes()).decode()}"
+@dataclass(frozen=True, eq=False)
+class HeldTable:
+    """The pieces of all ranks, rank by rank, in columns.
+
+    Attributes:
+        arrays: dtype and shape by name.
+        shapes: of the arrays.
+        rank: who holds each piece.
+        number: of the piece among all of its rank's.
+        array: its number.
+        replica: of which copy of the array it is.
+        row: elements of each row; it can be cut between rows only.
+        regions: which elements.
+    """
+
+    arrays: dict[str, tuple[str, tuple[int, ...]]]
+    shapes: ShapeTable
+    rank: Ints
+    number: Ints
+    array: Ints
+    replica: Ints
+    row: Ints
+    regions: RegionTable
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankHolding]) -> HeldTable:
+        """Bring together what all ranks hold.
+
+        Raises:
+            ArgumentError: they disagree about an array.
+        """
+        arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
+        places: dict[str, int] = {}
+        numbers: dict[str, Ints] = {}  # of the arrays that a rank names
+        columns: list[list[Ints]] = [[], [], [], []]
+        bounds: list[Ints] = [np.empty(0, np.int64)]
+        for rank, (names, count, told) in enumerate(ranks):
+            mine = numbers.get(names)
+            if mine is None:
+                mine = numbers[names] = _numbered(names, rank, arrays, places)
+            parts = np.split(told, np.arange(1, 5) * count)
+            columns[0].append(mine[parts[0]])
+            for column, part in zip(columns[1:], parts[1:4], strict=True):
+                column.append(part)
+            bounds.append(parts[4])
+        array, replica, row, boxed = (np.concatenate(each) for each in columns)
+        shapes = ShapeTable([shape for _, shape in arrays.values()])
+        axes = np.where(boxed == 0, RANGE, shapes.axes[array]).astype(np.int8)
+        counts = np.array([each.pieces for each in ranks], np.int64)
+        rank_of = np.repeat(np.arange(len(ranks)), counts)
+        number = np.arange(len(array)) - np.repeat(np.cumsum(counts) - counts, counts)
+        regions = RegionTable.packed(axes, np.concatenate(bounds))
+        return cls(arrays, shapes, rank_of, number, array, replica, row, regions)
 
 
-def decode_column(text: str) -> Ints:
-    """Read what ``encode_column`` wrote."""
-    return np.frombuffer(base64.b64decode(text[1:]), f"<i{text[0]}").astype(np.int64)
+def _numbered(
+    names: str, rank: int, arrays: dict[str, tuple[str, tuple[int, ...]]], places: dict[str, int]
+) -> Ints:
+    """Return the numbers of the arrays that a rank names; new ones are added to both."""
+    found = []
+    for name, dtype, extents in json.loads(names):
+        shape = tuple(extents)
+        known = arrays.setdefault(name, (dtype, shape))
+        if known != (dtype, shape):
+            raise ArgumentError(
+                f"{name} has dtype {dtype} and shape {shape} on rank {rank}, but {known[0]} and "
+                f"{known[1]} on another"
+            )
+        found.append(places.setdefault(name, len(places)))
+    return np.array(found, np.int64)

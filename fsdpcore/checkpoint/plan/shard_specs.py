@@ -17,7 +17,7 @@ from fsdpcore.checkpoint.format.marker import check_save_id
 from fsdpcore.checkpoint.format.metadata import MAX_STEP
 from fsdpcore.checkpoint.format.metadata_builder import check_shape
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text
-from fsdpcore.checkpoint.plan.held import HeldArray, encode, held_piece, tabled
+from fsdpcore.checkpoint.plan.held import HeldArray, held_piece, holding
 from fsdpcore.checkpoint.plan.save_plan import SavePlan, plan
 from fsdpcore.core.checks import as_dtype, as_int, as_rank, as_shape
 from fsdpcore.core.errors import ArgumentError
@@ -193,7 +193,8 @@ class ShardMetadata:
         text = json.dumps([self.step, self.world_size, self.save_id, self.extra])
         found = hashlib.sha256(text.encode())
         for each in self._held:
-            found.update(b"\n" + encode(tabled(each)).encode())
+            names, count, numbers = holding(each)
+            found.update(f"\n{names} {count} ".encode() + numbers.astype("<i8").tobytes())
         return found.hexdigest()
 
     @cached_property

@@ -10,16 +10,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from fsdpcore.checkpoint.format.metadata import BLOCK_BYTES, make_metadata
+from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile
 from fsdpcore.checkpoint.memory.fetching import fetched
-from fsdpcore.checkpoint.plan.file_layout import FilePlaces, lay_out, places_of
+from fsdpcore.checkpoint.plan.file_layout import lay_out
 from fsdpcore.checkpoint.plan.save_plan import SavePlan, WrittenPiece
 from fsdpcore.checkpoint.save.step_folder import (
-    RankFile,
     Saved,
     commit,
-    described,
     file_name,
     new_claimed_step,
+    now,
 )
 from fsdpcore.checkpoint.save.writing import FileSums, write_file
 from fsdpcore.checkpoint.storage.removal import remove_claimed, remove_leftovers, remove_superseded
@@ -30,7 +31,6 @@ from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.collectives.lines import gather_lines
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.collector import collector_paused
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
 
 
@@ -87,7 +87,6 @@ class Commit:
         self._kept = f"What was committed before is still there, in {storage.path}"
         self._name = StepName(prepared.step)
         self._save_id = ""
-        self._places: FilePlaces | None = None  # of this rank's file
         self._nbytes = 0
         self._notes: list[str] = []
 
@@ -133,7 +132,7 @@ class Commit:
         summary = attempt.value(self._write_own, "null")
         summaries = gather_lines(summary, self._backend, timeout=self._timeout)
         if summaries is not None and "null" not in summaries:
-            with attempt, collector_paused():
+            with attempt:
                 self._commit([json.loads(each) for each in summaries])
                 self._clear()
         notes = list(dict.fromkeys(self._notes))  # of one folder the same may be told twice
@@ -150,7 +149,7 @@ class Commit:
         if prepared.pieces:
             directory = self._name.name
             layout = lay_out(prepared.pieces, self._save_id, rank)
-            self._places, data_start = layout.places, layout.places.data_start
+            data_start = layout.places.data_start
             ordered = [prepared.sources[index] for index in layout.places.order]
             arrays = fetched(ordered, self._backend.device)
             try:
@@ -166,20 +165,23 @@ class Commit:
         """Describe what was written, and mark it as whole."""
         prepared = self._prepared
         assert prepared.plan is not None
+        table = prepared.plan.table
+        self._nbytes = int(table.data.sum())
+        _, blocks = table.blocks(BLOCK_BYTES)
         files = []
-        for rank, written in enumerate(prepared.plan.written):
-            if written:
-                header, table, data_start, _ = summaries[rank]
-                own = self._places if rank == self._backend.rank else None
-                places = own or places_of(written, data_start)
-                self._nbytes += places.table - places.data_start
-                files.append(RankFile(rank, places, FileSums(header, table)))
-        metadata = described(
-            files,
+        for file, rank in enumerate(prepared.plan.writers):
+            header, sums, data_start, _ = summaries[rank]
+            end = data_start + int(table.data[file])
+            size = end + int(blocks[file]) * CHECKSUM_BYTES
+            files.append(StoredFile(file_name(rank), size, data_start, end, header, sums))
+        metadata = make_metadata(
             save_id=self._save_id,
             step=prepared.step,
             world_size=self._backend.world_size,
+            created=now(),
+            files=files,
             arrays=prepared.plan.arrays,
+            pieces=table,
             info=prepared.info,
             extra=prepared.extra,
             ranks=[rank_state for *_, rank_state in summaries],

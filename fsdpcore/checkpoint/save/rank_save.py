@@ -313,7 +313,7 @@ class RankSave:
 
     def _layout(self, rank: int) -> FileLayout | None:
         """Return what a rank's file is like; None if it has nothing to write."""
-        written = self._metadata.plan.written[rank]
+        written = self._metadata.plan.of(rank)
         return lay_out(written, self._metadata.save_id, rank) if written else None
 
     def _at(self, name: str) -> str:

@@ -13,15 +13,13 @@ import numpy as np
 from fsdpcore.checkpoint.format.generators import Generators, states_of
 from fsdpcore.checkpoint.format.strict_json import check_json
 from fsdpcore.checkpoint.plan.describe import HeldState, check_ranks, holding_of, rows_of
-from fsdpcore.checkpoint.plan.held import (
-    HeldArray,
-    HeldTable,
-    arrays_digest,
-    decode,
-    encode,
-    tabled,
+from fsdpcore.checkpoint.plan.held import HeldArray, HeldTable, RankHolding, decode, holding
+from fsdpcore.checkpoint.plan.save_plan import (
+    SavePlan,
+    WrittenPiece,
+    decode_written,
+    plan_table,
 )
-from fsdpcore.checkpoint.plan.save_plan import SavePlan, WrittenPiece, decode_written, plan_tables
 from fsdpcore.checkpoint.save.commit import Commit, PreparedSave
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath, open_storage
@@ -63,6 +61,7 @@ class Saver:
         self._retention = retention
         self._timeout = as_positive(timeout, "timeout")
         self._arrays: tuple[HeldArray, ...] | None = None  # for which there is a plan
+        self._told = RankHolding("", 0, np.empty(0, np.int64))  # the same, as others are told
         self._pieces: tuple[WrittenPiece, ...] = ()
         self._plan: SavePlan | None = None
 
@@ -80,45 +79,52 @@ class Saver:
         with LocalAttempt() as attempt:
             checked = _checked(state, self._backend, step, extra, generators, metrics)
             known = checked.holding.arrays == self._arrays
-            held = tabled(checked.holding.arrays)
-            arrays = arrays_digest(held)
-            described = json.dumps([checked.step, checked.metrics, _digest(extra), known, arrays])
+            if not known:
+                self._told = holding(checked.holding.arrays)
+            about = [checked.step, checked.metrics, _digest(extra), known]
+            described = json.dumps([*about, hex_digest(self._told.names.encode())])
         # No disk is involved yet: the ranks wait for one another as in any collective.
         replies = refuse(self._backend, attempt.error, described)
         everyone = [json.loads(reply) for reply in replies]
         _check_same(everyone, self._backend)
-        holding = checked.holding
+        held = checked.holding
         if not all(known for *_, known, _ in everyone):
             self._arrays = None
-            digests = [arrays for *_, arrays in everyone]
-            rank = self._backend.rank
-            # One rank names the arrays for all that have the same.
-            self._agree(holding.arrays, held, named=digests.index(digests[rank]) == rank)
-            self._arrays = holding.arrays
-        sources = [rows_of(holding.sources[each.rows.piece], each.rows) for each in self._pieces]
+            self._agree(held.arrays, [names for *_, names in everyone])
+            self._arrays = held.arrays
+        sources = [rows_of(held.sources[each.rows.piece], each.rows) for each in self._pieces]
         return PreparedSave(
             checked.step,
             self._pieces,
             tuple(sources),
             self._plan,
-            dict(holding.info),
+            dict(held.info),
             copy.deepcopy(extra),  # the caller's may change before it is written
             checked.metrics,
             checked.rank_state,
         )
 
-    def _agree(self, held: Sequence[HeldArray], table: HeldTable, *, named: bool) -> None:
-        """Have rank 0 decide who writes what."""
+    def _agree(self, arrays: Sequence[HeldArray], names: Sequence[str]) -> None:
+        """Have rank 0 decide who writes what.
+
+        Args:
+            arrays: of this rank.
+            names: for each rank a digest of the names of its arrays, which mostly are the same on
+                all: the first rank that has them tells them.
+        """
         backend, pieces = self._backend, None
-        texts = gather_lines(encode(table, named=named), backend, timeout=backend.timeout)
+        named = names.index(names[backend.rank]) == backend.rank
+        told = self._told.encode(named=named)
+        texts = gather_lines(told, backend, timeout=backend.timeout)
         with LocalAttempt() as attempt:
             if texts is not None:
-                self._plan = plan_tables(decode(texts))
-                pieces = [self._plan.written.encoded(each) for each in range(backend.world_size)]
+                held = HeldTable.of(decode(texts, names))
+                self._plan = plan_table(held, len(texts))
+                pieces = [self._plan.encode(rank) for rank in range(len(texts))]
         received = receive(
             backend, "save", attempt.error, pieces, timeout=backend.timeout, ending=_UNWRITTEN
         )
-        self._pieces = decode_written(received, held)
+        self._pieces = decode_written(received, arrays)
 
     def write(self, prepared: PreparedSave, backend: Backend) -> Saved:
         """Write what was prepared, and commit it; a collective of ``backend``'s ranks, blocks."""

@@ -100,6 +100,16 @@ def whole(shape: Sequence[int]) -> Range:
     return Range(0, math.prod(shape))
 
 
+def first_element(region: Region, shape: Sequence[int]) -> int:
+    """Return the first element of a region, which is not empty, of the flattened array."""
+    if isinstance(region, Range):
+        return region.start
+    found = 0
+    for extent, start in zip(shape, region.start, strict=True):
+        found = found * extent + start
+    return found
+
+
 def intersect(a: Box, b: Box) -> Box | None:
     """Return what two boxes of one array have in common, or None if that is nothing."""
     start = tuple(map(max, a.start, b.start))
