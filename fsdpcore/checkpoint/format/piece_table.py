@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdpcore.checkpoint.format.packing import pack, unpack
 from fsdpcore.core.errors import CorruptCheckpointError
@@ -117,32 +118,38 @@ def unpacked(texts: Sequence[object], count: int, shapes: ShapeTable) -> tuple[I
             f"pieces are of arrays from {tensor.min()} to {tensor.max()}, but there are "
             f"{len(shapes.shapes)}"
         )
-    kinds = unpack(texts[1], count, "the kinds of the pieces")
-    if count and not (kinds.min() >= 0 and kinds.max() <= 1):
-        raise CorruptCheckpointError("a piece is neither a range nor a box")
-    axes = np.where(kinds == 0, RANGE, shapes.axes[tensor]).astype(np.int8)
-    widths = bounds_of(axes)
-    steps = unpack(texts[2], int(widths.sum()), "the bounds of the pieces")
-    at = np.cumsum(widths) - widths
-    bounds = np.empty(len(steps), np.int64)
-    behind = 0
+    axes = _axes(unpack(texts[1], count, "the kinds of the pieces"), shapes.axes[tensor])
+    size = int(bounds_of(axes).sum())
+    steps = unpack(texts[2], size, "the bounds of the pieces")
+    regions = RegionTable.packed(axes, np.empty(size, np.int64))
     for kind in np.unique(axes).tolist():
-        half = 1 if kind == RANGE else kind
         which = np.flatnonzero(axes == kind)
-        order = np.argsort(tensor[which], kind="stable")
-        owner = tensor[which[order]]
-        heads = np.flatnonzero(np.diff(owner, prepend=-1))
-        lengths = np.diff(heads, append=len(owner))
-        found = []
-        for _ in range(2 * half):
-            column = np.cumsum(steps[behind : behind + len(which)][order])
-            column -= np.repeat(np.concatenate([[0], column])[heads], lengths)
-            found.append(column)
-            behind += len(which)
-        for number in range(half):
-            bounds[at[which[order]] + number] = found[number]
-            bounds[at[which[order]] + half + number] = found[number] + found[half + number]
-    return tensor, RegionTable(axes, at, bounds)
+        half = 1 if kind == RANGE else kind
+        _add_up(steps, tensor[which], regions.bounds, regions.at[which], half)
+        steps = steps[2 * half * len(which) :]
+    return tensor, regions
+
+
+def _axes(kinds: Ints, axes: Ints) -> NDArray[np.int8]:
+    """Return the numbers of axes of regions, from their kinds and those of their arrays."""
+    if len(kinds) and not (kinds.min() >= 0 and kinds.max() <= 1):
+        raise CorruptCheckpointError("a piece is neither a range nor a box")
+    return np.where(kinds == 0, RANGE, axes).astype(np.int8)
+
+
+def _add_up(steps: Ints, owner: Ints, bounds: Ints, at: Ints, half: int) -> None:
+    """Set the bounds of regions that have so many starts, from columns of steps."""
+    order = np.argsort(owner, kind="stable")
+    owner, at = owner[order], at[order]
+    heads = np.flatnonzero(np.diff(owner, prepend=-1))
+    lengths = np.diff(heads, append=len(owner))
+    for number in range(2 * half):
+        column = np.cumsum(steps[number * len(at) : (number + 1) * len(at)][order])
+        before = np.where(heads > 0, column[heads - 1], 0)
+        column -= np.repeat(before, lengths)
+        if number >= half:  # extents, which make stops of starts
+            column += bounds[at + (number - half)]
+        bounds[at + number] = column
 
 
 def _sums(numbers: Ints) -> Ints:

@@ -53,17 +53,25 @@ class Catalog:
         self.nbytes: Ints = table.nbytes
         self.sums: Ints = metadata.blocks
         self.first_block: Ints = _before(-(-self.nbytes // self.block))
+        self.flat, self.pieces, self.starts = self._runs()
+        self.stops: Ints = self.nbytes[self.pieces]
+        self.stops += self.starts
+        self._bounds: dict[int, tuple[Ints, Ints]] = {}
+
+    def _runs(self) -> tuple[Flags, Ints, Ints]:
+        """Return which tensors have runs only; these runs, and where they begin on the line."""
+        table = self._table
         shapes = ShapeTable([tensor.shape for tensor in self.tensors])
         itemsizes = np.array([tensor.dtype.itemsize for tensor in self.tensors], np.int64)
-        first, run = table.regions.runs(table.tensor, shapes)
-        self.flat: Flags = np.ones(len(self.tensors), np.bool_)
-        self.flat[table.tensor[~run]] = False
-        start = first * itemsizes[table.tensor] + self.base[table.tensor]
-        runs = np.flatnonzero(self.flat[table.tensor])
-        self.pieces: Ints = runs[np.argsort(start[runs], kind="stable")]
-        self.starts: Ints = start[self.pieces]
-        self.stops: Ints = self.starts + self.nbytes[self.pieces]
-        self._bounds: dict[int, tuple[Ints, Ints]] = {}
+        start, run = table.regions.runs(table.tensor, shapes)
+        flat = np.ones(len(self.tensors), np.bool_)
+        flat[table.tensor[~run]] = False
+        start *= itemsizes[table.tensor]
+        start += self.base[table.tensor]
+        runs = np.flatnonzero(flat[table.tensor])
+        start = start[runs]
+        order = np.argsort(start, kind="stable")
+        return flat, runs[order], start[order]
 
     def __len__(self) -> int:
         return len(self.file)

@@ -165,15 +165,8 @@ class Commit:
         """Describe what was written, and mark it as whole."""
         prepared = self._prepared
         assert prepared.plan is not None
-        table = prepared.plan.table
-        self._nbytes = int(table.data.sum())
-        _, blocks = table.blocks(BLOCK_BYTES)
-        files = []
-        for file, rank in enumerate(prepared.plan.writers):
-            header, sums, data_start, _ = summaries[rank]
-            end = data_start + int(table.data[file])
-            size = end + int(blocks[file]) * CHECKSUM_BYTES
-            files.append(StoredFile(file_name(rank), size, data_start, end, header, sums))
+        files = written_files(prepared.plan, summaries)
+        self._nbytes = sum(file.table - file.data_start for file in files)
         metadata = make_metadata(
             save_id=self._save_id,
             step=prepared.step,
@@ -181,7 +174,7 @@ class Commit:
             created=now(),
             files=files,
             arrays=prepared.plan.arrays,
-            pieces=table,
+            pieces=prepared.plan.table,
             info=prepared.info,
             extra=prepared.extra,
             ranks=[rank_state for *_, rank_state in summaries],
@@ -204,3 +197,16 @@ class Commit:
                 self._notes += prune(storage, self._retention, protect=(self._name,)).notes()
         except Exception as error:
             self._notes.append(f"old checkpoints could not be removed: {in_words(error)}")
+
+
+def written_files(plan: SavePlan, summaries: Sequence[Sequence[Any]]) -> list[StoredFile]:
+    """Return the files of a save, from what was planned and what all ranks tell of theirs."""
+    data = plan.table.data.tolist()
+    blocks = plan.table.blocks(BLOCK_BYTES)[1].tolist()
+    files = []
+    for rank, nbytes, count in zip(plan.writers, data, blocks, strict=True):
+        header, table, data_start, *_ = summaries[rank]
+        end = data_start + nbytes
+        size = end + count * CHECKSUM_BYTES
+        files.append(StoredFile(file_name(rank), size, data_start, end, header, table))
+    return files

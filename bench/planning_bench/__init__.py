@@ -1,0 +1,1 @@
+"""Parts of ``checkpoint_planning.py``."""
