@@ -32,6 +32,7 @@ from fsdpcore.checkpoint.save.step_folder import (
     now,
 )
 from fsdpcore.checkpoint.save.writing import FileSums, table_sum, write_file
+from fsdpcore.checkpoint.storage.many import for_many
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError
@@ -240,8 +241,7 @@ class RankSave:
         if not {part_name(rank) for rank in ranks} <= {*self._storage.names(self._directory)}:
             return None
         found = []
-        for rank in ranks:
-            part = self._part(rank)
+        for rank, part in enumerate(for_many(self._part, ranks)):
             if part is None or part.save_id != self._metadata.save_id:
                 return None
             if (part.world_size, part.digest) != (ranks.stop, self._metadata.digest):
@@ -270,13 +270,8 @@ class RankSave:
             CheckpointError: a file is not the one that its rank has left a part for.
         """
         save = self._metadata
-        files = []
-        for part in parts:
-            layout = self._layout(part.rank)
-            if layout is not None:
-                self._check_file(file_name(part.rank), layout)
-                sums = FileSums(xxh3_64_intdigest(layout.header), part.table)
-                files.append(RankFile(part.rank, layout.places, sums))
+        found = for_many(self._checked_file, parts)
+        files = [each for each in found if each is not None]
         return described(
             files,
             save_id=save.save_id,
@@ -286,6 +281,15 @@ class RankSave:
             created=max(part.created for part in parts),
             extra=save.extra,
         )
+
+    def _checked_file(self, part: RankPart) -> RankFile | None:
+        """Return the file that a rank has left a part for, which is there; None if it has none."""
+        layout = self._layout(part.rank)
+        if layout is None:
+            return None
+        self._check_file(file_name(part.rank), layout)
+        sums = FileSums(xxh3_64_intdigest(layout.header), part.table)
+        return RankFile(part.rank, layout.places, sums)
 
     def _check_file(self, name: str, layout: FileLayout) -> None:
         """Look whether a file is there and of this attempt, as its header says."""
@@ -307,9 +311,9 @@ class RankSave:
         """Remove the parts, and files of older attempts by more ranks; what fails stays."""
         used = {file.name for file in metadata.files}
         with suppress(OSError):
-            for name in self._storage.names(self._directory):
-                if _OWN.fullmatch(name) and name not in used:
-                    self._storage.remove(self._at(name))
+            names = self._storage.names(self._directory)
+            unused = [each for each in names if _OWN.fullmatch(each) and each not in used]
+            for_many(lambda name: self._storage.remove(self._at(name)), unused)
 
     def _layout(self, rank: int) -> FileLayout | None:
         """Return what a rank's file is like; None if it has nothing to write."""

@@ -13,6 +13,7 @@ from fsdpcore.checkpoint.format.marker import MARKER_NAME, Marker
 from fsdpcore.checkpoint.format.metadata import METADATA_NAME, Metadata, StoredFile, make_metadata
 from fsdpcore.checkpoint.plan.file_layout import FilePlaces
 from fsdpcore.checkpoint.save.writing import FileSums
+from fsdpcore.checkpoint.storage.many import for_many
 from fsdpcore.checkpoint.storage.steps import StepName, new_step
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.errors import CheckpointError
@@ -171,11 +172,14 @@ def commit(storage: Storage, directory: str, metadata: Metadata) -> None:
 
 def _check_sizes(storage: Storage, directory: str, sizes: Mapping[str, int]) -> None:
     """Look whether all is there still: without locks, somebody may have cleared the folder."""
-    for name, wanted in sizes.items():
+
+    def size_of(name: str) -> int | None:
         try:
-            size: int | None = storage.size(f"{directory}/{name}")
+            return storage.size(f"{directory}/{name}")
         except FileNotFoundError:
-            size = None
+            return None
+
+    for (name, wanted), size in zip(sizes.items(), for_many(size_of, sizes), strict=True):
         if size != wanted:
             there = "is gone" if size is None else f"has {size} bytes instead of {wanted}"
             raise CheckpointError(

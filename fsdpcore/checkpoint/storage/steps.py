@@ -14,7 +14,8 @@ from functools import partial
 from typing import Literal, NamedTuple, NoReturn
 
 from fsdpcore.checkpoint.format.marker import MARKER_NAME, MAX_MARKER_BYTES, Marker, is_torn
-from fsdpcore.checkpoint.format.metadata import MAX_STEP, METADATA_NAME, Metadata
+from fsdpcore.checkpoint.format.metadata import MAX_STEP, METADATA_NAME, Metadata, StoredFile
+from fsdpcore.checkpoint.storage.many import for_many
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.checks import as_int
@@ -196,7 +197,8 @@ def read_step(storage: Storage, name: StepName) -> Metadata:
 def _checked(storage: Storage, name: StepName) -> Committed:
     """Do what ``read_step`` does, and return all that was read."""
     found = read_committed(read_marker(storage, name), partial(_read, storage, name))
-    for file in found.metadata.files:
+
+    def check_size(file: StoredFile) -> None:
         try:
             size = storage.size(f"{name.name}/{file.name}")
         except OSError as error:
@@ -205,6 +207,8 @@ def _checked(storage: Storage, name: StepName) -> Committed:
             raise CorruptCheckpointError(
                 f"{name.name}/{file.name} has {size} bytes, but {file.size} were committed"
             )
+
+    for_many(check_size, found.metadata.files)
     return found
 
 
