@@ -96,15 +96,24 @@ def test_what_is_no_region_of_its_array_is_told(case, data):
     assert table.misplaced(arrays, ShapeTable(found)).tolist() == [at]
 
 
+def test_no_plane_cuts_a_box_that_reaches_behind_the_next():
+    """The first box ends behind where the second does, in rows as in columns."""
+    long, short, behind = Box((0, 0), (9, 2)), Box((1, 2), (2, 9)), Box((3, 1), (4, 3))
+    upright = [long, short, behind]
+    for boxes in (upright, [Box(each.start[::-1], each.stop[::-1]) for each in upright]):
+        table, arrays = RegionTable.of(boxes), np.zeros(3, np.int64)
+        assert overlapping(arrays, table, arrays, ShapeTable([(9, 9)])).tolist() == [0]
+
+
 def test_a_mesh_is_found_disjoint_without_comparing_pairs(monkeypatch):
     """Columns on 8 ranks, each flat on others: parts of rows and whole rows of the columns."""
     shape = (100, 80)
     found = [
         region
         for column in range(0, 80, 10)
-        for start in range(0, 1000, 16)
+        for start in range(0, 1000, 36)
         for region in regions_inside(
-            Box((0, column), (100, column + 10)), Range(start, min(start + 16, 1000)), shape
+            Box((0, column), (100, column + 10)), Range(start, min(start + 36, 1000)), shape
         )
     ]
     compared = []
@@ -112,3 +121,11 @@ def test_a_mesh_is_found_disjoint_without_comparing_pairs(monkeypatch):
     table, arrays = RegionTable.of(found), np.zeros(len(found), np.int64)
     assert not overlapping(arrays, table, arrays, ShapeTable([shape])).size
     assert not compared
+
+
+def test_boxes_too_far_apart_to_be_put_on_one_line_are_compared():
+    far = 2**60
+    apart = [Box((0, column), (far - 1, column + 1)) for column in range(2)]
+    for boxes, found in ((apart, []), ([*apart, Box((far - 2, 1), (far, 2))], [0])):
+        table, arrays = RegionTable.of(boxes), np.zeros(len(boxes), np.int64)
+        assert overlapping(arrays, table, arrays, ShapeTable([(far, 2)])).tolist() == found
