@@ -117,7 +117,7 @@ def test_a_mesh_is_found_disjoint_without_comparing_pairs(monkeypatch):
         )
     ]
     compared = []
-    monkeypatch.setattr(disjoint, "overlapping_boxes", compared.append)
+    monkeypatch.setattr(disjoint, "overlapping_coordinates", lambda *each: compared.append(each))
     table, arrays = RegionTable.of(found), np.zeros(len(found), np.int64)
     assert not overlapping(arrays, table, arrays, ShapeTable([shape])).size
     assert not compared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fsdpcore.core.geometry.overlaps import overlapping_boxes
+from fsdpcore.core.geometry.overlaps import overlapping_coordinates
 from fsdpcore.core.geometry.region_table import Ints, RegionTable, ShapeTable
 from fsdpcore.core.geometry.regions import boxes_of
 
@@ -71,8 +71,7 @@ def _unseparated(groups: Ints, starts: Ints, stops: Ints) -> Ints:
     for begin, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
         if end - begin > 1:
             mine = order[begin:end]
-            low_of, high_of = (map(tuple, each[mine].tolist()) for each in (starts, stops))
-            if overlapping_boxes(list(zip(low_of, high_of, mine, strict=True))) is not None:
+            if overlapping_coordinates(starts[mine], stops[mine]) is not None:
                 found.append(int(groups[mine[0]]))
     return np.array(found, np.int64)
 
