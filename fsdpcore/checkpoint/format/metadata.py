@@ -71,7 +71,7 @@ from fsdpcore.checkpoint.format.stored import (
 )
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text, decode, encode, short
 from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError, FsdpcoreError
-from fsdpcore.core.geometry.region_table import Ints, ShapeTable
+from fsdpcore.core.geometry.region_table import Column, Ints, ShapeTable
 from fsdpcore.core.geometry.regions import Region
 
 __all__ = [
@@ -126,7 +126,8 @@ class Metadata:
     Attributes:
         tensors: arrays by name, with their pieces.
         table: all pieces.
-        offsets, blocks: of each of them, see ``StoredPiece``.
+        offsets: of each of them, see ``StoredPiece``.
+        blocks: the number of each one's first block among those of all, and how many there are.
     """
 
     save_id: str
@@ -141,7 +142,7 @@ class Metadata:
     files: tuple[StoredFile, ...]
     tensors: dict[str, StoredTensor]
     table: PieceTable = field(compare=False)
-    offsets: Ints = field(compare=False)
+    offsets: Column = field(compare=False)
     blocks: Ints = field(compare=False)
 
     def pieces_in(self, file: int) -> tuple[list[StoredTensor], list[StoredPiece]]:

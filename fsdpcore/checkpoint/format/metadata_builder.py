@@ -17,7 +17,7 @@ from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile
 from fsdpcore.checkpoint.format.strict_json import check_text, short
 from fsdpcore.core.errors import FsdpcoreError
 from fsdpcore.core.geometry.disjoint import overlapping
-from fsdpcore.core.geometry.region_table import Ints, RegionTable, ShapeTable
+from fsdpcore.core.geometry.region_table import Column, Ints, RegionTable, ShapeTable, narrowed
 from fsdpcore.core.geometry.regions import Region, check_region, first_overlap
 
 MAX_BYTES = 2**62 - 1
@@ -151,7 +151,7 @@ def check_shape(
 
 def check_regions(
     arrays: Mapping[str, ArrayKind],
-    tensor: Ints,
+    tensor: Column,
     regions: RegionTable,
     error: type[FsdpcoreError],
 ) -> None:
@@ -180,22 +180,22 @@ def check_regions(
 
 def bytes_of(
     arrays: Mapping[str, ArrayKind],
-    tensor: Ints,
+    tensor: Column,
     regions: RegionTable,
     error: type[FsdpcoreError],
-) -> Ints:
+) -> Column:
     """Return the bytes of each region; raises ``error`` if they are more than can be counted."""
     itemsizes = np.array([each.dtype.itemsize for each in arrays.values()], np.int64)
     found: Ints = regions.sizes * itemsizes[tensor]
     if found.sum(dtype=np.float64) > MAX_BYTES:
         raise error("the pieces have 2**62 bytes or more")
-    return found
+    return narrowed(found, int(found.max(initial=0)))
 
 
 def check_filled(
     files: Sequence[StoredFile], table: PieceTable, block_bytes: int, error: type[FsdpcoreError]
 ) -> Ints:
-    """Return for each piece the index of its first checksum in the table of its file.
+    """Return the numbers of blocks, see ``PieceTable.blocks``.
 
     Args:
         files: checked by ``check_file``.
@@ -205,7 +205,8 @@ def check_filled(
     """
     if len({file.name for file in files}) < len(files):
         raise error("two files have the same name")
-    first, counts = table.blocks(block_bytes)
+    numbers = table.blocks(block_bytes)
+    counts = np.diff(numbers[table.begins])
     ends = table.data + np.array([file.data_start for file in files], np.int64)
     for file, end, blocks in zip(files, ends.tolist(), counts.tolist(), strict=True):
         if end != file.table:
@@ -215,7 +216,7 @@ def check_filled(
                 f"the file {short(file.name)} has {file.blocks} checksums, but its pieces have "
                 f"{blocks} blocks of {block_bytes} bytes"
             )
-    return first
+    return numbers
 
 
 def _not_filled(name: str, at: int, behind: int, error: type[FsdpcoreError]) -> FsdpcoreError:

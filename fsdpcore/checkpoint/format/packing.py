@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,25 +21,40 @@ def pack(numbers: Ints) -> str:
 
 
 def unpack(text: object, count: int, what: str) -> Ints:
-    """Return the numbers of a text.
+    """Return the numbers of a text, see ``unpack_parts``."""
+    parts = list(unpack_parts(text, [count], what))
+    return parts[0] if parts else np.empty(0, np.int64)
+
+
+def unpack_parts(text: object, counts: Sequence[int], what: str) -> Iterator[Ints]:
+    """Give the numbers of a text part by part, each when it is asked for.
 
     Memory is taken for what is there, not for what is claimed.
 
     Args:
         text: as ``pack`` made it, or anything.
-        count: how many numbers there are to be.
+        counts: how many numbers there are to be in each part.
         what: begins the message.
 
     Raises:
-        CorruptCheckpointError: there are not exactly these.
+        CorruptCheckpointError: there are not exactly these; maybe not before the end.
     """
     if type(text) is not str:
         raise CorruptCheckpointError(f"{what} are no text")
     stream = zlib.decompressobj()
     try:
-        data = stream.decompress(base64.b64decode(text, validate=True), count * _WIDTH + 1)
+        left = base64.b64decode(text, validate=True)
+        for count in filter(None, counts):
+            data = stream.decompress(left, count * _WIDTH)
+            left = stream.unconsumed_tail
+            if len(data) != count * _WIDTH:
+                raise _not_these(what, counts)
+            yield np.frombuffer(data, "<i8").astype(np.int64, copy=False)
+        if stream.decompress(left, 1) or not stream.eof or stream.unused_data:
+            raise _not_these(what, counts)
     except (binascii.Error, ValueError, zlib.error, OverflowError) as error:
         raise CorruptCheckpointError(f"{what} cannot be unpacked: {error}") from None
-    if len(data) != count * _WIDTH or not stream.eof or stream.unused_data:
-        raise CorruptCheckpointError(f"{what} are not the {count} numbers that they should be")
-    return np.frombuffer(data, "<i8").astype(np.int64, copy=False)
+
+
+def _not_these(what: str, counts: Sequence[int]) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{what} are not the {sum(counts)} numbers that they should be")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.checkpoint.format.packing import pack, unpack
+from fsdpcore.checkpoint.format.packing import pack, unpack, unpack_parts
 from fsdpcore.core.errors import CorruptCheckpointError
 from fsdpcore.core.geometry.region_table import (
     RANGE,
+    Column,
     Ints,
     RegionTable,
     ShapeTable,
     bounds_of,
+    dtype_for,
+    narrowed,
 )
 
 
@@ -34,9 +37,9 @@ class PieceTable:
     """
 
     counts: Ints
-    tensor: Ints
+    tensor: Column
     regions: RegionTable
-    nbytes: Ints
+    nbytes: Column
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -47,36 +50,36 @@ class PieceTable:
         return _sums(self.counts)
 
     @cached_property
-    def file(self) -> Ints:
+    def file(self) -> Column:
         """Number of each piece's file."""
-        return np.repeat(np.arange(len(self.counts)), self.counts)
+        return np.repeat(narrowed(np.arange(len(self.counts)), len(self.counts)), self.counts)
 
     @cached_property
     def data(self) -> Ints:
         """Bytes of all pieces of each file."""
         return np.diff(_sums(self.nbytes)[self.begins])
 
-    def offsets(self, data_starts: Ints) -> Ints:
+    def offsets(self, data_starts: Ints) -> Column:
         """Return where each piece begins in its file, from where the data of each file do."""
-        before = _sums(self.nbytes)
-        found: Ints = before[:-1] + np.repeat(data_starts - before[self.begins[:-1]], self.counts)
-        return found
+        found = _sums(self.nbytes)
+        before = data_starts - found[self.begins[:-1]]
+        found = found[:-1]
+        found += np.repeat(before, self.counts)
+        return narrowed(found, int(found.max(initial=0)))
 
-    def blocks(self, block_bytes: int) -> tuple[Ints, Ints]:
-        """Return the number of each piece's first block in its file, and how many a file has."""
-        before = _sums(-(-self.nbytes // block_bytes))
-        of_files = before[self.begins]
-        first: Ints = before[:-1] - np.repeat(of_files[:-1], self.counts)
-        return first, np.diff(of_files)
+    def blocks(self, block_bytes: int) -> Ints:
+        """Return the number of each piece's first block among those of all, and how many."""
+        return _sums(-(-self.nbytes // np.int64(block_bytes)))
 
     @cached_property
-    def by_tensor(self) -> tuple[Ints, Ints]:
+    def by_tensor(self) -> tuple[Column, Ints]:
         """The numbers of the pieces, array by array; and where those of each array begin."""
         order = np.argsort(self.tensor, kind="stable")
         last = int(self.tensor.max(initial=-1)) + 1
-        return order, np.searchsorted(self.tensor[order], np.arange(last + 1))
+        begins = np.searchsorted(self.tensor[order], np.arange(last + 1))
+        return narrowed(order, len(order)), begins
 
-    def of(self, tensor: int) -> Ints:
+    def of(self, tensor: int) -> Column:
         """Return the numbers of an array's pieces, ascending."""
         order, begins = self.by_tensor
         return order[begins[tensor] : begins[tensor + 1]] if tensor + 1 < len(begins) else order[:0]
@@ -86,7 +89,7 @@ class PieceTable:
         """Arrays, kinds and bounds as text, see ``metadata``; made once, for all saves."""
         kinds = (self.regions.axes != RANGE).astype(np.int64)
         bounds = [np.empty(0, np.int64)]
-        for axes, which, rows in self.regions.kinds():
+        for axes, which, rows in self.regions.kinds(len(self)):
             half = 1 if axes == RANGE else axes
             order = np.argsort(self.tensor[which], kind="stable")
             owner = self.tensor[which[order]]
@@ -101,8 +104,10 @@ class PieceTable:
         return pack(tensors), pack(kinds), pack(np.concatenate(bounds))
 
 
-def unpacked(texts: Sequence[object], count: int, shapes: ShapeTable) -> tuple[Ints, RegionTable]:
+def unpacked(texts: Sequence[object], count: int, shapes: ShapeTable) -> tuple[Column, RegionTable]:
     """Return arrays and regions of what ``PieceTable.packed`` wrote; nothing is said of its sense.
+
+    A bound that no array can have may come back as another one that none can have.
 
     Args:
         texts: three.
@@ -112,21 +117,25 @@ def unpacked(texts: Sequence[object], count: int, shapes: ShapeTable) -> tuple[I
     Raises:
         CorruptCheckpointError: these are no numbers, or there is no such array.
     """
-    tensor = np.cumsum(unpack(texts[0], count, "the arrays of the pieces"))
-    if count and not (tensor.min() >= 0 and tensor.max() < len(shapes.shapes)):
+    numbers = np.cumsum(unpack(texts[0], count, "the arrays of the pieces"))
+    if count and not (numbers.min() >= 0 and numbers.max() < len(shapes.shapes)):
         raise CorruptCheckpointError(
-            f"pieces are of arrays from {tensor.min()} to {tensor.max()}, but there are "
+            f"pieces are of arrays from {numbers.min()} to {numbers.max()}, but there are "
             f"{len(shapes.shapes)}"
         )
+    tensor = narrowed(numbers, len(shapes.shapes))
+    del numbers
     axes = _axes(unpack(texts[1], count, "the kinds of the pieces"), shapes.axes[tensor])
-    size = int(bounds_of(axes).sum())
-    steps = unpack(texts[2], size, "the bounds of the pieces")
-    regions = RegionTable.packed(axes, np.empty(size, np.int64))
-    for kind in np.unique(axes).tolist():
-        which = np.flatnonzero(axes == kind)
-        half = 1 if kind == RANGE else kind
-        _add_up(steps, tensor[which], regions.bounds, regions.at[which], half)
-        steps = steps[2 * half * len(which) :]
+    regions = RegionTable.packed(
+        axes, np.empty(int(bounds_of(axes).sum()), dtype_for(shapes.largest))
+    )
+    kinds, counts = np.unique(axes, return_counts=True)
+    halves = [1 if kind == RANGE else kind for kind in kinds.tolist()]
+    sizes = np.repeat(counts, 2 * np.array(halves, np.int64)).tolist()
+    columns = unpack_parts(texts[2], sizes, "the bounds of the pieces")
+    for kind, half in zip(kinds.tolist(), halves, strict=True):
+        _add_up(columns, np.flatnonzero(axes == kind), tensor, regions, half)
+    next(columns, None)  # looks that there is nothing behind the last one
     return tensor, regions
 
 
@@ -137,19 +146,24 @@ def _axes(kinds: Ints, axes: Ints) -> NDArray[np.int8]:
     return np.where(kinds == 0, RANGE, axes).astype(np.int8)
 
 
-def _add_up(steps: Ints, owner: Ints, bounds: Ints, at: Ints, half: int) -> None:
+def _add_up(
+    columns: Iterator[Ints], which: Ints, tensor: Column, regions: RegionTable, half: int
+) -> None:
     """Set the bounds of regions that have so many starts, from columns of steps."""
-    order = np.argsort(owner, kind="stable")
-    owner, at = owner[order], at[order]
-    heads = np.flatnonzero(np.diff(owner, prepend=-1))
-    lengths = np.diff(heads, append=len(owner))
+    owner = tensor[which]
+    order = narrowed(np.argsort(owner, kind="stable"), len(owner))
+    heads = np.flatnonzero(np.diff(owner[order], prepend=-1))
+    at = regions.at[which][order]
+    del which, owner  # of what is needed for each of a million pieces, little is kept
+    bounds, limits = regions.bounds, np.iinfo(regions.bounds.dtype)
     for number in range(2 * half):
-        column = np.cumsum(steps[number * len(at) : (number + 1) * len(at)][order])
-        before = np.where(heads > 0, column[heads - 1], 0)
-        column -= np.repeat(before, lengths)
+        sums = next(columns)[order]
+        of_each = np.add.reduceat(sums, heads)
+        sums[heads[1:]] -= of_each[:-1]  # each array's begin anew
+        np.cumsum(sums, out=sums)
         if number >= half:  # extents, which make stops of starts
-            column += bounds[at + (number - half)]
-        bounds[at + number] = column
+            sums += bounds[at + (number - half)]
+        bounds[at + number] = np.clip(sums, limits.min, limits.max, out=sums)
 
 
 def _sums(numbers: Ints) -> Ints:

@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 
 from fsdpcore.checkpoint.format.piece_table import PieceTable
-from fsdpcore.core.geometry.region_table import Ints
+from fsdpcore.core.geometry.region_table import Column, Ints
 from fsdpcore.core.geometry.regions import Region
 
 CHECKSUM_BYTES = 8
@@ -46,14 +46,15 @@ class StoredPieces(Sequence[StoredPiece]):
     Args:
         table: of all pieces.
         numbers: of this array's.
-        offsets, blocks: of all pieces, see ``StoredPiece``.
+        offsets: of all pieces, see ``StoredPiece``.
+        blocks: see ``PieceTable.blocks``.
 
     Attributes:
         numbers: the same.
         nbytes: of all of them.
     """
 
-    def __init__(self, table: PieceTable, numbers: Ints, offsets: Ints, blocks: Ints) -> None:
+    def __init__(self, table: PieceTable, numbers: Column, offsets: Column, blocks: Ints) -> None:
         self._table = table
         self.numbers = numbers
         self._offsets = offsets
@@ -79,12 +80,13 @@ class StoredPieces(Sequence[StoredPiece]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         number, table = int(self.numbers[index]), self._table
+        file = int(table.file[number])
         return StoredPiece(
             table.regions[number],
-            int(table.file[number]),
+            file,
             int(self._offsets[number]),
             int(table.nbytes[number]),
-            int(self._blocks[number]),
+            int(self._blocks[number] - self._blocks[table.begins[file]]),
         )
 
     def __eq__(self, other: object) -> bool:

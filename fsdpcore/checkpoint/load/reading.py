@@ -85,9 +85,6 @@ class FileSet:
         self._catalog = catalog
         self._threads = min(threads, _MOST_THREADS)
         self._run = max(1, RUN_BYTES // catalog.block) * catalog.block
-        self._files: list[int] = catalog.file.tolist()
-        self._offsets: list[int] = catalog.offset.tolist()
-        self._sums: list[int] = catalog.sums.tolist()
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self.bytes_read = 0
@@ -151,15 +148,15 @@ class FileSet:
         """Give file, offset, and spans that are to be read from there on at once."""
         batch: list[tuple[int, int, int, memoryview]] = []
         file = begin = end = -1
-        files, offsets, run = self._files, self._offsets, self._run
+        catalog, run = self._catalog, self._run
         for piece, start, stop, buffer in spans:
-            at, size = offsets[piece] + start, stop - start
+            at, size = int(catalog.offset[piece]) + start, stop - start
             full = end - begin + size > run or len(batch) >= _MOST_BUFFERS
-            if batch and (at != end or full or files[piece] != file):
+            if batch and (at != end or full or catalog.file[piece] != file):
                 yield file, begin, batch
                 batch = []
             if not batch:
-                file, begin = files[piece], at
+                file, begin = int(catalog.file[piece]), at
             while size > run:
                 yield file, at, [(piece, start, start + run, buffer[:run])]
                 buffer = buffer[run:]
@@ -176,10 +173,11 @@ class FileSet:
         with self._using(file) as opened:
             with self._translated(file):
                 opened.reader.read_into(offset, *[buffer for _, _, _, buffer in batch])
-            block, sums, table = self._catalog.block, self._sums, opened.table
+            block, table = self._catalog.block, opened.table
             nbytes = 0
             for piece, start, stop, buffer in batch:
-                index, size = sums[piece] + start // block, stop - start
+                index = self._catalog.checksum_of(piece) + start // block
+                size = stop - start
                 nbytes += size
                 if size <= block:
                     if xxh3_64_intdigest(buffer) != table[index]:

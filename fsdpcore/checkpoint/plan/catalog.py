@@ -8,7 +8,13 @@ import numpy as np
 
 from fsdpcore.checkpoint.format.metadata import Metadata, StoredTensor
 from fsdpcore.core.errors import CheckpointError
-from fsdpcore.core.geometry.region_table import Flags, Ints, ShapeTable
+from fsdpcore.core.geometry.region_table import (
+    Column,
+    Flags,
+    Ints,
+    ShapeTable,
+    stretches,
+)
 from fsdpcore.core.geometry.regions import Region, bounding_box
 
 _UNIT = 16  # no element is larger, so that none lies in two blocks
@@ -34,10 +40,9 @@ class Catalog:
         number: of each tensor in there, by name.
         base: where each tensor begins on the line.
         file, offset, nbytes: of each piece.
-        sums: index of the first checksum of each piece in the table of its file.
         first_block: number of each piece's first block among those of all pieces; and the end.
         flat: for each tensor, whether all of its pieces are runs.
-        starts, stops, pieces: those runs, as intervals on the line in ascending order.
+        starts, pieces: those runs, and where each begins on the line, ascending.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -48,30 +53,33 @@ class Catalog:
         _check(metadata)
         self.base: Ints = _before([tensor.nbytes for tensor in self.tensors])[:-1]
         table = self._table = metadata.table
-        self.file: Ints = table.file
-        self.offset: Ints = metadata.offsets
-        self.nbytes: Ints = table.nbytes
-        self.sums: Ints = metadata.blocks
-        self.first_block: Ints = _before(-(-self.nbytes // self.block))
+        self.file: Column = table.file
+        self.offset: Column = metadata.offsets
+        self.nbytes: Column = table.nbytes
+        self.first_block: Ints = metadata.blocks
         self.flat, self.pieces, self.starts = self._runs()
-        self.stops: Ints = self.nbytes[self.pieces]
-        self.stops += self.starts
         self._bounds: dict[int, tuple[Ints, Ints]] = {}
 
-    def _runs(self) -> tuple[Flags, Ints, Ints]:
+    def _runs(self) -> tuple[Flags, Column, Ints]:
         """Return which tensors have runs only; these runs, and where they begin on the line."""
         table = self._table
         shapes = ShapeTable([tensor.shape for tensor in self.tensors])
         itemsizes = np.array([tensor.dtype.itemsize for tensor in self.tensors], np.int64)
-        start, run = table.regions.runs(table.tensor, shapes)
         flat = np.ones(len(self.tensors), np.bool_)
-        flat[table.tensor[~run]] = False
-        start *= itemsizes[table.tensor]
-        start += self.base[table.tensor]
-        runs = np.flatnonzero(flat[table.tensor])
-        start = start[runs]
-        order = np.argsort(start, kind="stable")
-        return flat, runs[order], start[order]
+        pieces: list[Column] = [np.empty(0, np.int16)]
+        starts = [np.empty(0, np.int64)]
+        by_tensor, _ = table.by_tensor
+        for part in stretches(table.tensor[by_tensor]):
+            which = by_tensor[part]
+            tensor = table.tensor[which]
+            start, run = table.regions.take(which).runs(tensor, shapes)
+            flat[tensor[~run]] = False
+            kept = np.flatnonzero(flat[tensor])
+            start = start[kept] * itemsizes[tensor[kept]] + self.base[tensor[kept]]
+            order = np.argsort(start, kind="stable")
+            pieces.append(which[kept[order]])
+            starts.append(start[order])
+        return flat, np.concatenate(pieces), np.concatenate(starts)
 
     def __len__(self) -> int:
         return len(self.file)
@@ -95,6 +103,11 @@ class Catalog:
         box = bounding_box(region, shape)
         hit = (starts < np.array(box.stop, np.int64)) & (stops > np.array(box.start, np.int64))
         return np.flatnonzero(hit.all(axis=1))
+
+    def checksum_of(self, piece: int) -> int:
+        """Return the index of a piece's first checksum in the table of its file."""
+        begin = self._table.begins[self.file[piece]]
+        return int(self.first_block[piece] - self.first_block[begin])
 
     def dtype_of(self, piece: int) -> np.dtype[Any]:
         """Return the dtype of a piece's elements."""

@@ -119,19 +119,27 @@ def plan_reads(catalog: Catalog, wanted: Sequence[WantedPart]) -> ReadPlan:
 def _match(catalog: Catalog, direct: Ints) -> Ints:
     """Intersect intervals of the line with the pieces; return rows of a ``ReadPlan``."""
     position, start, stop = direct.T
-    first = np.searchsorted(catalog.stops, start, "right")
+    # Of the runs that begin before, which do not overlap, just the last can end behind.
+    first = np.searchsorted(catalog.starts, start, "right")
+    before = np.flatnonzero(first)
+    first[before] -= _stops(catalog, first[before] - 1) > start[before]
     last = np.searchsorted(catalog.starts, stop, "left")
     counts = np.maximum(last - first, 0)
     which = np.repeat(np.arange(len(direct)), counts)
     within = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
     run = np.repeat(first, counts) + within
     low = np.maximum(catalog.starts[run], start[which])
-    high = np.minimum(catalog.stops[run], stop[which])
+    high = np.minimum(_stops(catalog, run), stop[which])
     origin = catalog.starts[run]
     return np.stack(
         [catalog.pieces[run], low - origin, high - origin, position[which], low - start[which]],
         axis=1,
     )
+
+
+def _stops(catalog: Catalog, runs: Ints) -> Ints:
+    stops: Ints = catalog.starts[runs] + catalog.nbytes[catalog.pieces[runs]]
+    return stops
 
 
 def _cuts(catalog: Catalog, number: int, part: Part) -> Iterator[tuple[int, list[Scatter]]]:

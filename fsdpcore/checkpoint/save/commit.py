@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fsdpcore.checkpoint.format.metadata import BLOCK_BYTES, make_metadata
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile
 from fsdpcore.checkpoint.memory.fetching import fetched
@@ -202,7 +204,7 @@ class Commit:
 def written_files(plan: SavePlan, summaries: Sequence[Sequence[Any]]) -> list[StoredFile]:
     """Return the files of a save, from what was planned and what all ranks tell of theirs."""
     data = plan.table.data.tolist()
-    blocks = plan.table.blocks(BLOCK_BYTES)[1].tolist()
+    blocks = np.diff(plan.table.blocks(BLOCK_BYTES)[plan.table.begins]).tolist()
     files = []
     for rank, nbytes, count in zip(plan.writers, data, blocks, strict=True):
         header, table, data_start, *_ = summaries[rank]

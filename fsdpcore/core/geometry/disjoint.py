@@ -5,13 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from fsdpcore.core.geometry.overlaps import overlapping_coordinates
-from fsdpcore.core.geometry.region_table import Ints, RegionTable, ShapeTable
+from fsdpcore.core.geometry.region_table import (
+    Column,
+    Ints,
+    RegionTable,
+    ShapeTable,
+    stretches,
+)
 from fsdpcore.core.geometry.regions import boxes_of
 
 _MOST = 2**63 - 1
 
 
-def overlapping(groups: Ints, regions: RegionTable, arrays: Ints, shapes: ShapeTable) -> Ints:
+def overlapping(groups: Column, regions: RegionTable, arrays: Column, shapes: ShapeTable) -> Ints:
     """Return the groups in which two regions share an element, ascending.
 
     Takes O(n log n) time for n regions where those of a group are runs of elements, or boxes that
@@ -23,13 +29,23 @@ def overlapping(groups: Ints, regions: RegionTable, arrays: Ints, shapes: ShapeT
         arrays: of which array each is.
         shapes: of the arrays.
     """
+    order = np.argsort(groups, kind="stable")
+    found = [np.empty(0, np.int64)]
+    for part in stretches(groups[order]):
+        which = order[part]
+        mine = groups[which].astype(np.int64, copy=False)
+        found.append(_overlapping(mine, regions.take(which), arrays[which], shapes))
+    return np.unique(np.concatenate(found))
+
+
+def _overlapping(groups: Ints, regions: RegionTable, arrays: Column, shapes: ShapeTable) -> Ints:
     first, run = regions.runs(arrays, shapes)
     with_gaps = np.isin(groups, np.unique(groups[~run]))
     found = [_of_runs(groups, first, regions.sizes, np.flatnonzero(~with_gaps))]
     boxes = np.flatnonzero(with_gaps)
     if len(boxes):
         found.append(_of_boxes(groups[boxes], regions.take(boxes), arrays[boxes], shapes))
-    return np.unique(np.concatenate(found))
+    return np.concatenate(found)
 
 
 def _of_runs(groups: Ints, first: Ints, sizes: Ints, which: Ints) -> Ints:
@@ -41,7 +57,7 @@ def _of_runs(groups: Ints, first: Ints, sizes: Ints, which: Ints) -> Ints:
     return hit
 
 
-def _of_boxes(groups: Ints, regions: RegionTable, arrays: Ints, shapes: ShapeTable) -> Ints:
+def _of_boxes(groups: Ints, regions: RegionTable, arrays: Column, shapes: ShapeTable) -> Ints:
     """Return the groups with overlaps, where some regions are no runs; ranges are cut to boxes."""
     found: list[Ints] = [np.empty(0, np.int64)]
     for axes in np.unique(shapes.axes[arrays]).tolist():

@@ -1,8 +1,8 @@
 """Regions of many arrays as columns of numbers, so that a million of them needs no loop.
 
-Coordinates are 64-bit integers here: who makes a table has looked that they fit. All that is
-computed from regions of which ``misplaced`` finds none fits, too, as arrays have less than 2**62
-bytes.
+Coordinates are 64-bit integers here, or narrower ones where those do: who makes a table has looked
+that they fit. All that is computed from regions of which ``misplaced`` finds none fits 64 bits,
+too, as arrays have less than 2**62 bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from fsdpcore.core.geometry.regions import Box, Range, Region
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+Column = NDArray[np.signedinteger[Any]]
+"""Integers, of fewer bits where those are enough: they stay, one for each of a million regions."""
+
+_AT_ONCE = 1 << 16
+"""Regions that are looked at together: what is computed of them stays in the cache."""
 
 RANGE = -1
 """In place of a number of axes: the region is a range."""
@@ -41,13 +46,23 @@ class ShapeTable:
         self.shapes = shapes
         self.axes: Ints = np.array([len(shape) for shape in shapes], np.int64)
         self.sizes: Ints = np.array([math.prod(shape) for shape in shapes], np.int64)
+        self._place = np.empty(len(shapes), np.int64)  # among the arrays of as many axes
+        self._rows: dict[int, Ints] = {}
+        for axes in np.unique(self.axes).tolist():
+            fitting = np.flatnonzero(self.axes == axes)
+            self._place[fitting] = np.arange(len(fitting))
+            rows = np.array([shapes[each] for each in fitting.tolist()], np.int64)
+            self._rows[axes] = rows.reshape(len(fitting), axes)
 
-    def extents(self, arrays: Ints, axes: int) -> Ints:
+    def extents(self, arrays: Column, axes: int) -> Ints:
         """Return the shapes of some arrays, all of which have so many axes, as rows."""
-        fitting = np.flatnonzero(self.axes == axes)
-        rows = np.array([self.shapes[each] for each in fitting.tolist()], np.int64)
-        found: Ints = rows.reshape(len(fitting), axes)[np.searchsorted(fitting, arrays)]
-        return found
+        found = self._rows.get(axes)
+        return np.empty((0, axes), np.int64) if found is None else found[self._place[arrays]]
+
+    @property
+    def largest(self) -> int:
+        """No bound of a region of any of the arrays is larger."""
+        return max([0, *(int(each.max(initial=0)) for each in (self.sizes, *self._rows.values()))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +76,8 @@ class RegionTable:
     """
 
     axes: NDArray[np.int8]
-    at: Ints
-    bounds: Ints
+    at: Column
+    bounds: Column
 
     @classmethod
     def of(cls, regions: Sequence[Region]) -> RegionTable:
@@ -77,17 +92,19 @@ class RegionTable:
         return cls.packed(np.array(axes, np.int8), np.array(bounds, np.int64))
 
     @classmethod
-    def packed(cls, axes: NDArray[np.int8], bounds: Ints) -> RegionTable:
+    def packed(cls, axes: NDArray[np.int8], bounds: Column) -> RegionTable:
         """Make a table of regions whose bounds lie one behind the other."""
         widths = bounds_of(axes)
-        return cls(axes, np.cumsum(widths) - widths, bounds)
+        at = np.cumsum(widths)
+        at -= widths
+        return cls(axes, narrowed(at, len(bounds)), bounds)
 
     @classmethod
     def joined(cls, tables: Sequence[RegionTable]) -> RegionTable:
         """Return the regions of all tables, one table behind the other."""
         axes = [each.axes for each in tables] or [np.empty(0, np.int8)]
         behind = np.cumsum([0, *(len(each.bounds) for each in tables)]).tolist()
-        at = [each.at + shift for each, shift in zip(tables, behind, strict=False)]
+        at = [each.at + np.int64(shift) for each, shift in zip(tables, behind, strict=False)]
         bounds = [each.bounds for each in tables] or [np.empty(0, np.int64)]
         return cls(
             np.concatenate(axes),
@@ -106,24 +123,31 @@ class RegionTable:
         bounds = self.bounds[at : at + 2 * axes].tolist()
         return Box(tuple(bounds[:axes]), tuple(bounds[axes:]))
 
-    def take(self, which: Ints | Flags) -> RegionTable:
+    def take(self, which: Column | Flags | slice) -> RegionTable:
         """Return some of the regions, in the order asked for."""
         return RegionTable(self.axes[which], self.at[which], self.bounds)
 
-    def kinds(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Give for each number of axes that occurs: it, whose it is, and their bounds as rows."""
-        for axes in np.unique(self.axes).tolist():
-            which = np.flatnonzero(self.axes == axes)
-            yield axes, which, self._rows(which, axes)
+    def kinds(self, at_once: int = _AT_ONCE) -> Iterator[tuple[int, Ints, Ints]]:
+        """Give for each number of axes that occurs: it, whose it is, and their bounds as rows.
+
+        Args:
+            at_once: regions that are looked at together; of more, a number of axes comes again.
+        """
+        for begin in range(0, len(self), max(at_once, 1)):
+            part = self.axes[begin : begin + at_once]
+            for axes in np.unique(part).tolist():
+                which = begin + np.flatnonzero(part == axes)
+                yield axes, which, self._rows(which, axes)
 
     def _rows(self, which: Ints, axes: int) -> Ints:
         width = 2 if axes == RANGE else 2 * axes
-        if len(which) == len(self) and len(self.bounds) == width * len(which):
-            at = self.at
-            if len(at) < 2 or bool((at[1:] > at[:-1]).all()):
-                return self.bounds.reshape(len(which), width)
-        found: Ints = self.bounds[self.at[which][:, None] + np.arange(width)]
-        return found
+        at = self.at[which]
+        if bool((np.diff(at) == width).all()):
+            first = int(at[0])
+            rows = self.bounds[first : first + width * len(at)].reshape(len(at), width)
+        else:
+            rows = self.bounds[at[:, None] + np.arange(width)]
+        return rows.astype(np.int64, copy=False)
 
     @cached_property
     def sizes(self) -> Ints:
@@ -134,7 +158,7 @@ class RegionTable:
             found[which] = np.prod(rows[:, half:] - rows[:, :half], axis=1)
         return found
 
-    def misplaced(self, arrays: Ints, shapes: ShapeTable) -> Ints:
+    def misplaced(self, arrays: Column, shapes: ShapeTable) -> Ints:
         """Return which regions are none of their arrays, or empty; ascending."""
         wrong = np.zeros(len(self), np.bool_)
         for axes, which, rows in self.kinds():
@@ -150,7 +174,7 @@ class RegionTable:
             wrong[which] = ~inside.all(axis=1)
         return np.flatnonzero(wrong)
 
-    def runs(self, arrays: Ints, shapes: ShapeTable) -> tuple[Ints, Flags]:
+    def runs(self, arrays: Column, shapes: ShapeTable) -> tuple[Ints, Flags]:
         """Return of each region its first element, and whether its elements are one run.
 
         Args:
@@ -169,7 +193,8 @@ class RegionTable:
                 begin = begin * extents[:, axis] + rows[:, axis]
                 last = last * extents[:, axis] + rows[:, axes + axis] - 1
             first[which] = begin
-            run[which] = last + 1 - begin == self.sizes[which]
+            size = np.prod(rows[:, axes:] - rows[:, :axes], axis=1)
+            run[which] = last + 1 - begin == size
         return first, run
 
     def around(self, shape: Sequence[int]) -> tuple[Ints, Ints]:
@@ -191,10 +216,10 @@ class RegionTable:
                 differs |= first != last
         return low, high
 
-    def firsts(self, arrays: Ints) -> Ints:
+    def firsts(self, arrays: Column) -> Ints:
         """Return for each region the first one that is the same, of the same array."""
         found = np.empty(len(self), np.int64)
-        for _, which, rows in self.kinds():
+        for _, which, rows in self.kinds(len(self)):
             keys = [*rows.T[::-1], arrays[which]]
             order = np.lexsort(keys)
             new = np.zeros(len(which), np.bool_)
@@ -207,6 +232,30 @@ class RegionTable:
         return found
 
 
+def stretches(owners: Column) -> Iterator[slice]:
+    """Cut ascending numbers of owners into parts that stay in the cache; no owner is divided."""
+    begin = 0
+    while begin < len(owners):
+        end = begin + _AT_ONCE
+        if end < len(owners):
+            end = int(np.searchsorted(owners, owners[end - 1], "right"))
+        yield slice(begin, end)
+        begin = end
+
+
 def bounds_of(axes: NDArray[Any]) -> Ints:
     """Return how many bounds the regions have that have so many axes."""
     return np.where(axes == RANGE, 2, 2 * axes.astype(np.int64))
+
+
+def narrowed(numbers: Ints, most: int) -> Column:
+    """Return numbers from 0 to ``most``, in as few bits as those need."""
+    return numbers.astype(dtype_for(most), copy=False)
+
+
+def dtype_for(most: int) -> np.dtype[np.signedinteger[Any]]:
+    """Return that of as few bits as numbers up to ``most``, and those below 0, need."""
+    for dtype in (np.int16, np.int32):
+        if most < np.iinfo(dtype).max:
+            return np.dtype(dtype)
+    return np.dtype(np.int64)
