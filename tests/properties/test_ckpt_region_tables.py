@@ -6,20 +6,32 @@ import math
 from itertools import combinations
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.ckpt_regions import elements, partitions, regions, shapes
 
-from fsdpcore.core.geometry import disjoint
+from fsdpcore.core.geometry import disjoint, region_table
 from fsdpcore.core.geometry.disjoint import overlapping
 from fsdpcore.core.geometry.region_table import RegionTable, ShapeTable
 from fsdpcore.core.geometry.regions import Box, Range, regions_inside
+
+
+@pytest.fixture(autouse=True)
+def _parts(monkeypatch):
+    """Three regions are many."""
+    monkeypatch.setattr(region_table, "_AT_ONCE", 3)
+
 
 SETTINGS = settings(
     deadline=None,
     max_examples=100,
     derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
 )
 
 
@@ -61,7 +73,8 @@ def test_a_table_says_what_its_regions_say(case):
     assert [table[number] for number in range(len(table))] == [region for _, region in rows]
     assert table.sizes.tolist() == [len(each) for each in of_all]
     assert not table.misplaced(arrays, ShapeTable(found)).size
-    first, run = table.runs(arrays, ShapeTable(found))
+    first, sizes, run = table.runs(arrays, ShapeTable(found))
+    assert sizes.tolist() == table.sizes.tolist()
     assert first.tolist() == [each[0] for each in of_all]
     assert run.tolist() == [each[-1] - each[0] + 1 == len(each) for each in of_all]
     assert table.firsts(arrays).tolist() == [rows.index(each) for each in rows]

@@ -61,16 +61,17 @@ def told_v1(made: Metadata) -> dict[str, Any]:
 
 
 def packed(numbers: list[int]) -> str:
-    """Write numbers as version 2 does, with nothing of it."""
+    """Write numbers as version 2 may, with nothing of it."""
     data = b"".join(each.to_bytes(8, "little", signed=True) for each in numbers)
-    return base64.b64encode(zlib.compress(data)).decode()
+    return "8" + base64.b64encode(zlib.compress(data)).decode()
 
 
 def numbers_of(text: str) -> list[int]:
     """Read numbers of version 2."""
-    data = zlib.decompress(base64.b64decode(text))
+    width, data = int(text[0]), zlib.decompress(base64.b64decode(text[1:]))
     return [
-        int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(0, len(data), 8)
+        int.from_bytes(data[at : at + width], "little", signed=True)
+        for at in range(0, len(data), width)
     ]
 
 

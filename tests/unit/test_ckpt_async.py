@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from support.fsdp_steps import launch, train
 from support.jobs import clean_environ, finished, python
 
 import fsdpcore as fc
+from fsdpcore.checkpoint.save import saver
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 
@@ -189,18 +191,22 @@ def test_bad_arguments_are_raised_at_once_and_harm_nothing(tmp_path):
     assert fc.checkpoint.steps(tmp_path) == [1]
 
 
-def test_plans_are_made_anew_when_the_arrays_change(tmp_path):
+def test_plans_are_made_anew_when_the_arrays_change_and_only_then(tmp_path, monkeypatch):
+    states = [("a", 3), ("a", 3), ("a", 4), ("b", 4), ("b", 4), ("a", 4)]
+    planned = mock.Mock(side_effect=saver.plan_table)
+    monkeypatch.setattr(saver, "plan_table", planned)
+
     def body(backend):
         with fc.checkpoint.AsyncCheckpointer(tmp_path, backend) as checkpointer:
-            for step, name in enumerate(["a", "a", "b", "a"]):
-                state = {name: np.full(3 + step, step)}
-                checkpointer.save(state, step=step)
+            for step, (name, size) in enumerate(states):
+                checkpointer.save({name: np.full(size, step)}, step=step)
 
     launch(body, 2)
-    for step, name in enumerate(["a", "a", "b", "a"]):
+    for step, (name, size) in enumerate(states):
         arrays = fc.checkpoint.read(tmp_path, step=step)
         assert list(arrays) == [name]
-        np.testing.assert_array_equal(arrays[name], np.full(3 + step, step))
+        np.testing.assert_array_equal(arrays[name], np.full(size, step))
+    assert planned.call_count == 4
 
 
 def test_plans_are_made_anew_when_the_arrays_of_one_rank_change(tmp_path):

@@ -281,11 +281,11 @@ def _pack(column, *numbers):
 
 
 def _cut(text):
-    return base64.b64encode(base64.b64decode(text)[:-1]).decode()
+    return text[0] + base64.b64encode(base64.b64decode(text[1:])[:-1]).decode()
 
 
 TENSORS, KINDS, BOUNDS = [0, 2], [0, 1], [0, 8, 0, 0, 2, 4]
-MANY = base64.b64encode(zlib.compress(bytes(8 << 20))).decode()
+MANY = "8" + base64.b64encode(zlib.compress(bytes(8 << 20))).decode()
 
 LIES_V2 = {
     "no pieces": (_drop("pieces"), "lacks the key 'pieces'"),
@@ -303,9 +303,11 @@ LIES_V2 = {
     "pieces beyond what can be counted": (_set("files", 0, 6, 2**62), "number of pieces"),
     "two texts": (lambda told: told["pieces"].pop(), "3 texts"),
     "no text": (_set("pieces", 1, 5), "are no text"),
-    "no base64": (_set("pieces", 1, "~"), "cannot be unpacked"),
-    "not ASCII": (_set("pieces", 1, "é"), "cannot be unpacked"),
-    "no zlib": (_set("pieces", 1, "AAAA"), "cannot be unpacked"),
+    "no width": (_set("pieces", 1, ""), "where their width belongs"),
+    "another width": (_set("pieces", 1, "3AAAA"), "where their width belongs"),
+    "no base64": (_set("pieces", 1, "1~"), "cannot be unpacked"),
+    "not ASCII": (_set("pieces", 1, "1é"), "cannot be unpacked"),
+    "no zlib": (_set("pieces", 1, "1AAAA"), "cannot be unpacked"),
     "cut": (lambda told: told["pieces"].__setitem__(2, _cut(told["pieces"][2])), "6 numbers"),
     "more": (_pack(2, *BOUNDS, 0), "6 numbers"),
     "a bomb": (_set("pieces", 2, MANY), "6 numbers"),
@@ -316,6 +318,7 @@ LIES_V2 = {
     "range empty": (_pack(2, 0, 0, *BOUNDS[2:]), "piece 0 of 'm' is empty"),
     "range leaves": (_pack(2, 9, 8, *BOUNDS[2:]), "piece 0 of 'm'"),
     "range negative": (_pack(2, -1, 8, *BOUNDS[2:]), "piece 0 of 'm'"),
+    "range that would be one in fewer bits": (_pack(2, 2**32, 8, *BOUNDS[2:]), "piece 0 of 'm'"),
     "range over 2**63": (_pack(2, 2**62, 2**62, *BOUNDS[2:]), "piece 0 of 'm'"),
     "box leaves": (_pack(2, *BOUNDS[:2], 1, 0, 2, 4), "piece 0 of 'n'"),
     "box backwards": (_pack(2, *BOUNDS[:2], 2, 0, -2, 4), "piece 0 of 'n'"),
@@ -329,6 +332,17 @@ LIES_V2 = {
     "another block": (_set("block_bytes", 7), "checksums"),
     "size larger": (_set("files", 0, 1, 168), "3 checksums"),
 }
+
+
+@pytest.mark.parametrize("bits", [14, 15, 16, 30, 31, 32, 60])
+def test_bounds_come_back_whatever_their_size(bits):
+    most = 2**bits
+    cuts = {"m": [Range(0, 3), Range(most - 1, most + 5)], "n": [Box((most - 2, 1), (most + 1, 2))]}
+    made = described({"m": ("bool", (most + 5,)), "n": ("bool", (most + 1, 2))}, cuts)
+    found = Metadata.from_bytes(made.to_bytes())
+    assert found == made
+    for name, regions in cuts.items():
+        assert [each.region for each in found.tensors[name].pieces] == regions
 
 
 @pytest.mark.parametrize("lie", LIES_V2)

@@ -22,8 +22,9 @@ Positions in files are in bytes from their start. ``data_start`` is where the fi
 hexadecimal digits, are of the bytes before ``data_start`` and of those from ``table`` on. The names
 of dtypes are NumPy's and ml_dtypes'. ``pieces`` of a file is how many lie in it.
 
-All pieces are listed in the order of the files and of their places in them. Packed numbers are
-little-endian int64, in zlib, in base64. ``arrays`` has for each piece the number of its array, in
+All pieces are listed in the order of the files and of their places in them. Packed numbers are a
+digit, 1, 2, 4 or 8, and so many bytes of each, signed and little-endian, in zlib, in base64.
+``arrays`` has for each piece the number of its array, in
 the order of ``tensors``, less that of the piece before. ``kinds`` has 0 for a range, elements
 [start, stop) in C order, and 1 for a box, [start, stop) along every axis. ``bounds`` has all ranges
 first, then the boxes of arrays of no axes, of one, and so on. Ranges have a column of starts and
@@ -70,6 +71,7 @@ from fsdpcore.checkpoint.format.stored import (
     StoredTensor,
 )
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text, decode, encode, short
+from fsdpcore.core.collector import collector_paused
 from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError, FsdpcoreError
 from fsdpcore.core.geometry.region_table import Column, Ints, ShapeTable
 from fsdpcore.core.geometry.regions import Region
@@ -176,6 +178,11 @@ class Metadata:
         Raises:
             CorruptCheckpointError: anything is wrong; the message says what and where.
         """
+        with collector_paused():  # version 1 has a list for every piece
+            return cls._parsed(data)
+
+    @classmethod
+    def _parsed(cls, data: bytes) -> Metadata:
         document = decode(data, METADATA_NAME)
         version = _checked_version(document)
         values = {key: document[key] for key in _VALUES}

@@ -5,6 +5,7 @@ For what is about to be written and for what was read alike; ``error`` is what t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ MAX_DIMENSIONS = 64
 
 _MAX_NAME_BYTES = 255  # as file systems have it
 _MIN_HEADER_BYTES = 10  # the length and {}
+_NOT_IN_NAMES = re.compile(r"[/\\\x7f\x00-\x1f]")
 _OTHER_FILES = ("COMMIT", "metadata.json")
 
 
@@ -257,7 +259,7 @@ def check_file_name(name: object, error: type[FsdpcoreError]) -> None:
         fault = "is empty or begins with a dot"
     elif name in _OTHER_FILES:
         fault = "is that of another file of a checkpoint"
-    elif any(character in "/\\\x7f" or character < " " for character in name):
+    elif _NOT_IN_NAMES.search(name):
         fault = "has a separator or a control character"
     elif len(name.encode()) > _MAX_NAME_BYTES:
         fault = f"has more than {_MAX_NAME_BYTES} bytes"

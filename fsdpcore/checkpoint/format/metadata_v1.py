@@ -41,8 +41,6 @@ def parsed_v1(
         CorruptCheckpointError: anything is wrong; the message says what and where.
     """
     building = MetadataBuilder(files, CorruptCheckpointError)
-    # Dropped one by one: as long as no more objects come than go, the collector of garbage
-    # has no reason to look at all of them again and again.
     for name in list(tensors):
         _parse_tensor(name, tensors.pop(name), building)
     return building.arrays, building.table()

@@ -1,4 +1,4 @@
-"""Many integers as a short text: little-endian int64, zlib, base64."""
+"""Many integers as a short text: their width, then little-endian, zlib, base64."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fsdpcore.core.errors import CorruptCheckpointError
-from fsdpcore.core.geometry.region_table import Ints
+from fsdpcore.core.geometry.region_table import Column, Ints
 
-_WIDTH = 8  # bytes of a number
+_WIDTHS = "1248"  # bytes of a number
 
 
 def pack(numbers: Ints) -> str:
     """Return a text; it is the shorter the more often the same numbers follow each other."""
-    return base64.b64encode(zlib.compress(numbers.astype("<i8", copy=False).tobytes())).decode()
+    least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+    width = next(each for each in _WIDTHS if max(-least - 1, most) < 1 << (8 * int(each) - 1))
+    data = numbers.astype(f"<i{width}", copy=False).tobytes()
+    return width + base64.b64encode(zlib.compress(data)).decode()
 
 
-def unpack(text: object, count: int, what: str) -> Ints:
+def unpack(text: object, count: int, what: str) -> Column:
     """Return the numbers of a text, see ``unpack_parts``."""
     parts = list(unpack_parts(text, [count], what))
-    return parts[0] if parts else np.empty(0, np.int64)
+    return parts[0] if parts else np.empty(0, np.int8)
 
 
-def unpack_parts(text: object, counts: Sequence[int], what: str) -> Iterator[Ints]:
+def unpack_parts(text: object, counts: Sequence[int], what: str) -> Iterator[Column]:
     """Give the numbers of a text part by part, each when it is asked for.
 
     Memory is taken for what is there, not for what is claimed.
@@ -43,13 +46,15 @@ def unpack_parts(text: object, counts: Sequence[int], what: str) -> Iterator[Int
         raise CorruptCheckpointError(f"{what} are no text")
     stream = zlib.decompressobj()
     try:
-        left = base64.b64decode(text, validate=True)
+        if text[:1] not in tuple(_WIDTHS):
+            raise ValueError(f"they begin with {text[:1]!r} where their width belongs")
+        width, left = int(text[0]), base64.b64decode(text[1:], validate=True)
         for count in filter(None, counts):
-            data = stream.decompress(left, count * _WIDTH)
+            data = stream.decompress(left, count * width)
             left = stream.unconsumed_tail
-            if len(data) != count * _WIDTH:
+            if len(data) != count * width:
                 raise _not_these(what, counts)
-            yield np.frombuffer(data, "<i8").astype(np.int64, copy=False)
+            yield np.frombuffer(data, f"<i{width}")
         if stream.decompress(left, 1) or not stream.eof or stream.unused_data:
             raise _not_these(what, counts)
     except (binascii.Error, ValueError, zlib.error, OverflowError) as error:

@@ -89,13 +89,15 @@ class PieceTable:
         """Arrays, kinds and bounds as text, see ``metadata``; made once, for all saves."""
         kinds = (self.regions.axes != RANGE).astype(np.int64)
         bounds = [np.empty(0, np.int64)]
-        for axes, which, rows in self.regions.kinds(len(self)):
-            half = 1 if axes == RANGE else axes
-            order = np.argsort(self.tensor[which], kind="stable")
-            owner = self.tensor[which[order]]
+        for _, which, columns in self.regions.kinds(whole=True):
+            half = len(columns) // 2
+            columns[half:] -= columns[:half]
+            owner = self.tensor[which]
+            order = np.argsort(owner, kind="stable")
+            owner = owner[order]
             same = owner[1:] == owner[:-1]
-            for column in (*rows[:, :half].T, *(rows[:, half:] - rows[:, :half]).T):
-                steps = np.empty(len(which), np.int64)
+            for column in columns:
+                steps = np.empty(len(owner), np.int64)
                 sorted_column = column[order]
                 steps[order] = np.diff(sorted_column, prepend=0)
                 steps[order[1:][~same]] = sorted_column[1:][~same]
@@ -117,7 +119,7 @@ def unpacked(texts: Sequence[object], count: int, shapes: ShapeTable) -> tuple[C
     Raises:
         CorruptCheckpointError: these are no numbers, or there is no such array.
     """
-    numbers = np.cumsum(unpack(texts[0], count, "the arrays of the pieces"))
+    numbers = np.cumsum(unpack(texts[0], count, "the arrays of the pieces"), dtype=np.int64)
     if count and not (numbers.min() >= 0 and numbers.max() < len(shapes.shapes)):
         raise CorruptCheckpointError(
             f"pieces are of arrays from {numbers.min()} to {numbers.max()}, but there are "
@@ -139,7 +141,7 @@ def unpacked(texts: Sequence[object], count: int, shapes: ShapeTable) -> tuple[C
     return tensor, regions
 
 
-def _axes(kinds: Ints, axes: Ints) -> NDArray[np.int8]:
+def _axes(kinds: Column, axes: Ints) -> NDArray[np.int8]:
     """Return the numbers of axes of regions, from their kinds and those of their arrays."""
     if len(kinds) and not (kinds.min() >= 0 and kinds.max() <= 1):
         raise CorruptCheckpointError("a piece is neither a range nor a box")
@@ -147,7 +149,7 @@ def _axes(kinds: Ints, axes: Ints) -> NDArray[np.int8]:
 
 
 def _add_up(
-    columns: Iterator[Ints], which: Ints, tensor: Column, regions: RegionTable, half: int
+    columns: Iterator[Column], which: Ints, tensor: Column, regions: RegionTable, half: int
 ) -> None:
     """Set the bounds of regions that have so many starts, from columns of steps."""
     owner = tensor[which]
@@ -157,7 +159,7 @@ def _add_up(
     del which, owner  # of what is needed for each of a million pieces, little is kept
     bounds, limits = regions.bounds, np.iinfo(regions.bounds.dtype)
     for number in range(2 * half):
-        sums = next(columns)[order]
+        sums = next(columns)[order].astype(np.int64, copy=False)
         of_each = np.add.reduceat(sums, heads)
         sums[heads[1:]] -= of_each[:-1]  # each array's begin anew
         np.cumsum(sums, out=sums)

@@ -66,20 +66,20 @@ class Catalog:
         shapes = ShapeTable([tensor.shape for tensor in self.tensors])
         itemsizes = np.array([tensor.dtype.itemsize for tensor in self.tensors], np.int64)
         flat = np.ones(len(self.tensors), np.bool_)
-        pieces: list[Column] = [np.empty(0, np.int16)]
-        starts = [np.empty(0, np.int64)]
         by_tensor, _ = table.by_tensor
+        pieces, starts, count = np.empty_like(by_tensor), np.empty(len(table), np.int64), 0
         for part in stretches(table.tensor[by_tensor]):
             which = by_tensor[part]
             tensor = table.tensor[which]
-            start, run = table.regions.take(which).runs(tensor, shapes)
+            start, _, run = table.regions.take(which).runs(tensor, shapes)
             flat[tensor[~run]] = False
             kept = np.flatnonzero(flat[tensor])
             start = start[kept] * itemsizes[tensor[kept]] + self.base[tensor[kept]]
             order = np.argsort(start, kind="stable")
-            pieces.append(which[kept[order]])
-            starts.append(start[order])
-        return flat, np.concatenate(pieces), np.concatenate(starts)
+            found = slice(count, count + len(kept))
+            pieces[found], starts[found] = which[kept[order]], start[order]
+            count = found.stop
+        return flat, pieces[:count], starts[:count]
 
     def __len__(self) -> int:
         return len(self.file)

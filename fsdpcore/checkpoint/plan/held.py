@@ -14,6 +14,7 @@ from fsdpcore.checkpoint.format.packing import pack, unpack
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.region_table import (
     RANGE,
+    Column,
     Ints,
     RegionTable,
     ShapeTable,
@@ -75,7 +76,7 @@ class RankHolding(NamedTuple):
 
     names: str
     pieces: int
-    numbers: Ints
+    numbers: Column
 
     def encode(self, *, named: bool) -> str:
         """Write it down; without the names if another rank tells the same ones."""
@@ -112,7 +113,8 @@ def decode(texts: Sequence[str], same: Sequence[str]) -> list[RankHolding]:
     for key, text in zip(same, texts, strict=True):
         names, count, size, numbers = json.loads(text)
         names = told.setdefault(key, names)
-        found.append(RankHolding(names, count, unpack(numbers, size, "the pieces of a rank")))
+        told_pieces = unpack(numbers, size, "the pieces of a rank")
+        found.append(RankHolding(names, count, told_pieces))
     return found
 
 
@@ -150,8 +152,8 @@ class HeldTable:
         arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
         places: dict[str, int] = {}
         numbers: dict[str, Ints] = {}  # of the arrays that a rank names
-        columns: list[list[Ints]] = [[], [], [], []]
-        bounds: list[Ints] = [np.empty(0, np.int64)]
+        columns: list[list[Column]] = [[], [], [], []]
+        bounds: list[Column] = [np.empty(0, np.int8)]
         for rank, (names, count, told) in enumerate(ranks):
             mine = numbers.get(names)
             if mine is None:
@@ -161,7 +163,10 @@ class HeldTable:
             for column, part in zip(columns[1:], parts[1:4], strict=True):
                 column.append(part)
             bounds.append(parts[4])
-        array, replica, row, boxed = (np.concatenate(each) for each in columns)
+        # Told in as few bits as they need, but sums and products are made of them.
+        array, replica, row, boxed = (
+            np.concatenate(each).astype(np.int64, copy=False) for each in columns
+        )
         shapes = ShapeTable([shape for _, shape in arrays.values()])
         axes = np.where(boxed == 0, RANGE, shapes.axes[array]).astype(np.int8)
         counts = np.array([each.pieces for each in ranks], np.int64)

@@ -145,10 +145,10 @@ def _in_files(held: HeldTable, shares: Share, itemsizes: Ints, ranks: int) -> Sa
     place[np.array(sorted(range(len(names)), key=names.__getitem__), np.int64)] = np.arange(
         len(names)
     )
-    first, _ = regions.runs(array, held.shapes)
+    first, sizes, _ = regions.runs(array, held.shapes)
     order = np.lexsort((first, place[array], -itemsizes[array], rank))
     writers, counts = np.unique(rank, return_counts=True)
     regions, array = regions.take(order), array[order]
-    table = PieceTable(counts, array, regions, regions.sizes * itemsizes[array])
+    table = PieceTable(counts, array, regions, sizes[order] * itemsizes[array])
     rows = np.stack([held.number[piece], start, stop], axis=1)[order]
     return SavePlan(held.arrays, ranks, tuple(writers.tolist()), table, rows)

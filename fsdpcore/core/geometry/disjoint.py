@@ -39,9 +39,9 @@ def overlapping(groups: Column, regions: RegionTable, arrays: Column, shapes: Sh
 
 
 def _overlapping(groups: Ints, regions: RegionTable, arrays: Column, shapes: ShapeTable) -> Ints:
-    first, run = regions.runs(arrays, shapes)
-    with_gaps = np.isin(groups, np.unique(groups[~run]))
-    found = [_of_runs(groups, first, regions.sizes, np.flatnonzero(~with_gaps))]
+    first, sizes, run = regions.runs(arrays, shapes)
+    with_gaps = np.isin(groups, groups[~run])
+    found = [_of_runs(groups, first, sizes, np.flatnonzero(~with_gaps))]
     boxes = np.flatnonzero(with_gaps)
     if len(boxes):
         found.append(_of_boxes(groups[boxes], regions.take(boxes), arrays[boxes], shapes))
@@ -63,11 +63,11 @@ def _of_boxes(groups: Ints, regions: RegionTable, arrays: Column, shapes: ShapeT
     for axes in np.unique(shapes.axes[arrays]).tolist():
         mine = np.flatnonzero(shapes.axes[arrays] == axes)
         owners, starts, stops = [], [], []
-        for kind, which, rows in regions.take(mine).kinds():
+        for kind, which, columns in regions.take(mine).kinds():
             if kind == axes:
                 owners.append(groups[mine[which]])
-                starts.append(rows[:, :axes])
-                stops.append(rows[:, axes:])
+                starts.append(columns[:axes].T)
+                stops.append(columns[axes:].T)
                 continue
             for each in mine[which].tolist():
                 boxes = boxes_of(regions[each], shapes.shapes[int(arrays[each])])
@@ -83,12 +83,13 @@ def _unseparated(groups: Ints, starts: Ints, stops: Ints) -> Ints:
     parts = _apart(groups, starts, stops)
     order = np.argsort(parts, kind="stable")
     bounds = np.flatnonzero(np.diff(parts[order], prepend=-1, append=-1))
+    begins, counts = bounds[:-1], np.diff(bounds)
+    several = counts > 1
     found = []
-    for begin, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
-        if end - begin > 1:
-            mine = order[begin:end]
-            if overlapping_coordinates(starts[mine], stops[mine]) is not None:
-                found.append(int(groups[mine[0]]))
+    for begin, count in zip(begins[several].tolist(), counts[several].tolist(), strict=True):
+        mine = order[begin : begin + count]
+        if overlapping_coordinates(starts[mine], stops[mine]) is not None:
+            found.append(int(groups[mine[0]]))
     return np.array(found, np.int64)
 
 
@@ -109,13 +110,14 @@ def _apart(groups: Ints, starts: Ints, stops: Ints) -> Ints:
         order = np.lexsort((starts[left, axis], mine))
         mine = mine[order]
         # Behind one another on one line, each part on a stretch of its own.
-        shift = (np.cumsum(np.diff(mine, prepend=mine[0]) != 0)) * reach
+        number = np.cumsum(np.diff(mine, prepend=mine[0]) != 0)
+        shift = number * reach
         begins = starts[left, axis][order] + shift
         ends = np.maximum.accumulate(stops[left, axis][order] + shift)
         cut = np.ones(len(left), np.bool_)
         cut[1:] = (begins[1:] >= ends[:-1]) | (mine[1:] != mine[:-1])
         count = int(np.count_nonzero(cut))
-        idle = idle + 1 if count == len(np.unique(mine)) else 0
+        idle = idle + 1 if count == int(number[-1]) + 1 else 0
         numbers = np.cumsum(cut) + int(parts.max())
         parts[left[order]] = numbers
         alone = cut & np.append(cut[1:], True)

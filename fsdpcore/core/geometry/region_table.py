@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ Flags = NDArray[np.bool_]
 Column = NDArray[np.signedinteger[Any]]
 """Integers, of fewer bits where those are enough: they stay, one for each of a million regions."""
 
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 14
 """Regions that are looked at together: what is computed of them stays in the cache."""
 
 RANGE = -1
@@ -47,22 +46,25 @@ class ShapeTable:
         self.axes: Ints = np.array([len(shape) for shape in shapes], np.int64)
         self.sizes: Ints = np.array([math.prod(shape) for shape in shapes], np.int64)
         self._place = np.empty(len(shapes), np.int64)  # among the arrays of as many axes
-        self._rows: dict[int, Ints] = {}
+        self._extents: dict[int, Ints] = {}
         for axes in np.unique(self.axes).tolist():
             fitting = np.flatnonzero(self.axes == axes)
             self._place[fitting] = np.arange(len(fitting))
             rows = np.array([shapes[each] for each in fitting.tolist()], np.int64)
-            self._rows[axes] = rows.reshape(len(fitting), axes)
+            self._extents[axes] = np.ascontiguousarray(rows.reshape(len(fitting), axes).T)
 
     def extents(self, arrays: Column, axes: int) -> Ints:
-        """Return the shapes of some arrays, all of which have so many axes, as rows."""
-        found = self._rows.get(axes)
-        return np.empty((0, axes), np.int64) if found is None else found[self._place[arrays]]
+        """Return the extents of some arrays along each axis; of one without so many, anything."""
+        found = self._extents.get(axes)
+        if found is None:
+            return np.zeros((axes, len(arrays)), np.int64)
+        return found.take(self._place[arrays], axis=1, mode="clip")
 
     @property
     def largest(self) -> int:
         """No bound of a region of any of the arrays is larger."""
-        return max([0, *(int(each.max(initial=0)) for each in (self.sizes, *self._rows.values()))])
+        every = (self.sizes, *self._extents.values())
+        return max(int(each.max(initial=0)) for each in every)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,86 +129,95 @@ class RegionTable:
         """Return some of the regions, in the order asked for."""
         return RegionTable(self.axes[which], self.at[which], self.bounds)
 
-    def kinds(self, at_once: int = _AT_ONCE) -> Iterator[tuple[int, Ints, Ints]]:
-        """Give for each number of axes that occurs: it, whose it is, and their bounds as rows.
+    def kinds(self, *, whole: bool = False) -> Iterator[tuple[int, Ints | slice, Ints]]:
+        """Give for each number of axes that occurs: it, whose it is, and their bounds in columns.
 
         Args:
-            at_once: regions that are looked at together; of more, a number of axes comes again.
+            whole: give all of a number of axes together; else it comes again, part by part.
         """
-        for begin in range(0, len(self), max(at_once, 1)):
-            part = self.axes[begin : begin + at_once]
-            for axes in np.unique(part).tolist():
+        step = max(len(self), 1) if whole else _AT_ONCE
+        for begin in range(0, len(self), step):
+            part = self.axes[begin : begin + step]
+            if bool((part == part[0]).all()):
+                every = slice(begin, begin + len(part))
+                yield int(part[0]), every, self._columns(every, int(part[0]))
+                continue
+            for axes in (np.flatnonzero(np.bincount(part - RANGE)) + RANGE).tolist():
                 which = begin + np.flatnonzero(part == axes)
-                yield axes, which, self._rows(which, axes)
+                yield axes, which, self._columns(which, axes)
 
-    def _rows(self, which: Ints, axes: int) -> Ints:
+    def _columns(self, which: Ints | slice, axes: int) -> Ints:
         width = 2 if axes == RANGE else 2 * axes
         at = self.at[which]
         if bool((np.diff(at) == width).all()):
             first = int(at[0])
             rows = self.bounds[first : first + width * len(at)].reshape(len(at), width)
-        else:
-            rows = self.bounds[at[:, None] + np.arange(width)]
-        return rows.astype(np.int64, copy=False)
+            return rows.T.astype(np.int64, order="C")
+        found = np.empty((width, len(at)), np.int64)
+        for number, column in enumerate(found):
+            column[:] = self.bounds[at + number]
+        return found
 
-    @cached_property
+    @property
     def sizes(self) -> Ints:
-        """Elements of each region."""
+        """Elements of each region; counted anew each time."""
         found = np.empty(len(self), np.int64)
-        for axes, which, rows in self.kinds():
-            half = 1 if axes == RANGE else axes
-            found[which] = np.prod(rows[:, half:] - rows[:, :half], axis=1)
+        for _, which, columns in self.kinds():
+            found[which] = _size(columns)
         return found
 
     def misplaced(self, arrays: Column, shapes: ShapeTable) -> Ints:
         """Return which regions are none of their arrays, or empty; ascending."""
-        wrong = np.zeros(len(self), np.bool_)
-        for axes, which, rows in self.kinds():
+        wrong = np.empty(len(self), np.bool_)
+        for axes, which, columns in self.kinds():
+            mine = arrays[which]
             if axes == RANGE:
-                start, stop = rows.T
-                wrong[which] = (start < 0) | (stop <= start) | (stop > shapes.sizes[arrays[which]])
+                start, stop = columns
+                wrong[which] = (start < 0) | (stop <= start) | (stop > shapes.sizes[mine])
                 continue
-            fits = shapes.axes[arrays[which]] == axes
-            wrong[which[~fits]] = True
-            which, rows = which[fits], rows[fits]
-            low, high = rows[:, :axes], rows[:, axes:]
-            inside = (low >= 0) & (low < high) & (high <= shapes.extents(arrays[which], axes))
-            wrong[which] = ~inside.all(axis=1)
+            bad = shapes.axes[mine] != axes
+            extents = shapes.extents(mine, axes)
+            for start, stop, extent in zip(columns, columns[axes:], extents, strict=False):
+                bad |= (start < 0) | (stop <= start) | (stop > extent)
+            wrong[which] = bad
         return np.flatnonzero(wrong)
 
-    def runs(self, arrays: Column, shapes: ShapeTable) -> tuple[Ints, Flags]:
-        """Return of each region its first element, and whether its elements are one run.
+    def runs(self, arrays: Column, shapes: ShapeTable) -> tuple[Ints, Ints, Flags]:
+        """Return of each region its first element, how many it has, and whether they are one run.
 
         Args:
             arrays: whose region each is; none is misplaced.
             shapes: of the arrays.
         """
-        first = np.empty(len(self), np.int64)
+        first, sizes = np.empty((2, len(self)), np.int64)
         run = np.ones(len(self), np.bool_)
-        for axes, which, rows in self.kinds():
+        for axes, which, columns in self.kinds():
+            size = sizes[which] = _size(columns)
             if axes == RANGE:
-                first[which] = rows[:, 0]
+                first[which] = columns[0]
                 continue
+            begin, last = np.zeros((2, columns.shape[1]), np.int64)
             extents = shapes.extents(arrays[which], axes)
-            begin, last = np.zeros((2, len(which)), np.int64)
-            for axis in range(axes):
-                begin = begin * extents[:, axis] + rows[:, axis]
-                last = last * extents[:, axis] + rows[:, axes + axis] - 1
+            for start, stop, extent in zip(columns, columns[axes:], extents, strict=False):
+                begin *= extent
+                begin += start
+                last *= extent
+                last += stop
+                last -= 1
             first[which] = begin
-            size = np.prod(rows[:, axes:] - rows[:, :axes], axis=1)
             run[which] = last + 1 - begin == size
-        return first, run
+        return first, sizes, run
 
     def around(self, shape: Sequence[int]) -> tuple[Ints, Ints]:
         """Return starts and stops of the smallest boxes around regions, all of one array."""
         count = len(shape)
         low, high = np.empty((2, len(self), count), np.int64)
-        for axes, which, rows in self.kinds():
+        for axes, which, columns in self.kinds():
             if axes != RANGE:
-                low[which], high[which] = rows[:, :axes], rows[:, axes:]
+                low[which], high[which] = columns[:axes].T, columns[axes:].T
                 continue
-            begin, end = rows[:, 0].copy(), rows[:, 1] - 1
-            differs = np.zeros(len(which), np.bool_)
+            begin, end = columns[0], columns[1] - 1
+            differs = np.zeros(len(begin), np.bool_)
             for axis in range(count):
                 inner = math.prod(shape[axis + 1 :])
                 first, begin = np.divmod(begin, inner)
@@ -219,8 +230,9 @@ class RegionTable:
     def firsts(self, arrays: Column) -> Ints:
         """Return for each region the first one that is the same, of the same array."""
         found = np.empty(len(self), np.int64)
-        for _, which, rows in self.kinds(len(self)):
-            keys = [*rows.T[::-1], arrays[which]]
+        for _, kind, columns in self.kinds(whole=True):
+            which = np.arange(len(self))[kind]
+            keys = [*columns[::-1], arrays[which]]
             order = np.lexsort(keys)
             new = np.zeros(len(which), np.bool_)
             new[:1] = True
@@ -230,6 +242,14 @@ class RegionTable:
             counts = np.diff(heads, append=len(which))
             found[which[order]] = np.repeat(which[order[heads]], counts)
         return found
+
+
+def _size(columns: Ints) -> Ints:
+    half = len(columns) // 2
+    found = np.ones(columns.shape[1], np.int64)
+    for start, stop in zip(columns[:half], columns[half:], strict=True):
+        found *= stop - start
+    return found
 
 
 def stretches(owners: Column) -> Iterator[slice]:
