@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -331,6 +332,8 @@ ANSWERS = {
     "no JSON": b"{{",
     "no text": b"\xff\xfe",
     "deep JSON": b"[" * 100_000,
+    "deep JSON in a table": zlib.compress(b"[" * 100_000),
+    "a table that is cut off": zlib.compress(b'{"table": [{}, {}], "nonce": "00"}')[:-12],
     "a list": b"[]",
     "neither table nor error": b'{"a": 1}',
     "a table of another size": b'{"table": [{}], "nonce": "00"}',

@@ -17,6 +17,8 @@ from typing import Any
 
 import zmq
 from fsdpcore.transports.zmq.backend import ZmqBackend
+from fsdpcore.transports.zmq.meeting import PROTOCOL
+from fsdpcore.transports.zmq.visit import unpacked
 from support.zmq_ranks import PATIENCE, config, listener, place
 from zmq.utils import z85
 
@@ -95,7 +97,12 @@ def know(sock: Socket, server: bytes) -> Socket:
 
 def card_of(rank: int, world_size: int = 2, card: Any = None, **other: Any) -> dict[str, Any]:
     """What a rank says when it comes to the meeting."""
-    message = {"fsdpcore": 2, "version": fc.__version__, "rank": rank, "world_size": world_size}
+    message = {
+        "fsdpcore": PROTOCOL,
+        "version": fc.__version__,
+        "rank": rank,
+        "world_size": world_size,
+    }
     return {**message, "card": {} if card is None else card, **other}
 
 
@@ -123,7 +130,7 @@ class Guest:
 
     def answer(self) -> Any:
         """What rank 0 says."""
-        return json.loads(self._socket.recv())
+        return unpacked(self._socket.recv())
 
     def thank(self) -> None:
         """Confirm the answer, and wait until rank 0 has ended the meeting."""

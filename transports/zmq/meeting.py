@@ -12,6 +12,7 @@ import contextlib
 import json
 import secrets
 import time
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,20 +27,20 @@ from fsdpcore.launch.endpoints import resolve
 
 from .keys import NONCE_BYTES, JobKeys
 from .monitors import InboundConnections
-from .visit import RETRY_SECONDS, Visit, set_up
+from .visit import RETRY_SECONDS, Visit, packed, set_up, unpacked
 
 Card = dict[str, Any]
 Socket = zmq.Socket[bytes]
 
-_PROTOCOL = 2
+PROTOCOL = 3
 _MAX_CARD = 1 << 16
 # Rank 0 gives up at the deadline; the others leave it this long to tell them who was missing.
 _GRACE_SECONDS = 2.0
 # Where ranks disagree about the job, those that come so much later hear of it, too. The launcher of
 # rank 0 leaves it that long once others have failed.
 _LATE_SECONDS = 1.0
-# How long rank 0 lets somebody be silent.
-_STRANGER_MS = 3_000
+# How long rank 0 lets somebody be silent; and for each rank, as all may come at the same moment.
+_STRANGER_MS, _EACH_MS = 3_000, 2
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class MeetingHost:
         self._socket: Socket = context.socket(zmq.ROUTER)
         sock = self._socket
         set_up(sock, address[0], _MAX_CARD)
-        sock.setsockopt(zmq.HANDSHAKE_IVL, _STRANGER_MS)
+        sock.setsockopt(zmq.HANDSHAKE_IVL, _STRANGER_MS + _EACH_MS * place.world_size)
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.meeting().secret)
         sock.setsockopt(zmq.USE_FD, descriptor)
@@ -99,11 +100,11 @@ class MeetingHost:
             self._collect(deadline)
             nonce = secrets.token_bytes(NONCE_BYTES)
             cards = [self._cards[rank] for rank in range(self._place.world_size)]
-            self._tell({"table": cards, "nonce": nonce.hex()})
+            self._tell(packed({"table": cards, "nonce": nonce.hex()}))
             self._await_thanks(Deadline(max(deadline.remaining(), _GRACE_SECONDS)))
             return Meeting(cards, nonce, self._address[0])
         except RendezvousError as error:
-            self._tell({"error": str(error)})
+            self._tell(_error(str(error)))
             if self._refused:
                 self._refuse_late(str(error))
             raise
@@ -119,15 +120,13 @@ class MeetingHost:
         poller.poll(int(1000 * deadline.remaining()) + 1)
 
     def _collect(self, deadline: Deadline) -> None:
-        missing = self._missing()
-        while missing:
+        while len(self._cards) < self._place.world_size:
             if deadline.remaining() <= 0:
-                raise RendezvousError(self._describe_missing(missing, deadline.seconds))
+                raise RendezvousError(self._describe_missing(self._missing(), deadline.seconds))
             self._poll(deadline)
             while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._admit(*self._socket.recv_multipart(copy=False))
             self._look_for_losses()
-            missing = self._missing()
 
     def _missing(self) -> list[int]:
         return sorted(set(range(self._place.world_size)) - set(self._cards))
@@ -163,7 +162,7 @@ class MeetingHost:
             if not isinstance(rank, int) or not isinstance(card, dict):
                 raise RendezvousError(f"rank {rank} came without a card")
         except RendezvousError as error:
-            self._say([name.bytes], {"error": str(error)})  # the others hear of it, too
+            self._say([name.bytes], _error(str(error)))  # the others hear of it, too
             self._refused += 1
             raise
         card.setdefault("seen", parts[0].get("Peer-Address"))
@@ -177,13 +176,13 @@ class MeetingHost:
             self._poll(end)
             self._inbound.broken()
             while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._say([self._socket.recv_multipart()[0]], {"error": why})
+                self._say([self._socket.recv_multipart()[0]], _error(why))
                 self._refused += 1
 
     def _check(self, rank: Any, size: Any, message: dict[str, Any]) -> None:
         place = self._place
         theirs, ours = message.get("version"), self._version
-        if message.get("fsdpcore") != _PROTOCOL or theirs != ours:
+        if message.get("fsdpcore") != PROTOCOL or theirs != ours:
             raise RendezvousError(
                 f"rank {rank} runs fsdpcore {theirs}, rank 0 {ours}: install one version everywhere"
             )
@@ -205,11 +204,10 @@ class MeetingHost:
                 f"two processes came as rank {rank}; every rank must be started once"
             )
 
-    def _tell(self, content: dict[str, Any]) -> None:
-        self._say([name for rank, name in self._names.items() if rank], content)
+    def _tell(self, data: bytes) -> None:
+        self._say([name for rank, name in self._names.items() if rank], data)
 
-    def _say(self, names: list[bytes], content: dict[str, Any]) -> None:
-        data = json.dumps(content).encode()
+    def _say(self, names: list[bytes], data: bytes) -> None:
         for name in names:
             self._socket.send_multipart([name, data])
 
@@ -222,6 +220,10 @@ class MeetingHost:
             while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 waiting.discard(names.get(self._socket.recv_multipart()[0], 0))
             waiting -= set(self._inbound.broken())
+
+
+def _error(text: str) -> bytes:
+    return json.dumps({"error": text}).encode()
 
 
 class MeetingGuest:
@@ -320,7 +322,7 @@ class MeetingGuest:
         self.greet()
         (visit,) = self._visits
         place = self._place
-        message = {"fsdpcore": _PROTOCOL, "version": self._version, "rank": place.rank}
+        message = {"fsdpcore": PROTOCOL, "version": self._version, "rank": place.rank}
         message |= {"world_size": place.world_size, "card": card}
         message["ranks_per_host"] = place.ranks_per_host
         visit.socket.send(json.dumps(message).encode())
@@ -358,8 +360,8 @@ class MeetingGuest:
 
     def _understood(self, data: bytes) -> dict[str, Any]:
         try:
-            return dict(json.loads(data))
-        except (ValueError, TypeError, RecursionError) as error:
+            return unpacked(data)
+        except (ValueError, TypeError, RecursionError, zlib.error) as error:
             raise RendezvousError(
                 f"rank 0 sent rank {self._place.rank} an answer that makes no sense"
             ) from error
