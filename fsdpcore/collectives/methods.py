@@ -33,11 +33,12 @@ class CollectiveMethods(CollectiveState):
         if color is not None:
             mine[:] = 1, as_int64(color, "split(): color (None for no group)"), 0
         mine[2] = as_int64(key, "split(): key")
-        every = all_gather(mine, backend, timeout=timeout, label="split").reshape(-1, 3).tolist()
+        every = all_gather(mine, backend, timeout=timeout, label="split").reshape(-1, 3)
         made = None
         if color is not None:
-            alike = [rank for rank, (member, c, _) in enumerate(every) if member and c == mine[1]]
-            made = backend.sub(sorted(alike, key=lambda rank: (every[rank][2], rank)))
+            alike = np.flatnonzero((every[:, :2] == mine[:2]).all(axis=1))
+            in_order = np.argsort(every[alike, 2], kind="stable")
+            made = backend.sub(alike[in_order].tolist())
         if isinstance(backend.root, DeviceTransport):
             backend.root.was_split(backend, made)
         return made

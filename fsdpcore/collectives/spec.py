@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fsdpcore.collectives.fingerprint import Fingerprint
 from fsdpcore.collectives.movements import Movement
 from fsdpcore.core.algorithm import Algorithm, Comparison
-from fsdpcore.core.buffers import Array, bounds_of, row_size, split_sizes
+from fsdpcore.core.buffers import Array, kept_bounds, row_size, split_sizes
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import Reduction
 from fsdpcore.diagnostics.entries import CollectiveRecord
@@ -167,10 +167,10 @@ class Operation:
     ) -> Layout:
         """The layout for inputs of ``shape``, of which ``sizes`` rows are each rank's chunk."""
         row = row_size(shape) if shape else 1
-        bounds = bounds_of(sizes, row) if sizes else ()
+        bounds = kept_bounds(tuple(sizes), row) if sizes else ()
         arriving: Sequence[int] = ()
         if self.splits and self.joins:
-            arriving = bounds_of([sizes[rank]] * len(sizes), row)
+            arriving = kept_bounds((sizes[rank],) * len(sizes), row)
         return Layout(root, reduction, bounds, arriving)
 
     def out_shape(self, shape: Shape, sizes: Sequence[int], rank: int) -> Shape:

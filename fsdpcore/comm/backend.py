@@ -6,6 +6,7 @@ its messages is a ``Transport``: the backend of the whole job, with what its aut
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from abc import abstractmethod
@@ -64,6 +65,15 @@ def provide_collectives(make: Callable[[Backend], Collectives]) -> None:
     """Set what makes the collectives of every group; called once, by the package of them."""
     global _make_collectives
     _make_collectives = make
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_common(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return equal numbers as one tuple, for all ranks that are threads of this process.
+
+    Each member of a group knows all of them: that would be a square of memory.
+    """
+    return numbers
 
 
 class Backend(PointToPoint):
@@ -184,7 +194,7 @@ class Backend(PointToPoint):
             ArgumentError: a number twice, out of range, or this rank not among them.
             ClosedError: this group was closed.
         """
-        members = as_members(ranks, self.world_size, "sub()")
+        members = _in_common(as_members(ranks, self.world_size, "sub()"))
         if self.order.closed or isinstance(self.root.failure, ClosedError):
             self.order.check_open()
         if self.rank not in members:
@@ -197,7 +207,7 @@ class Backend(PointToPoint):
             count = self._groups.get((name, members), 0)
             self._groups[name, members] = count + 1
         channel = channel_of(self.channel, members, count, name)
-        ranks = tuple(self.ranks[member] for member in members)
+        ranks = _in_common(tuple(self.ranks[member] for member in members))
         made = SubBackend(self, members, Group(channel, ranks, count, name))
         self.root.recorder.add_group(made.order)
         return made
@@ -341,8 +351,8 @@ class SubBackend(Backend):
 
     def __init__(self, parent: Backend, members: Sequence[int], group: Group) -> None:
         self._root = parent.root
-        hosts = [parent.hosts[member] for member in members]
-        super().__init__(group, members.index(parent.rank), hosts)
+        hosts = tuple(parent.hosts[member] for member in members)
+        super().__init__(group, members.index(parent.rank), _in_common(hosts))
 
     @property
     def root(self) -> Job:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -188,6 +189,12 @@ def bounds_of(sizes: Sequence[int], scale: int = 1) -> list[int]:
     for size in sizes:
         bounds.append(bounds[-1] + size * scale)
     return bounds
+
+
+@lru_cache(maxsize=64)
+def kept_bounds(sizes: tuple[int, ...], scale: int) -> tuple[int, ...]:
+    """The same as a tuple that is kept: one for all ranks that are threads of this process."""
+    return tuple(bounds_of(sizes, scale))
 
 
 def row_size(shape: tuple[int, ...]) -> int:

@@ -168,7 +168,10 @@ def as_members(ranks: object, world_size: int, what: str) -> tuple[int, ...]:
     # Text and bytes are sequences too, and a set has no order to number its members by.
     if isinstance(ranks, (str, bytes, bytearray, Set, Mapping)) or not isinstance(ranks, Iterable):
         raise ArgumentError(f"{what}: the members must be a sequence of ranks, got {ranks!r:.200}")
-    members = tuple(as_rank(rank, world_size, f"{what}: no such member") for rank in ranks)
+    members = tuple(ranks)
+    plain = set(map(type, members)) == {int}  # many ranks, as a rule: no call for each
+    if not plain or not 0 <= min(members) <= max(members) < world_size:
+        members = tuple(as_rank(rank, world_size, f"{what}: no such member") for rank in members)
     if len(set(members)) != len(members):
         raise ArgumentError(f"{what}: a rank is named twice in {rank_list(members)}")
     return members

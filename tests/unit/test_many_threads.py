@@ -96,3 +96,20 @@ def test_errors_of_hundreds_of_ranks_name_a_few(breaks: Any) -> None:
     with pytest.raises(fc.RankFailedError) as found:
         fc.launch(main, world_size=200, transport="sim", args=(threading.Event(),))
     assert max(map(len, [str(found.value), *said])) < 700
+
+
+def _groups(backend: fc.Backend) -> tuple[Any, ...]:
+    half = backend.split(backend.rank % 2, key=-backend.rank)
+    assert half is not None
+    other = backend.sub(range(backend.rank % 2, backend.world_size, 2))
+    return backend.ranks, backend.hosts, half.ranks, half.hosts, other.ranks, other.hosts
+
+
+def test_members_of_a_group_have_its_list_of_ranks_in_common() -> None:
+    """Lists of all ranks on each of them would be a square of memory."""
+    found = fc.launch(_groups, world_size=100, transport="sim://?hosts=10")
+    even, odd = tuple(range(0, 100, 2)), tuple(range(1, 100, 2))
+    assert found[0][2] == even[::-1]
+    assert found[1][2] == odd[::-1]
+    assert found[1][4] == odd
+    assert len({id(each) for ranks in found for each in ranks}) <= 2 + 3 * 2 + 1
