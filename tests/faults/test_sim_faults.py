@@ -229,3 +229,33 @@ def _to_the_right(backend: fc.Backend) -> None:
     work = backend.isend(np.ones(3), (me + 1) % p)
     backend.recv(np.empty(3), (me - 1) % p)
     work.wait()
+
+
+@pytest.mark.parametrize("waits", [fc.Backend.barrier, lambda backend: backend.recv(_THREE, 1)])
+def test_who_is_told_of_a_failure_first_is_not_taken_for_its_cause(
+    waits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear, over = simulated.SimBackend.peer_reported, threading.Event()
+
+    def late(backend: simulated.SimBackend, rank: int, error: fc.CommunicationError) -> None:
+        if backend.rank == 2:
+            over.wait(0.2)
+        hear(backend, rank, error)
+
+    def body(backend: fc.Backend) -> None:
+        backend.barrier()
+        if backend.rank == 0:
+            backend.abort("on purpose")
+        elif backend.rank == 1:
+            expect(fc.PeerFailedError, backend.barrier)
+            backend.close()
+        else:
+            error = expect(fc.PeerFailedError, waits, backend)
+            over.set()
+            assert error.rank == 0, str(error)
+
+    monkeypatch.setattr(simulated.SimBackend, "peer_reported", late)
+    _run(body, 3)
+
+
+_THREE = np.zeros(3)

@@ -316,9 +316,10 @@ class SimBackend(Transport):
     def _tell(self, error: CommunicationError) -> None:
         if isinstance(self._failure, InjectedCrash):
             return
-        for peer in self._world:
-            if peer is not self:
-                peer.peer_reported(self.rank, error)
+        with self.job.telling:
+            for peer in self._world:
+                if peer is not self:
+                    peer.peer_reported(self.rank, error)
 
     def _query(
         self, ranks: Iterable[int], channel: int, sequence: int, seconds: float
@@ -339,7 +340,8 @@ class SimBackend(Transport):
 
     def _vanish(self, how: str) -> None:
         """Let the receives and large sends of peers that wait for this rank fail."""
-        self.gone = self.gone or how
+        with self.job.telling:  # who was told first, and leaves, is not the cause for the others
+            self.gone = self.gone or how
         for rank in sorted({*self.awaited, *self.job.open}):
             self._take_leave(self._world[rank])
         with self.inbox.lock:

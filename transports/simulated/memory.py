@@ -20,6 +20,7 @@ class ThreadWorld:
 
     Attributes:
         lock: held while one of them makes something for all.
+        telling: held while one of them tells all others of a failure.
         made: memory that one rank has made, until it is told that all have it.
         meetings: of the groups, by their channels.
         open: the ranks that have waited for a message from any rank.
@@ -27,6 +28,7 @@ class ThreadWorld:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.telling = threading.RLock()
         self.numbers = itertools.count(1)
         self.made: dict[int, Bytes] = {}
         self.open: dict[int, None] = {}
