@@ -52,6 +52,7 @@ class Deadline:
         if not number >= 0:
             raise ArgumentError(f"timeout must be a number of seconds >= 0, got {seconds!r}")
         self.seconds = number
+        self.clock = clock
         self._now = clock.now
         self._end = self._now() + number
 

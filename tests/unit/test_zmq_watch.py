@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,19 +15,11 @@ import zmq
 from fsdpcore.transports.zmq import watch
 from fsdpcore.transports.zmq.keys import JobKeys
 from fsdpcore.transports.zmq.links import IO_THREADS, Links
-from fsdpcore.transports.zmq.watch import (
-    ALIVE,
-    CUT,
-    ENDED,
-    LEFT,
-    SILENT,
-    STOPPED,
-    Report,
-    Watch,
-    _Probe,
-)
+from fsdpcore.transports.zmq.probe import CUT, ENDED, SILENT, STOPPED, UNKNOWN, Probe
+from fsdpcore.transports.zmq.watch import ALIVE, LEFT, Report, Watch
 from support.zmq_ranks import PATIENCE
 
+from fsdpcore.core.clock import Clock
 from fsdpcore.core.errors import CommunicationError, PeerFailedError
 
 NOWHERE = ("127.0.0.1", 1)
@@ -42,8 +33,9 @@ class Job:
     ) -> None:
         self.now = 100.0
         self.hosts = tuple(rank // (per_host or world_size) for rank in range(world_size))
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(watch, "_Probe", self.probe)
+        self.clock = Clock()
+        self.clock.now = lambda: self.now  # type: ignore[method-assign]
+        monkeypatch.setattr(watch, "Probe", self.probe)
         self.findings = [CUT] * world_size
         self.ended: set[int] = set()
         self.ranks = [Rank(self, rank, world_size) for rank in range(world_size)]
@@ -102,7 +94,7 @@ class Rank:
         addresses = [(NOWHERE[0], rank) for rank in range(world_size)]
         self.job, self.number, self.links = job, number, set[int]()
         self.error: CommunicationError | None = None
-        self.watch = Watch(number, job.hosts, addresses, 5.0, self)
+        self.watch = Watch(number, job.hosts, addresses, 5.0, self, job.clock)
         for rank in self.watch.neighbours:
             self.links.add(rank)
 
@@ -250,19 +242,19 @@ def test_a_rank_without_descriptors_looks_later_and_accuses_nobody() -> None:
         with no_descriptors():
             with pytest.raises(OSError, match="Too many open files"):
                 socket.socket()
-            probe = _Probe(listener.getsockname()[:2], PATIENCE)
+            probe = Probe(listener.getsockname()[:2], PATIENCE)
             assert probe.look() == ""
         assert probe.look() == ""
         with listener.accept()[0] as connection:
             connection.send(b"\xff")
             assert found(probe) == CUT
     with no_descriptors():
-        assert found(_Probe(NOWHERE, 0.1)) == watch._UNKNOWN
-    probe = _Probe(NOWHERE, PATIENCE)
+        assert found(Probe(NOWHERE, 0.1)) == UNKNOWN
+    probe = Probe(NOWHERE, PATIENCE)
     assert found(probe) == ENDED
 
 
-def found(probe: _Probe) -> str:
+def found(probe: Probe) -> str:
     while not probe.look():
         pass
     return probe.look()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -103,7 +102,7 @@ class ZmqBackend(Transport):
             if place.world_size > 1:
                 scheme = cls.transport_capabilities.transport
                 address = joining.meeting_point(place, config, scheme)
-                deadline = Deadline(config.rendezvous_timeout)
+                deadline = Deadline(config.rendezvous_timeout, cls.clock)
                 backend._connect(place, address, deadline)
                 backend._measure(deadline)
         except BaseException as error:
@@ -157,6 +156,7 @@ class ZmqBackend(Transport):
             joined.addresses,
             self._options.heartbeat,
             control,
+            self.clock,
         )
         links.introduce(joined.nonce, joined.addresses)
         links.listen(joined.listener, joined.own, joined.sources)
@@ -327,8 +327,7 @@ class ZmqBackend(Transport):
             self.control.links.close(0)
         # Very rarely libzmq never comes back from this, though all sockets are closed: seen after
         # failures, on a loaded machine. What is left then are its own idle threads.
-        ending = threading.Thread(target=self._context.destroy, args=(0,), daemon=True)
-        ending.start()
+        ending = self.clock.start(lambda: self._context.destroy(0), "fsdpcore-zmq-end")
         ending.join(seconds)
 
 

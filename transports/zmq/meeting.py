@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import time
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -101,12 +100,13 @@ class MeetingHost:
             nonce = secrets.token_bytes(NONCE_BYTES)
             cards = [self._cards[rank] for rank in range(self._place.world_size)]
             self._tell(packed({"table": cards, "nonce": nonce.hex()}))
-            self._await_thanks(Deadline(max(deadline.remaining(), _GRACE_SECONDS)))
+            seconds = max(deadline.remaining(), _GRACE_SECONDS)
+            self._await_thanks(Deadline(seconds, deadline.clock))
             return Meeting(cards, nonce, self._address[0])
         except RendezvousError as error:
             self._tell(_error(str(error)))
             if self._refused:
-                self._refuse_late(str(error))
+                self._refuse_late(str(error), Deadline(_LATE_SECONDS, deadline.clock))
             raise
         finally:
             self._socket.disable_monitor()
@@ -169,9 +169,8 @@ class MeetingHost:
         self._names[rank], self._cards[rank] = name.bytes, card
         self._inbound.know(parts[0], rank)
 
-    def _refuse_late(self, why: str) -> None:
+    def _refuse_late(self, why: str, end: Deadline) -> None:
         """Tell ranks that come a little later why they will not meet."""
-        end = Deadline(_LATE_SECONDS)
         while len(self._cards) + self._refused < self._place.world_size and end.remaining() > 0:
             self._poll(end)
             self._inbound.broken()
@@ -288,7 +287,7 @@ class MeetingGuest:
                     poller.unregister(visit.monitor)
                     self._visits.remove(visit)
                     visit.close()
-                    time.sleep(min(RETRY_SECONDS, self._deadline.remaining()))
+                    self._deadline.clock.sleep(min(RETRY_SECONDS, self._deadline.remaining()))
                     self._visit(visit.host, poller)
         rank = self._place.rank
         if refused:
@@ -339,9 +338,9 @@ class MeetingGuest:
         poller = zmq.Poller()
         poller.register(visit.monitor, zmq.POLLIN)
         poller.register(visit.socket, zmq.POLLIN)
-        end = time.monotonic() + self._deadline.remaining() + _GRACE_SECONDS
-        while time.monotonic() < end:
-            poller.poll(int(1000 * (end - time.monotonic())) + 1)
+        end = Deadline(self._deadline.remaining() + _GRACE_SECONDS, self._deadline.clock)
+        while end.remaining() > 0:
+            poller.poll(int(1000 * end.remaining()) + 1)
             ended = visit.look()  # first, since the answer may come, and then the end
             with contextlib.suppress(zmq.Again):
                 answer = self._understood(visit.socket.recv(zmq.NOBLOCK))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from typing import Any
 
 import zmq
 
+from fsdpcore.core.work import Deadline
 from fsdpcore.launch.addresses import join_address
 
 from .keys import KeyPair
@@ -69,11 +69,11 @@ class Visit:
                 return True
         return False
 
-    def thank(self, end: float) -> None:
+    def thank(self, end: Deadline) -> None:
         """Say that the table is there, and wait until the port is free for links to rank 0."""
         self.socket.send(b"{}")
-        while not self.look() and time.monotonic() < end:
-            self.monitor.poll(int(1000 * (end - time.monotonic())) + 1)
+        while not self.look() and end.remaining() > 0:
+            self.monitor.poll(int(1000 * end.remaining()) + 1)
 
     def close(self) -> None:
         """End it."""

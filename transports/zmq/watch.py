@@ -6,7 +6,7 @@ link whether the other end is there, without the interpreter, and a link where n
 time of ``heartbeat`` breaks. So somebody notices the loss of any rank, whether or not anybody
 needs it, and what is noticed spreads from neighbour to neighbour.
 
-A broken link says little by itself. Who sees one tries to connect anew: if the other
+A broken link says little by itself. Who sees one tries to connect anew (``Probe``): if the other
 host refuses, the process has ended; if ZeroMQ answers, only the connection was cut; if the kernel
 alone does, the process is stopped; if nothing comes back, the host is lost, or the network. It
 tells all ranks what it found. A rank that hears itself called lost says that it is alive. A moment
@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import math
 import resource
-import select
-import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from fsdpcore.core.clock import WALL, Clock
 from fsdpcore.core.errors import CommunicationError, PeerFailedError, ProtocolError
+
+from .probe import CUT, ENDED, SILENT, STOPPED, UNKNOWN, Probe
 
 # A connection breaks a moment before the last frames on it have been read; wait for them.
 _LAST_WORDS_SECONDS = 0.02
@@ -43,9 +43,6 @@ _STANDSTILL_LOOK, _STANDSTILL = 0.25, 0.8
 # Ranks mostly leave together, and then nobody watches anybody any more.
 _CLOSE_UP_SECONDS = 1.0
 
-ENDED, STOPPED, SILENT, CUT = "ended", "stopped", "silent", "cut"
-# Found by who has no descriptor left to look: nothing that could be told.
-_UNKNOWN = "unknown"
 # What a rank says of itself.
 ALIVE, LEFT = "alive", "left"
 _FINDINGS = (ENDED, STOPPED, SILENT, CUT, ALIVE, LEFT)
@@ -94,86 +91,6 @@ class WatchOwner(Protocol):
         """Break the backend, and tell the others."""
 
 
-class _Probe:
-    """A new connection to a rank whose link has broken."""
-
-    def __init__(self, address: tuple[str, int], seconds: float) -> None:
-        self._address = address
-        self._socket: socket.socket | None = None
-        self._end = time.monotonic() + seconds
-        self._found = ""
-        self._ended_once = False
-        self._connect()
-
-    def _connect(self) -> None:
-        try:
-            self._socket = socket.socket(
-                socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-            )
-        except OSError:  # no descriptor is left; perhaps one is soon
-            return
-        self._socket.setblocking(False)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
-        try:
-            self._socket.connect(self._address)
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._refused(error)
-
-    def look(self) -> str:
-        """What it has found; empty as long as it has not."""
-        if self._socket is None:
-            self._connect()
-        if self._socket is not None and not self._found and self._poll.poll(0):
-            try:
-                # Who lives says at once that it speaks ZeroMQ's protocol.
-                if self._socket.recv(1):
-                    self._found = CUT
-                else:
-                    self._ended()
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                self._refused(error)
-        if not self._found and time.monotonic() >= self._end:
-            self._found = self._found_late()
-        if self._found:
-            self.close()
-        return self._found
-
-    def close(self) -> None:
-        """Look no more."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def _refused(self, error: OSError) -> None:
-        if isinstance(error, ConnectionResetError):
-            self._ended()
-        else:
-            self._found = ENDED if isinstance(error, ConnectionRefusedError) else SILENT
-
-    def _ended(self) -> None:
-        """Try again: a process that just ends does so once, something between the two each time."""
-        self.close()
-        if self._ended_once:
-            self._found = CUT
-        else:
-            self._ended_once = True
-            self._connect()
-
-    def _found_late(self) -> str:
-        if self._socket is None:
-            return _UNKNOWN
-        try:
-            self._socket.getpeername()
-        except OSError:
-            return SILENT
-        return STOPPED
-
-
 class _Standstill:
     """Whether this process was stopped, as one of its threads sees that looks now and then.
 
@@ -215,6 +132,7 @@ class Watch:
         addresses: where the ranks listen.
         heartbeat: seconds after which a link that is silent breaks.
         owner: of the links.
+        clock: of the job.
 
     Attributes:
         neighbours: of this rank.
@@ -228,18 +146,19 @@ class Watch:
         addresses: list[tuple[str, int]],
         heartbeat: float,
         owner: WatchOwner,
+        clock: Clock = WALL,
     ) -> None:
         self.neighbours = neighbours(rank, range(len(addresses)))
         self.leavers: set[int] = set()
         self._rank, self._hosts, self._addresses = rank, hosts, addresses
         self._heartbeat = heartbeat
-        self._owner = owner
+        self._owner, self._clock = owner, clock
         self._standstill = _Standstill(heartbeat)
         self._close_up_at: float | None = None
         self._reports: set[Report] = set()
         self._lost: set[int] = set()
         self._broken: dict[int, float] = {}
-        self._probes: dict[int, _Probe] = {}
+        self._probes: dict[int, Probe] = {}
         self._settled: float | None = None
         self._answer_seconds = _ANSWER_SECONDS
         self._done = False
@@ -253,7 +172,7 @@ class Watch:
         if rank in self._lost or self._done:
             return
         self._lost.add(rank)
-        self._broken[rank] = time.monotonic() + _LAST_WORDS_SECONDS
+        self._broken[rank] = self._clock.now() + _LAST_WORDS_SECONDS
 
     def heard(self, source: int, content: Mapping[str, Any]) -> None:
         """Take what a neighbour tells.
@@ -279,14 +198,14 @@ class Watch:
         if report.found == LEFT:
             self.leavers.add(report.rank)
             if self._close_up_at is None:
-                self._close_up_at = time.monotonic() + _CLOSE_UP_SECONDS
+                self._close_up_at = self._clock.now() + _CLOSE_UP_SECONDS
             self._owner.note_left(report.rank)
         elif report.found != ALIVE:
             if self._settled is None:
                 # A neighbour that finds the process ended knows that it had not left before.
                 known = report.by in neighbours(report.rank, range(len(self._addresses)))
                 sure = report.found == ENDED and known
-                self._settled = time.monotonic() + (0.0 if sure else self._answer_seconds)
+                self._settled = self._clock.now() + (0.0 if sure else self._answer_seconds)
             if report.rank == self._rank:
                 self._note(Report(self._rank, self._rank, ALIVE))
 
@@ -300,7 +219,7 @@ class Watch:
         """Do what is due; return after how many seconds to be called again, if ever."""
         if self._done:
             return None
-        now = time.monotonic()
+        now = self._clock.now()
         self._standstill.look(now)
         for rank, due in list(self._broken.items()):
             if now >= due:
@@ -310,12 +229,12 @@ class Watch:
                 if stopped := self._standstill.seconds(now):
                     self._fail_stopped(rank, stopped)
                     return None
-                self._probes[rank] = _Probe(self._addresses[rank], self._answer_seconds)
+                self._probes[rank] = Probe(self._addresses[rank], self._answer_seconds)
         for rank, probe in list(self._probes.items()):
             found = probe.look()
             if found:
                 del self._probes[rank]
-                if found == _UNKNOWN:
+                if found == UNKNOWN:
                     self._owner.fail(self._unknown(rank))
                 else:
                     self._note(Report(rank, self._rank, found))
