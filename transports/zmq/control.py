@@ -66,6 +66,7 @@ class Control:
         self._state = state
         self._make_peer = make_peer
         self._queries: dict[int, StatusQuery] = {}
+        self._why: Mapping[str, Any] | None = None  # what was heard, if that has broken this rank
         state.serve = self.serve
 
     def peer(self, rank: int) -> Peer:
@@ -168,8 +169,9 @@ class Control:
         first = self._backend.failure is None
         self._backend.peer_reported(rank, error)
         if first:
+            self._why = {**content, "from": rank}
             for neighbour in self.watch.neighbours:
-                self._say_failed(self.peer(neighbour), content)
+                self._say_failed(self.peer(neighbour), self._why)
 
     def _note_progress(self, peer: Peer) -> None:
         """Look whether the last message of a peer that leaves has come."""
@@ -272,8 +274,9 @@ class Control:
                 peer.channel.outlet.say(header)
 
     def say_failed(self, error: CommunicationError) -> None:
-        """Tell all peers by what this rank is broken."""
-        content = failure_as_json(error, _MAX_TEXT) | {"from": self._backend.rank}
+        """Tell all peers by what this rank is broken: if by what it has heard, in those words."""
+        own = failure_as_json(error, _MAX_TEXT) | {"from": self._backend.rank}
+        content = self._why or own
         for peer in list(self.peers.values()):
             self._say_failed(peer, content)
 
