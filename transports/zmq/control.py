@@ -170,6 +170,7 @@ class Control:
         self._backend.peer_reported(rank, error)
         if first:
             self._why = {**content, "from": rank}
+            self.watch.close_gaps()
             for neighbour in self.watch.neighbours:
                 self._say_failed(self.peer(neighbour), self._why)
 
@@ -277,6 +278,8 @@ class Control:
         """Tell all peers by what this rank is broken: if by what it has heard, in those words."""
         own = failure_as_json(error, _MAX_TEXT) | {"from": self._backend.rank}
         content = self._why or own
+        if self.peers:
+            self.watch.close_gaps()
         for peer in list(self.peers.values()):
             self._say_failed(peer, content)
 

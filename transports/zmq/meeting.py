@@ -350,7 +350,7 @@ class MeetingGuest:
             if ended:
                 raise RendezvousError(
                     f"rank 0 ended the rendezvous at {self._where} without an answer to rank "
-                    f"{self._place.rank}: it failed"
+                    f"{self._place.rank}: it failed, or had met all ranks before"
                 )
         raise RendezvousError(
             f"rank 0 did not answer rank {self._place.rank} at the rendezvous at {self._where} "

@@ -209,10 +209,14 @@ class Watch:
             if report.rank == self._rank:
                 self._note(Report(self._rank, self._rank, ALIVE))
 
+    def close_gaps(self) -> None:
+        """See to it that what is said now spreads: all neighbours may be among those that left."""
+        if self._close_up_at is not None:
+            self._close_up()
+
     def leave(self) -> None:
         """Tell all ranks that this one leaves."""
-        if self._close_up_at is not None:
-            self._close_up()  # all its neighbours may be among those that have left
+        self.close_gaps()
         self._note(Report(self._rank, self._rank, LEFT))
 
     def tick(self) -> float | None:
