@@ -1,10 +1,13 @@
-"""Which states of a message, and of a job, the schedules of a run have come through."""
+"""Which states of a message, and of a job, the schedules of a run have come through.
+
+``counted`` counts those of ``sim``, or what another table says (``zmq_visits.py``).
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -42,22 +45,28 @@ ALL: frozenset[Visit] = frozenset(
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Counter[Visit]]:
-    """Count what happens to messages and jobs in virtual time, while the block runs."""
+def counted(watched: Sequence[tuple[Any, str, Any]] = ()) -> Iterator[Counter[Visit]]:
+    """Count what happens to messages and jobs in virtual time, while the block runs.
+
+    Args:
+        watched: classes, methods, and what says which visits a call is: before it, or, by what it
+            returns, behind it; by default those of ``sim``.
+    """
     seen: Counter[Visit] = Counter()
     with contextlib.ExitStack() as stack:
-        for owner, name, before in _WATCHED:
+        for owner, name, before in watched or _WATCHED:
             method = getattr(owner, name)
 
-            def watched(
+            def call(
                 self: Any, *args: Any, before: Any = before, method: Any = method, **options: Any
             ) -> Any:
                 told = before(self, *args)
-                result = method(self, *args, **options)
-                seen.update(told() if callable(told) else told)
-                return result
+                try:
+                    return method(self, *args, **options)
+                finally:
+                    seen.update(told() if callable(told) else told)
 
-            stack.enter_context(mock.patch.object(owner, name, watched))
+            stack.enter_context(mock.patch.object(owner, name, call))
         yield seen
 
 
