@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from fsdpcore.transports.zmq.backend import ZmqBackend
-from support.virtual_hosts import Net, Process, SharedClock
+from support.virtual_hosts import Net, Process, SharedClock, host_address
 from support.virtual_system import instead_of_the_system
 
 import fsdpcore as fc
@@ -76,7 +76,7 @@ class Fate:
         """Draw one."""
         draw = random.Random(f"fate {seed}")
         size = draw.choice([2, 3, 3, 4, 4, 5, 7, 11])
-        hosts = sorted(draw.randrange(3) for _ in range(size))
+        hosts = [0, *sorted(draw.randrange(3) for _ in range(size - 1))]  # where the ranks meet
         apart = draw.choice([0.0, 1e-3, 1.0])
         begins = tuple(draw.random() * apart for _ in range(size))
         victim, other = draw.sample(range(size), 2)
@@ -130,7 +130,7 @@ class _Job:
         self.fate, self.clock, self.played = fate, clock, Played()
         self.net = Net(clock, fate.seed)
         self.cls = type("Rank", (ZmqBackend,), {"clock": clock})
-        self.ranks = [Process(self.net, f"10.0.{host}.1") for host in fate.hosts]
+        self.ranks = [Process(self.net, host_address(host)) for host in fate.hosts]
 
     def direct(self) -> None:
         """Start the ranks, and what befalls them; wait until they have ended."""
@@ -143,7 +143,7 @@ class _Job:
             else:
                 self.ranks[rank].kill()
         if fate.fault == "a rank comes twice":
-            twin = Process(self.net, f"10.0.{fate.hosts[fate.other]}.1")
+            twin = Process(self.net, host_address(fate.hosts[fate.other]))
             self.ranks.append(twin)
             self._start(twin, fate.victim, fate.at / 3)
         self._befall()
