@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from unittest import mock
 
 import pytest
-from fsdpcore.transports.zmq import watch
+from fsdpcore.transports.zmq.watch import Watch
 from support.virtual_ranks import HEARTBEAT, LASTS, MEETING, Fate, Played, play
 from support.visits import counted
 from support.zmq_visits import ALL, WATCHED
@@ -151,7 +151,7 @@ def _search(seeds: Iterable[int]) -> tuple[int, Played] | None:
 
 def test_schedules() -> None:
     with counted(WATCHED) as seen:
-        assert _search(range(170)) is None
+        assert _search(range(150)) is None
     missed = ALL - {*seen}  # the campaign comes through all of them
     assert len(missed) <= 0.2 * len(ALL), f"no schedule comes through {sorted(missed)}"
 
@@ -170,19 +170,19 @@ def test_a_seed_is_a_schedule() -> None:
     """The same in another process with other hashes; another seed, another order."""
     code = (
         "from properties.test_zmq_schedules import Fate, play\n"
-        "print([(p.digest, p.turns) for p in map(play, map(Fate.of, range(20)))])"
+        "print([(p.digest, p.turns) for p in map(play, map(Fate.of, range(12)))])"
     )
     environ = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    here = [(p.digest, p.turns) for p in map(play, map(Fate.of, range(20)))]
+    here = [(p.digest, p.turns) for p in map(play, map(Fate.of, range(12)))]
     assert done.stdout.strip() == str(here)
-    assert len({digest for digest, _ in here}) == 20
+    assert len({digest for digest, _ in here}) == 12
 
 
 def test_a_bug_is_found_and_repeated() -> None:
-    """Who is called lost has no time to say that it is alive."""
-    with mock.patch.object(watch, "_ANSWER_SECONDS", 0.0):
+    """Who leaves or fails tells its neighbours only, of which some have just left."""
+    with mock.patch.object(Watch, "close_gaps"):
         found = _search(range(1000))
         assert found is not None
         seed, first = found
