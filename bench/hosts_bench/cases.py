@@ -114,7 +114,7 @@ _PAIRS = tuple(Case(EXCHANGE, MIB, pairs, late) for late in (0.0, 0.01) for pair
 _SEVERAL = tuple(
     Case(operation, size, times=times)
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-    for size, times in ((256 << 10, 16), (4 * MIB, 2))
+    for size, times in ((256 << 10, 16), (4 * MIB, 2), (16 * MIB, 1))
 )
 # By which the time of a message is found, and the rate of the links.
 SMALL, LARGE = Case("all_to_all", 512, times=20), Case("all_to_all", 4 * MIB, times=2)
@@ -134,8 +134,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("far", 4, 1e9, _FAR, delay=0.01),
     Scenario("shared", 2, 100e6, (Case("all_reduce", 8 * MIB), Case("all_reduce", 65536)), 2),
     *(
-        Scenario(f"{hosts}x{name}", hosts, rate, _SEVERAL)
-        for name, rate in (("100m", 100e6), ("1g", 1e9))
+        Scenario(f"{hosts}x{name}", hosts, rate, tuple(c for c in _SEVERAL if c.size <= largest))
+        for name, rate, largest in (("100m", 100e6, 4 * MIB), ("1g", 1e9, 16 * MIB))
         for hosts in (2, 4, 8)
     ),
 )
