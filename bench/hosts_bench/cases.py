@@ -117,7 +117,7 @@ _SEVERAL = tuple(
     for size, times in ((256 << 10, 16), (4 * MIB, 2), (16 * MIB, 1))
 )
 # By which the time of a message is found, and the rate of the links.
-SMALL, LARGE = Case("all_to_all", 512, times=20), Case("all_to_all", 4 * MIB, times=2)
+SMALL, LARGE = Case("all_gather", 1 << 10, times=20), Case("all_gather", 2 * MIB, times=4)
 _FAR = (
     Case(BARRIER, limit=0.023),
     Case("all_reduce", 8, limit=0.023),

@@ -102,7 +102,8 @@ class Network:
         levels: from the ranks upwards.
         links: exceptions, by what is at the lower end of the link: "host 3", "rank 12".
         flops: floating-point operations per second of a rank.
-        message: seconds of a rank's processor for each message that it sends or receives.
+        message: seconds of a rank's processor for each message that it sends, before it leaves, and
+            for each that it receives, when it has come.
         reduce: bytes per second that a rank reduces; infinity for no time.
         eager: bytes up to which a message is sent unasked. Of a larger one the sender asks first,
             and waits for the answer.

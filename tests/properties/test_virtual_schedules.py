@@ -111,7 +111,8 @@ def _found(seeds: Iterable[int], wrong: Callable[[int], Played]) -> Played | Non
 
 def test_a_broken_algorithm_is_found_and_repeated() -> None:
     def program(backend: fc.Backend) -> None:
-        rows = fc.all_gather(np.full(300, backend.rank), backend, algorithm="ring")
+        out = np.full(300 * backend.world_size, -1)  # not what an earlier one has left there
+        rows = fc.all_gather(np.full(300, backend.rank), backend, out=out, algorithm="ring")
         assert (rows.reshape(-1, 300) == np.arange(backend.world_size)[:, None]).all()
 
     def wrong(seed: int) -> Played:

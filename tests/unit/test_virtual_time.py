@@ -131,7 +131,7 @@ def test_what_a_message_takes(network: str, nbytes: int, seconds: float) -> None
             assert (backend.recv(np.empty_like(array), 0) == array).all()
         return backend.clock.now()
 
-    assert _launch(main, 2, network=network)[1] == pytest.approx(seconds + MESSAGE, rel=1e-9)
+    assert _launch(main, 2, network=network)[1] == pytest.approx(seconds + 2 * MESSAGE, rel=1e-9)
 
 
 @pytest.mark.parametrize("ahead", [400_000, 1_000_000])
@@ -149,7 +149,7 @@ def test_what_is_sent_before_it_is_asked_for(tmp_path: Path, ahead: int) -> None
         return backend.clock.now()
 
     took = _launch(main, 2, network=str(path))[1]
-    assert took == pytest.approx(LATENCY + 800_000 / RATE + MESSAGE, rel=1e-6)
+    assert took == pytest.approx(LATENCY + 800_000 / RATE + 2 * MESSAGE, rel=1e-6)
 
 
 @pytest.mark.parametrize("shm", ["auto", "off"])

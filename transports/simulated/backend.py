@@ -226,7 +226,7 @@ class SimBackend(Transport):
             self._move(send, receive)
 
     def post_recv(self, out: Bytes, src: int, envelope: Envelope) -> Pending:
-        self._before_post()
+        self._before_receive()
         receive = PostedReceive(self, out, src, envelope)
         with self.inbox.lock:
             send = self.inbox.table.post(receive)
@@ -278,6 +278,9 @@ class SimBackend(Transport):
             self.fail(InjectedCrash(f"rank {self.rank} was made to die"))
             self._vanish("has died without a word")
         self.check_usable()
+
+    def _before_receive(self) -> None:
+        self._before_post()
 
     def _check_peer_alive(self, peer: SimBackend) -> None:
         """Raise if this rank is broken or ``peer`` has left; under the receiver's lock."""

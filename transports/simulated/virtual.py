@@ -50,6 +50,7 @@ class VirtualBackend(SimBackend):
         self._offered: dict[PostedSend, None] = {}
         self._sending: dict[PostedSend, None] = {}
         self._receiving: dict[PostedReceive, None] = {}
+        self._taken_in = 0.0  # when this rank's processor is through with what has come
         network, options = wire.network, config.transport_options
         if options.arrays == "abstract":
             self.device = AbstractDevice()
@@ -74,6 +75,12 @@ class VirtualBackend(SimBackend):
                 _POST_SECONDS if drawn is None else drawn.uniform(0, 2 * _POST_SECONDS)
             )
         super()._before_post(nbytes)
+
+    def _before_receive(self) -> None:
+        if self._wire.network is None:
+            self._before_post()
+        else:  # what has come takes time, not to wait for it
+            super()._before_post()
 
     def _carry(self, send: PostedSend, peer: SimBackend, eager: bool) -> None:
         assert isinstance(peer, VirtualBackend)
@@ -128,7 +135,7 @@ class VirtualBackend(SimBackend):
             return
         if send.finished:
             np.copyto(receive.out, send.data)
-            receive.finish()
+            self._take_in(receive)
             return
         sender._sending[send] = self._receiving[receive] = None
         # The sender hears that its bytes are waited for, and sends those that it has not sent yet.
@@ -145,10 +152,24 @@ class VirtualBackend(SimBackend):
         assert isinstance(sender, VirtualBackend)
         if send.error is None and not receive.finished:
             np.copyto(receive.out, send.data)
-            self._receiving.pop(receive)
-            receive.finish()
+            self._take_in(receive)
         sender._sending.pop(send, None)
         send.finish()
+
+    def _take_in(self, receive: PostedReceive) -> None:
+        """Finish a receive once the processor has taken its message in, one after the other."""
+        network = self._wire.network
+        if network is None:
+            self._finish(receive)
+            return
+        self._receiving[receive] = None
+        self._taken_in = max(self._taken_in, self.clock.now()) + network.message
+        self.clock.at(self._taken_in, lambda: self._finish(receive))
+
+    def _finish(self, receive: PostedReceive) -> None:
+        if not receive.finished:
+            self._receiving.pop(receive, None)
+            receive.finish()
 
     def _fail_pending(self, error: CommunicationError) -> None:
         super()._fail_pending(error)
