@@ -23,7 +23,7 @@ from fsdpcore.core.policy import Costs
 from hosts_bench.cases import LARGE, SMALL, Case
 from hosts_bench.member import cases_of
 
-# What ``zmq`` does, and what memory gives.
+# Bytes per second of a reduction, and of memory that the ranks of a host share.
 _COMPUTE = """
 reduce = "14GB/s"
 memory = "2GB/s"
@@ -71,7 +71,8 @@ class Model:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "network.toml")
             ahead = _ahead(self.latency, self.slowest or self.rate)
-            text += f"[compute]\nmessage = {self.message}\nspeed = {self.speed}\neager = {ahead}"
+            text += f"[compute]\nmessage = {self.message}\nspeed = {self.speed}\n"
+            text += f"eager = {ahead}\nahead = {ahead}"  # what is no longer than that goes unasked
             path.write_text(text + _COMPUTE, encoding="utf-8")
             yield {
                 "world_size": self.hosts * self.per_host,

@@ -1,7 +1,7 @@
 """One rank played for all: what its collectives give where every other rank does as it does.
 
 Where ranks cannot differ, playing one of them tells of all. A collective then takes the time that
-``Alike.seconds`` says, and gives what it would give if all inputs were this rank's.
+``Alike.take_part`` says, and gives what it would give if all inputs were this rank's.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def show_plan(
     computes with (activations), and what a transport keeps for its messages.
     """
     with one_line():
-        wanted = Strategy(strategy, _reshard(reshard_after_forward), shard_group_size)
+        wanted = Strategy(strategy, parse_reshard(reshard_after_forward), shard_group_size)
         training = Training(
             params=params,
             layers=layers,
@@ -210,7 +210,8 @@ def parse_memory(text: str) -> int:
     return nbytes
 
 
-def _reshard(text: str) -> bool | int:
+def parse_reshard(text: str) -> bool | int:
+    """Read ``--reshard-after-forward``; raises ConfigError."""
     known = {"true": True, "false": False}
     if text.lower() in known:
         return known[text.lower()]

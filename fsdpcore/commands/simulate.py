@@ -23,7 +23,7 @@ from fsdpcore.bench.harness.picture import BLUE, INK, ORANGE, check_installed, p
 from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.collectives.lone import Use
 from fsdpcore.comm.transport import transport_of
-from fsdpcore.commands.plan import parse_memory
+from fsdpcore.commands.plan import parse_memory, parse_reshard
 from fsdpcore.core import text
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.plan.choice import candidates, in_words
@@ -79,7 +79,7 @@ class Simulated:
     @property
     def words(self) -> str:
         """How it was trained, as options of the command."""
-        return f"{in_words(self.strategy)} --prefetch {self.prefetch}"
+        return f"--strategy {in_words(self.strategy)} --prefetch {self.prefetch}"
 
     @property
     def carried(self) -> Mapping[str, int]:
@@ -97,8 +97,11 @@ def simulate(
     network: Annotated[
         str, typer.Option(help="File that describes the network; by default, hosts of 8 H100.")
     ] = "default",
-    tokens: Annotated[int, typer.Option(help="Of each rank in a step.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each rank in a step.")] = 4096,
     strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "full_shard",
+    reshard_after_forward: Annotated[
+        str, typer.Option(help="true, false, or how many ranks gather for the backward pass.")
+    ] = "true",
     shard_group_size: Annotated[
         int | None, typer.Option(help="Of hybrid_shard: how many ranks share a copy.")
     ] = None,
@@ -125,7 +128,7 @@ def simulate(
             check_installed()
         limit = None if memory is None else parse_memory(memory)
         scenario = Scenario(params, layers, tokens, Network.named(network).flops)
-        wanted = Strategy(strategy, shard_group_size=shard_group_size)
+        wanted = Strategy(strategy, parse_reshard(reshard_after_forward), shard_group_size)
         chosen = [(wanted, prefetch)]
         if sweep:
             chosen = [(each, ahead) for each in candidates(ranks, wanted) for ahead in _PREFETCH]
@@ -146,7 +149,7 @@ def simulate(
         if plot is not None:
             _draw(plot, steps, f"{text.count(params)} parameters, {ranks} ranks")
     if json:
-        typer.echo(json_format.dumps([_as_dict(step) for step in steps], indent=2))
+        typer.echo(json_format.dumps([_as_dict(step, limit) for step in steps], indent=2))
         return
     parts = [_one(steps[0], scenario, ranks)] if len(steps) == 1 else []
     parts.append(_table(steps, scenario, limit))
@@ -252,8 +255,9 @@ def _verdict(steps: Sequence[Simulated], limit: int | None) -> str:
     return f"fastest{where}: {best.words}"
 
 
-def _as_dict(step: Simulated) -> dict[str, Any]:
-    return {**dataclasses.asdict(step), "strategy": in_words(step.strategy)}
+def _as_dict(step: Simulated, limit: int | None) -> dict[str, Any]:
+    fits = None if limit is None else step.peak_bytes <= limit
+    return {**dataclasses.asdict(step), "strategy": in_words(step.strategy), "fits": fits}
 
 
 def _draw(path: Path, steps: Sequence[Simulated], title: str) -> None:

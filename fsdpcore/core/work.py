@@ -334,7 +334,7 @@ class OrderedExecutor:
             with self._lock:
                 if not self._full(nbytes):
                     return
-                room = self._room = Pending(self._clock.lock)
+                room = self._room = self._room or Pending(self._clock.lock)
             if not deadline.remaining():
                 raise CommTimeoutError(
                     f"{text} was not started: for {seconds:g} s there was no room behind "

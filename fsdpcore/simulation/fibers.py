@@ -247,6 +247,7 @@ class VirtualClock(Clock):
                     fiber.end()
                 self._fibers.clear()
                 self._calendar.clear()
+                self._ready.clear()
         finally:
             self._hub = None
 
@@ -299,6 +300,8 @@ class VirtualClock(Clock):
             self._sleep(0.0)
 
     def _sleep(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"sleep length must be non-negative, got {seconds:g}")
         fiber = self.current()
         self.at(self.now() + seconds, lambda: self._ready.append(fiber))
         self._switch()

@@ -186,6 +186,10 @@ class Network:
 
     def check_room(self, world_size: int) -> None:
         """Raise ConfigError if there are more ranks than places."""
+        for level, member in self._exceptions:
+            if member >= self.members(level, world_size):
+                name = f"{self._below(level)} {member}"
+                raise ConfigError(f"link of {name!r}: {world_size} ranks have no {name}")
         places = self.spans[-1]
         if places is not None and world_size > places:
             raise ConfigError(
@@ -251,7 +255,10 @@ class Network:
                 raise ConfigError(
                     f"link of {name!r}: a member is one of {names}, and its number{hint}"
                 )
-            found[known.index(match[1]), int(match[2])] = link
+            key = known.index(match[1]), int(match[2])
+            if key in found:
+                raise ConfigError(f"two links of {match[1]} {key[1]}")
+            found[key] = link
         return found
 
     def _meeting(self, src: int, dst: int) -> int:

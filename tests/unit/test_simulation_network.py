@@ -127,6 +127,7 @@ def test_hosts_are_the_members_of_the_level_called_host(read):
         ("1e12", "true", "compute: flops must be a real number, got True"),
         ("[compute]", "[[compute]]", "compute is not a table"),
         ("[[link]]", "[link]", "link is not a list of tables"),
+        ("[[link]]", '[[link]]\nmember = "host 01"\n[[link]]', "two links of host 1"),
         ("1e12", "1e", "not valid TOML"),
     ],
 )
@@ -135,6 +136,13 @@ def test_what_is_wrong_in_a_file_is_said(read, tmp_path, old, new, words):
         read(FILE.replace(old, new, 1))
     assert str(caught.value).startswith(f"network {tmp_path / 'net.toml'}")
     assert words in str(caught.value)
+
+
+def test_a_link_of_nobody_is_an_error(read):
+    network = read(FILE.replace('"host 1"', '"host 7"'))
+    network.check_room(16)
+    with pytest.raises(ConfigError, match="link of 'host 7': 14 ranks have no host 7"):
+        network.check_room(14)
 
 
 def test_a_file_that_is_not_there_or_empty_is_an_error(read, tmp_path):

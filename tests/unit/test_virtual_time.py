@@ -107,6 +107,11 @@ def test_a_thread_of_ones_own_is_refused() -> None:
         ({"clock": "virtual", "network": "missing.toml"}, "missing.toml cannot be read"),
         ({"clock": "virtual", "played": "some"}, "played must be 'all' or 'one'"),
         ({"compute": "measured"}, "compute= is for ranks in virtual time"),
+        ({"clock": "virtual", "network": "default", "hosts": 2}, "hosts= is what the file"),
+        (
+            {"clock": "virtual", "played": "one", "compute": "measured"},
+            "compute=measured needs all ranks",
+        ),
     ],
 )
 def test_wrong_options(options: dict[str, str], words: str) -> None:
@@ -373,6 +378,39 @@ def _results(backend: fc.Backend) -> list[Any]:
     return found if backend.rank == 0 else []
 
 
+def test_formulas_know_who_shares_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of every 8th rank: eight of them go over the link of each host at the same time."""
+
+    def main(backend: fc.Backend) -> float:
+        group = backend.sub(range(backend.rank % 8, 64, 8))
+        array = backend.empty(4_000_000)
+        group.barrier()
+        backend.clock.sleep(1 - backend.clock.now())
+        fc.all_reduce(array, group, out=array, algorithm="ring")
+        return backend.clock.now() - 1
+
+    path = str(Path(__file__).parents[2] / "examples" / "networks" / "gpu_cluster.toml")
+    everyone = max(_launch(main, 64, network=path, arrays="abstract"))
+    monkeypatch.setattr("fsdpcore.transports.simulated.lone._MOST", 0)
+    (alone,) = _launch(main, 64, network=path, arrays="abstract", played="one")
+    assert alone == pytest.approx(everyone, rel=0.2)
+
+
+def test_one_rank_does_not_stand_for_those_that_share_memory(tmp_path: Path) -> None:
+    path = tmp_path / "network.toml"
+    path.write_text(NETWORK + 'memory = "2GB/s"\n')
+    with pytest.raises(ConfigError, match="share memory .* needs all of them"):
+        _launch(print, 4, network=str(path), played="one")
+
+
+def test_no_sleep_goes_back() -> None:
+    def main(backend: fc.Backend) -> None:
+        with pytest.raises(ValueError, match="non-negative"):
+            backend.clock.sleep(-1)
+
+    _launch(main, 1)
+
+
 def test_one_rank_gets_what_it_would_among_others() -> None:
     for one, among in zip(
         _launch(_results, 3, played="one")[0], _launch(_results, 3)[0], strict=True
@@ -427,7 +465,7 @@ def test_simulate_command_says_what_is_fastest() -> None:
     fitting = [step for step in steps if step["peak_bytes"] <= 1e9]
     assert 0 < len(fitting) < len(steps)
     best = min(fitting, key=lambda step: (step["seconds"], step["peak_bytes"]))
-    words = f"{best['strategy']} --prefetch {best['prefetch']}"
+    words = f"--strategy {best['strategy']} --prefetch {best['prefetch']}"
     assert f"fastest of those that fit 1.00 GB: {words}" in output
 
 

@@ -95,6 +95,15 @@ class SimOptions:
             for name in ("network", "played", "arrays", "compute"):
                 if getattr(self, name) != getattr(SimOptions, name):
                     raise ConfigError(f"sim: {name}= is for ranks in virtual time: clock=virtual")
+        if self.network:
+            for name in ("hosts", "eager_bytes"):
+                if getattr(self, name) != getattr(SimOptions, name):
+                    raise ConfigError(f"sim: {name}= is what the file of network= says")
+        if self.played == "one" and self.compute == "measured":
+            raise ConfigError(
+                "sim: compute=measured needs all ranks (played=all): one that stands for all does "
+                "some of what the others would"
+            )
 
 
 class PostedSend(Pending):
@@ -305,9 +314,9 @@ class SimBackend(Transport):
         if isinstance(error, ClosedError):
             return
         for peer in self._world:
-            if peer.inbox.table.empty:  # and nothing of this rank's comes into it any more
-                continue
             with peer.inbox.lock:
+                if peer.inbox.table.empty:
+                    continue
                 for send in list(peer.inbox.table.messages()):
                     if send.backend is self and not send.finished:
                         peer.inbox.table.withdraw_message(send)

@@ -24,7 +24,9 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.algorithm import Algorithm
 from fsdpcore.core.buffers import Bytes, split_sizes
+from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ConfigError, UnsupportedError
+from fsdpcore.core.policy import Costs
 from fsdpcore.core.work import Pending
 from fsdpcore.simulation.abstract import abstract
 from fsdpcore.simulation.fibers import VirtualClock
@@ -65,6 +67,11 @@ class LoneBackend(VirtualBackend):
     """The rank that is played."""
 
     def __init__(self, world_size: int, config: TransportConfig, wire: Wire) -> None:
+        if wire.network is not None and wire.network.memory:
+            raise ConfigError(
+                "played=one: a network whose ranks share memory (memory= in its file) needs all of "
+                "them (played=all)"
+            )
         super().__init__(0, [], world_size, config, wire)
         self.alike = self
         self._config = config
@@ -89,7 +96,7 @@ class LoneBackend(VirtualBackend):
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = self._work_out(*key)
-        # What is on its way keeps nobody else from sending; bytes that leave do.
+        # Only what leaves keeps other collectives of this rank waiting: they share its links.
         self.clock.sleep(kind.latency)
         with self._line:
             self.clock.sleep(kind.seconds - kind.latency)
@@ -132,15 +139,16 @@ class LoneBackend(VirtualBackend):
         dtype: np.dtype[Any] | None,
     ) -> _Kind:
         p, network = len(members), self._wire.network
-        costs = self.policy.link or self.capabilities
+        costs, groups = self._costs(members)
         if dtype is None:
             return _Kind((p - 1).bit_length() * (2 * costs.alpha + costs.latency), {})
         known = ALGORITHMS[collective][algorithm]
         terms = known.cost(p)
         messages = self.world_size * terms.alpha
-        light = nbytes <= _SMALL and messages > _FEW
+        light = nbytes * groups <= _SMALL and messages > _FEW
         if network is None or collective not in _SIMULATED or messages > _MOST or light:
-            return _Kind(predict(known, p, nbytes, costs), {})
+            seconds = predict(known, p, nbytes, costs)
+            return _Kind(seconds, {}, latency=min(terms.latency * costs.latency, seconds))
 
         def call(group: Backend) -> None:
             size = nbytes // dtype.itemsize
@@ -161,6 +169,25 @@ class LoneBackend(VirtualBackend):
         # A large message is offered, asked for, and sent.
         trips = terms.latency * (3 if nbytes * terms.beta > terms.alpha * network.eager else 1)
         return _Kind(seconds, found.carried, latency=min(trips * costs.latency, seconds))
+
+    def _costs(self, members: Sequence[int]) -> tuple[Costs | Capabilities, int]:
+        """What messages cost among evenly spaced ranks, where all groups like theirs do the same.
+
+        Returns:
+            Also how many groups share the link that is the slowest for each of them.
+        """
+        network = self._wire.network
+        if network is None:
+            return self.capabilities, 1
+        step, below, slowest = members[1] - members[0], 1, (0.0, 1)
+        for level, span in zip(network.levels, network.spans, strict=True):
+            groups = min(step, below)
+            slowest = max(slowest, (groups / level.rate, groups))
+            if span is None or members[0] // span == members[-1] // span:
+                break
+            below = span
+        beta, groups = slowest
+        return Costs(network.message, beta, 1 / network.reduce, level.latency), groups
 
 
 # What training spends its time in; of the others a formula tells the time.

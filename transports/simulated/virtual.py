@@ -100,7 +100,7 @@ class VirtualBackend(SimBackend):
     def _ahead(self, nbytes: int) -> int:
         """How many bytes of a message leave before its receiver has asked for them.
 
-        Not the last one of a large message: when that comes, all have.
+        The last byte of a large message always waits for that. So the message is there once it is.
         """
         network = self._wire.network
         if network is None or nbytes <= self._eager_bytes:

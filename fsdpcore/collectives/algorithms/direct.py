@@ -12,8 +12,8 @@ broadcast       8 (p - 1) alpha + (1 + (p - 2) / (8 (p - 1))) n beta
 ==============  ========================================
 
 The root of a broadcast sends each of the others a part, and they send it to each other, in eight
-pieces: while one comes from the root, the one before is passed on. The root sends n bytes; what it
-sends last is passed on when it has.
+pieces: while one comes from the root, the one before is passed on. The root sends n bytes. Only
+its last pieces are passed on after that.
 
 As few bytes as the ring, but all messages are independent of each other and the reductions are
 canonical. Needs room for n bytes during a reduction.

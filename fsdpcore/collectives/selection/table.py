@@ -111,9 +111,11 @@ def _spread_directly(p: int) -> CostTerms:
 
 
 def _spread_in_rounds(p: int) -> CostTerms:
+    if p == 1:
+        return CostTerms(0, 0, 0, 0)
     # The last piece of each rank is passed on when the root has sent everything.
-    last = (p - 2) / ((p - 1) * direct.ROUNDS) if p > 1 else 0.0
-    return CostTerms(direct.ROUNDS * (p - 1), 1 + last if p > 1 else 0.0, 0, min(2, p - 1))
+    last = (p - 2) / ((p - 1) * direct.ROUNDS)
+    return CostTerms(direct.ROUNDS * (p - 1), 1 + last, 0, min(2, p - 1))
 
 
 def _spread_by_tree(p: int) -> CostTerms:
