@@ -30,8 +30,8 @@ class Use:
     Attributes:
         collective, algorithm, ranks, nbytes: which kind.
         seconds: of one, between all groups like this one at the same time.
-        carried: bytes that each link carries in one, by its name; empty where a formula told the
-            time.
+        carried: bytes that each link carries in one, by its name; empty where that is not known.
+        formula: a cost formula told the time.
         calls: how many there were.
     """
 
@@ -41,6 +41,7 @@ class Use:
     nbytes: int
     seconds: float
     carried: Mapping[str, int]
+    formula: bool
     calls: int
 
 

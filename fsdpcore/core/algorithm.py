@@ -50,8 +50,8 @@ class Algorithm(NamedTuple):
             the context that it is given, and past shared memory, compares nothing.
         publishes: above so many bytes it uses arrays in place if all ranks see them; 0 for never.
         besides: seconds that it takes beyond what ``cost`` tells, for so many bytes.
-        senders: how many ranks of a host send to other hosts at the same time, over its link: that
-            is for the time that it takes, and counts in no choice, since not all tell it.
+        crowds: all ranks of a host may send to other hosts at the same time, over its one link. If
+            not, one does.
         move: ``move(context, movement, layout, source, out)`` carries any collective out by its
             movement.
     """
@@ -64,5 +64,5 @@ class Algorithm(NamedTuple):
     comparison: Comparison = Comparison.BY_MESSAGES
     publishes: int = 0
     besides: Callable[[int], float] | None = None
-    senders: int = 1
+    crowds: bool = True
     move: Callable[..., None] | None = None

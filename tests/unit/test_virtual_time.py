@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fsdpcore as fc
+from fsdpcore.bench.harness.memory import peak_rss, reset_peak
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.commands.main import app
@@ -399,7 +400,7 @@ def test_formulas_know_who_shares_a_link(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_one_rank_does_not_stand_for_those_that_share_memory(tmp_path: Path) -> None:
     path = tmp_path / "network.toml"
     path.write_text(NETWORK + 'memory = "2GB/s"\n')
-    with pytest.raises(ConfigError, match="share memory .* needs all of them"):
+    with pytest.raises(ConfigError, match="needs all of them"):
         _launch(print, 4, network=str(path), played="one")
 
 
@@ -452,6 +453,23 @@ def test_abstract_arrays_take_no_memory() -> None:
     assert not abstract(10**9, np.float32).sum()
 
 
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
+def test_no_algorithm_touches_abstract_arrays(collective: str) -> None:
+    count, p = 10_000_000, 6
+
+    def main(backend: fc.Backend) -> None:
+        whole, part = backend.empty(count * p), backend.empty(count)
+        source = part if collective == "all_gather" else whole
+        out = part if collective == "reduce_scatter" else whole
+        for name in ALGORITHMS[collective]:
+            getattr(fc, collective)(source, backend, out=out, algorithm=name)
+
+    reset_peak()
+    before = peak_rss()
+    _launch(main, p, arrays="abstract", shm="off")
+    assert peak_rss() - before < 4 * count * p
+
+
 def _simulated(*words: str) -> str:
     options = ["--ranks", "16", "--params", "1e8", "--layers", "2", "--tokens", "1000", *words]
     result = CliRunner().invoke(app, ["simulate", *options])
@@ -464,7 +482,9 @@ def test_simulate_command_says_what_is_fastest() -> None:
     steps = json.loads(_simulated("--sweep", "--json"))
     fitting = [step for step in steps if step["peak_bytes"] <= 1e9]
     assert 0 < len(fitting) < len(steps)
-    best = min(fitting, key=lambda step: (step["seconds"], step["peak_bytes"]))
+    most = 1.002 * min(step["seconds"] for step in fitting)
+    fast = [step for step in fitting if step["seconds"] <= most]
+    best = min(fast, key=lambda step: (step["peak_bytes"], step["seconds"]))
     words = f"--strategy {best['strategy']} --prefetch {best['prefetch']}"
     assert f"fastest of those that fit 1.00 GB: {words}" in output
 

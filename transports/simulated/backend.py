@@ -95,6 +95,8 @@ class SimOptions:
             for name in ("network", "played", "arrays", "compute"):
                 if getattr(self, name) != getattr(SimOptions, name):
                     raise ConfigError(f"sim: {name}= is for ranks in virtual time: clock=virtual")
+        elif self.seed < 0:
+            raise ConfigError(f"sim: seed= of a schedule must not be negative, got {self.seed}")
         if self.network:
             for name in ("hosts", "eager_bytes"):
                 if getattr(self, name) != getattr(SimOptions, name):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from fsdpcore.collectives.selection.choose import predict
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.core.algorithm import Algorithm
+from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.buffers import Bytes, split_sizes
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ConfigError, UnsupportedError
@@ -54,6 +56,7 @@ class _Kind:
     """One kind of collective: what it takes, and how often there was one.
 
     Attributes:
+        formula: told the time.
         latency: of ``seconds``, those in which messages are on their way, one after the other.
     """
 
@@ -61,6 +64,7 @@ class _Kind:
     carried: Mapping[str, int]
     calls: int = 0
     latency: float = 0.0
+    formula: bool = False
 
 
 class LoneBackend(VirtualBackend):
@@ -121,6 +125,7 @@ class LoneBackend(VirtualBackend):
                 nbytes,
                 seconds=kind.seconds,
                 carried=kind.carried,
+                formula=kind.formula,
                 calls=kind.calls,
             )
             for (collective, algorithm, members, nbytes, _), kind in self._kinds.items()
@@ -139,16 +144,27 @@ class LoneBackend(VirtualBackend):
         dtype: np.dtype[Any] | None,
     ) -> _Kind:
         p, network = len(members), self._wire.network
-        costs, groups = self._costs(members)
         if dtype is None:
+            costs, _ = self._costs(members, crowds=True)
             return _Kind((p - 1).bit_length() * (2 * costs.alpha + costs.latency), {})
         known = ALGORITHMS[collective][algorithm]
+        costs, senders = self._costs(members, crowds=known.crowds)
         terms = known.cost(p)
         messages = self.world_size * terms.alpha
-        light = nbytes * groups <= _SMALL and messages > _FEW
+        light = nbytes * senders <= _SMALL and messages > _FEW
         if network is None or collective not in _SIMULATED or messages > _MOST or light:
             seconds = predict(known, p, nbytes, costs)
-            return _Kind(seconds, {}, latency=min(terms.latency * costs.latency, seconds))
+            if seconds == math.inf:
+                raise UnsupportedError(
+                    f"played=one: no formula tells what {algorithm!r} takes among {p} ranks; take "
+                    f"another algorithm of {collective}, or play all (played=all)"
+                )
+            carried: Mapping[str, int] = {}
+            if network is not None and algorithm == "ring":
+                carried = self._carried_around(network, members, round(terms.beta * nbytes))
+            return _Kind(
+                seconds, carried, formula=True, latency=self._latency(terms, costs, seconds)
+            )
 
         def call(group: Backend) -> None:
             size = nbytes // dtype.itemsize
@@ -167,27 +183,49 @@ class LoneBackend(VirtualBackend):
         reducing = terms.gamma * nbytes / network.reduce  # which messages do not tell
         seconds = found.seconds + reducing
         # A large message is offered, asked for, and sent.
-        trips = terms.latency * (3 if nbytes * terms.beta > terms.alpha * network.eager else 1)
-        return _Kind(seconds, found.carried, latency=min(trips * costs.latency, seconds))
+        trips = 3 if nbytes * terms.beta > terms.alpha * network.eager else 1
+        latency = self._latency(terms, costs, seconds, trips)
+        return _Kind(seconds, found.carried, latency=latency)
 
-    def _costs(self, members: Sequence[int]) -> tuple[Costs | Capabilities, int]:
+    @staticmethod
+    def _latency(
+        terms: CostTerms, costs: Costs | Capabilities, seconds: float, trips: int = 1
+    ) -> float:
+        return min(trips * terms.latency * costs.latency, seconds)
+
+    def _carried_around(
+        self, network: Network, members: Sequence[int], nbytes: int
+    ) -> Mapping[str, int]:
+        """The bytes that links carry where all ranks send so many to the next in their groups."""
+        found: Counter[int] = Counter()
+        for group in siblings(members, self.world_size):
+            for rank, after in zip(group, [*group[1:], group[0]], strict=True):
+                links, _ = network.route(rank, after)
+                found.update(dict.fromkeys(links, nbytes))
+        return {network.link_name(link): carried for link, carried in found.items()}
+
+    def _costs(self, members: Sequence[int], *, crowds: bool) -> tuple[Costs | Capabilities, int]:
         """What messages cost among evenly spaced ranks, where all groups like theirs do the same.
 
+        Args:
+            members: of the group.
+            crowds: as of ``Algorithm``.
+
         Returns:
-            Also how many groups share the link that is the slowest for each of them.
+            Also how many ranks send over the link that is the slowest for each of them.
         """
         network = self._wire.network
         if network is None:
             return self.capabilities, 1
         step, below, slowest = members[1] - members[0], 1, (0.0, 1)
         for level, span in zip(network.levels, network.spans, strict=True):
-            groups = min(step, below)
-            slowest = max(slowest, (groups / level.rate, groups))
+            senders = below if crowds else min(step, below)
+            slowest = max(slowest, (senders / level.rate, senders))
             if span is None or members[0] // span == members[-1] // span:
                 break
             below = span
-        beta, groups = slowest
-        return Costs(network.message, beta, 1 / network.reduce, level.latency), groups
+        beta, senders = slowest
+        return Costs(network.message, beta, 1 / network.reduce, level.latency), senders
 
 
 # What training spends its time in; of the others a formula tells the time.

@@ -37,7 +37,7 @@ def all_gather(context: CollectiveContext, own: Array, out: Array, bounds: Seque
     me, p = context.rank, context.size
     chunks = [*range(me, p), *range(me)]  # in a buffer that begins with the own one
     at = bounds_of([bounds[chunk + 1] - bounds[chunk] for chunk in chunks])
-    gathered = np.empty(at[-1], own.dtype)
+    gathered = np.empty_like(own, shape=at[-1])
     np.copyto(gathered[: own.size], own)
     distance = 1
     while distance < p:
@@ -76,7 +76,7 @@ def all_to_all(
         # A block in slot j of that rank still has the higher bits of j to go.
         goals = [(previous + (slot & -distance)) % p for slot in moving]
         at = bounds_of([sizes[goal] for goal in goals])
-        arriving = np.empty(at[-1], source.dtype)
+        arriving = np.empty_like(source, shape=at[-1])
         leaving = np.concatenate([slots[slot] for slot in moving])
         context.exchange(leaving, (me + distance) % p, arriving, previous)
         for number, slot in enumerate(moving):

@@ -94,7 +94,7 @@ def gather(
     place = (context.rank - root) % p
     at = _rotated(bounds, root)
     first = at[place]
-    subtree = np.empty(at[place + span(place, p)] - first, own.dtype)
+    subtree = np.empty_like(own, shape=at[place + span(place, p)] - first)
     np.copyto(subtree[: own.size], own)
     for child in children(place, p):
         piece = subtree[at[child] - first : at[child + span(child, p)] - first]
@@ -118,7 +118,7 @@ def scatter(
     at = _rotated(bounds, root)
     first = at[place]
     if place:
-        subtree = np.empty(at[place + span(place, p)] - first, own.dtype)
+        subtree = np.empty_like(own, shape=at[place + span(place, p)] - first)
         context.recv(subtree, (place - (place & -place) + root) % p)
     else:
         assert source is not None

@@ -43,15 +43,15 @@ def algorithms(
         "broadcast": (_broadcasting(arrangement), inside("broadcast")),
     }
     costs = tuning.own.get(algorithm.NAME) or algorithm.COSTS
-    return {name: {NAME: _algorithm(*terms, costs, m)} for name, terms in parts.items()}
+    return {name: {NAME: _algorithm(*terms, costs)} for name, terms in parts.items()}
 
 
-def _algorithm(across: CostTerms, inside: CostTerms, costs: Costs, senders: int) -> Algorithm:
+def _algorithm(across: CostTerms, inside: CostTerms, costs: Costs) -> Algorithm:
     def seconds(nbytes: int) -> float:
         each = inside.beta * costs.beta + inside.gamma * costs.gamma
         return inside.alpha * costs.alpha + nbytes * each
 
-    return Algorithm(hierarchical, lambda p: across, besides=seconds, senders=senders)
+    return Algorithm(hierarchical, lambda p: across, besides=seconds)
 
 
 def _scattering(hosts: hierarchical.Arrangement) -> CostTerms:

@@ -25,6 +25,8 @@ that can be used, after the overrides.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,9 +148,7 @@ def expected_seconds(collective: str, nbytes: int, backend: Backend, *, groups: 
     """
     known = candidates(collective, backend)
     name = _cheapest(known, nbytes, backend)
-    costs = _costs(name, known, backend)
-    if len(set(backend.hosts)) > 1:
-        costs = dataclasses.replace(costs, beta=costs.beta * groups * known[name].senders)
+    costs = _costs(name, known, backend, groups)
     return predict(known[name], backend.world_size, nbytes, costs)
 
 
@@ -160,12 +160,21 @@ def _cheapest(known: Algorithms, nbytes: int, backend: Backend) -> str:
     return min(known, key=seconds)
 
 
-def _costs(name: str, known: Algorithms, backend: Backend) -> Costs | Capabilities:
-    """What the messages of an algorithm cost in a group."""
+def _costs(name: str, known: Algorithms, backend: Backend, groups: int = 1) -> Costs | Capabilities:
+    """What the messages of an algorithm cost in a group, where so many groups do the same."""
     policy = backend.root.policy
-    link = policy.link if len(set(backend.hosts)) > 1 else None
+    most = _most_on_a_host(tuple(backend.hosts))
+    link = policy.link if most < backend.world_size else None
+    if link is not None:
+        senders = groups * (most if known[name].crowds else 1)
+        link = dataclasses.replace(link, beta=link.beta * senders)
     own = policy.tuning.own.get(name) or known[name].costs
     return own or link or policy.tuning.costs or backend.capabilities
+
+
+@functools.lru_cache(maxsize=256)
+def _most_on_a_host(hosts: tuple[int, ...]) -> int:
+    return max(Counter(hosts).values())
 
 
 def predict(
