@@ -14,8 +14,10 @@ from fsdpcore.collectives.operations.table import OPERATIONS
 from fsdpcore.collectives.operations.window import shared_window
 from fsdpcore.collectives.state import CollectiveState
 from fsdpcore.comm.backend import SubBackend
+from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int64
+from fsdpcore.core.errors import UnsupportedError
 
 
 class CollectiveMethods(CollectiveState):
@@ -30,6 +32,11 @@ class CollectiveMethods(CollectiveState):
     def split(self, color: int | None, key: int, timeout: float | None) -> SubBackend | None:
         """Make a group of the ranks that give the same color."""
         backend, mine = self.backend, np.zeros(3, np.int64)
+        if transport_of(backend).alike is not None:
+            raise UnsupportedError(
+                "split(): played=one: nobody gives the colors of the other ranks; make the group "
+                "with sub(), or play all (played=all)"
+            )
         if color is not None:
             mine[:] = 1, as_int64(color, "split(): color (None for no group)"), 0
         mine[2] = as_int64(key, "split(): key")

@@ -71,6 +71,8 @@ def _perform(
             _settle(backend, context, spec)
         context.enter()
         result = body(context)
+        if backend.root.reduce_rate is not None:
+            _reduce(backend, spec, backend.root.reduce_rate)
     except BaseException as error:
         context.broke(entry, error)
         if isinstance(error, PeerFailedError):  # another rank may have told of it a moment before
@@ -80,6 +82,14 @@ def _perform(
         context.release()
     recorder.end(entry)
     return result
+
+
+def _reduce(backend: Backend, spec: CallSpec, rate: float) -> None:
+    """Let the time pass of what this rank has reduced."""
+    algorithm = spec.choice.algorithm
+    if algorithm is not None:
+        gamma = algorithm.cost(backend.world_size).gamma
+        backend.root.clock.sleep(gamma * spec.size / rate)
 
 
 def _context(backend: Backend) -> CollectiveContext:

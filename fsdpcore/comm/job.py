@@ -58,6 +58,8 @@ class Job(ABC):
         policy: how ``algorithm="auto"`` is decided.
         recorder: the last operations of this rank.
         clock: by which this rank's deadlines are, and its threads wait.
+        reduce_rate: bytes per second that this rank reduces, by a clock of virtual time; None where
+            it takes the time that it does.
         device: where this rank's arrays are best, and whose arrays it moves beside NumPy's.
         memory: how ranks of one host share memory; None, on all ranks, where a transport has no
             way to.
@@ -71,6 +73,7 @@ class Job(ABC):
     hosts: tuple[int, ...]
     memory: MemorySharing | None = None
     clock: Clock = WALL
+    reduce_rate: float | None = None
     device: Device = HOST
     warned: bool = False
 

@@ -67,6 +67,7 @@ class Clock:
         sleep: do nothing for so many seconds.
         lock: make a lock, which may be held while its thread waits for something else.
         queue: make a queue between threads.
+        slice_seconds: for how long a thread waits at most before it sees whether an interrupt came.
     """
 
     now: Callable[[], float] = staticmethod(time.monotonic)
@@ -74,6 +75,8 @@ class Clock:
     sleep: Callable[[float], None] = staticmethod(time.sleep)
     lock: Callable[[], Lock] = staticmethod(threading.Lock)
     queue: Callable[[], Queue] = staticmethod(queue.SimpleQueue)
+
+    slice_seconds = 0.2
 
     def start(self, body: Callable[[], None], name: str) -> Task:
         """Call ``body`` on a thread of its own, which does not keep the process from ending."""

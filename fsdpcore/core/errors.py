@@ -146,6 +146,10 @@ class CheckpointNotFoundError(CheckpointError):
     """There is no such checkpoint."""
 
 
+class RankStopped(BaseException):
+    """Raised in a rank that is a thread, and goes on although its job has ended."""
+
+
 class RankFailedError(FsdpcoreError, RuntimeError):
     """A rank of ``launch`` failed; ``rank`` says which, ``__cause__`` carries its traceback.
 

@@ -6,6 +6,7 @@ bytes per second and seconds. A number without a unit is in these already.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ _SIZES = {
     unit.lower()[:end]: factor for unit, factor in _BYTES.items() for end in (len(unit) - 1, None)
 }
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+# Sums and quotients of what is in between are finite.
+_LEAST, _MOST = 1e-30, 1e30
 _TEXT = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([a-zA-Z/]*)")
 
 
@@ -54,7 +57,8 @@ def _read(
             factor = units.get(match[2], units.get(match[2].lower(), math.nan))
             number = float(match[1]) * (factor if match[2] else 1.0)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
-    if not 0 <= number < math.inf:
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+    if not 0 <= number <= _MOST or 0 < number < _LEAST:
         raise error(f"{words}, got {value!r:.80}")
     return number

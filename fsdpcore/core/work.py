@@ -27,7 +27,7 @@ _LOG = logging.getLogger("fsdpcore")
 MAX_QUEUED = 1024
 MAX_QUEUED_BYTES = 1 << 30
 
-SLICE_SECONDS = 0.2
+SLICE_SECONDS = Clock.slice_seconds
 
 
 E = TypeVar("E", bound=BaseException)
@@ -59,6 +59,10 @@ class Deadline:
     def remaining(self) -> float:
         """Seconds left, never negative."""
         return max(0.0, self._end - self._now())
+
+    def slice(self) -> float:
+        """Seconds left, and no more than a thread may wait at a time."""
+        return min(self.remaining(), self.clock.slice_seconds)
 
 
 class Pending:
@@ -273,7 +277,7 @@ class TaskWork(Work):
 
     def wait(self, timeout: float | None = None) -> Any:
         deadline = Deadline(math.inf if timeout is None else timeout, self._clock)
-        while not self._ended.settle(min(deadline.remaining(), SLICE_SECONDS)):
+        while not self._ended.settle(deadline.slice()):
             if not deadline.remaining():
                 raise self._timed_out(deadline.seconds)
         if self._error is not None:
@@ -343,7 +347,7 @@ class OrderedExecutor:
                     "queued); wait() for some before starting more"
                 )
             # In slices, so that an interrupt that comes just before a wait is not missed.
-            room.settle(min(deadline.remaining(), SLICE_SECONDS))
+            room.settle(deadline.slice())
 
     def _full(self, nbytes: int) -> bool:
         if self._open == 0 or self._closed:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.clock import Task
-from fsdpcore.core.errors import RankFailedError, StateError, in_words, is_misuse
+from fsdpcore.core.errors import RankFailedError, RankStopped, StateError, in_words, is_misuse
 from fsdpcore.core.text import name_ranks
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.failure_report import is_consequence
@@ -23,10 +23,6 @@ from fsdpcore.launch.supervision import SLICE_SECONDS
 # raised in them wherever they are.
 GRACE_SECONDS = 1.0
 STOP_SECONDS = 0.5
-
-
-class _Stopped(BaseException):
-    """Raised in a rank's thread that computes on although its job has ended."""
 
 
 class _RankThread:
@@ -66,7 +62,7 @@ class _RankThread:
         """Raise an exception in the thread, at the next step of Python code that it makes."""
         if isinstance(self.task, threading.Thread):  # of virtual time, none computes meanwhile
             identifier = ctypes.c_ulong(self.task.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(_Stopped))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(RankStopped))
 
 
 def run_threads(
@@ -129,6 +125,8 @@ def _failure(ranks: list[_RankThread], first: _RankThread, stuck: list[int]) -> 
     culprit = next((rank for rank in (first, *ranks) if _failed_by_itself(rank)), first)
     error = culprit.error
     assert error is not None
+    if isinstance(error, KeyboardInterrupt):  # which comes to whichever rank goes on just then
+        raise error
     message = f"rank {culprit.backend.rank} failed: {in_words(error)}"
     if stuck:
         message += (
@@ -141,4 +139,4 @@ def _failure(ranks: list[_RankThread], first: _RankThread, stuck: list[int]) -> 
 
 def _failed_by_itself(rank: _RankThread) -> bool:
     error = rank.error
-    return error is not None and not isinstance(error, _Stopped) and not is_consequence(error)
+    return error is not None and not isinstance(error, RankStopped) and not is_consequence(error)

@@ -193,6 +193,7 @@ class VirtualClock(Clock):
 
     def __init__(self, seed: int = 0, computing: float = 0.0) -> None:
         self.computing = computing
+        self.slice_seconds = math.inf
         self.random = random.Random(seed) if seed else None  # noqa: S311 (to be drawn again)
         self.turns = 0
         self.digest = 0
@@ -300,8 +301,8 @@ class VirtualClock(Clock):
             self._sleep(0.0)
 
     def _sleep(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"sleep length must be non-negative, got {seconds:g}")
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"sleep length must be finite and non-negative, got {seconds}")
         fiber = self.current()
         self.at(self.now() + seconds, lambda: self._ready.append(fiber))
         self._switch()

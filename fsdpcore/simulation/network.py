@@ -308,7 +308,7 @@ def _values(table: Table, readers: Mapping[str, Reader], needed: Any) -> dict[st
 
 def _positive(value: object, what: str, *, error: type[ConfigError]) -> float:
     number = as_finite(value, what, error=error)
-    if number <= 0:
+    if not 1e-30 < number < 1e30:
         raise error(f"{what} must be a positive number, got {value!r}")
     return number
 

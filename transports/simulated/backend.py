@@ -8,6 +8,7 @@ up to ``eager_bytes`` is copied at once instead, so that it never waits for its 
 from __future__ import annotations
 
 import importlib
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,13 @@ class SimOptions:
             for name in ("hosts", "eager_bytes"):
                 if getattr(self, name) != getattr(SimOptions, name):
                     raise ConfigError(f"sim: {name}= is what the file of network= says")
+        if not (self.max_delay >= 0 and math.isfinite(self.max_delay)) or self.eager_bytes < 0:
+            raise ConfigError(
+                "sim: max_delay must be a finite number of seconds >= 0, and eager_bytes >= 0; got "
+                f"{self.max_delay:g} and {self.eager_bytes}"
+            )
+        if self.played == "one" and (self.max_delay or self.faults):
+            raise ConfigError("sim: delays and faults need all ranks (played=all)")
         if self.played == "one" and self.compute == "measured":
             raise ConfigError(
                 "sim: compute=measured needs all ranks (played=all): one that stands for all does "

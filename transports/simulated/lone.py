@@ -78,6 +78,7 @@ class LoneBackend(VirtualBackend):
             )
         super().__init__(0, [], world_size, config, wire)
         self.alike = self
+        self.reduce_rate = None  # it is in what a collective takes
         self._config = config
         self._kinds: dict[_Key, _Kind] = {}
         self._line = self.clock.lock()  # the collectives of a rank share its links
@@ -180,8 +181,7 @@ class LoneBackend(VirtualBackend):
 
         alike = siblings(members, self.world_size)
         found = simulated(self._config, network, self.world_size, alike, call)
-        reducing = terms.gamma * nbytes / network.reduce  # which messages do not tell
-        seconds = found.seconds + reducing
+        seconds = found.seconds
         # A large message is offered, asked for, and sent.
         trips = 3 if nbytes * terms.beta > terms.alpha * network.eager else 1
         latency = self._latency(terms, costs, seconds, trips)

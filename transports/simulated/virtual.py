@@ -7,6 +7,7 @@ takes it, the sender hears of that and sends the bytes, as over a real wire.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.core.capabilities import Capabilities
-from fsdpcore.core.errors import ClosedError, CommunicationError
+from fsdpcore.core.errors import ClosedError, CommunicationError, RankStopped
 from fsdpcore.core.policy import Costs, Tuning
 from fsdpcore.simulation.abstract import AbstractDevice
 from fsdpcore.simulation.fibers import VirtualClock
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # What the processor takes for a message where no network says it.
 _POST_SECONDS = 1e-6
+# Calls of a rank after its job has failed.
+_MOST_REFUSED = 10_000
 
 
 class VirtualBackend(SimBackend):
@@ -50,6 +53,7 @@ class VirtualBackend(SimBackend):
         self._offered: dict[PostedSend, None] = {}
         self._sending: dict[PostedSend, None] = {}
         self._receiving: dict[PostedReceive, None] = {}
+        self._refused = 0  # calls since the job has failed
         self._taken_in = 0.0  # when this rank's processor is through with what has come
         network, options = wire.network, config.transport_options
         if options.arrays == "abstract":
@@ -63,7 +67,16 @@ class VirtualBackend(SimBackend):
                 self.memory = None  # all that moves is a message
             self.hosts = wire.hosts
             self._eager_bytes = network.eager
+            if network.reduce < math.inf and not self.clock.computing:
+                self.reduce_rate = network.reduce
             self.transport_capabilities = Capabilities("sim", **dataclasses.asdict(wire.costs))
+
+    def check_usable(self) -> None:
+        if self._failure is not None:
+            self._refused += 1
+            if self._refused > _MOST_REFUSED:  # nothing else could go on while it tries again
+                raise RankStopped(f"rank {self.rank} went on after its job had failed")
+        super().check_usable()
 
     def _before_post(self, nbytes: int = 0) -> None:
         network, drawn = self._wire.network, self.clock.random

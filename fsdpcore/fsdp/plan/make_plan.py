@@ -6,7 +6,7 @@ Pure arithmetic: no arrays, no communication.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Literal, get_args
 
 from fsdpcore.core.capabilities import Capabilities
@@ -124,10 +124,10 @@ def _checked_world(world_size: int, rank: int) -> tuple[int, int]:
 
 
 def _compute(given: Sequence[float], units: Sequence[UnitSize]) -> list[float]:
-    if len(given) != len(units):
+    count = len(given) if isinstance(given, Sized) else repr(given)
+    if count != len(units):
         raise ArgumentError(
-            f"compute_seconds must have one number for each of the {len(units)} units, "
-            f"got {len(given)}"
+            f"compute_seconds must have one number for each of the {len(units)} units, got {count}"
         )
     return [
         as_finite(value, f"compute_seconds of unit {unit.name!r}", minimum=0)
