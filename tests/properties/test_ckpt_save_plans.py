@@ -121,3 +121,15 @@ def test_ranks_that_disagree_are_named_though_they_have_nothing_of_it():
     held = [[HeldArray("w", "int16", (n,), ())] for n in (0, 0, 3)]
     with pytest.raises(fc.ArgumentError, match=r"shape \(3,\) on rank 2, but int16 and \(0,\)"):
         _planned(held)
+
+
+def test_all_pieces_of_a_rank_count():
+    def array(name, *pieces):
+        return HeldArray(name, "int8", (90,), tuple(held_piece(Range(*p), (90,)) for p in pieces))
+
+    both = HeldArray("both", "int8", (5,), (held_piece(Range(0, 5), (5,)),))
+    held = [[array("a", (0, 25), (25, 50)), both], [array("a", (50, 90)), both]]
+    assert [[each.name for each in mine] for mine in plan(held).written] == [
+        ["a", "a"],
+        ["a", "both"],
+    ]

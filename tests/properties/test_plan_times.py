@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.virtual_time import launch, network_file
 
 import fsdpcore as fc
 from fsdpcore.fsdp.plan.make_plan import Sync
@@ -103,3 +104,25 @@ def test_a_step_takes_as_long_as_its_plan_says(
     assert measured.exposed_seconds - plan.exposed_seconds == close
     assert measured.peak_bytes == plan.peak_bytes
     assert measured.bytes_sent == plan.bytes_sent
+
+
+def _of_a_mesh(backend: fc.Backend) -> float:
+    mesh = fc.Mesh(backend, {"shard": 4, "tensor": 2})
+    units = [fc.Unit("u", {"w": fc.Spec(10**6)})]
+    engine = fc.FSDP(units, mesh["shard"], tensor=mesh["tensor"], optimizer=fc.optim.SGD(lr=0.1))
+    return engine.plan(compute_seconds=[0.0]).step_seconds or 0.0
+
+
+def test_groups_beside_others_share_the_links(tmp_path: Path) -> None:
+    """Ranks with other boxes of the parameters do the same, over the same links."""
+
+    def alone(backend: fc.Backend) -> float:
+        units = [fc.Unit("u", {"w": fc.Spec(10**6)})]
+        engine = fc.FSDP(units, backend, optimizer=fc.optim.SGD(lr=0.1))
+        return engine.plan(compute_seconds=[0.0]).step_seconds or 0.0
+
+    def seconds(main: Any, world_size: int, per_host: int) -> float:
+        text = NETWORK.format(per_host=per_host).replace('memory = "2GB/s"', "")
+        return float(launch(main, world_size, network=network_file(tmp_path, text))[0])
+
+    assert seconds(_of_a_mesh, 8, 2) == pytest.approx(2 * seconds(alone, 4, 1), rel=0.2)

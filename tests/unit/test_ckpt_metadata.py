@@ -22,6 +22,7 @@ from support.ckpt_metadata import (
 )
 
 from fsdpcore.checkpoint.format.metadata import MAX_STEP, Metadata, StoredFile, make_metadata
+from fsdpcore.checkpoint.format.packing import pack, unpack
 from fsdpcore.checkpoint.format.strict_json import check_json, decode, encode
 from fsdpcore.checkpoint.plan.shard_specs import ShardMetadata
 from fsdpcore.checkpoint.storage.steps import StepName, check_step
@@ -491,3 +492,23 @@ def test_a_piece_of_no_array_is_refused():
             arrays={},
             pieces=[("x", Range(0, 2), 0, 64)],
         )
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_numbers_are_packed_in_the_bits_that_they_need(width):
+    most = 2 ** (8 * width - 1)
+    for numbers in ([most - 1, -most], [most], [-most - 1]):
+        assert unpack(pack(np.array(numbers)), len(numbers), "they").tolist() == numbers
+
+
+@pytest.mark.parametrize("bits", [15, 31])
+def test_a_bound_that_is_too_large_is_refused(bits):
+    most = 2**bits - 1
+    told = json.loads(
+        described(
+            {"m": ("bool", (most,))}, {"m": [Range(0, most)]}, files=1, block_bytes=2**30
+        ).to_bytes()
+    )
+    _pack(2, 1, most)(told)
+    with pytest.raises(CorruptCheckpointError, match="piece 0 of 'm'"):
+        Metadata.from_bytes(json.dumps(told).encode())

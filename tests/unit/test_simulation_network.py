@@ -161,3 +161,8 @@ def test_the_examples_are_read():
     machines.check_room(4)
     with pytest.raises(ConfigError, match="places for 4 ranks"):
         machines.check_room(5)
+
+
+def test_a_host_may_stand_above_other_levels():
+    numa = Level("numa", 4, 1.0, 0.0)
+    assert Network((numa, Level("host", 2, 1.0, 0.0))).hosts(8) == [0] * 8

@@ -1,8 +1,7 @@
-"""Ranks in virtual time: what their clock does, what messages take, and one rank played for all."""
+"""Ranks in virtual time: what their clock does, and what messages take."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -10,45 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from fsdpcore.transports.simulated.wire import _costs
+from support.virtual_time import LATENCY, MESSAGE, NETWORK, RATE, launch, network_file
 
 import fsdpcore as fc
-from fsdpcore.bench.harness.memory import peak_rss, reset_peak
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.transport import transport_of
-from fsdpcore.commands.main import app
 from fsdpcore.core.errors import ConfigError, StateError
-from fsdpcore.simulation.abstract import AbstractArray, abstract
 from fsdpcore.simulation.fibers import VirtualClock
-
-NETWORK = """
-[[level]]
-name = "host"
-size = 1
-rate = "inf"
-latency = 0
-[[level]]
-name = "switch"
-size = 0
-rate = "100MB/s"
-latency = "1ms"
-[compute]
-message = "10us"
-reduce = "inf"
-eager = 1000
-"""
-RATE, LATENCY, MESSAGE = 100e6, 1e-3, 10e-6
+from fsdpcore.simulation.network import DEFAULT
 
 
 @pytest.fixture
 def network(tmp_path: Path) -> str:
-    path = tmp_path / "network.toml"
-    path.write_text(NETWORK)
-    return str(path)
-
-
-def _launch(main: Any, world_size: int, **options: Any) -> list[Any]:
-    return fc.launch(main, world_size=world_size, transport="sim", clock="virtual", **options)
+    return network_file(tmp_path)
 
 
 def test_hours_pass_at_once() -> None:
@@ -58,7 +32,7 @@ def test_hours_pass_at_once() -> None:
         return backend.clock.now()
 
     began = time.monotonic()
-    assert all(7200 <= now < 7201 for now in _launch(main, 2))
+    assert all(7200 <= now < 7201 for now in launch(main, 2))
     assert time.monotonic() - began < 60
 
 
@@ -71,7 +45,7 @@ def test_a_deadline_is_of_virtual_time() -> None:
             backend.recv(np.empty(1), 1, timeout=30)
         return backend.clock.now()
 
-    assert _launch(main, 2)[0] == pytest.approx(30, abs=0.1)
+    assert launch(main, 2)[0] == pytest.approx(30, abs=0.1)
 
 
 def test_waiting_for_what_cannot_happen() -> None:
@@ -79,7 +53,7 @@ def test_waiting_for_what_cannot_happen() -> None:
         backend.clock.queue().get()
 
     with pytest.raises(StateError, match=r"nothing can happen any more.* rank-0 waits"):
-        _launch(main, 2)
+        launch(main, 2)
 
 
 def test_a_thread_of_ones_own_is_refused() -> None:
@@ -96,7 +70,7 @@ def test_a_thread_of_ones_own_is_refused() -> None:
         thread.start()
         thread.join()
 
-    _launch(main, 1)
+    launch(main, 1)
     assert "no rank of it" in str(found[0])
 
 
@@ -137,7 +111,7 @@ def test_what_a_message_takes(network: str, nbytes: int, seconds: float) -> None
             assert (backend.recv(np.empty_like(array), 0) == array).all()
         return backend.clock.now()
 
-    assert _launch(main, 2, network=network)[1] == pytest.approx(seconds + 2 * MESSAGE, rel=1e-9)
+    assert launch(main, 2, network=network)[1] == pytest.approx(seconds + 2 * MESSAGE, rel=1e-9)
 
 
 @pytest.mark.parametrize("ahead", [400_000, 1_000_000])
@@ -154,7 +128,7 @@ def test_what_is_sent_before_it_is_asked_for(tmp_path: Path, ahead: int) -> None
             assert (backend.recv(np.empty_like(array), 0) == array).all()
         return backend.clock.now()
 
-    took = _launch(main, 2, network=str(path))[1]
+    took = launch(main, 2, network=str(path))[1]
     assert took == pytest.approx(LATENCY + 800_000 / RATE + 2 * MESSAGE, rel=1e-6)
 
 
@@ -175,7 +149,7 @@ def test_ranks_of_a_host_share_memory(tmp_path: Path, shm: str) -> None:
         assert (array == (1 if backend.rank < 2 else 5)).all()
         return took, transport_of(backend)._wire.flows.bytes_by_link.get(0, 0)  # type: ignore[attr-defined]
 
-    took, carried = _launch(main, 4, network=str(path), shm=shm)[0]
+    took, carried = launch(main, 4, network=str(path), shm=shm)[0]
     if shm == "auto":
         # Its input and its output, of 4 MB each, and three steps.
         assert took == pytest.approx(8e6 / 2e9 + 3 * MESSAGE, rel=0.02)
@@ -217,7 +191,7 @@ def test_computing_takes_as_long_as_it_did(tmp_path: Path) -> None:
         _compute(0.1)
         return backend.clock.now()
 
-    first, second, apart = _launch(three, 3, network=str(path), compute="measured")
+    first, second, apart = launch(three, 3, network=str(path), compute="measured")
     for times in (first, second):
         computed, met, came = times
         assert 0.04 <= computed < 0.06
@@ -269,7 +243,7 @@ def test_measured_ranks_send_where_nothing_takes_long(tmp_path: Path) -> None:
         for _ in range(50):
             fc.all_to_all(array, backend, out=out, algorithm="direct")
 
-    _launch(main, 4, network=str(path), compute="measured")
+    launch(main, 4, network=str(path), compute="measured")
 
 
 def test_streams_share_a_link(network: str) -> None:
@@ -283,7 +257,7 @@ def test_streams_share_a_link(network: str) -> None:
         return backend.clock.now()
 
     expected = 3 * LATENCY + 3e6 / RATE
-    assert _launch(main, 4, network=network)[0] == pytest.approx(expected, rel=0.01)
+    assert launch(main, 4, network=network)[0] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("p", [5, 16])
@@ -315,7 +289,7 @@ def test_messages_and_bytes_are_those_of_the_formulas(
     for name, algorithm in ALGORITHMS[collective].items():
         if name in ("star", "hierarchical"):  # their formulas count the centre's both ways
             continue
-        sent = _launch(main, p, network=network, args=(name,))
+        sent = launch(main, p, network=network, args=(name,))
         terms = algorithm.cost(p)
         assert max(messages for messages, _ in sent) <= terms.alpha, name
         assert max(nbytes for _, nbytes in sent) <= terms.beta * n * 8 * (1 + 1e-9), name
@@ -324,105 +298,12 @@ def test_messages_and_bytes_are_those_of_the_formulas(
             assert max(nbytes for _, nbytes in sent) == pytest.approx(terms.beta * n * 8), name
 
 
-def _train(backend: fc.Backend, strategy: str, group: int | None) -> tuple[float, int, int]:
-    units = [fc.Unit(f"layer {i}", {"w": fc.Spec((40_000,), np.float32)}) for i in range(4)]
-    engine = fc.FSDP(
-        units,
-        backend,
-        strategy=fc.Strategy(strategy, shard_group_size=group),
-        optimizer=fc.optim.SGD(lr=0.1),
-    )
-    for _ in range(2):
-        with engine.step() as step:
-            for unit in units:
-                with step.forward(unit):
-                    backend.clock.sleep(1e-3)
-            for unit in reversed(units):
-                with step.backward(unit) as backward:
-                    backward.grads.empty("w")[...] = 1.0
-                    backend.clock.sleep(2e-3)
-            step.update()
-    measured = engine.report().measured
-    assert measured.step_seconds is not None
-    return measured.step_seconds, measured.peak_bytes, measured.bytes_sent
-
-
-@pytest.mark.parametrize(
-    ("strategy", "group"),
-    [("full_shard", None), ("shard_grad_op", None), ("hybrid_shard", 2), ("no_shard", None)],
-)
-def test_one_rank_played_is_as_all(network: str, strategy: str, group: int | None) -> None:
-    args = (strategy, group)
-    played = _launch(_train, 8, network=network, args=args)
-    (one,) = _launch(_train, 8, network=network, args=args, played="one", arrays="abstract")
-    seconds, peak, sent = played[0]
-    assert one[1:] == (peak, sent)
-    assert one[0] == pytest.approx(seconds, rel=0.02)
-
-
-def _results(backend: fc.Backend) -> list[Any]:
-    """What rank 0 gets of every collective, where all ranks give the same."""
-    x = np.arange(12.0).reshape(6, 2)
-    found = [
-        fc.all_gather(x, backend),
-        fc.reduce_scatter(x, backend),
-        fc.all_to_all(x, backend),
-        fc.broadcast(x, backend),
-        fc.reduce(x, backend),
-        fc.gather(x, backend),
-        fc.scan(x, backend),
-        fc.exscan(x, backend),
-        fc.all_gather_v(x, backend),
-        fc.reduce_scatter_v(x, backend, [3, 2, 1]),
-    ]
-    found += [fc.all_reduce(x, backend, op=op) for op in ("sum", "mean", "max", "prod")]
-    return found if backend.rank == 0 else []
-
-
-def test_formulas_know_who_shares_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of every 8th rank: eight of them go over the link of each host at the same time."""
-
-    def main(backend: fc.Backend) -> float:
-        group = backend.sub(range(backend.rank % 8, 64, 8))
-        array = backend.empty(4_000_000)
-        group.barrier()
-        backend.clock.sleep(1 - backend.clock.now())
-        fc.all_reduce(array, group, out=array, algorithm="ring")
-        return backend.clock.now() - 1
-
-    path = str(Path(__file__).parents[2] / "examples" / "networks" / "gpu_cluster.toml")
-    everyone = max(_launch(main, 64, network=path, arrays="abstract"))
-    monkeypatch.setattr("fsdpcore.transports.simulated.lone._MOST", 0)
-    (alone,) = _launch(main, 64, network=path, arrays="abstract", played="one")
-    assert alone == pytest.approx(everyone, rel=0.2)
-
-
-def test_one_rank_does_not_stand_for_those_that_share_memory(tmp_path: Path) -> None:
-    path = tmp_path / "network.toml"
-    path.write_text(NETWORK + 'memory = "2GB/s"\n')
-    with pytest.raises(ConfigError, match="needs all of them"):
-        _launch(print, 4, network=str(path), played="one")
-
-
 def test_no_sleep_goes_back() -> None:
     def main(backend: fc.Backend) -> None:
         with pytest.raises(ValueError, match="non-negative"):
             backend.clock.sleep(-1)
 
-    _launch(main, 1)
-
-
-def test_one_rank_gets_what_it_would_among_others() -> None:
-    for one, among in zip(
-        _launch(_results, 3, played="one")[0], _launch(_results, 3)[0], strict=True
-    ):
-        assert one.shape == among.shape
-        assert one.tobytes() == among.tobytes()
-
-
-def test_one_rank_sends_no_messages() -> None:
-    with pytest.raises(fc.RankFailedError, match="played=all"):
-        _launch(lambda backend: backend.send(np.ones(1), 1), 2, played="one")
+    launch(main, 1)
 
 
 def test_looking_again_and_again_takes_time() -> None:
@@ -439,62 +320,39 @@ def test_looking_again_and_again_takes_time() -> None:
             except fc.CommTimeoutError:
                 continue
 
-    _launch(main, 2)
+    launch(main, 2)
 
 
-def test_abstract_arrays_take_no_memory() -> None:
-    array = abstract(10**12, np.float32)
-    array[5:] = 7
-    array += array
-    np.copyto(array, array)
-    assert array.nbytes == 4 * 10**12
-    assert isinstance((array * 2)[10:20].reshape(2, 5).view(np.uint8), AbstractArray)
-    assert (abstract((4, 3), np.float64) @ abstract((3, 5), np.float64)).shape == (4, 5)
-    assert not abstract(10**9, np.float32).sum()
-
-
-@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
-def test_no_algorithm_touches_abstract_arrays(collective: str) -> None:
-    count, p = 10_000_000, 6
-
+def test_a_failure_ends_what_is_under_way(network: str) -> None:
     def main(backend: fc.Backend) -> None:
-        whole, part = backend.empty(count * p), backend.empty(count)
-        source = part if collective == "all_gather" else whole
-        out = part if collective == "reduce_scatter" else whole
-        for name in ALGORITHMS[collective]:
-            getattr(fc, collective)(source, backend, out=out, algorithm=name)
+        if backend.rank == 2:
+            backend.clock.sleep(0.02)
+            raise ValueError("on purpose")
+        array = np.zeros(8_000_000, np.uint8)  # under way for 80 ms
+        try:
+            backend.send(array, 1) if backend.rank == 0 else backend.recv(array, 0)
+        finally:
+            ends[backend.rank] = backend.clock.now()
 
-    reset_peak()
-    before = peak_rss()
-    _launch(main, p, arrays="abstract", shm="off")
-    assert peak_rss() - before < 4 * count * p
-
-
-def _simulated(*words: str) -> str:
-    options = ["--ranks", "16", "--params", "1e8", "--layers", "2", "--tokens", "1000", *words]
-    result = CliRunner().invoke(app, ["simulate", *options])
-    assert result.exit_code == 0, result.output
-    return result.output
+    ends: dict[int, float] = {}
+    with pytest.raises(fc.RankFailedError):
+        launch(main, 3, network=network)
+    assert max(ends.values()) < 0.03, ends
 
 
-def test_simulate_command_says_what_is_fastest() -> None:
-    output = _simulated("--sweep", "--memory", "1GB")
-    steps = json.loads(_simulated("--sweep", "--json"))
-    fitting = [step for step in steps if step["peak_bytes"] <= 1e9]
-    assert 0 < len(fitting) < len(steps)
-    most = 1.002 * min(step["seconds"] for step in fitting)
-    fast = [step for step in fitting if step["seconds"] <= most]
-    best = min(fast, key=lambda step: (step["peak_bytes"], step["seconds"]))
-    words = f"--strategy {best['strategy']} --prefetch {best['prefetch']}"
-    assert f"fastest of those that fit 1.00 GB: {words}" in output
+def test_who_gets_has_computed_before() -> None:
+    clock, ends = VirtualClock(computing=1.0), list[float]()
+    queue = clock.queue()
+
+    def gets() -> None:
+        _compute(0.02)
+        queue.get()
+        ends.append(clock.now())
+
+    tasks = [clock.start(gets, "gets"), clock.start(lambda: queue.put(None), "puts")]
+    clock.run(tasks)
+    assert ends[0] >= 0.02
 
 
-def test_simulate_command_computes_as_long_as_the_model_takes() -> None:
-    """A forward pass, and a backward pass of twice the work; 400 TFLOPS."""
-    (step,) = json.loads(_simulated("--json"))
-    computing = 3 * 2 * 1e8 * 1000 / 4e14
-    assert step["seconds"] - step["exposed"] == pytest.approx(computing)
-    gathers = [use for use in step["collectives"] if use["nbytes"] > 10**8]
-    calls = {use["collective"]: use["calls"] for use in gathers}
-    assert calls == {"all_gather": 4, "reduce_scatter": 2}
-    assert all(use["carried"] for use in gathers)
+def test_costs_are_those_of_the_highest_links_in_use() -> None:
+    assert [_costs(DEFAULT, p).latency for p in (1, 2, 8, 9)] == [2e-6] * 3 + [5e-6]

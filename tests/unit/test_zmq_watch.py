@@ -282,3 +282,20 @@ def test_a_link_that_cannot_be_made_for_want_of_descriptors_is_lost() -> None:
                 links.look()
         links.close(0)
     assert lost == [(1, True)]
+
+
+def test_a_process_that_just_ends_is_looked_at_again():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        probe = Probe(listener.getsockname()[:2], PATIENCE)
+        listener.accept()[0].close()
+    assert found(probe) == ENDED
+
+
+def test_who_is_cut_off_shows_that_the_other_is_alive(monkeypatch):
+    job = Job(monkeypatch, 4)
+    job.ended.add(3)  # is too busy to say so
+    for rank in (0, 1, 2):
+        job.ranks[rank].watch.heard(3, Report(3, 0, SILENT)._asdict())
+        job.ranks[rank].watch.heard(3, Report(3, 1, CUT)._asdict())
+    job.wait(0.3)
+    assert {error.pair for error in job.errors().values()} == {(0, 3)}
