@@ -27,6 +27,11 @@ def loads(draw):
     ranks = draw(st.integers(1, 12))
     members = st.tuples(st.integers(0, len(sizes) - 1), st.integers(0, 5))
     own = draw(st.dictionaries(members, RATES, max_size=3))
+    own = {
+        (level, member): rate
+        for (level, member), rate in own.items()
+        if member * math.prod(sizes[:level]) < ranks  # there is such a member
+    }
     rank = st.integers(0, ranks - 1)
     # Few times and sizes, so that much happens at one moment; and others.
     sizes_of_flows = st.sampled_from([0, 1, 6, 12, 12, 30]) | st.integers(1, 1000)
