@@ -7,6 +7,7 @@ one costs nothing. As a program, this module is what ``mpirun`` starts.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import json
@@ -43,7 +44,9 @@ def mpi_environ(**extra: str) -> dict[str, str]:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="mpi", ignore_cleanup_errors=True)
+    folder = tempfile.TemporaryDirectory(prefix="mpi", ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)  # or its end may be blamed on the test that runs then
+    return folder
 
 
 class MpiRanks:
