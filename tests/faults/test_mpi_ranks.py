@@ -177,6 +177,7 @@ def test_a_failure_while_others_are_inside_mpi_ends_the_job(script):
         + INSIDE
         + """
 def fail(*args):
+    time.sleep(0.5)  # the other one is inside by then, and cannot be told any more
     raise MemoryError("no room")
 
 def main(backend):
@@ -193,9 +194,7 @@ if __name__ == "__main__":
     )
     done = under_mpirun(2, script(source))
     assert done.code == 1
-    # Inside MPI, or before it got there, if it was told that early.
-    assert "rank 0: stopped" in done.err
-    assert "broadcast #1" in done.err
+    assert "rank 0: stopped in broadcast #1" in done.err
     assert "MemoryError: no room" in done.err
 
 

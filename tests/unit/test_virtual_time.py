@@ -159,6 +159,25 @@ def test_ranks_of_a_host_share_memory(tmp_path: Path, shm: str) -> None:
         assert carried >= 4_000_000
 
 
+@pytest.mark.parametrize("memory", ["", 'memory = "1GB/s"\n'])
+def test_every_reduction_takes_time(tmp_path: Path, memory: str) -> None:
+    """The first call of its kind, and those that go the shortest way."""
+    text = NETWORK.replace("size = 1", "size = 4").replace('reduce = "inf"', 'reduce = "1MB/s"')
+    path = network_file(tmp_path, text + memory)
+
+    def main(backend: fc.Backend) -> list[float]:
+        times = []
+        for _ in range(3):
+            began = backend.clock.now()
+            fc.reduce_scatter(np.ones(100_000, np.float32), backend)
+            times.append(backend.clock.now() - began)
+        return times
+
+    reducing = 0.4 if memory else 0.3  # of all inputs, or of those of the others
+    for seconds in launch(main, 4, network=path)[0]:
+        assert reducing < seconds < reducing + 0.01
+
+
 def _compute(seconds: float) -> None:
     end = time.thread_time() + seconds
     while time.thread_time() < end:

@@ -24,7 +24,7 @@ from fsdpcore.collectives.selection.choose import predict
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.core.algorithm import Algorithm, CostTerms
+from fsdpcore.core.algorithm import Algorithm
 from fsdpcore.core.buffers import Bytes, split_sizes
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ConfigError, UnsupportedError
@@ -147,7 +147,8 @@ class LoneBackend(VirtualBackend):
         p, network = len(members), self._wire.network
         if dtype is None:
             costs, _ = self._costs(members, crowds=True)
-            return _Kind((p - 1).bit_length() * (2 * costs.alpha + costs.latency), {})
+            seconds = (p - 1).bit_length() * (2 * costs.alpha + costs.latency)
+            return _Kind(seconds, {}, formula=True)
         known = ALGORITHMS[collective][algorithm]
         costs, senders = self._costs(members, crowds=known.crowds)
         terms = known.cost(p)
@@ -163,9 +164,8 @@ class LoneBackend(VirtualBackend):
             carried: Mapping[str, int] = {}
             if network is not None and algorithm == "ring":
                 carried = self._carried_around(network, members, round(terms.beta * nbytes))
-            return _Kind(
-                seconds, carried, formula=True, latency=self._latency(terms, costs, seconds)
-            )
+            latency = min(terms.latency * costs.latency, seconds)
+            return _Kind(seconds, carried, latency=latency, formula=True)
 
         def call(group: Backend) -> None:
             size = nbytes // dtype.itemsize
@@ -181,17 +181,10 @@ class LoneBackend(VirtualBackend):
 
         alike = siblings(members, self.world_size)
         found = simulated(self._config, network, self.world_size, alike, call)
-        seconds = found.seconds
         # A large message is offered, asked for, and sent.
         trips = 3 if nbytes * terms.beta > terms.alpha * network.eager else 1
-        latency = self._latency(terms, costs, seconds, trips)
-        return _Kind(seconds, found.carried, latency=latency)
-
-    @staticmethod
-    def _latency(
-        terms: CostTerms, costs: Costs | Capabilities, seconds: float, trips: int = 1
-    ) -> float:
-        return min(trips * terms.latency * costs.latency, seconds)
+        latency = min(trips * terms.latency * costs.latency, found.seconds)
+        return _Kind(found.seconds, found.carried, latency=latency)
 
     def _carried_around(
         self, network: Network, members: Sequence[int], nbytes: int

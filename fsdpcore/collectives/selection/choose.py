@@ -163,13 +163,13 @@ def _cheapest(known: Algorithms, nbytes: int, backend: Backend) -> str:
 def _costs(name: str, known: Algorithms, backend: Backend, groups: int = 1) -> Costs | Capabilities:
     """What the messages of an algorithm cost in a group, where so many groups do the same."""
     policy = backend.root.policy
-    most = _most_on_a_host(tuple(backend.hosts))
-    link = policy.link if most < backend.world_size else None
-    if link is not None:
-        senders = groups * (most if known[name].crowds else 1)
-        link = dataclasses.replace(link, beta=link.beta * senders)
     own = policy.tuning.own.get(name) or known[name].costs
-    return own or link or policy.tuning.costs or backend.capabilities
+    if own is None and policy.link is not None:
+        most = _most_on_a_host(tuple(backend.hosts))
+        if most < backend.world_size:
+            senders = groups * (most if known[name].crowds else 1)
+            return dataclasses.replace(policy.link, beta=policy.link.beta * senders)
+    return own or policy.tuning.costs or backend.capabilities
 
 
 @functools.lru_cache(maxsize=256)

@@ -213,7 +213,8 @@ class BoundMovement:
             digest, context, begin, partial(self._copy_own, flat, flat_out) if copy else None
         )
         self._bind_published(flat, flat_out, copied).run(flat, flat_out, None)
-        region.moved = sum(array.nbytes for array in (flat, flat_out) if array is not None)
+        if region.moved is not None:
+            region.moved = sum(array.nbytes for array in (flat, flat_out) if array is not None)
         region.enter(digest, context, begin)
         region.withdraw()
 

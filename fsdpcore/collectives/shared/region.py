@@ -144,13 +144,13 @@ class SharedRegion:
         moves: collectives move arrays through it; if not, the ranks meet in it, and send messages.
         movements: those of the group's calls, prepared; see ``interpreter``.
         looks: how often a rank looks for another one's flag before it gives its core away.
-        moved: bytes of its arrays that a rank has read or written in a step, for virtual time.
+        moved: bytes of its arrays that a rank has read or written in a step, where that counts.
     """
 
     block = 512 * 1024
     addressed = True
     moves = True
-    moved = 0
+    moved: int | None = None
 
     def __init__(self, memory: Bytes, rank: int, size: int, peers: MemorySharing) -> None:
         flags = 2 * size * _FLAG

@@ -96,6 +96,7 @@ class ThreadRegion(SharedRegion):
         """Take part in a meeting; ``before`` is called ahead of each step: see ``SimMemory``."""
         super().__init__(meeting.memory, rank, meeting.size, peers)
         self._meeting, self._before = meeting, before
+        self.moved = None if before is None else 0
         # Every rank binds every other's arrays: with more of them, messages are faster.
         self.moves = meeting.size <= _MOVES
         self._sought = (rank + 1) % meeting.size  # whom to look for next in a long wait
@@ -145,7 +146,7 @@ class ThreadRegion(SharedRegion):
             meanwhile: Callable[[], None] | None = None,
         ) -> None:
             if before is not None:
-                before(self.moved)
+                before(self.moved or 0)
                 self.moved = 0
             self.step = step = self.step + 1
             parity = step & 1
