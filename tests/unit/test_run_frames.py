@@ -56,7 +56,7 @@ def test_the_rank_that_failed_first_is_named_whichever_host_it_was_on(tmp_path):
             (tmp_path / f"{name}.{when}").write_bytes(b"\x1e%b\n" % frame)
     program = tmp_path / "agent"
     program.write_text(
-        f"cd {tmp_path}; cat $1.begin; read order; [ $1 = b ] && cat b.fail; read stop; cat $1.end"
+        f"cd {tmp_path}; read order; cat $1.begin; [ $1 = b ] && cat b.fail; read stop; cat $1.end"
     )
     shares = [HostShare("a", 1), HostShare("b", 1)]
     orders = [Order("1", "/", {}, "s.py", [], False, JobShare(2, 1, rank), []) for rank in (0, 1)]
