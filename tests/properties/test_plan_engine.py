@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from unittest import mock
 
 import ml_dtypes
 import pytest
+from support.plan_steps import train
 
 import fsdpcore as fc
 from fsdpcore.fsdp.plan.make_plan import make_plan
@@ -56,20 +56,6 @@ def tied_to_a_later_unit():
         fc.Unit("b", {"w": fc.Spec(40)}),
         fc.Unit("c", {"w": fc.Spec(9)}),
     ]
-
-
-def train(engine, microbatches, sync):
-    with engine.step() as step:
-        for number in range(microbatches):
-            kept = sync == "last" and number < microbatches - 1
-            with step.no_sync() if kept else contextlib.nullcontext():
-                for unit in engine.units:
-                    with step.forward(unit):
-                        pass
-                for unit in reversed(engine.units):
-                    with step.backward(unit):
-                        pass
-        step.update()
 
 
 def moved(backend, start):

@@ -5,12 +5,12 @@ The plan goes by the cost formulas. In virtual time the messages of the engine g
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.plan_steps import train
 from support.virtual_time import launch, network_file
 
 import fsdpcore as fc
@@ -47,20 +47,6 @@ STRATEGIES = [
 ]
 
 
-def _step(engine: fc.FSDP, clock: Any, microbatches: int, sync: Sync) -> None:
-    with engine.step() as step:
-        for number in range(microbatches):
-            kept = sync == "last" and number < microbatches - 1
-            with step.no_sync() if kept else contextlib.nullcontext():
-                for unit in engine.units:
-                    with step.forward(unit):
-                        clock.sleep(FORWARD)
-                for unit in reversed(engine.units):
-                    with step.backward(unit):
-                        clock.sleep(2 * FORWARD)
-        step.update()
-
-
 def _both(
     backend: fc.Backend, strategy: fc.Strategy, ahead: fc.Prefetch, microbatches: int, sync: Sync
 ) -> tuple[Any, Any]:
@@ -69,7 +55,7 @@ def _both(
     engine = fc.FSDP(units, backend, strategy=strategy, optimizer=fc.optim.AdamW(), prefetch=ahead)
     with np.errstate(all="ignore"):  # nobody has written the gradients
         for _ in range(2):
-            _step(engine, backend.clock, microbatches, sync)
+            train(engine, microbatches, sync, lambda factor: backend.clock.sleep(factor * FORWARD))
     plan = engine.plan(microbatches=microbatches, sync=sync, compute_seconds=[FORWARD] * len(units))
     return plan, engine.report().measured
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 
 import ml_dtypes
 import pytest
 from support.counting import CountingSim
+from support.plan_steps import train
 from support.spmd import run_on
 
 import fsdpcore as fc
@@ -28,17 +28,7 @@ EVEN, UNEVEN = (64, 128, 96), (13, 1, 50)
 def step_bytes(engine, microbatches, sync):
     """Bytes that this rank sends in a step, the checks of collectives included."""
     before = sum(engine.backend.sent)
-    with engine.step() as step:
-        for number in range(microbatches):
-            kept = sync == "last" and number < microbatches - 1
-            with step.no_sync() if kept else contextlib.nullcontext():
-                for unit in engine.units:
-                    with step.forward(unit):
-                        pass
-                for unit in reversed(engine.units):
-                    with step.backward(unit):
-                        pass
-        step.update()
+    train(engine, microbatches, sync)
     return sum(engine.backend.sent) - before
 
 

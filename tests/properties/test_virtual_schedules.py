@@ -6,9 +6,6 @@ A failing one is repeated by its seed: ``play(carry_out, ranks, Schedule.of(seed
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from support.bodies.random_programs import carry_out
-from support.schedules import Played, Schedule, play
+from support.schedules import Played, Schedule, elsewhere, play, seeds
 from support.visits import ALL, counted
 
 import fsdpcore as fc
@@ -62,31 +59,27 @@ def test_schedules() -> None:
 
 @pytest.mark.campaign
 def test_many_schedules() -> None:
-    count = int(os.environ.get("TEST_SCHEDULES", "20000"))
-    first = int(os.environ.get("TEST_SEED", "0")) * count
+    chosen = seeds(20_000)
     kinds: Counter[str] = Counter()
     with counted() as seen:
-        for seed in range(first, first + count):
+        for seed in chosen:
             schedule, played = _played(seed)
             assert not _bad(schedule, played), f"seed {seed}: {schedule}: {played.errors}"
             ends = "an error" if played.errors else "the right results"
             kinds[f"{schedule.fault or 'no fault'}: {ends}"] += 1
-    print(f"{count} schedules from {first}: {dict(kinds)}")
+    print(f"{chosen}: {dict(kinds)}")
     print(f"{len(ALL & {*seen})} of {len(ALL)} transitions: {dict(seen)}")
 
 
 def test_a_seed_is_a_schedule() -> None:
     """The same in another process with other hashes; another seed, another order."""
-    code = (
-        "from properties.test_virtual_schedules import _played\n"
-        "print([(p.digest, p.turns, p.seconds) for _, p in map(_played, range(40))])"
-    )
-    environ = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    here = [(p.digest, p.turns, p.seconds) for _, p in map(_played, range(40))]
-    assert done.stdout.strip() == str(here)
+    here = _ways(40)
+    assert elsewhere("properties.test_virtual_schedules", "_ways(40)") == str(here)
     assert len({digest for digest, *_ in here}) == 40
+
+
+def _ways(count: int) -> list[tuple[int, int, float]]:
+    return [(p.digest, p.turns, p.seconds) for _, p in map(_played, range(count))]
 
 
 def _gather_without_waiting(context: CollectiveContext, own: Any, out: Any, bounds: Any) -> None:

@@ -7,14 +7,12 @@ that goes wrong is repeated by its seed: ``play(Fate.of(seed))``.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from unittest import mock
 
 import pytest
 from fsdpcore.transports.zmq.watch import Watch
+from support.schedules import elsewhere, seeds
 from support.virtual_ranks import HEARTBEAT, LASTS, MEETING, Fate, Played, play
 from support.visits import counted
 from support.zmq_visits import ALL, WATCHED
@@ -158,26 +156,22 @@ def test_schedules() -> None:
 
 @pytest.mark.campaign
 def test_many_schedules() -> None:
-    count = int(os.environ.get("TEST_SCHEDULES", "20000"))
-    first = int(os.environ.get("TEST_SEED", "0")) * count
+    chosen = seeds(20_000)
     with counted(WATCHED) as seen:
-        assert _search(range(first, first + count)) is None
-    print(f"{count} schedules from {first}")
+        assert _search(chosen) is None
+    print(chosen)
     print(f"{len(ALL & {*seen})} of {len(ALL)} transitions: {dict(seen)}")
 
 
 def test_a_seed_is_a_schedule() -> None:
     """The same in another process with other hashes; another seed, another order."""
-    code = (
-        "from properties.test_zmq_schedules import Fate, play\n"
-        "print([(p.digest, p.turns) for p in map(play, map(Fate.of, range(12)))])"
-    )
-    environ = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    here = [(p.digest, p.turns) for p in map(play, map(Fate.of, range(12)))]
-    assert done.stdout.strip() == str(here)
+    here = _ways(12)
+    assert elsewhere("properties.test_zmq_schedules", "_ways(12)") == str(here)
     assert len({digest for digest, _ in here}) == 12
+
+
+def _ways(count: int) -> list[tuple[int, int]]:
+    return [(p.digest, p.turns) for p in map(play, map(Fate.of, range(count)))]
 
 
 def test_a_bug_is_found_and_repeated() -> None:

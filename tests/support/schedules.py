@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -62,6 +64,25 @@ class Schedule:
         if self.faults.drop:
             return "a link breaks"
         return "time is short" if self.timeout < 60 else ""
+
+
+def seeds(count: int) -> range:
+    """The seeds of a campaign: as many as ``TEST_SCHEDULES`` says, or ``count``.
+
+    ``TEST_SEED`` says which: 1 for those behind the first so many, and so on.
+    """
+    count = int(os.environ.get("TEST_SCHEDULES", count))
+    first = int(os.environ.get("TEST_SEED", "0")) * count
+    return range(first, first + count)
+
+
+def elsewhere(module: str, expression: str) -> str:
+    """What an expression of a test module is in another process, with other hashes."""
+    code = f"import {module} as module\nprint(eval({expression!r}, vars(module)))"
+    environ = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 @dataclass

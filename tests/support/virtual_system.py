@@ -20,6 +20,8 @@ from greenlet import GreenletExit
 from support.virtual_hosts import Address, Process
 from support.virtual_sockets import Sock
 
+from fsdpcore.core.clock import Clock
+
 
 class Context:
     """``zmq.Context``."""
@@ -127,14 +129,14 @@ class FiberPoller:
 class Look:
     """``Probe``: a look at the port of a lost rank."""
 
-    def __init__(self, address: Address, seconds: float) -> None:
+    def __init__(self, address: Address, seconds: float, clock: Clock) -> None:
         self._process = process = Process.here()
-        self._net, self._address = process.net, address
-        self._answer = self._net.clock.now() + 2 * self._net.delay()
-        self._end = self._net.clock.now() + seconds
+        self._net, self._address, self._clock = process.net, address, clock
+        self._answer = clock.now() + 2 * self._net.delay()
+        self._end = clock.now() + seconds
 
     def look(self) -> str:
-        now = self._net.clock.now()
+        now = self._clock.now()
         if not self._net.reaches(self._process.host, self._address[0]):
             return probe.SILENT if now >= self._end else ""
         listener = self._net.listeners.get(self._address)

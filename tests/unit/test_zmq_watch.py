@@ -40,7 +40,7 @@ class Job:
         self.ended: set[int] = set()
         self.ranks = [Rank(self, rank, world_size) for rank in range(world_size)]
 
-    def probe(self, address: tuple[str, int], seconds: float) -> Found:
+    def probe(self, address: tuple[str, int], seconds: float, clock: Clock) -> Found:
         """A probe that finds what there is."""
         return Found(self.findings[address[1]], self.now + seconds, self)
 

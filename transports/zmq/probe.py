@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import select
 import socket
-import time
+
+from fsdpcore.core.clock import WALL, Clock
+from fsdpcore.core.work import Deadline
 
 ENDED, STOPPED, SILENT, CUT = "ended", "stopped", "silent", "cut"
 # Found by who has no descriptor left to look: nothing that could be told.
@@ -12,12 +14,18 @@ UNKNOWN = "unknown"
 
 
 class Probe:
-    """A new connection to a rank whose link has broken."""
+    """A new connection to a rank whose link has broken.
 
-    def __init__(self, address: tuple[str, int], seconds: float) -> None:
+    Args:
+        address: at which that rank listens.
+        seconds: it has to answer.
+        clock: of the job.
+    """
+
+    def __init__(self, address: tuple[str, int], seconds: float, clock: Clock = WALL) -> None:
         self._address = address
         self._socket: socket.socket | None = None
-        self._end = time.monotonic() + seconds
+        self._end = Deadline(seconds, clock)
         self._found = ""
         self._ended_once = False
         self._connect()
@@ -54,7 +62,7 @@ class Probe:
                 pass
             except OSError as error:
                 self._refused(error)
-        if not self._found and time.monotonic() >= self._end:
+        if not self._found and not self._end.remaining():
             self._found = self._found_late()
         if self._found:
             self.close()

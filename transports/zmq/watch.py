@@ -233,7 +233,7 @@ class Watch:
                 if stopped := self._standstill.seconds(now):
                     self._fail_stopped(rank, stopped)
                     return None
-                self._probes[rank] = Probe(self._addresses[rank], self._answer_seconds)
+                self._probes[rank] = Probe(self._addresses[rank], self._answer_seconds, self._clock)
         for rank, probe in list(self._probes.items()):
             found = probe.look()
             if found:

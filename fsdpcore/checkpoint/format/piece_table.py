@@ -17,7 +17,7 @@ from fsdpcore.core.geometry.region_table import (
     Ints,
     RegionTable,
     ShapeTable,
-    bounds_of,
+    bound_counts,
     dtype_for,
     narrowed,
 )
@@ -129,7 +129,7 @@ def unpacked(texts: Sequence[object], count: int, shapes: ShapeTable) -> tuple[C
     del numbers
     axes = _axes(unpack(texts[1], count, "the kinds of the pieces"), shapes.axes[tensor])
     regions = RegionTable.packed(
-        axes, np.empty(int(bounds_of(axes).sum()), dtype_for(shapes.largest))
+        axes, np.empty(int(bound_counts(axes).sum()), dtype_for(shapes.largest))
     )
     kinds, counts = np.unique(axes, return_counts=True)
     halves = [1 if kind == RANGE else kind for kind in kinds.tolist()]

@@ -96,7 +96,7 @@ class RegionTable:
     @classmethod
     def packed(cls, axes: NDArray[np.int8], bounds: Column) -> RegionTable:
         """Make a table of regions whose bounds lie one behind the other."""
-        widths = bounds_of(axes)
+        widths = bound_counts(axes)
         at = np.cumsum(widths)
         at -= widths
         return cls(axes, narrowed(at, len(bounds)), bounds)
@@ -263,7 +263,7 @@ def stretches(owners: Column) -> Iterator[slice]:
         begin = end
 
 
-def bounds_of(axes: NDArray[Any]) -> Ints:
+def bound_counts(axes: NDArray[Any]) -> Ints:
     """Return how many bounds the regions have that have so many axes."""
     return np.where(axes == RANGE, 2, 2 * axes.astype(np.int64))
 
