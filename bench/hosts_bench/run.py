@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -174,7 +174,7 @@ def _collectives(
 
 def _fitted(
     request: HostsRun,
-    scenario: Scenario | TrainingScenario,
+    scenario: Scenario,
     lab: Lab,
     entrants: Sequence[Entrant],
     echo: options.Echo,
@@ -203,7 +203,7 @@ def _costs(team: Team) -> Costs:
 
 def _measured(
     request: HostsRun,
-    scenario: Scenario | TrainingScenario,
+    scenario: Scenario,
     case: Case,
     lab: Lab,
     entrants: Sequence[Entrant],
@@ -225,7 +225,12 @@ def _measured(
     samples = alternate(teams, request.rounds, turn)
     for name, team in entrants:
         team.ask(name, "release")
-    return wrong, samples, Link(*(median(values) for values in zip(*links, strict=True)))
+    return wrong, samples, _typical(links)
+
+
+def _typical(links: Sequence[Link]) -> Link:
+    """The median of what was found."""
+    return Link(*(median(values) for values in zip(*links, strict=True)))
 
 
 def _case(
@@ -352,20 +357,14 @@ def _strategy(
     moving = median(moved) / median(rates)
     bound = max(computing, moving)
     if SIMULATED in request.against:
-        link = Link(*(median(values) for values in zip(*links, strict=True)))
         speed = computing_seconds(case, scenario.ranks) / computing
-        model = replace(_model(scenario, link), message=_MESSAGE, speed=speed, costs=costs)
+        model = _model(scenario, _typical(links))
+        model = replace(model, message=_MESSAGE, speed=speed, costs=costs)
         samples[SIMULATED] = [model.step_seconds(case)]
     echo(
         _line(case.strategy, bound, samples)
         + f"; computing {1e3 * computing:.1f} ms, {median(moved) / 1e6:.2f} MB: "
         f"{1e3 * moving:.1f} ms; {_by_plan(planned)}"
-    )
-    first = losses[OURS]
-    same = all(
-        math.isclose(a, b, rel_tol=1e-3)
-        for found in losses.values()
-        for a, b in zip(found, first, strict=True)
     )
     return {
         "part": scenario.name,
@@ -374,9 +373,18 @@ def _strategy(
         "computing_ms": 1e3 * computing,
         "moved_mb": median(moved) / 1e6,
         "planned": planned,
-        "wrong": 0 if same else 1,
+        "wrong": 0 if _same(losses[OURS], losses.values()) else 1,
         "samples_ms": {name: [1e3 * each for each in taken] for name, taken in samples.items()},
     }
+
+
+def _same(first: Sequence[float], others: Iterable[Sequence[float]]) -> bool:
+    """Whether all have the same losses, nearly."""
+    return all(
+        math.isclose(a, b, rel_tol=1e-3)
+        for found in others
+        for a, b in zip(found, first, strict=True)
+    )
 
 
 def _by_plan(ranks: Sequence[Sequence[float]]) -> str:
