@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import fsdpcore as fc
 from fsdpcore.bench.harness.memory import peak_rss, reset_peak
+from fsdpcore.collectives.selection.choose import cheapest, choose
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.commands.main import app
 from fsdpcore.core.errors import ConfigError
@@ -58,6 +59,22 @@ def test_one_rank_played_is_as_all(network: str, strategy: str, group: int | Non
     seconds, peak, sent = played[0]
     assert one[1:] == (peak, sent)
     assert one[0] == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
+def test_one_rank_chooses_as_all_do(tmp_path: Path, collective: str) -> None:
+    """Also where the ranks of a host share its link, and a ring would not keep the order."""
+    text = NETWORK.replace("size = 1", "size = 4").replace('rate = "inf"', 'rate = "1GB/s"')
+    path = network_file(tmp_path, text)
+
+    def main(backend: fc.Backend) -> list[str]:
+        backend.barrier()
+        chosen = [cheapest(collective, 10**n, backend) for n in range(2, 9)]
+        return [*chosen, choose(collective, "auto", 10**8, backend, np.dtype("f4"), "sum").name]
+
+    everyone = launch(main, 16, network=path)
+    assert everyone == [everyone[0]] * 16
+    assert launch(main, 16, network=path, played="one") == everyone[:1]
 
 
 def _results(backend: fc.Backend) -> list[Any]:

@@ -76,7 +76,7 @@ def choose(
         usable = _usable(known, backend, dtype, op)
         algorithm = _overridden(collective, nbytes, backend, usable) or ""
         if not algorithm:
-            allowed = _allowed(usable, own)
+            allowed = _allowed(collective, usable, own)
             if not backend.moves.on_host:
                 if not allowed:
                     raise ArgumentError(
@@ -120,7 +120,7 @@ def candidates(
     """Return what ``auto`` may choose from, without an override."""
     own = state_of(backend).own_algorithms.get(collective, {})
     known = _known(collective, backend, own)
-    return _allowed(_usable(known, backend, dtype, op), own)
+    return _allowed(collective, _usable(known, backend, dtype, op), own)
 
 
 def _known(collective: str, backend: Backend, own: Mapping[str, Algorithm]) -> Algorithms:
@@ -128,8 +128,10 @@ def _known(collective: str, backend: Backend, own: Mapping[str, Algorithm]) -> A
     return {**(ALGORITHMS[collective] if backend.moves.on_host else {}), **own}
 
 
-def _allowed(usable: Algorithms, own: Mapping[str, Algorithm]) -> Algorithms:
-    return {name: known for name, known in usable.items() if known.canonical or name in own}
+def _allowed(collective: str, usable: Algorithms, own: Mapping[str, Algorithm]) -> Algorithms:
+    """Those that reduce in the canonical order, and what only the transport has."""
+    special = own.keys() - ALGORITHMS.get(collective, {}).keys()
+    return {name: known for name, known in usable.items() if known.canonical or name in special}
 
 
 def cheapest(collective: str, nbytes: int, backend: Backend) -> str:
