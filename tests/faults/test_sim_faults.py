@@ -258,4 +258,26 @@ def test_who_is_told_of_a_failure_first_is_not_taken_for_its_cause(
     _run(body, 3)
 
 
+@pytest.mark.parametrize("options", [{}, {"clock": "virtual"}])
+def test_no_message_overtakes_one_that_is_lost(options: dict[str, str]) -> None:
+    """A rank dies with a large message that nobody has taken, and a small one behind it."""
+
+    def body(backend: fc.Backend) -> None:
+        if backend.rank == 0:
+            large, small = np.ones(1000), np.ones(3)
+            works = [
+                backend.isend(large, 1),
+                backend.isend(small, 1),
+                backend.isend(small, 1, tag=7),
+            ]
+            expect(InjectedCrash, backend.recv, _THREE, 1)
+            assert len(works) == 3
+        else:
+            backend.recv(_THREE.copy(), 0, tag=7)  # so all of them have come; it dies then
+            backend.clock.sleep(0.05)
+            expect(fc.PeerFailedError, backend.recv, np.empty(1000), 0)
+
+    _run(body, 2, faults=Faults(crash={0: 3}), eager_bytes=100, shm="off", **options)
+
+
 _THREE = np.zeros(3)

@@ -194,6 +194,8 @@ class SimBackend(Transport):
         super().__init__(rank, world_size, timeout, hosts=hosts, policy=policy)
         self.inbox = Inbox()
         self.gone = ""  # how, once it is
+        # To whom, and with which key, a message was lost: none that was sent later overtakes it.
+        self._lost: set[tuple[int, Key]] = set()
         self.awaited: dict[int, None] = {}  # the ranks that have waited for a message from this one
         self._world = world
         self._eager_bytes = options.eager_bytes
@@ -314,8 +316,8 @@ class SimBackend(Transport):
     def _fail_pending(self, error: CommunicationError) -> None:
         """Finish what this rank posted: its receives here, its sends in the others' inboxes.
 
-        What was sent and is not taken yet stays: buffered messages always, the others where the
-        error is only that this rank closed.
+        What was sent and is not taken yet stays: buffered messages unless one before them is lost,
+        the others where the error is only that this rank closed.
         """
         with self.inbox.lock:
             for receive in list(self.inbox.table.receives()):
@@ -327,10 +329,13 @@ class SimBackend(Transport):
             with peer.inbox.lock:
                 if peer.inbox.table.empty:
                     continue
-                for send in list(peer.inbox.table.messages()):
-                    if send.backend is self and not send.finished:
+                for send in list(peer.inbox.table.messages()):  # of each key the oldest first
+                    lost = (peer.rank, send.key) in self._lost
+                    if send.backend is self and (lost or not send.finished):
+                        self._lost.add((peer.rank, send.key))
                         peer.inbox.table.withdraw_message(send)
-                        send.finish(error)
+                        if not send.finished:
+                            send.finish(error)
 
     def departed(self, rank: int) -> bool:
         return bool(self._how_gone(self._world[rank]))

@@ -124,7 +124,9 @@ class VirtualBackend(SimBackend):
         """Take the envelope of a message, and its bytes if it is a small one."""
         sender = send.backend
         assert isinstance(sender, VirtualBackend)
-        if send.finished or send in sender._offered:  # or it was withdrawn on its way
+        # It may have been withdrawn on its way.
+        lost = (self.rank, send.key) in sender._lost
+        if (send.finished or send in sender._offered) and not lost:
             if not self.gone:
                 sender._offered.pop(send, None)
                 receive = self.inbox.table.arrive(send)
