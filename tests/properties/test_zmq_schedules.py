@@ -154,6 +154,11 @@ def test_schedules() -> None:
     assert len(missed) <= 0.2 * len(ALL), f"no schedule comes through {sorted(missed)}"
 
 
+def test_schedules_that_went_wrong_once() -> None:
+    """A rank did not hear who had left; and one waited for the rest of what a leaver had sent."""
+    assert _search([6437, 6115]) is None
+
+
 @pytest.mark.campaign
 def test_many_schedules() -> None:
     chosen = seeds(20_000)

@@ -209,7 +209,8 @@ class Control:
         Called once a link from or to it has broken, and all that had come was read.
         """
         peer = self.peer(rank)
-        if peer.closed_or_failed and peer.channel.waits():
+        # It may have said so to others only, where nothing comes from it any more.
+        if self.has_left(rank) and peer.channel.waits():
             self.miss(peer)
 
     def fail(self, error: CommunicationError) -> None:

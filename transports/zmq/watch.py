@@ -155,6 +155,7 @@ class Watch:
         self._owner, self._clock = owner, clock
         self._standstill = _Standstill(heartbeat)
         self._close_up_at: float | None = None
+        self._in_gap: list[Report] = []  # what was told to those who may all have left
         self._reports: set[Report] = set()
         self._lost: set[int] = set()
         self._broken: dict[int, float] = {}
@@ -208,6 +209,8 @@ class Watch:
                 self._settled = self._clock.now() + (0.0 if sure else self._answer_seconds)
             if report.rank == self._rank:
                 self._note(Report(self._rank, self._rank, ALIVE))
+        if self._close_up_at is not None:
+            self._in_gap.append(report)
 
     def close_gaps(self) -> None:
         """See to it that what is said now spreads: all neighbours may be among those that left."""
@@ -264,6 +267,9 @@ class Watch:
             self.neighbours = neighbours(self._rank, there)
             for rank in self.neighbours:
                 self._owner.open(rank)
+            for report in self._in_gap:
+                self._owner.spread(report._asdict(), None)
+        self._in_gap.clear()
 
     def _has_left(self, rank: int) -> bool:
         self._owner.miss_if_incomplete(rank)  # all that it sent has been read
