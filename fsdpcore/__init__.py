@@ -46,7 +46,7 @@ from fsdpcore.core.work import Work
 from fsdpcore.launch.launch import init, launch
 
 if TYPE_CHECKING:
-    from fsdpcore import adapters, checkpoint, parallel
+    from fsdpcore import adapters, checkpoint, data, parallel
     from fsdpcore.adapters.fully_shard import ShardedLayers, fully_shard
     from fsdpcore.adapters.function import train_step
     from fsdpcore.adapters.layers import Chain, Layer, LayerStack
@@ -127,6 +127,7 @@ __all__ = [
     "all_reduce_many",
     "checkpoint",
     "coalesce",
+    "data",
     "dump_trace",
     "errors",
     "fully_shard",
@@ -170,6 +171,7 @@ _LATER = {
     "UnitSize": "fsdp.plan.sizes",
     "adapters": "adapters",
     "checkpoint": "checkpoint",
+    "data": "data",
     "fully_shard": "adapters.fully_shard",
     "initializers": "fsdp.units.initializers",
     "make_plan": "fsdp.plan.make_plan",

@@ -19,7 +19,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"comm"},
         {"collectives"},
         {"fsdp"},
-        {"parallel"},
+        {"data", "parallel"},
         {"checkpoint"},
         {"adapters"},
         {"launch"},

@@ -33,7 +33,7 @@ MODULES = {
         ANY ArrayPiece Backend Batch BoxShard Capabilities Chain EngineState FSDP Layer LayerStack
         LossScale MemoryEstimate Mesh MessageStatus Offload Plan Precision Prefetch ReduceOp Report
         ShardedArray ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize Work
-        __version__ adapters checkpoint dump_trace errors fully_shard init initializers launch
+        __version__ adapters checkpoint data dump_trace errors fully_shard init initializers launch
         make_plan memory_estimate optim parallel train_step wait_all wait_any
     """,
     "fsdpcore.errors": ERRORS,
@@ -53,6 +53,7 @@ MODULES = {
     "fsdpcore.adapters.arrays": "from_numpy function layer to_numpy",
     "fsdpcore.adapters.autograd": "layer loss loss_and_grads",
     "fsdpcore.adapters.jax": "layer loss loss_and_grads",
+    "fsdpcore.data": "Batch Stream",
     "fsdpcore.initializers": """
         Constant Initializer Normal Ones Uniform Zeros constant normal ones uniform zeros
     """,
@@ -323,6 +324,7 @@ MADE_BY = {
     fc.Step: "engine.step",
     fc.SubBackend: "Backend.sub",
     fc.checkpoint.CheckpointFuture: "AsyncCheckpointer.save",
+    fc.data.Batch: "Stream",
 }
 NOT_CALLED = (fc.Layer, fc.ReduceOp)  # a protocol, an enumeration
 
