@@ -90,6 +90,9 @@ class FSDP:
         seed: of the initialisers of deferred parameters (``Spec``).
         algorithm: of all collectives; "auto", or one that every one of them has, the transport's
             own too. On GPUs, one of those that the transport has for their arrays.
+        virtual_ranks: into how many shares a batch is cut, whose gradients are summed in one fixed
+            order, so that the number of ranks changes no bit of the parameters. At least one for
+            each rank. A step goes through those of its rank: ``for leaf in step.leaves()``.
 
     Attributes:
         units: in order; verbs can be called on them directly.
@@ -118,6 +121,7 @@ class FSDP:
         tensor: Backend | None = None,
         seed: int = 0,
         algorithm: str = "auto",
+        virtual_ranks: int | None = None,
     ) -> None:
         if not isinstance(backend, Backend) or not isinstance(units, Iterable):
             raise ArgumentError(
@@ -128,7 +132,7 @@ class FSDP:
         self.backend = backend
         self.device = backend.device
         options = EngineOptions.of(
-            strategy, precision, prefetch, window, offload, seed, algorithm, backend
+            strategy, precision, prefetch, window, offload, seed, algorithm, virtual_ranks, backend
         )
         self.strategy, self.precision = options.strategy, options.precision
         self.prefetching, self.offload = options.prefetch, options.offload
@@ -154,6 +158,16 @@ class FSDP:
     def everyone(self) -> Backend:
         """The ranks of ``backend``, and those with the other boxes; ``backend`` without such."""
         return self._model.groups.everyone
+
+    @property
+    def leaves(self) -> range:
+        """The virtual ranks that this rank computes; its own number without ``virtual_ranks``."""
+        return self._model.leaves.mine
+
+    @property
+    def virtual_ranks(self) -> int | None:
+        """As given."""
+        return self._model.options.virtual_ranks
 
     @property
     def host_algorithm(self) -> str:

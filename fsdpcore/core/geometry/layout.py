@@ -72,6 +72,8 @@ class Piece:
 class FlatLayout:
     """The flat, padded buffer of one unit, cut into ``world_size`` shards of equal size.
 
+    Shards begin at multiples of ``block``, which also divides their size.
+
     Use ``FlatLayout.build``. The constructor takes ready-made ranges, and raises ArgumentError if
     they leave gaps, overlap, repeat a name, or if ``world_size`` is below 1.
     """
@@ -79,9 +81,11 @@ class FlatLayout:
     params: tuple[ParamRange, ...]
     dtype: np.dtype[Any]
     world_size: int
+    block: int = 1
 
     def __post_init__(self) -> None:
         as_int(self.world_size, "world_size", minimum=1)
+        as_int(self.block, "block", minimum=1)
         expected = 0
         names: set[str] = set()
         for param in self.params:
@@ -102,6 +106,7 @@ class FlatLayout:
         shapes: Mapping[str, int | Sequence[int]],
         dtype: DTypeLike,
         world_size: int,
+        block: int = 1,
     ) -> FlatLayout:
         """Lay out parameters of these ``shapes``, in the mapping's order, for ``world_size`` ranks.
 
@@ -120,6 +125,7 @@ class FlatLayout:
             tuple(params),
             as_dtype(dtype, "the flat buffer"),
             as_int(world_size, "world_size", minimum=1),
+            block,
         )
 
     @functools.cached_property
@@ -129,8 +135,12 @@ class FlatLayout:
 
     @property
     def shard_size(self) -> int:
-        """Elements of each rank's shard, padding included: ``ceil(size / world_size)``."""
-        return -(-self.size // self.world_size)
+        """Elements of each rank's shard, padding included: ``ceil(size / world_size)``.
+
+        In whole blocks.
+        """
+        blocks = -(-self.size // self.block)
+        return -(-blocks // self.world_size) * self.block
 
     @property
     def padded_size(self) -> int:

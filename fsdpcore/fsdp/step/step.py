@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_finite, as_positive
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.step.executor import StepExecutor
+from fsdpcore.fsdp.step.leaf_passes import LeafPass, LeafPasses
 from fsdpcore.fsdp.step.step_state import NO_BACKWARD, StepState, check_written
 from fsdpcore.fsdp.step.update import apply_update
 from fsdpcore.fsdp.step.whole import Whole, WholeGradients
@@ -63,6 +65,7 @@ class Step:
         self._model = steps.executor.model
         self._state = StepState(training)
         self._synchronising = True
+        self._leaves = LeafPasses(self._model.leaves, training)
 
     def __enter__(self) -> Step:
         state = self._state
@@ -105,6 +108,60 @@ class Step:
 
     # Passes.
 
+    def leaves(self) -> Iterator[int]:
+        """Go through the virtual ranks that this rank computes, in order.
+
+        The passes of each are made while it is given; of several microbatches of one, all but the
+        last in ``no_sync``. A rank that has one fewer than others makes the passes of its last one
+        once more, without computing, so that all ranks gather alike. Without ``virtual_ranks`` it
+        gives this rank's number, once. ::
+
+            with engine.step(divisor=batch.size) as step:
+                for leaf in step.leaves():
+                    x, y = batch[leaf]
+                    ...  # forward and backward passes
+                step.update()
+
+        Raises:
+            StateError: outside of the step, or a second time in it; or passes of the leaf before
+                are not complete.
+        """
+        state, passes = self._state, self._leaves
+        state.check_entering("leaves()")
+        passes.begin()
+        for leaf in passes.given:
+            if leaf != passes.given.start:
+                self._next_leaf()
+            yield leaf
+        if passes.lacks_one:
+            for made in self._next_leaf():
+                self._make_again(made)
+        state.check_entering("the end of leaves()")
+        state.check_passes()
+        passes.end()
+
+    def _next_leaf(self) -> list[LeafPass]:
+        """Have done with the passes of a virtual rank, and return them."""
+        self._state.check_entering("the next virtual rank")
+        self._state.check_passes()
+        if self.training:
+            for unit in self._model.units:
+                unit.gradients.end_leaf()
+        return self._leaves.next()
+
+    def _make_again(self, made: LeafPass) -> None:
+        """Make a pass without computing, for those that gather and reduce with this rank."""
+        with contextlib.nullcontext() if made.synchronising else self.no_sync():
+            if made.unit is None:
+                with self.whole():
+                    pass
+            elif made.kind == "backward":
+                with self._backward(made.unit):
+                    pass
+            else:
+                with self._forward(made.unit, made.recompute):
+                    pass
+
     @contextmanager
     def forward(
         self, unit: Unit | str, *, recompute: bool = False
@@ -118,12 +175,17 @@ class Step:
             recompute: this pass only makes anew what an earlier one has not kept; no backward pass
                 of its own belongs to it.
         """
-        member = self._model[unit]
+        with self._forward(self._model[unit], recompute) as params:
+            yield params
+
+    @contextmanager
+    def _forward(self, member: ShardedUnit, recompute: bool) -> Iterator[Mapping[str, Array]]:
         state, executor = self._state, self._executor
         if state.unit is member and state.phase == "backward":
             with _scoped(member) as params:
                 yield params
             return
+        self._note("forward", member, recompute)
         state.enter(member, "forward")
         counts = 0 if recompute else 1
         state.forwards[member.name] += counts
@@ -145,9 +207,14 @@ class Step:
         At the end of the body the gradients are summed over the ranks and divided, in the
         background if the engine's ``prefetch`` says so; inside ``no_sync`` they are kept.
         """
+        with self._backward(self._model[unit]) as given:
+            yield given
+
+    @contextmanager
+    def _backward(self, member: ShardedUnit) -> Iterator[BackwardUnit]:
         state, executor = self._state, self._executor
-        member = self._model[unit]
         state.check_forward(member)
+        self._note("backward", member)
         state.enter(member, "backward")
         state.forwards[member.name] -= 1
         try:
@@ -165,8 +232,21 @@ class Step:
                 member.drop_local_gradients()
 
     def _end_backward(self, member: ShardedUnit) -> None:
-        self._executor.settle(member, self.divisor, reduce=self._synchronising)
+        reduce = self._synchronising
+        if self._leaves.virtual:
+            # Once in a step, with all gradients of the last virtual rank; else at the update.
+            complete = not self._state.forwards[member.name] and member not in self._model.tied
+            reduce = reduce and self._leaves.last and complete
+        self._executor.settle(member, self.divisor, reduce=reduce)
         self._state.reduced = True
+
+    def _note(
+        self,
+        kind: Literal["forward", "backward", "whole"],
+        member: ShardedUnit | None = None,
+        recompute: bool = False,
+    ) -> None:
+        self._leaves.note(LeafPass(kind, member, recompute, self._synchronising))
 
     @contextmanager
     def whole(self) -> Iterator[Whole]:
@@ -189,6 +269,7 @@ class Step:
         """
         state, units, executor = self._state, self._model.units, self._executor
         state.check_entering("whole()")
+        self._note("whole")
         for unit in units:
             check_written(unit)
         given = WholeGradients(units, "" if self.training else NO_BACKWARD)
@@ -286,6 +367,7 @@ class Step:
                 raise ArgumentError("clip by norm, or by clip_value, but not by both")
         lr = None if lr is None else as_finite(lr, "lr", minimum=0.0)
         self._state.check_update(self._model.units)
+        self._leaves.check_ended()
         self._state.updated = True  # also if it is skipped, or raises: nothing is left to apply
         norm, self.skipped = apply_update(
             self._executor, self.divisor, clip, norm_type, clip_value, lr, skip=bool(skip_nonfinite)

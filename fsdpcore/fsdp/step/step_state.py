@@ -109,6 +109,14 @@ class StepState:
             return "whole()"
         return "" if self.unit is None else f"unit {self.unit.name!r}"
 
+    def check_passes(self, before: str = "the next virtual rank") -> None:
+        """Refuse to go on while backward passes are to come."""
+        left = [name for name, count in self.forwards.items() if count]
+        if left and self._training:
+            raise StateError(
+                f"units {left} had a forward pass without its backward; run it before {before}"
+            )
+
     # The end.
 
     def check_update(self, units: Iterable[ShardedUnit]) -> None:
@@ -121,11 +129,7 @@ class StepState:
             raise StateError(
                 "update() without gradients; run step.forward and step.backward of the units first"
             )
-        left = [name for name, count in self.forwards.items() if count]
-        if left:
-            raise StateError(
-                f"units {left} had a forward pass without its backward; run it before update()"
-            )
+        self.check_passes("update()")
         kept = [unit.name for unit in units if unit.gradients.kept]
         if kept:
             raise StateError(

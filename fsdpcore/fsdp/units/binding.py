@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdpcore.fsdp.sharding.leaves import Leaves
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.optimizers import Optimizers
@@ -20,6 +21,7 @@ class Binding:
         strategy: its name.
         algorithm: of the collectives.
         seed: of the initialisers.
+        leaves: whose gradients are summed.
     """
 
     groups: ProcessGroups
@@ -28,3 +30,4 @@ class Binding:
     strategy: str
     algorithm: str
     seed: int
+    leaves: Leaves

@@ -30,6 +30,7 @@ class FlatParameter:
         params: names, with the arrays or specs to begin with.
         dtypes: of the master shard and of what is gathered.
         shards: number of shards.
+        block: see ``FlatLayout``.
 
     Attributes:
         layout: where each parameter lies.
@@ -44,12 +45,13 @@ class FlatParameter:
         params: Mapping[str, Array | Spec],
         dtypes: tuple[np.dtype[Any], np.dtype[Any]],
         shards: int,
+        block: int,
     ) -> None:
         self._unit = unit
         self._params: Mapping[str, Array | Spec] = params
         self._master_dtype, param = dtypes
         shapes = {name: value.shape for name, value in params.items()}
-        self.layout = FlatLayout.build(shapes, param, shards)
+        self.layout = FlatLayout.build(shapes, param, shards, block)
         self.places = Places(unit, self.layout)
         self.storage: ParameterStorage
         self.master: Array
@@ -130,7 +132,9 @@ class FlatParameter:
                 self._device.assign(target, flat[piece.param_start : piece.param_stop])
 
 
-def lay_out(unit: UnitDeclaration, dtypes: Dtypes, shards: int) -> tuple[FlatParameter, ...]:
+def lay_out(
+    unit: UnitDeclaration, dtypes: Dtypes, shards: int, block: int
+) -> tuple[FlatParameter, ...]:
     """Fix how the parameters of a unit are sharded: what is trained, then what is frozen, by dtype.
 
     There is one for what is trained even if that is nothing.
@@ -138,9 +142,9 @@ def lay_out(unit: UnitDeclaration, dtypes: Dtypes, shards: int) -> tuple[FlatPar
     initial = unit.initial
     assert initial is not None
     trained = {key: value for key, value in initial.items() if key not in unit.frozen}
-    found = [FlatParameter(unit.name, trained, (dtypes.master, dtypes.param), shards)]
+    found = [FlatParameter(unit.name, trained, (dtypes.master, dtypes.param), shards, block)]
     for dtype in dict.fromkeys(initial[key].dtype for key in initial if key in unit.frozen):
         group = {k: v for k, v in initial.items() if k in unit.frozen and v.dtype == dtype}
         kept = dtypes.param if dtype == dtypes.master else dtype
-        found.append(FlatParameter(unit.name, group, (kept, kept), shards))
+        found.append(FlatParameter(unit.name, group, (kept, kept), shards, block))
     return tuple(found)

@@ -6,6 +6,9 @@ That is its shard, or all of them; the placement says which.
 
     NONE --begin--> LOCAL --reduce--> REDUCING --wait--> REDUCED --drop--> NONE
                     LOCAL --keep----> LOCAL                added up locally, to be reduced later
+
+Where an engine has virtual ranks, what is kept are the gradients of one of them. ``end_leaf`` puts
+them to those of the others on this rank, in the order of the tree.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdpcore.collectives import all_reduce, reduce_scatter
+from fsdpcore.collectives import all_gather_v, all_reduce, reduce_scatter
 from fsdpcore.collectives.on_device import in_background
+from fsdpcore.comm.backend import Backend
 from fsdpcore.core.array_module import on_host
-from fsdpcore.core.buffers import Array
+from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.checks import as_positive
 from fsdpcore.core.device import HOST
 from fsdpcore.core.errors import CommunicationError, StateError
@@ -31,6 +35,7 @@ from fsdpcore.fsdp.gpu import inplace
 from fsdpcore.fsdp.offload.arrays import GRADIENTS, ArrayKind
 from fsdpcore.fsdp.offload.offload_store import OffloadStore
 from fsdpcore.fsdp.units.binding import Binding
+from fsdpcore.fsdp.units.leaf_sums import LeafSums, exchange_sums
 from fsdpcore.fsdp.units.precision import Dtypes
 from fsdpcore.fsdp.units.views import Gradients, Places
 
@@ -50,7 +55,7 @@ class _Reducing:
 
     Attributes:
         work: None where it has ended.
-        flat: the full gradients, which it reads and may overwrite.
+        flats: full gradients, which it reads and may overwrite.
         own: what this rank keeps of the sum.
         divisor: of the sum.
         reduced: what is kept in the end, if that is all there is to do; None if ``own`` is to be
@@ -58,7 +63,7 @@ class _Reducing:
     """
 
     work: Work | None
-    flat: Array
+    flats: list[Array]
     own: Array
     divisor: float | None
     reduced: Array | None = None
@@ -108,6 +113,9 @@ class UnitGradients:
         self._reducing: _Reducing | None = None
         # What uses of these parameters in other units have added, by name.
         self._from_ties: dict[str, Array] = {}
+        self._leaves = binding.leaves
+        self._sums = LeafSums(binding.leaves.tree, binding.leaves.mine.start, self._add_and_free)
+        self._missing = 0  # leaves without gradients, that count as zeros if others have some
 
     @property
     def state(self) -> GradState:
@@ -131,12 +139,13 @@ class UnitGradients:
     @property
     def kept(self) -> bool:
         """Whether there are gradients that wait for the next ones."""
-        return self._kept is not None
+        return self._kept is not None and not self._leaves.virtual
 
     @property
     def unclaimed(self) -> bool:
-        """Whether there are gradients of tied parameters that no reduction has taken along."""
-        return bool(self._from_ties)
+        """Whether there are gradients that no reduction has taken along: of ties, or of leaves."""
+        of_leaves = self._leaves.virtual and (self._kept is not None or self._sums.count > 0)
+        return of_leaves or bool(self._from_ties)
 
     @property
     def writable(self) -> Gradients | None:
@@ -170,6 +179,9 @@ class UnitGradients:
 
     def keep(self) -> None:
         """Add what was written to what is kept, to be reduced with the next gradients."""
+        if self._idle:
+            self.drop_open()
+            return
         flat = self._finish()
         if self._kept is None and self._layout.params:
             self._kept = flat
@@ -188,6 +200,44 @@ class UnitGradients:
         flat, self._open = self._open.close(), None
         return flat
 
+    @property
+    def _idle(self) -> bool:
+        """Whether this rank has no leaf left, and goes through passes for the others' sake."""
+        leaves = self._leaves
+        return leaves.virtual and self._sums.count + self._missing == len(leaves.mine)
+
+    def end_leaf(self) -> None:
+        """Have done with the gradients of a virtual rank; the next ones are another's."""
+        if self._idle:
+            return
+        flat, self._kept = self._kept, None
+        if flat is None and not self._from_ties:
+            self._missing += 1
+            return
+        if flat is None:
+            flat = self._zeros()
+        self._add_tied_to(flat)
+        for _ in range(self._missing):
+            self._sums.push(self._zeros())
+        self._missing = 0
+        self._sums.push(flat)
+
+    def _zeros(self) -> Array:
+        flat = self._pool.take(self._layout.padded_size, self._dtypes.grad)
+        flat[:] = 0
+        return flat
+
+    def _add_tied_to(self, flat: Array) -> None:
+        for name, array in self._from_ties.items():
+            _add_into(self._places.view(flat, name).reshape(-1), array)
+            self._pool.give(array)
+        self._from_ties.clear()
+
+    def _add_and_free(self, total: Array, array: Array) -> Array:
+        _add_into(total, array)
+        self._pool.give(array)
+        return total
+
     # Reducing.
 
     def reduce(self, divisor: float | None, *, label: str, async_op: bool) -> None:
@@ -199,49 +249,73 @@ class UnitGradients:
             async_op: begin only; ``wait`` ends it.
         """
         self.wait()
+        flats = self._of_leaves() if self._leaves.virtual else [self._own_sum()]
+        if self._reduced is None and ArrayKind.GRADIENT not in self._store.away:
+            own = self._own_buffer()
+        else:  # a collective may write to this rank's part of what it reads
+            own = flats[0][self._range]
+        self._store.ahead(GRADIENTS)
+        try:
+            self._reducing = self._begin(flats, own, divisor, label, async_op)
+        except BaseException:
+            self._free(flats)
+            raise
+        if not async_op:
+            self.wait()
+
+    def _own_sum(self) -> Array:
+        """Return what this rank has to reduce, all passes together."""
         if self._kept is not None:
             if self._open is not None:
                 self.keep()
             flat, self._kept = self._kept, None
         else:
             flat = self._finish()
-        for name, array in self._from_ties.items():
-            _add_into(self._places.view(flat, name).reshape(-1), array)
-            self._pool.give(array)
-        self._from_ties.clear()
-        if self._reduced is None and ArrayKind.GRADIENT not in self._store.away:
-            own = self._own_buffer()
-        else:  # a collective may write to this rank's part of what it reads
-            own = flat[self._range]
-        self._store.ahead(GRADIENTS)
-        try:
-            self._reducing = self._begin(flat, own, divisor, label, async_op)
-        except BaseException:
+        self._add_tied_to(flat)
+        return flat
+
+    def _of_leaves(self) -> list[Array]:
+        """Return the sums of this rank's virtual ranks."""
+        if self._reduced is not None:
+            raise StateError(
+                f"unit {self._places.unit!r} has more gradients of a virtual rank after they were "
+                "reduced; of several backward passes of a leaf, make all but the last in no_sync()"
+            )
+        if self._open is not None:
+            self.keep()
+        self.end_leaf()
+        for _ in range(self._missing):
+            self._sums.push(self._zeros())
+        self._missing = 0
+        return self._sums.take()
+
+    def _free(self, flats: list[Array]) -> None:
+        for flat in flats:
             self._pool.give(flat)
-            raise
-        if not async_op:
-            self.wait()
 
     def _begin(
-        self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
+        self, flats: list[Array], own: Array, divisor: float | None, label: str, async_op: bool
     ) -> _Reducing:
         if self._groups.device.on_host:
-            started = self._start(flat, own, divisor, label, async_op)
-            return _Reducing(started if async_op else None, flat, own, divisor)
+            started = self._start(flats, own, divisor, label, async_op)
+            return _Reducing(started if async_op else None, flats, own, divisor)
 
         # On a GPU all of it goes on in the background, while the next backward pass computes.
         def reduce() -> None:
-            self._start(flat, own, divisor, label, async_op=False)
+            self._start(flats, own, divisor, label, async_op=False)
             reducing.reduced = self._conclude(own, divisor)
 
-        reducing = _Reducing(None, flat, own, divisor)
+        reducing = _Reducing(None, flats, own, divisor)
         reducing.work = in_background(self._groups.whole, label, reduce)
         return reducing
 
     def _start(
-        self, flat: Array, own: Array, divisor: float | None, label: str, async_op: bool
+        self, flats: list[Array], own: Array, divisor: float | None, label: str, async_op: bool
     ) -> Any:
         groups = self._groups
+        if not self._leaves.direct:
+            return self._start_exchange(flats, own, label, async_op)
+        flat = flats[0]
         options: dict[str, Any] = {"op": self._op(divisor), "algorithm": self._algorithm}
         label = label if divisor is None else f"{label}, divisor {divisor}"
         first: dict[str, Any] = {"out": own, "async_op": async_op, "label": label, **options}
@@ -267,8 +341,66 @@ class UnitGradients:
         # Replicas are on different hosts, as a rule: that is what is worth hiding most.
         return groups.background.submit(sum_over_replicas, f"{label}, over replicas")
 
+    def _start_exchange(
+        self, flats: list[Array], own: Array, label: str, async_op: bool
+    ) -> Work | None:
+        """Begin to sum over virtual ranks, where a reduction over ranks has another order."""
+        if not async_op:
+            self._exchange(flats, own, label)
+            return None
+        return self._groups.background.submit(lambda: self._exchange(flats, own, label), label)
+
+    def _exchange(self, flats: list[Array], own: Array, label: str) -> None:
+        groups, leaves = self._groups, self._leaves
+        # Each rank of a group that has all the gradients sums up a part, and then gets the others.
+        spread = groups.whole if self._placement.whole_gradients else groups.replicas
+        first = groups.whole if self._placement.whole_gradients else groups.shards
+        bounds = bounds_of(split_sizes(flats[0].size, first.world_size))
+        parts = self._summed(leaves.groups[leaves.group], flats, first, bounds, label)
+        if not self._placement.whole_gradients:
+            bounds = bounds_of(split_sizes(own.size, spread.world_size))
+            parts = self._summed(
+                leaves.unions, parts, spread, bounds, f"unit {self._places.unit}, over replicas"
+            )
+        (part,) = parts
+        if spread.world_size == 1:
+            own[:] = part
+        else:
+            all_gather_v(part, spread, out=own, label=label, algorithm=self._algorithm)
+
+    def _summed(
+        self,
+        runs: list[range],
+        parts: list[Array],
+        group: Backend,
+        bounds: list[int],
+        label: str,
+    ) -> list[Array]:
+        tree = self._leaves.tree
+
+        def add(total: Array, array: Array) -> Array:
+            _add_into(total, array)
+            return total
+
+        dtype = self._dtypes.grad
+        if group.world_size == 1:
+            return parts
+        return exchange_sums(
+            tree,
+            runs,
+            parts,
+            group,
+            bounds,
+            add,
+            lambda size: self._groups.device.empty((size,), dtype),
+            label=label,
+            algorithm=self._algorithm,
+        )
+
     def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
         """Return what the collectives make of the gradients, before the rest is divided."""
+        if self._leaves.virtual:
+            return "sum"
         if self._dtypes.grad.itemsize < 4:
             # The sum over ranks may be too large for 16 bits where the mean is not.
             small = divisor is None or divisor >= self._groups.whole.world_size
@@ -289,11 +421,11 @@ class UnitGradients:
                 reduced = self._conclude(reducing.own, reducing.divisor)
             self._reduced = reduced
         finally:
-            self._pool.give(reducing.flat)
+            self._free(reducing.flats)
 
     def _conclude(self, own: Array, divisor: float | None) -> Array:
         """Divide the sum, and add it to what is kept; return that."""
-        op, size = self._op(divisor), self._groups.whole.world_size
+        op, size = self._op(divisor), self._leaves.tree.leaves
         left = (size if divisor is None else divisor) / (size if op == "mean" else 1)
         if left != 1:
             _divide(own, left)
@@ -338,11 +470,12 @@ class UnitGradients:
             with contextlib.suppress(CommunicationError):
                 if reducing.work is not None:
                     reducing.work.wait()
-            self._pool.give(reducing.flat)
+            self._free(reducing.flats)
         self.drop_open()
-        for array in (*self._from_ties.values(), self._kept):
+        for array in (*self._from_ties.values(), self._kept, *self._sums.take()):
             if array is not None:
                 self._pool.give(array)
+        self._missing = 0
         self._from_ties.clear()
         if self._reduced is not None:
             self._store.discard(GRADIENTS)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.fsdp.offload.offload_store import OffloadFile
 from fsdpcore.fsdp.offload.stores import open_stores
 from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.sharding.leaves import LEAF_BLOCK, Leaves
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.tensor_group import checked_tensor, everyone_of
 from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
@@ -48,10 +50,13 @@ def make_model(
     if tensor is not None:
         exchange_tilings(units, tensor, backend.device)
         check_optimizers(units, optimizers)
-    shards = groups.shards.world_size
-    sharded = tuple(ShardedUnit(unit, options.precision, shards) for unit in units)
+    virtual = options.virtual_ranks is not None
+    tree = LeafTree(options.virtual_ranks or backend.world_size)
+    leaves = Leaves(tree, placement, backend.rank, virtual)
+    shards, block = groups.shards.world_size, LEAF_BLOCK if virtual else 1
+    sharded = tuple(ShardedUnit(unit, options.precision, shards, block) for unit in units)
     scaler = Scaler(options.precision.scaling)
-    return ShardedModel(sharded, groups, options, optimizers, scaler, EngineStatus())
+    return ShardedModel(sharded, groups, options, optimizers, scaler, EngineStatus(), leaves)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ def make_memory(model: ShardedModel, units: Sequence[Unit], pool: BufferPool) ->
         options.strategy.name,
         options.algorithm,
         options.seed,
+        model.leaves,
     )
     for unit, sharded, store in zip(units, model.units, stores.each, strict=True):
         sharded.bind(binding, [next(flats) for _ in sharded.flat_parameters], store)

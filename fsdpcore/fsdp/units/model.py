@@ -7,6 +7,7 @@ from functools import cached_property
 
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.fsdp.sharding.leaves import Leaves
 from fsdpcore.fsdp.sharding.placement import Keep, Placement
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.optimizers import Optimizers
@@ -61,6 +62,7 @@ class ShardedModel:
         optimizers: which optimizer updates which parameter; None without one.
         scaler: the scale of the loss and its history.
         status: how far it has come.
+        leaves: whose gradients this rank computes.
     """
 
     units: tuple[ShardedUnit, ...]
@@ -69,6 +71,7 @@ class ShardedModel:
     optimizers: Optimizers | None
     scaler: Scaler
     status: EngineStatus
+    leaves: Leaves
 
     @cached_property
     def _by_name(self) -> dict[str, ShardedUnit]:
@@ -82,6 +85,11 @@ class ShardedModel:
             for unit in self.units
             for each in persistent_of(unit, _ALONE, 0, self.optimizers)
         )
+
+    @cached_property
+    def tied(self) -> set[ShardedUnit]:
+        """Units with parameters that others are tied to."""
+        return {owner for unit in self.units for owner in unit.owners.values()}
 
     def __getitem__(self, unit: Unit | str) -> ShardedUnit:
         """Return a unit by name, or what became of one that was declared."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fsdpcore.collectives.device_transport import device_transport_of
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
@@ -77,6 +79,7 @@ class EngineOptions:
     offload: Offload | None
     seed: int
     algorithm: str
+    virtual_ranks: int | None
 
     @classmethod
     def of(
@@ -88,6 +91,7 @@ class EngineOptions:
         offload: Offload | None,
         seed: int,
         algorithm: str,
+        virtual_ranks: int | None,
         backend: Backend,
     ) -> EngineOptions:
         """Check options, for an engine on ``backend``.
@@ -106,7 +110,25 @@ class EngineOptions:
             offload,
             as_int(seed, "seed"),
             algorithm,
+            None if virtual_ranks is None else _leaves(virtual_ranks, backend, precision),
         )
+
+
+def _leaves(virtual_ranks: int, backend: Backend, precision: Precision) -> int:
+    """Return how many virtual ranks there are, if these ranks can be them."""
+    leaves = as_int(virtual_ranks, "virtual_ranks", minimum=1)
+    if leaves < backend.world_size:
+        raise ArgumentError(
+            f"{leaves} virtual ranks are too few for {backend.world_size} ranks; each rank computes "
+            "at least one of them"
+        )
+    reduced = precision.reduce_dtype or precision.param_dtype
+    if reduced is not None and np.dtype(reduced).itemsize < 4:
+        raise ArgumentError(
+            f"virtual_ranks needs gradients that are summed in float32, not {np.dtype(reduced)}: "
+            "pass Precision(..., reduce_dtype=np.float32)"
+        )
+    return leaves
 
 
 def _check_kinds(precision: object, offload: object, window: object) -> None:

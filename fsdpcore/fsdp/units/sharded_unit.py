@@ -80,13 +80,15 @@ class ShardedUnit:
     gradients: UnitGradients
     _binding: Binding
 
-    def __init__(self, declaration: UnitDeclaration, precision: Precision, shards: int) -> None:
+    def __init__(
+        self, declaration: UnitDeclaration, precision: Precision, shards: int, block: int = 1
+    ) -> None:
         self.declaration = declaration
         self.name, self.names = declaration.name, declaration.names
         self.ties, self.ignored = declaration.ties, declaration.ignored
         self.boxes, self.tilings = declaration.boxes, declaration.tilings
         self.dtypes = precision.dtypes(declaration.dtype)
-        self.flat_parameters = lay_out(declaration, self.dtypes, shards)
+        self.flat_parameters = lay_out(declaration, self.dtypes, shards, block)
         self.trained_parameter = self.flat_parameters[0]
         self.layout = self.trained_parameter.layout
         self.trainable = bool(self.layout.params)

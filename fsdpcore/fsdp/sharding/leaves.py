@@ -1,0 +1,85 @@
+"""``Leaves``: which virtual ranks each rank computes, and how their gradients are summed.
+
+Pure: numbers only, no arrays and no communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fsdpcore.core.geometry.leaf_tree import LeafTree
+from fsdpcore.fsdp.sharding.placement import Placement
+
+LEAF_BLOCK = 1024
+"""Elements: shards begin at multiples of it, where norms must not depend on who has which shard."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The virtual ranks of an engine, dealt to its ranks.
+
+    Attributes:
+        tree: over all of them.
+        placement: of the ranks.
+        rank: this one, in the group of all ranks.
+        virtual: the user has asked for them; else each rank is its own leaf, and its sums are
+            those of its group, then of the groups.
+    """
+
+    tree: LeafTree
+    placement: Placement
+    rank: int
+    virtual: bool
+
+    @cached_property
+    def runs(self) -> list[range]:
+        """The leaves of each rank."""
+        return self.tree.runs(self.placement.world_size)
+
+    @property
+    def mine(self) -> range:
+        """The leaves of this rank."""
+        return self.runs[self.rank]
+
+    @cached_property
+    def rounds(self) -> int:
+        """How many leaves the ranks have at most."""
+        return max(map(len, self.runs))
+
+    @cached_property
+    def groups(self) -> list[list[range]]:
+        """The leaves of the ranks that sum first, by group; they are neighbours."""
+        count = self.placement.world_size if self.placement.whole_gradients else self._shards
+        return [self.runs[at : at + count] for at in range(0, len(self.runs), count)]
+
+    @property
+    def _shards(self) -> int:
+        return self.placement.shards
+
+    @cached_property
+    def unions(self) -> list[range]:
+        """The leaves of each such group together."""
+        return [range(group[0].start, group[-1].stop) for group in self.groups]
+
+    @property
+    def group(self) -> int:
+        """Which of the groups this rank is in."""
+        return self.rank // len(self.groups[0])
+
+    @cached_property
+    def direct(self) -> bool:
+        """Whether the ranks' sums, reduced over the ranks as ever, give what the tree gives.
+
+        So it is where both numbers are powers of two. No byte more is sent then.
+        """
+        if not self.virtual:
+            return True
+        tree = self.tree
+        joined = [tree.joined(group) for group in self.groups]
+        return all(joined) and tree.joined(self.unions) is not None
+
+    def sent_parts(self) -> tuple[int, int]:
+        """How many sums this rank sends of its part to each other rank: in its group, beyond."""
+        nodes = len(self.tree.cover(self.mine))
+        return nodes, len(self.tree.cover(self.unions[self.group]))
