@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from fsdpcore.core.buffers import bounds_of, split_sizes
@@ -32,7 +33,7 @@ class LeafTree:
     def runs(self, ranks: int) -> list[range]:
         """Return the leaves of each rank: equally many, or one more for the first ranks."""
         bounds = bounds_of(split_sizes(self.leaves, ranks))
-        return [range(*pair) for pair in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [range(*pair) for pair in pairwise(bounds)]
 
     def is_node(self, leaves: range) -> bool:
         """Whether these leaves, of which there is at least one, are all those below a node."""

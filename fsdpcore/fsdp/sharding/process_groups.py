@@ -82,9 +82,13 @@ class ProcessGroups:
             if group is not self.whole:
                 group.close()
 
-    def part(self, size: int) -> slice:
-        """Return which of ``size`` elements, that all replicas hold, this one counts for all."""
-        share = -(-size // self.replicas.world_size)
+    def part(self, size: int, block: int) -> slice:
+        """Return which of ``size`` elements, that all replicas hold, this one counts for all.
+
+        In whole blocks.
+        """
+        blocks = -(-size // block)
+        share = -(-blocks // self.replicas.world_size) * block
         return slice(share * self.replicas.rank, share * (self.replicas.rank + 1))
 
     @property

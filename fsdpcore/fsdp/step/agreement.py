@@ -41,8 +41,8 @@ class UpdateArguments:
         return cls(*(math.nan if value is None else float(value) for value in given))
 
 
-# That each rank tells all others: arguments, a hash of the order, and three numbers.
-AGREED_BYTES = 8 * (len(fields(UpdateArguments)) + 2 + 3)
+# That each rank tells all others: arguments, a hash of the order, and five numbers.
+AGREED_BYTES = 8 * (len(fields(UpdateArguments)) + 2 + 5)
 
 
 def compare_updates(

@@ -1,21 +1,28 @@
-"""Norms and finiteness of sharded gradients, as if they were not sharded."""
+"""Norms and finiteness of sharded gradients, as if they were not sharded.
+
+A norm is made of the sums of fixed blocks of elements, which are added up without rounding, and
+rounded once. So it is the same wherever shards begin, if they begin where blocks do
+(``FlatLayout.block``). Where they do not, the difference stays below the rounding to float32.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
 from fsdpcore.fsdp.gpu.sums import Slots, SumKind
+from fsdpcore.fsdp.sharding.leaves import LEAF_BLOCK
 
 _BLOCK = 32 * 1024
 # Squares that add up to less may have vanished. Those of float32 do not.
 _LEAST = 1e-200
+_Sum: TypeAlias = tuple[float, float, float]
 
 
 class NormPart(NamedTuple):
@@ -24,11 +31,15 @@ class NormPart(NamedTuple):
     Attributes:
         largest: what elements were divided by before their power was taken, against overflow: the
             largest of them, or 1 where there is no need; for the maximum norm it is all there is.
-        total: sum of ``(|x| / largest) ** p``.
+            A power of two for other norms.
+        total: sum of ``(|x| / largest) ** p``, rounded.
+        rest, dust: what rounding has taken from it, and from that.
     """
 
     largest: float
     total: float
+    rest: float = 0.0
+    dust: float = 0.0
 
 
 def local_part(arrays: Iterable[Array], p: float) -> NormPart:
@@ -36,7 +47,7 @@ def local_part(arrays: Iterable[Array], p: float) -> NormPart:
 
     In float64, so that neither overflow nor the number of ranks matters. ``arrays`` are iterated
     once or twice. All of them are on the host, or on one GPU, for which the host waits once (twice
-    where p is 1 or 2 and the sum is too large or too small).
+    where p is 1 or 2 and the sum is too large or too small). Each array begins where a block does.
     """
     found, first = _peeked(arrays)
     return _gpu_part(found, first, arrays, p) if found is not None else _part(first, arrays, p)
@@ -86,19 +97,32 @@ def _fetched(*numbers: Any) -> list[float]:
 def _part(first: Iterable[Array], again: Iterable[Array], p: float) -> NormPart:
     """Return ``local_part`` of arrays on the host, which are iterated once by each iterable."""
     if math.isinf(p):
-        return NormPart(_maximum(list(_of_blocks(first, p, 1.0))), 0.0)
-    if p in (1.0, 2.0):
-        total = sum(_of_blocks(first, p, 1.0))
-        if math.isfinite(total) and total > _LEAST:
-            return NormPart(1.0, total)
-        first = again
-    largest = _maximum(list(_of_blocks(first, math.inf, 1.0)))
+        return NormPart(_maximum(_of_blocks(first, p, 1.0)), 0.0)
+    unscaled = _of_blocks(first, p, 1.0)
+    total = sum(unscaled)
+    if math.isfinite(total) and total > _LEAST:
+        return NormPart(1.0, *_exact_sum(unscaled))
+    largest = _maximum(_of_blocks(again, math.inf, 1.0))
     if largest == 0.0 or not math.isfinite(largest):
         return NormPart(largest, 0.0)
-    return NormPart(largest, sum(_of_blocks(again, p, largest)))
+    # Each rank has a divisor of its own, so it must not round.
+    divisor = math.ldexp(1.0, min(1023, math.frexp(largest)[1]))
+    return NormPart(divisor, *_exact_sum(_of_blocks(again, p, divisor)))
 
 
-def _of_blocks(arrays: Iterable[Array], p: float, divisor: float) -> Iterator[float]:
+def _exact_sum(values: list[float]) -> _Sum:
+    """The sum as three numbers, of which each is the rounded rest of those before it."""
+    total = math.fsum(values)
+    rest = math.fsum([*values, -total])
+    return total, rest, math.fsum([*values, -total, -rest])
+
+
+def _of_blocks(arrays: Iterable[Array], p: float, divisor: float) -> list[float]:
+    """What each block adds to a sum of powers, or to a maximum."""
+    return [found for values in _scaled(arrays, divisor) for found in _of_block(values, p)]
+
+
+def _scaled(arrays: Iterable[Array], divisor: float) -> Iterator[Array]:
     scratch = np.empty(_BLOCK, np.float64)
     for array in arrays:
         for start in range(0, array.size, _BLOCK):
@@ -108,19 +132,23 @@ def _of_blocks(arrays: Iterable[Array], p: float, divisor: float) -> Iterator[fl
                 np.copyto(block, values, casting="unsafe")
                 if divisor != 1.0:
                     np.divide(block, divisor, out=block)
-                found = _of_block(block, p)
-            yield found
+            yield block
 
 
-def _of_block(block: Array, p: float) -> float:
-    if p == 2.0:
-        return float(np.dot(block, block))
-    np.abs(block, out=block)
-    if math.isinf(p):
-        return float(block.max())
-    if p != 1.0:
-        np.power(block, p, out=block)
-    return float(block.sum())
+def _of_block(values: Array, p: float) -> list[float]:
+    """What each block of ``values``, which may be overwritten, adds."""
+    with np.errstate(all="ignore"):
+        if p != 2.0:
+            np.abs(values, out=values)
+        if math.isinf(p):
+            return [float(values.max())]
+        if p not in (1.0, 2.0):
+            np.power(values, p, out=values)
+        whole = values.size // LEAF_BLOCK * LEAF_BLOCK
+        blocks, rest = values[:whole].reshape(-1, LEAF_BLOCK), values[whole:]
+        if p == 2.0:
+            return [*np.vecdot(blocks, blocks).tolist(), float(np.vecdot(rest, rest))]
+        return [*blocks.sum(axis=1).tolist(), float(rest.sum())]
 
 
 def joined(parts: Sequence[NormPart], p: float, *, single: bool) -> float:
@@ -135,7 +163,11 @@ def joined(parts: Sequence[NormPart], p: float, *, single: bool) -> float:
     largest = _maximum([part.largest for part in parts])
     if math.isinf(p) or largest == 0.0 or not math.isfinite(largest):
         return largest
-    total = math.fsum(part.total * (part.largest / largest) ** p for part in parts)
+    total = math.fsum(
+        number * (part.largest / largest) ** p
+        for part in parts
+        for number in (part.total, part.rest, part.dust)
+    )
     try:
         norm: float = largest * total ** (1.0 / p)
     except OverflowError:

@@ -52,23 +52,29 @@ class GradientShards:
         for unit in in_turn(units, GRADIENTS):
             assert unit.gradients.shard is not None
             shard = unit.gradients.shard[: unit.valid_size]
-            ranges = self._ranges(self._groups, unit)
+            ranges, block = self._ranges(self._groups, unit), unit.layout.block
             unit.store.begin(GRADIENTS, write=self._written)
             try:
                 for each in ranges:
-                    yield shard[each]
+                    # Norms go by blocks, of which a part may come first.
+                    first = min(-(-each.start // block) * block, each.stop)
+                    if each.start < first:
+                        yield shard[each.start : first]
+                    yield shard[first : each.stop]
             finally:
                 unit.store.end(GRADIENTS, written=self._written)
 
 
 def everything(groups: ProcessGroups, unit: ShardedUnit) -> list[slice]:
     """All of a shard."""
-    return [slice(None)]
+    return [slice(0, unit.valid_size)]
 
 
 def held_by_one(groups: ProcessGroups, unit: ShardedUnit) -> list[slice]:
     """What this rank reads of a shard that all replicas have."""
-    return [groups.part(unit.valid_size)]
+    part = groups.part(unit.valid_size, unit.layout.block)
+    stop = min(part.stop, unit.valid_size)
+    return [slice(min(part.start, stop), stop)]
 
 
 def counted(groups: ProcessGroups, unit: ShardedUnit) -> list[slice]:

@@ -98,10 +98,10 @@ def _judge(
         )
     norm = None
     if p is not None:
-        parts = [NormPart(*row) for row in told[:, :2].tolist()]
+        parts = [NormPart(*row) for row in told[:, :-1].tolist()]
         single = all(unit.dtypes.grad.itemsize <= 4 for unit in model.units)
         norm = joined(parts, p, single=single) / model.scaler.scale
-    return norm, [everyone.ranks[rank] for rank in np.flatnonzero(told[:, 2] == 0)]
+    return norm, [everyone.ranks[rank] for rank in np.flatnonzero(told[:, -1] == 0)]
 
 
 def _not_finite(where: list[int], norm: float | None) -> NonFiniteGradientError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from fsdpcore.collectives import all_to_all_v
@@ -81,7 +82,7 @@ def exchange_sums(
         ``take`` returned.
     """
     nodes = [tree.cover(run) for run in runs]
-    chunks = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    chunks = [stop - start for start, stop in pairwise(bounds)]
     own = chunks[backend.rank]
     arrived: list[tuple[range, Array]] = []
     for number in range(max(map(len, nodes))):

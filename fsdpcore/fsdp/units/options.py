@@ -119,8 +119,8 @@ def _leaves(virtual_ranks: int, backend: Backend, precision: Precision) -> int:
     leaves = as_int(virtual_ranks, "virtual_ranks", minimum=1)
     if leaves < backend.world_size:
         raise ArgumentError(
-            f"{leaves} virtual ranks are too few for {backend.world_size} ranks; each rank computes "
-            "at least one of them"
+            f"{leaves} virtual ranks are too few for {backend.world_size} ranks; each rank "
+            "computes at least one of them"
         )
     reduced = precision.reduce_dtype or precision.param_dtype
     if reduced is not None and np.dtype(reduced).itemsize < 4:

@@ -1,0 +1,161 @@
+"""Virtual ranks: no bit depends on how many ranks compute them, with which strategy, and where."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import spmd
+from support.leaf_programs import LeafProgram
+
+import fsdpcore as fc
+from fsdpcore.core.geometry.leaf_tree import LeafTree
+from fsdpcore.fsdp.sharding.leaves import LEAF_BLOCK
+from fsdpcore.fsdp.step.norm import joined, local_part
+
+FEW = LeafProgram(
+    leaves=8,
+    sizes=(3000, 5, 1025),
+    passes=2,
+    absent=frozenset({(2, 1)}),
+    whole=False,
+    tied=True,
+    half=False,
+    clip=1e3,
+    optimizer=fc.optim.AdamW(lr=1e-2),
+)
+
+
+def canonical(leaves: int) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Every node of the tree as its leaves, with its two children; built level by level."""
+    level = [(leaf,) for leaf in range(leaves)]
+    nodes: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = dict.fromkeys(level, ())
+    while len(level) > 1:
+        pairs = [*zip(level[::2], level[1::2], strict=False)]
+        nodes.update({left + right: (left, right) for left, right in pairs})
+        level = [left + right for left, right in pairs] + (level[-1:] if len(level) % 2 else [])
+    return nodes
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 3, 5, 6, 7, 8, 11, 12, 16, 23])
+def test_nodes_of_the_tree(leaves: int) -> None:
+    tree, nodes = LeafTree(leaves), canonical(leaves)
+    runs = [range(a, b) for a in range(leaves) for b in range(a + 1, leaves + 1)]
+    for run in runs:
+        assert tree.is_node(run) == (tuple(run) in nodes)
+        for middle in run[1:]:
+            left, right = range(run.start, middle), range(middle, run.stop)
+            expected = nodes.get(tuple(run)) == (tuple(left), tuple(right))
+            assert tree.are_children(left, right) == expected
+        # The largest nodes in a run: no two of them have a parent in it.
+        inside = [node for node in nodes if set(node) <= set(run)]
+        largest = [n for n in inside if not any(set(n) < set(other) for other in inside)]
+        assert [tuple(node) for node in tree.cover(run)] == sorted(largest)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_sums_are_those_of_the_tree_on_any_number_of_ranks(data: st.DataObject) -> None:
+    draw = data.draw
+    leaves = draw(st.integers(1, 9))
+    sizes = tuple(draw(st.lists(st.sampled_from([1, 7, 1024, 1030, 3000]), min_size=1, max_size=3)))
+    program = LeafProgram(
+        leaves=leaves,
+        sizes=sizes,
+        passes=draw(st.integers(1, 2)),
+        absent=draw(
+            st.frozensets(st.tuples(st.integers(0, leaves - 1), st.integers(0, len(sizes) - 1)))
+        ),
+        whole=draw(st.booleans()),
+        tied=draw(st.booleans()),
+        half=draw(st.booleans()),
+        clip=None,
+        optimizer=fc.optim.SGD(lr=1.0),
+        steps=1,
+        divisor=draw(st.sampled_from([None, 3.0])),
+    )
+    ranks = draw(st.integers(1, leaves))
+    shards = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
+    strategy = draw(
+        st.sampled_from(
+            [
+                *("full_shard", "shard_grad_op", "shard_optimizer", "no_shard"),
+                fc.Strategy("hybrid_shard", shard_group_size=shards),
+            ]
+        )
+    )
+    options = {
+        "strategy": strategy,
+        "window": draw(st.booleans()),
+        "prefetch": draw(st.sampled_from([0, fc.Prefetch(1, reductions=1)])),
+    }
+    found = fc.launch(lambda backend: program.train(backend, **options), world_size=ranks)[0]
+    sums, initial = program.sums(0), program.initial()
+    divisor = np.float32(program.divisor or leaves)
+    for unit in program.names:
+        expected = initial[unit] - sums[unit] / divisor
+        np.testing.assert_array_equal(found[f"{unit}.w"], expected)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.integers(1, 7), min_size=1, max_size=5),
+    st.sampled_from([1.0, 2.0, 3.0, math.inf]),
+    st.sampled_from([1.0, 1e-160, 1e160]),
+)
+def test_a_norm_is_the_same_however_its_blocks_are_dealt(
+    seed: int, blocks: list[int], p: float, scale: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    size = sum(blocks) * LEAF_BLOCK - int(rng.integers(0, LEAF_BLOCK))
+    values = rng.standard_normal(size) * 10.0 ** rng.uniform(-9, 9, size) * scale
+    bounds = [0, *np.cumsum(blocks) * LEAF_BLOCK]
+    parts = [local_part([values[a:b]], p) for a, b in pairwise(bounds)]
+    whole = joined([local_part([values], p)], p, single=False)
+    assert joined(parts, p, single=False) == joined(parts[::-1], p, single=False) == whole
+    largest = np.abs(values).max()
+    expected = np.linalg.norm(values / largest, p) * largest
+    np.testing.assert_allclose(whole, expected, rtol=1e-13)
+
+
+def equal_bits(states: list[dict[str, Any]]) -> None:
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        for name, value in state.items():
+            np.testing.assert_array_equal(value, states[0][name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        fc.optim.AdamW(lr=1e-2),
+        fc.optim.Adafactor(lr=1e-2),
+        fc.optim.Lion(lr=1e-3),
+        fc.optim.RMSprop(lr=1e-3, momentum=0.9),
+    ],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
+def test_bits_of_a_training_are_those_of_one_rank(optimizer: Any) -> None:
+    program = LeafProgram(**{**vars(FEW), "optimizer": optimizer, "steps": 3})
+
+    def main(backend: fc.Backend) -> dict[str, Any]:
+        return program.train(backend, strategy="full_shard", window=False)
+
+    equal_bits([fc.launch(main, world_size=ranks)[0] for ranks in (1, 2, 3, 5, 7, 8)])
+
+
+def train_few(backend: fc.Backend, strategy: str) -> dict[str, Any]:
+    return FEW.train(backend, strategy=strategy)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "mpi", "virtual"])
+def test_bits_are_those_of_threads_on_every_transport(transport: str) -> None:
+    alone = fc.launch(train_few, world_size=1, args=("no_shard",))[0]
+    for strategy in ("full_shard", "no_shard"):
+        found = spmd.run(train_few, transport=transport, world_size=3, args=(strategy,))
+        equal_bits([alone, *found])
