@@ -57,9 +57,9 @@ MODULES = {
         Constant Initializer Normal Ones Uniform Zeros constant normal ones uniform zeros
     """,
     "fsdpcore.optim": """
-        Adafactor Adagrad Adam AdamW Lion Optimizer OptimizerRange ParamGroups PieceSpec RMSprop
-        Reduce SGD Schedule ShardPiece WholeParameterOptimizer elementwise_ranges resolve schedules
-        whole_parameter_specs
+        Adafactor Adagrad Adam AdamW Lion NAdam Optimizer OptimizerRange ParamGroups PieceSpec RAdam
+        RMSprop Reduce SGD Schedule ShardPiece WholeParameterOptimizer elementwise_ranges resolve
+        schedules whole_parameter_specs
     """,
     "fsdpcore.optim.schedules": "Constant Cosine InverseSqrt Linear Schedule Step",
 }

@@ -13,7 +13,9 @@ from fsdpcore.fsdp.optim.groups import (
     whole_parameter_specs,
 )
 from fsdpcore.fsdp.optim.lion import Lion
+from fsdpcore.fsdp.optim.nadam import NAdam
 from fsdpcore.fsdp.optim.pieces import PieceSpec, Reduce, ShardPiece
+from fsdpcore.fsdp.optim.radam import RAdam
 from fsdpcore.fsdp.optim.rmsprop import RMSprop
 from fsdpcore.fsdp.optim.schedules import Schedule
 from fsdpcore.fsdp.optim.sgd import SGD
@@ -26,10 +28,12 @@ __all__ = [
     "Adam",
     "AdamW",
     "Lion",
+    "NAdam",
     "Optimizer",
     "OptimizerRange",
     "ParamGroups",
     "PieceSpec",
+    "RAdam",
     "RMSprop",
     "Reduce",
     "Schedule",
