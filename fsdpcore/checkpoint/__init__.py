@@ -18,6 +18,7 @@ from fsdpcore.checkpoint.plan.shard_specs import (
     TensorShardSpec,
     compute_shard_sizes,
     flat_shard_metadata,
+    flat_shard_sizes,
 )
 from fsdpcore.checkpoint.save.async_save import AsyncCheckpointer, CheckpointFuture
 from fsdpcore.checkpoint.save.distributed import save_distributed
@@ -52,6 +53,7 @@ __all__ = [
     "diff",
     "export_safetensors",
     "flat_shard_metadata",
+    "flat_shard_sizes",
     "import_safetensors",
     "latest",
     "load",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from fsdpcore.comm.backend import Backend
@@ -19,6 +20,7 @@ from fsdpcore.fsdp.plan.report import Report
 from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.state.full import full_params
 from fsdpcore.fsdp.state.load import load_params, load_state
+from fsdpcore.fsdp.state.release import release
 from fsdpcore.fsdp.state.save import full_state, sharded_state
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress
 from fsdpcore.fsdp.state.writing import set_progress, update_shards, writing_state
@@ -26,10 +28,10 @@ from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.step.step import EngineSteps, Step
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
-from fsdpcore.fsdp.units.make_model import make_memory, make_model
+from fsdpcore.fsdp.units.make_model import ModelMemory, make_memory, make_model
 from fsdpcore.fsdp.units.options import EngineOptions, Prefetch
 from fsdpcore.fsdp.units.precision import Precision
-from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.unit import Unit, let_go
 
 
 class FSDP:
@@ -178,14 +180,16 @@ class FSDP:
     def prefetch(self, unit: Unit | str) -> None:
         """Begin to gather a unit that is used soon; for those who call verbs by hand.
 
-        All ranks call it. Inside a step the engine does that itself.
+        All ranks call it. Does nothing where nothing has to be fetched: the unit is gathered, or on
+        its way, already, or all ranks have its parameters anyway. Inside a step the engine does
+        that itself.
 
         Args:
             unit: of this engine, or its name.
 
         Raises:
             ArgumentError: no unit of this engine.
-            StateError: it is gathered, or on its way, already; or there is nothing to gather.
+            StateError: it is being written.
         """
         self._model[unit].prefetch()
 
@@ -219,21 +223,95 @@ class FSDP:
         """Close the groups of ranks that were made for this engine.
 
         For those who make many engines in one job; the engine is of no use after that, the backend
-        stays open. All ranks call it, outside of steps.
+        stays open. All ranks call it, outside of steps; after ``release`` it does nothing.
         """
+        if self._model.status.released:
+            return
         self._model.status.check_idle("close()")
         self._model.groups.close()
 
+    def release(self, *, full: bool = True, to: int | str = "all") -> dict[str, Any]:
+        """Hand the parameters back, and end the engine; a collective, outside of steps.
+
+        The memory of shards, gradients, optimizer state and gathered buffers is freed, and files of
+        ``Offload`` are gone. Every later call of this engine and its units raises StateError; the
+        backend stays open. ::
+
+            params = engine.release(to=0)  # by "unit.param"; empty on the other ranks
+            if backend.rank == 0:
+                np.savez("model.npz", **params)
+
+        Args:
+            full: whole arrays of NumPy at full precision, as of ``state_dict``. Without it this
+                rank's parts, as ``ShardedArray``, on the device; nothing is sent then.
+            to: of ``full``: the rank that gets the arrays.
+
+        Returns:
+            The arrays by name, which belong to the caller: trained, frozen and ignored ones. A tied
+            parameter is the same array as its owner's.
+
+        Raises:
+            ArgumentError: as of ``state_dict``; the engine goes on.
+            StateError: inside of a step or of ``full_params``, after an update that was left half
+                done, or it was released already.
+            MismatchError: the ranks want different things; the engine goes on.
+        """
+        arrays = release(self._model, self._pool, full=full, to=to)
+        for unit in self.units:
+            let_go(unit)
+        self.units = ()
+        self._model = replace(self._model, units=())
+        self._memory = ModelMemory(file=None, window_bytes=0, all_windowed=False)
+        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory))
+        return arrays
+
+    # All units at once.
+
+    def num_parameters(self, *, trainable: bool = False) -> int:
+        """Return how many elements the parameters of the whole model have; does not communicate.
+
+        The same on all ranks and with every strategy: a tied parameter counts once, a parameter
+        that tensor-parallel ranks share counts as the whole it is. Frozen parameters count, ignored
+        arrays do not. What this rank holds is in ``held``.
+
+        Args:
+            trainable: only those that are trained.
+        """
+        return self._model.num_parameters(trainable=bool(trainable))
+
+    def unshard(self) -> None:
+        """Gather all units, as far as memory allows; a collective, outside of steps.
+
+        ``engine["name"].params`` has the parameters then, until ``reshard``. Blocks. The same as
+        ``unshard`` of each unit in order.
+
+        Raises:
+            StateError: inside of a step, or of ``full_params``.
+        """
+        self._model.status.check_idle("unshard()")
+        for unit in self.units:
+            unit.unshard()
+
+    def reshard(self) -> None:
+        """Free what ``unshard`` has gathered; views of it must not be read after this.
+
+        Does not communicate; does nothing where all units are sharded.
+
+        Raises:
+            StateError: inside of a step, or of ``full_params``.
+        """
+        self._model.status.check_idle("reshard()")
+        for unit in self.units:
+            unit.reshard()
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have all units unsharded at once, as far as memory allows; all ranks enter it."""
+        """Have all units unsharded in a ``with`` block: ``unshard``, then ``reshard``."""
         try:
-            for unit in self.units:
-                unit.unshard()
+            self.unshard()
             yield
         finally:
-            for unit in self.units:
-                unit.reshard()
+            self.reshard()
 
     # State.
 

@@ -16,6 +16,7 @@ from fsdpcore.fsdp.optim import (
     Adam,
     AdamW,
     Lion,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -36,7 +37,6 @@ ELEMENTWISE: list[Optimizer] = [
     Adam(lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
     Adam(lr=0.02, betas=(0.8, 0.5), eps=1e-6, weight_decay=0.1, amsgrad=True),
     NAdam(0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, momentum_decay=0.5),
-    NAdam(0.02, weight_decay=0.1, decoupled_weight_decay=True),
     RAdam(0.02, weight_decay=0.1),  # sure of its variance from step 6 on
     RAdam(0.02, betas=(0.8, 0.5), weight_decay=0.1, decoupled_weight_decay=True),  # never sure
     SGD(0.05),
@@ -186,6 +186,27 @@ def _lion(
         p = p - lr * ((c > 0) - (c < 0) + o.weight_decay * p)
         m = o.betas[1] * m + (1 - o.betas[1]) * g
     return p, [m]
+
+
+def muon_reference(
+    o: Muon, p: Array, grads: Sequence[Array], lrs: Sequence[float]
+) -> tuple[Array, Array]:
+    """A matrix over all steps, in float64: the iteration acts on singular values alone."""
+    a, b, c = o.ns_coefficients
+    mean = np.zeros(p.shape)
+    for g, lr in zip(grads, lrs, strict=True):
+        mean = o.momentum * mean + (1 - o.momentum) * g
+        u = o.momentum * mean + (1 - o.momentum) * g if o.nesterov else mean
+        left, values, right = np.linalg.svd(u, full_matrices=False)
+        values = values / max(np.sqrt((values**2).sum()), o.eps)
+        for _ in range(o.ns_steps):
+            values = a * values + b * values**3 + c * values**5
+        rows, columns = p.shape
+        size = max(1, rows / columns) ** 0.5
+        if o.adjust_lr_fn == "match_rms_adamw":
+            size = 0.2 * max(rows, columns) ** 0.5
+        p = p * (1 - lr * o.weight_decay) - lr * size * (left * values) @ right
+    return p, mean
 
 
 @functools.lru_cache(maxsize=16)

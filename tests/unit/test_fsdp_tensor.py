@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -343,12 +344,14 @@ def test_an_optimizer_of_whole_parameters_only_gets_no_boxes():
     class Whole(fc.optim.Adafactor):
         takes_boxes = False
 
-    def body(backend):
-        engine_on(TWO, backend, Model(), optimizer=Whole())
+    def body(backend, optimizer):
+        engine_on(TWO, backend, Model(), optimizer=optimizer)
 
-    kind, message = raised_alike(body, 4)
-    assert kind is fc.ArgumentError
-    assert "Whole updates whole parameters" in message
+    matrices = {"a.w": fc.optim.Muon(), "*": fc.optim.AdamW()}
+    for optimizer, kind in ((Whole(), "Whole"), (matrices, "Muon")):
+        error, message = raised_alike(functools.partial(body, optimizer=optimizer), 4)
+        assert error is fc.ArgumentError
+        assert f"{kind} updates whole parameters" in message
 
 
 @pytest.mark.parametrize(
@@ -358,6 +361,7 @@ def test_an_optimizer_of_whole_parameters_only_gets_no_boxes():
         (fc.optim.AdamW(lr=0.05), False, np.float64),
         (fc.optim.Adafactor(), True, np.float64),
         (fc.optim.Adafactor(), False, np.float32),
+        ({"u.plain": fc.optim.Muon(), "*": fc.optim.NAdam()}, False, np.float64),
     ],
 )
 def test_copies_of_what_is_whole_keep_the_same_bits(optimizer, window, dtype):

@@ -67,8 +67,8 @@ def test_matches_the_scalar_loop(optimizer: Optimizer, size: int, dtype: Any, rt
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=repr)
 def test_lr_of_the_step_replaces_the_configured_one(optimizer: Optimizer) -> None:
-    param, grads = random_data(50, 4, np.float64)
-    lrs = [0.1, 0.03, 0.0, 0.2]
+    param, grads = random_data(50, 7, np.float64)
+    lrs = [0.1, 0.03, 0.0, 0.2, 0.1, 0.1, 0.05]
     result = param.copy()
     state = optimizer.init_state(param.size, param.dtype)
     for step, (grad, lr) in enumerate(zip(grads, lrs, strict=True), start=1):

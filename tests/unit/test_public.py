@@ -40,8 +40,9 @@ MODULES = {
     "fsdpcore.checkpoint": """
         ArrayBox AsyncCheckpointer Box BoxShard CheckpointFuture Cleaned Difference Exported Latest
         Loaded Problem Range Retention Saved ShardMetadata TensorShardSpec Verified clean
-        compute_shard_sizes diff export_safetensors flat_shard_metadata import_safetensors latest
-        load load_distributed read reshard rewrite save save_distributed steps verify
+        compute_shard_sizes diff export_safetensors flat_shard_metadata flat_shard_sizes
+        import_safetensors latest load load_distributed read reshard rewrite save save_distributed
+        steps verify
     """,
     "fsdpcore.parallel": """
         BlockTraffic ColumnParallelLinear GatherSequence LayerNorm ParallelAttention ParallelBlock
@@ -57,9 +58,9 @@ MODULES = {
         Constant Initializer Normal Ones Uniform Zeros constant normal ones uniform zeros
     """,
     "fsdpcore.optim": """
-        Adafactor Adagrad Adam AdamW Lion NAdam Optimizer OptimizerRange ParamGroups PieceSpec RAdam
-        RMSprop Reduce SGD Schedule ShardPiece WholeParameterOptimizer elementwise_ranges resolve
-        schedules whole_parameter_specs
+        Adafactor Adagrad Adam AdamW Lion Muon NAdam Optimizer OptimizerRange ParamGroups PieceSpec
+        RAdam RMSprop Ranks Reduce SGD Schedule ShardPiece WholeParameterOptimizer
+        elementwise_ranges resolve schedules whole_parameter_specs
     """,
     "fsdpcore.optim.schedules": "Constant Cosine InverseSqrt Linear Schedule Step",
 }
@@ -72,8 +73,9 @@ BACKEND = """
 ENGINE = """
     algorithm all_windowed backend close device evaluation everyone full_params gathered
     gathered_peak has_pending_prefetch held host_algorithm load_full load_info load_state_dict
-    loss_scale offload offload_stats partially_updated plan precision prefetch prefetching report
-    state_dict stats step steps strategy tensor units update_shards windowed writing_state xp
+    loss_scale num_parameters offload offload_stats partially_updated plan precision prefetch
+    prefetching release report reshard state_dict stats step steps strategy tensor units unshard
+    update_shards windowed writing_state xp
 """
 UNIT = """
     begin_gradients device drop_gradients dtype dtypes frozen gathered_bytes grad_shard grad_state
@@ -86,7 +88,8 @@ OBJECTS = {
     "unit": UNIT,
     "declared unit": UNIT,
     "step": """
-        backward divisor forward ignored keeps_params no_sync skipped training update whole
+        backward clip_grad_norm divisor forward grad_norm gradients ignored keeps_params no_sync
+        skipped training update whole
     """,
     "backend": BACKEND,
     "group": BACKEND,

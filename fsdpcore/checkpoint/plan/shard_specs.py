@@ -19,6 +19,7 @@ from fsdpcore.checkpoint.format.metadata_builder import check_shape
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text
 from fsdpcore.checkpoint.plan.held import HeldArray, held_piece, holding
 from fsdpcore.checkpoint.plan.save_plan import SavePlan, plan
+from fsdpcore.core.buffers import split_sizes
 from fsdpcore.core.checks import as_dtype, as_int, as_rank, as_shape
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
@@ -27,10 +28,31 @@ from fsdpcore.core.geometry.regions import Range, Region, check_region, regions_
 
 
 def compute_shard_sizes(total: int, world_size: int) -> list[int]:
+    """Return sizes of ``total`` items over the ranks that differ by one at most, larger ones first.
+
+    The rule of ``numpy.array_split``, and of ``reduce_scatter`` where axis 0 does not divide. The
+    engine cuts its flat buffers by another one: ``flat_shard_sizes``. ::
+
+        compute_shard_sizes(10, 3)  # [4, 3, 3]
+
+    Args:
+        total: items; may be 0.
+        world_size: number of ranks.
+
+    Raises:
+        ArgumentError: ``total`` is negative, ``world_size`` is below 1, or they are no integers.
+    """
+    total = as_int(total, "total", minimum=0)
+    return split_sizes(total, as_int(world_size, "world_size", minimum=1))
+
+
+def flat_shard_sizes(total: int, world_size: int) -> list[int]:
     """Return how many elements of a flat buffer each rank has, padding left out.
 
     The rule of the engine: ``ceil(total / world_size)`` for each rank as long as there are any, so
-    that only the last ranks have fewer, or none. With padding all shards have the first's size.
+    that only the last ranks have fewer, or none. With padding all shards have the first's size. ::
+
+        flat_shard_sizes(10, 3)  # [4, 4, 2]
 
     Args:
         total: elements of the buffer; may be 0.
@@ -242,7 +264,7 @@ def flat_shard_metadata(
     """Describe arrays that lie in one flat buffer, of which each rank has an equal share.
 
     The arrays lie one behind the other in the mapping's order, C order inside each, and the buffer
-    is cut by ``compute_shard_sizes``. Arrays of another dtype lie in a buffer of their own. What a
+    is cut by ``flat_shard_sizes``. Arrays of another dtype lie in a buffer of their own. What a
     rank has of a buffer are the regions of the specs of that dtype in ``shards[rank]``, in order.
 
     Args:

@@ -13,8 +13,9 @@ from fsdpcore.fsdp.optim.groups import (
     whole_parameter_specs,
 )
 from fsdpcore.fsdp.optim.lion import Lion
+from fsdpcore.fsdp.optim.muon import Muon
 from fsdpcore.fsdp.optim.nadam import NAdam
-from fsdpcore.fsdp.optim.pieces import PieceSpec, Reduce, ShardPiece
+from fsdpcore.fsdp.optim.pieces import PieceSpec, Ranks, Reduce, ShardPiece
 from fsdpcore.fsdp.optim.radam import RAdam
 from fsdpcore.fsdp.optim.rmsprop import RMSprop
 from fsdpcore.fsdp.optim.schedules import Schedule
@@ -28,6 +29,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Lion",
+    "Muon",
     "NAdam",
     "Optimizer",
     "OptimizerRange",
@@ -35,6 +37,7 @@ __all__ = [
     "PieceSpec",
     "RAdam",
     "RMSprop",
+    "Ranks",
     "Reduce",
     "Schedule",
     "ShardPiece",

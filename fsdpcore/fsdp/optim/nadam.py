@@ -96,7 +96,7 @@ class NAdam(Optimizer):
 
 
 def _momentum(beta1: float, decay: float, step: int) -> float:
-    return beta1 * (1.0 - 0.5 * 0.96 ** (step * decay))
+    return beta1 * (1.0 - 0.5 * math.pow(0.96, step * decay))
 
 
 @functools.lru_cache(maxsize=64)

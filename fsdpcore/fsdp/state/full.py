@@ -25,7 +25,7 @@ from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import ClosingArrays, UnknownParameterError, read_only
 
 
-class FullParams(ClosingArrays):
+class FullParams(ClosingArrays[Array]):
     """Whole parameters by ``unit.param``, until the end of ``engine.full_params()``.
 
     With ``write=True`` they are written in place, as in ``params["u.w"][...] = 0``, or assigned:
@@ -102,7 +102,8 @@ def full_params(
         params = FullParams(found, model.device, writable)
         yield params
         if write:
-            _check_same(model, what, own, arrays)
+            names = [entry.name for entry in _entries(model.units, own)]
+            check_written_alike(model, what, names, arrays)
             _keep(model.units, own, arrays)
     finally:
         if params is not None:
@@ -170,9 +171,17 @@ def _is_there(model: ShardedModel, unit: ShardedUnit) -> bool:
     return not unit.gathered_bytes and not any(part.mixed for part in unit.flat_parameters)
 
 
-def _check_same(model: ShardedModel, what: str, own: set[str], arrays: Mapping[str, Array]) -> None:
-    """Raise MismatchError on all ranks if they have written different values."""
-    names = [entry.name for entry in _entries(model.units, own)]
+def check_written_alike(
+    model: ShardedModel, what: str, names: Sequence[str], arrays: Mapping[str, Array]
+) -> None:
+    """Raise MismatchError on all ranks if they have written different values; a collective.
+
+    Args:
+        model: of the engine.
+        what: they were written in.
+        names: of those that are compared, in the same order on all ranks.
+        arrays: by name.
+    """
     digests = []
     for name in names:
         data = byte_view(model.device.to_host(arrays[name])).data

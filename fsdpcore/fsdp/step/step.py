@@ -11,9 +11,11 @@ from typing import NamedTuple
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_finite, as_positive
 from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.fsdp.state.gradients import gradient_arrays
+from fsdpcore.fsdp.state.state import ShardedArray
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.step_state import NO_BACKWARD, StepState, check_written
-from fsdpcore.fsdp.step.update import apply_update
+from fsdpcore.fsdp.step.update import Clipping, apply_update, gradient_norm
 from fsdpcore.fsdp.step.whole import Whole, WholeGradients
 from fsdpcore.fsdp.units.gradients import check_divisor
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
@@ -62,6 +64,7 @@ class Step:
         self._executor = steps.executor
         self._model = steps.executor.model
         self._state = StepState(training)
+        self._clipping = Clipping()
         self._synchronising = True
 
     def __enter__(self) -> Step:
@@ -165,6 +168,7 @@ class Step:
                 member.drop_local_gradients()
 
     def _end_backward(self, member: ShardedUnit) -> None:
+        self._apply_clipping()  # of gradients that others are added to now
         self._executor.settle(member, self.divisor, reduce=self._synchronising)
         self._state.reduced = True
 
@@ -247,6 +251,105 @@ class Step:
         finally:
             self._synchronising = True
 
+    # Gradients.
+
+    def grad_norm(self, *, norm_type: float = 2.0) -> float:
+        """Return the global norm of the gradients that ``update`` would apply; a collective.
+
+        It is that of all gradients, however they are sharded, without the scale of the loss, and
+        after what ``clip_grad_norm`` has done; inf or nan where a gradient is. After the backward
+        passes; waits for reductions in the background.
+
+        Args:
+            norm_type: which norm: 2, 1, another p > 0, or ``math.inf``.
+
+        Raises:
+            StateError: there are no gradients, or not all of them yet, or they were applied.
+            MismatchError: as of ``update``.
+        """
+        return self._norm("grad_norm", None, norm_type)
+
+    def clip_grad_norm(self, max_norm: float, *, norm_type: float = 2.0) -> float:
+        """Scale the gradients down to a global norm if theirs is larger; a collective.
+
+        The same as ``update(clip=max_norm)``, bit for bit, but for one small collective more: the
+        gradients are multiplied in the update. ::
+
+            norm = step.clip_grad_norm(1.0)
+            if norm < 100.0:
+                step.update()
+
+        Gradients that are inf or nan stay as they are; ``update`` refuses or skips them.
+
+        Args:
+            max_norm: above 0; the same on all ranks.
+            norm_type: as of ``grad_norm``.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            ArgumentError, StateError, MismatchError: as ``grad_norm``.
+        """
+        max_norm = as_positive(max_norm, "max_norm", infinite=True)
+        return self._norm("clip_grad_norm", max_norm, norm_type)
+
+    def _norm(self, what: str, limit: float | None, norm_type: float) -> float:
+        norm_type = as_positive(norm_type, "norm_type", infinite=True)
+        self._state.check_gradients(self._model.units, f"{what}()")
+        return gradient_norm(
+            self._executor, self.divisor, self._clipping, norm_type, limit=limit, what=what
+        )
+
+    @contextmanager
+    def gradients(
+        self, *, full: bool = False, write: bool = False
+    ) -> Iterator[Mapping[str, ShardedArray | Array]]:
+        """Give the reduced gradients by ``unit.param``, to look at or change before ``update``.
+
+        All ranks enter it, after the backward passes. What ``clip_grad_norm`` has done is done to
+        them. Where the engine scales losses they are multiplied by ``engine.loss_scale``. A tied
+        parameter is in its owner's; what no backward pass has reached is zeros. With ``Offload``
+        the gradients of all units are in memory as long as the block lasts. ::
+
+            with step.gradients(write=True) as grads:  # clipping of one's own
+                for array in grads.values():
+                    for piece in array.pieces:
+                        np.clip(piece.array, -1.0, 1.0, out=piece.array)
+            step.update()
+
+        Args:
+            full: copies of whole arrays, gathered one after the other and the same on all ranks.
+                They belong to the caller. Without it, this rank's parts: ``ShardedArray`` of views,
+                which are not to be used after the block.
+            write: what is written to the arrays in the block is what ``update`` applies; without
+                it views are read-only. Ranks that hold the same part (``array.replica``) write the
+                same, which is checked with ``full`` only.
+
+        Raises:
+            StateError: as of ``grad_norm``; or the step is updated, or goes on, inside of the
+                block.
+            MismatchError: the ranks ask for different things, or have written different whole
+                arrays; on all ranks, and nothing was kept.
+        """
+        state = self._state
+        state.check_gradients(self._model.units, "gradients()")
+        self._executor.finish_reductions(self.divisor)
+        self._apply_clipping()
+        state.shown = True
+        try:
+            with gradient_arrays(self._model, full=full, write=write) as arrays:
+                yield arrays
+        finally:
+            state.shown = False
+
+    def _apply_clipping(self) -> None:
+        """Have what was clipped so far so in memory; it may change from now on."""
+        factor, self._clipping = self._clipping.factor, Clipping()
+        if factor != 1.0:
+            for unit in self._model.units:
+                unit.gradients.scale(factor)
+
     # The end.
 
     def update(
@@ -261,7 +364,8 @@ class Step:
         """Apply the optimizer to every unit, once per step.
 
         Args:
-            clip: scale the gradients down to this global norm if theirs is larger.
+            clip: scale the gradients down to this global norm if theirs is larger, as
+                ``clip_grad_norm`` does.
             norm_type: which norm: 2, 1, another p > 0, or ``math.inf``.
             clip_value: cut off every gradient element beyond this value, of either sign.
             lr: learning rate of this step, if not the optimizer's own.
@@ -285,10 +389,17 @@ class Step:
             if clip is not None:
                 raise ArgumentError("clip by norm, or by clip_value, but not by both")
         lr = None if lr is None else as_finite(lr, "lr", minimum=0.0)
-        self._state.check_update(self._model.units)
+        self._state.check_gradients(self._model.units)
         self._state.updated = True  # also if it is skipped, or raises: nothing is left to apply
         norm, self.skipped = apply_update(
-            self._executor, self.divisor, clip, norm_type, clip_value, lr, skip=bool(skip_nonfinite)
+            self._executor,
+            self.divisor,
+            self._clipping,
+            clip=clip,
+            norm_type=norm_type,
+            clip_value=clip_value,
+            lr=lr,
+            skip=bool(skip_nonfinite),
         )
         return norm
 

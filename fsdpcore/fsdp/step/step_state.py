@@ -26,6 +26,7 @@ class StepState:
         whole: it is inside of ``whole()``.
         reduced: gradients were reduced, or kept.
         updated: ``update`` was called.
+        shown: it is inside of ``gradients()``.
     """
 
     def __init__(self, training: bool) -> None:
@@ -36,6 +37,7 @@ class StepState:
         self.whole = False
         self.reduced = False
         self.updated = False
+        self.shown = False
         self._training = training
         self._entered = False
 
@@ -97,6 +99,8 @@ class StepState:
             raise StateError(f"{what} outside of the step; use it inside 'with engine.step()'")
         if self.updated:
             raise StateError(f"{what} after update(); begin a new step")
+        if self.shown:
+            raise StateError(f"{what}{which} inside of step.gradients(); leave that block first")
         if self._context:
             raise StateError(
                 f"{what}{which} inside the context of {self._context}; leave that one first"
@@ -111,20 +115,23 @@ class StepState:
 
     # The end.
 
-    def check_update(self, units: Iterable[ShardedUnit]) -> None:
-        """Refuse an update that has nothing to apply, or not yet, or not any more."""
+    def check_gradients(self, units: Iterable[ShardedUnit], what: str = "update()") -> None:
+        """Refuse what needs all gradients where there are none, not all yet, or no more of them."""
         if self.updated:
-            raise StateError("update() was called already in this step; begin a new step")
+            after = "was called already in this step" if what == "update()" else "after update()"
+            raise StateError(f"{what} {after}; begin a new step")
+        if self.shown:
+            raise StateError(f"{what} inside of step.gradients(); leave that block first")
         if self._context:
-            raise StateError(f"update() inside the context of {self._context}; leave it first")
+            raise StateError(f"{what} inside the context of {self._context}; leave it first")
         if not self.active or not self.reduced:
             raise StateError(
-                "update() without gradients; run step.forward and step.backward of the units first"
+                f"{what} without gradients; run step.forward and step.backward of the units first"
             )
         left = [name for name, count in self.forwards.items() if count]
         if left:
             raise StateError(
-                f"units {left} had a forward pass without its backward; run it before update()"
+                f"units {left} had a forward pass without its backward; run it before {what}"
             )
         kept = [unit.name for unit in units if unit.gradients.kept]
         if kept:

@@ -20,6 +20,7 @@ class Binding:
         strategy: its name.
         algorithm: of the collectives.
         seed: of the initialisers.
+        loads: by rank of a shard, what it has to do for parameters that it owns in updates.
     """
 
     groups: ProcessGroups
@@ -28,3 +29,4 @@ class Binding:
     strategy: str
     algorithm: str
     seed: int
+    loads: list[int]

@@ -321,6 +321,13 @@ class UnitGradients:
             self._reduced[:] = 0
         return self._reduced[self._shard]
 
+    def scale(self, factor: float) -> None:
+        """Multiply the reduced gradients of this rank's shard by a number."""
+        if self._reduced is not None:
+            self._store.begin(GRADIENTS, write=True)
+            _divide(self._reduced[self._shard], 1.0 / factor)
+            self._store.end(GRADIENTS, written=True)
+
     # Forgetting.
 
     def drop_open(self) -> None:
@@ -347,6 +354,10 @@ class UnitGradients:
         if self._reduced is not None:
             self._store.discard(GRADIENTS)
         self._kept = self._reduced = None
+
+    def free(self) -> None:
+        """Let go of the memory, too; after ``drop``, for good."""
+        self._buffer = None
 
 
 def check_divisor(divisor: float | None) -> float | None:

@@ -104,6 +104,7 @@ def make_memory(model: ShardedModel, units: Sequence[Unit], pool: BufferPool) ->
         options.strategy.name,
         options.algorithm,
         options.seed,
+        [0] * groups.shards.world_size,
     )
     for unit, sharded, store in zip(units, model.units, stores.each, strict=True):
         sharded.bind(binding, [next(flats) for _ in sharded.flat_parameters], store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,23 +29,35 @@ class EngineStatus:
         partially_updated: an update was left half done, for instance by an interrupt.
         full_params_open: inside of ``full_params``.
         in_step: inside of a step.
+        released: its parameters were handed back.
     """
 
     steps: int = 0
     partially_updated: bool = False
     full_params_open: bool = False
     in_step: bool = False
+    released: bool = False
 
     def check_whole(self) -> None:
         """Raise StateError if an update was left half done, and nothing was loaded since."""
+        self.check_held()
         if self.partially_updated:
             raise StateError(
                 "an update was left half done, so that some parameters are newer than others; load "
                 "a whole state (load_state_dict) before you go on"
             )
 
+    def check_held(self) -> None:
+        """Raise StateError if the engine has handed back its parameters."""
+        if self.released:
+            raise StateError(
+                "the engine was released: its parameters are those that release() has returned; "
+                "make a new engine to go on"
+            )
+
     def check_idle(self, what: str) -> None:
         """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
+        self.check_held()
         if self.in_step or self.full_params_open:
             where = "full_params()" if self.full_params_open else "a step"
             raise StateError(f"{what} inside of {where}; leave that first")
@@ -85,6 +98,7 @@ class ShardedModel:
 
     def __getitem__(self, unit: Unit | str) -> ShardedUnit:
         """Return a unit by name, or what became of one that was declared."""
+        self.status.check_held()
         name = unit.name if isinstance(unit, Unit) else unit
         found = self._by_name.get(name)
         if found is None or (isinstance(unit, Unit) and found.declaration is not unit):
@@ -92,6 +106,19 @@ class ShardedModel:
                 f"this engine has no unit {name!r}; it has {', '.join(self._by_name)}"
             )
         return found
+
+    def num_parameters(self, *, trainable: bool) -> int:
+        """Return the number of elements of all parameters of the whole model, or the trained ones.
+
+        A box counts as the whole parameter that it is cut from.
+        """
+        return sum(
+            param.size if param.name not in unit.boxes else math.prod(unit.boxes[param.name].whole)
+            for unit in self.units
+            for part in unit.flat_parameters
+            if part is unit.trained_parameter or not trainable
+            for param in part.layout.params
+        )
 
     @property
     def device(self) -> Device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from fsdpcore.fsdp.optim import Optimizer, ParamGroups
 from fsdpcore.fsdp.units.declaration import UnitDeclaration
@@ -12,7 +12,7 @@ class Optimizers:
     """The optimizer of each parameter; ``repr`` is what ranks compare."""
 
     def __init__(
-        self, given: Optimizer | Mapping[str, Optimizer], units: Iterable[UnitDeclaration]
+        self, given: Optimizer | Mapping[str, Optimizer], units: Sequence[UnitDeclaration]
     ) -> None:
         self._groups = ParamGroups.of(given)
         names = {
@@ -22,6 +22,12 @@ class Optimizers:
         self._by_unit: dict[str, dict[str, Optimizer]] = {}
         for (unit, name), full in names.items():
             self._by_unit.setdefault(unit, {})[name] = found[full]
+        for each in units:
+            for name in each.trained:
+                assert each.initial is not None
+                box = each.boxes.get(name)
+                shape = each.initial[name].shape if box is None else box.whole
+                self._by_unit[each.name][name].check_parameter(f"{each.name}.{name}", shape)
 
     def of_unit(self, unit: str) -> dict[str, Optimizer]:
         """Return the optimizers of a unit's parameters by name."""

@@ -77,6 +77,8 @@ class Unit(UnitDeclaration):
     @property
     def _taken(self) -> ShardedUnit:
         if self._sharded is None:
+            if self.initial is None:
+                raise StateError(f"unit {self.name!r} is of no use: its engine was released")
             raise StateError(f"unit {self.name!r} belongs to no engine yet: pass it to FSDP(...)")
         return self._sharded
 
@@ -296,6 +298,11 @@ class Unit(UnitDeclaration):
 def hand_over(unit: Unit, sharded: ShardedUnit) -> None:
     """Have a unit take note that an engine has its parameters now."""
     unit._sharded, unit.initial = sharded, None
+
+
+def let_go(unit: Unit) -> None:
+    """Have a unit take note that its engine, and its parameters with it, are gone."""
+    unit._sharded = None
 
 
 def sharded_of(unit: Unit) -> ShardedUnit | None:
