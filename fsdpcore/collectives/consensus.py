@@ -54,7 +54,12 @@ _T = TypeVar("_T")
 
 
 def compare(
-    backend: Backend, what: str, said: Sequence[str], message: Callable[[Disagreement], str]
+    backend: Backend,
+    what: str,
+    said: Sequence[str],
+    message: Callable[[Disagreement], str],
+    *,
+    timeout: float | None = None,
 ) -> None:
     """Check that all ranks say the same; a collective, of 16 bytes per rank where they do.
 
@@ -63,15 +68,16 @@ def compare(
         what: is being done; the same on all of them.
         said: one thing after the other.
         message: makes the text of the error.
+        timeout: seconds to wait for the others; by default as for any collective.
 
     Raises:
         MismatchError: the ranks differ; on all of them, with the same message.
     """
     text = json.dumps(list(said))
     own = digest(text.encode())
-    joined: Array = all_gather(np.frombuffer(own, np.uint8), backend, label=what)
+    joined: Array = all_gather(np.frombuffer(own, np.uint8), backend, label=what, timeout=timeout)
     if joined.tobytes() != own * backend.world_size:
-        texts = share_lines(text, backend, label=f"{what}, in words")
+        texts = share_lines(text, backend, label=f"{what}, in words", timeout=timeout)
         check_same([json.loads(each) for each in texts], backend.ranks, message)
 
 
