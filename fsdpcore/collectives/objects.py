@@ -65,6 +65,14 @@ class _Objects:
         except ProtocolError as error:
             raise self.broken(error, rank) from None
 
+    def room(self, size: int, rank: int) -> Bytes:
+        """Memory for a frame that a rank has announced."""
+        try:
+            return np.empty(size, np.uint8)
+        except MemoryError:
+            wrong = f"it announces {size} bytes, for which there is no memory"
+            raise self.broken(ProtocolError(wrong), rank) from None
+
     def frame_bytes(self, data: Bytes, rank: int) -> int:
         """The size of the frame that begins ``data``."""
         try:
@@ -142,7 +150,7 @@ def broadcast_object(
         first[: frame.size] = frame[:FIRST_BYTES]
     broadcast(first, backend, root=root, out=first, timeout=timeout, label=call.label)
     size = call.frame_bytes(first, root)
-    whole = np.empty(size, np.uint8) if frame is None else frame
+    whole = call.room(size, root) if frame is None else frame
     whole[:FIRST_BYTES] = first[:size]
     if size > FIRST_BYTES:
         rest, seconds = whole[FIRST_BYTES:], call.deadline.remaining()
@@ -337,7 +345,7 @@ def recv_object(
     found = backend.probe(src, tag=tag, timeout=timeout)
     frame: Bytes = np.empty(0, np.uint8)
     if found.dtype == np.uint8 and len(found.shape) == 1:
-        frame = np.empty(found.shape, np.uint8)
+        frame = call.room(found.count, found.source)
         seconds = call.deadline.remaining()
         backend.recv(frame, found.source, tag=found.tag, timeout=seconds, status=status)
     sender = f"rank {backend.ranks[found.source]}"

@@ -27,7 +27,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"commands"},
     ),
     "fsdpcore.collectives": (
-        {"agreement", "dissemination", "fingerprint", "lines", "movements", "objects"},
+        {"agreement", "dissemination", "fingerprint", "movements", "objects"},
         {"consensus", "spec"},
         {"context", "device_transport", "metrics", "output"},
         {"algorithms", "state"},
