@@ -35,9 +35,9 @@ def average_metrics(
 ) -> dict[str, Any]:
     """Average numbers by name over the ranks, each rank's with its weight; blocks.
 
-    That is the sum of weight times value, divided by the sum of the weights, in float64 and in the
-    canonical order of reductions: one ``all_reduce`` of all values together, behind a comparison of
-    the names. Every rank gets the same bits.
+    That is the sum of weight times value, divided by the sum of the weights, in float64: one
+    ``all_reduce`` of all values together, behind a comparison of the names. Every rank gets the
+    same bits, those that ``all_reduce`` gives.
 
     Args:
         metrics: real numbers, or arrays of them (also of this rank's GPU), by name, in any order. A

@@ -88,6 +88,9 @@ class _Objects:
             mine = rank == self.backend.rank
             found.append(own if mine else self.unpack(joined[at:end], rank))
             at = end
+        if at != joined.size:
+            wrong = f"{joined.size - at} bytes behind its object"
+            raise self.broken(ProtocolError(wrong), self.backend.world_size - 1)
         return found
 
     def broken(self, error: ProtocolError, rank: int) -> CommunicationError:

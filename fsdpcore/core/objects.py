@@ -295,8 +295,8 @@ class _Reader:
         return self._take(self._number()).tobytes()
 
     def _list(self) -> list[Any]:
-        count = self._enter(1)
-        found = [self._value() for _ in range(count)]
+        count = self._enter()
+        found = [self._value() for _ in range(count)]  # which ends where the bytes do
         self._depth -= 1
         return found
 
@@ -305,7 +305,7 @@ class _Reader:
 
     def _dict(self) -> dict[Any, Any]:
         found = {}
-        count = self._enter(2)
+        count = self._enter()
         for _ in range(count):
             key = self._value()
             if (type(key) is not str and type(key) is not int) or key in found:
@@ -314,11 +314,9 @@ class _Reader:
         self._depth -= 1
         return found
 
-    def _enter(self, least: int) -> int:
-        """Go one level down, to so many items of ``least`` bytes or more; ``_depth`` leads up."""
+    def _enter(self) -> int:
+        """Go one level down, to so many items; ``_depth`` leads up."""
         count = self._number()
-        if count * least > len(self._data) - self._at:
-            raise _broken(f"{count} items, which cannot be")
         self._depth += 1
         if self._depth > MAX_DEPTH and count:
             raise _broken(f"nested more than {MAX_DEPTH} deep")

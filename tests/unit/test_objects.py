@@ -132,6 +132,7 @@ def test_any_bytes_are_refused_or_an_object(body: bytes) -> None:
         b"G" + struct.pack("<Q3sQQ", 3, b"|u1", 1, 1) + b"\0",
         b"M" + struct.pack("<Q", 2) + (b"i" + bytes(8) + b"N") * 2,
         b"M" + struct.pack("<Q", 1) + b"NN",
+        b"NN",
         b"S" + struct.pack("<Q", 1) + b"\xff",
         (b"L" + struct.pack("<Q", 1)) * (MAX_DEPTH + 1) + b"N",
         (b"L" + struct.pack("<Q", 1)) * 100_000 + b"N",

@@ -37,7 +37,7 @@ NAN = struct.unpack("<d", b"\1\0\0\0\0\0\xf4\xff")[0]  # with a payload
 
 def _sample(rank: int, size: int) -> Any:
     """An object of rank ``rank``, of roughly ``size`` bytes; the last rank's are the largest."""
-    values = array_of(rank, (size // 4, 1), np.float32)
+    values = array_of(rank, (size // 8, 2), np.float32)
     return {
         "rank": rank,
         3: [None, True, -(2**70) - rank, "ä\0€\U0001f600", b"\xff\0", NAN, -0.0],
@@ -200,6 +200,10 @@ FORGERIES: dict[str, tuple[Call, Call]] = {
         lambda b: fc.all_gather_v(_forged(b"", 99, 12), b, label="all_gather_object"),
         lambda b: fc.all_gather_object(None, b),
     ),
+    "gathered bytes behind": (
+        lambda b: fc.gather_v(_forged(b"N", 1, 14), b, root=1, label="gather_object"),
+        lambda b: fc.gather_object(None, b, root=1),
+    ),
 }
 
 
@@ -213,7 +217,7 @@ def forgery(backend: fc.Backend, kind: str) -> None:
 
     wrong = fc.ProtocolError if backend.rank else fc.PeerFailedError
     words = "there is no memory" if "there is" in kind else "these bytes are no"
-    check_words(expect(wrong, calls), "from rank 0: ", words)
+    check_words(expect(wrong, calls), "from rank ", "" if "behind" in kind else words)
     meet()
 
 
