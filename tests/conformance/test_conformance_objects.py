@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fsdpcore.transports.simulated import SimBackend
 from support.bodies import objects
 from support.bodies.point_to_point import expect
 from support.cases import bodies, jobs
-from support.spmd import run
+from support.spmd import run, run_on
 
 import fsdpcore as fc
+from fsdpcore.comm.transport import Transport
 
 pytestmark = pytest.mark.side_by_side("transport")
 
@@ -40,3 +42,13 @@ def _pickling(backend: fc.Backend) -> None:
 
 def test_nothing_is_unpickled_that_comes_over_a_network_of_mpi() -> None:
     run(_pickling, transport="mpi", world_size=2, host_id=("a", "b"))
+
+
+class _Silent(SimBackend):
+    """A transport that does not say who can send to its ranks."""
+
+    unauthenticated = Transport.unauthenticated
+
+
+def test_nothing_is_unpickled_where_a_transport_does_not_vouch_for_it() -> None:
+    run_on(_Silent, _pickling, world_size=2)
