@@ -189,6 +189,7 @@ def gather_object(
         rows = fc.gather_object({"host": name, "seconds": seconds}, backend)
     """
     call = _Objects("gather_object", backend, pickle, timeout, label)
+    root = as_rank(root, backend.world_size, "gather_object: root")
     frame = call.pack(obj)
     joined = gather_v(frame, backend, root=root, timeout=timeout, label=call.label)
     return None if joined is None else call.unpack_all(joined, obj)
