@@ -17,6 +17,7 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.message_status import MessageStatus
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.checks import as_instance, as_rank
+from fsdpcore.core.device import HOST
 from fsdpcore.core.errors import (
     ArgumentError,
     CommunicationError,
@@ -24,7 +25,7 @@ from fsdpcore.core.errors import (
     ProtocolError,
     UnsupportedError,
 )
-from fsdpcore.core.objects import pack, read_header, unpack
+from fsdpcore.core.objects import new_bytes, pack, read_header, unpack
 from fsdpcore.core.wildcard import Wildcard
 from fsdpcore.core.work import Deadline
 
@@ -57,7 +58,13 @@ class _Objects:
         self.deadline = Deadline(limit, backend.root.clock)
 
     def pack(self, obj: object, where: str = "") -> Bytes:
-        return pack(obj, f"{self.operation}{where}", pickled=self.pickled)
+        return pack(obj, f"{self.operation}{where}", pickled=self.pickled, empty=self.empty)
+
+    def empty(self, size: int) -> Bytes:
+        """Memory of the host for a frame; of a large one such as the transport moves fastest."""
+        backend = self.backend
+        large = size > FIRST_BYTES and backend.device is HOST
+        return backend.empty(size, np.uint8) if large else new_bytes(size)
 
     def unpack(self, frame: Bytes, rank: int) -> Any:
         try:
@@ -68,7 +75,7 @@ class _Objects:
     def room(self, size: int, rank: int) -> Bytes:
         """Memory for a frame that a rank has announced."""
         try:
-            return np.empty(size, np.uint8)
+            return self.empty(size)
         except MemoryError:
             wrong = f"it announces {size} bytes, for which there is no memory"
             raise self.broken(ProtocolError(wrong), rank) from None
@@ -269,7 +276,7 @@ def scatter_object(
         )
     frames = [call.pack(obj, f": of rank {rank}") for rank, obj in enumerate(objs)]
     counts = [frame.size for frame in frames]
-    joined = np.concatenate(frames)
+    joined = np.concatenate(frames, out=call.empty(sum(counts)))
     scatter_v(joined, backend, counts, root=root, timeout=timeout, label=call.label)
     return objs[root]
 

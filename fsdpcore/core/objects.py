@@ -49,8 +49,15 @@ _NUMPY_DTYPE = re.compile(
 )
 
 
-def pack(value: object, what: str, *, pickled: bool = False) -> Bytes:
-    """Return an object as a frame, which is a new, writable array.
+def new_bytes(size: int) -> Bytes:
+    """Return an array of so many bytes."""
+    return np.empty(size, np.uint8)
+
+
+def pack(
+    value: object, what: str, *, pickled: bool = False, empty: Callable[[int], Bytes] = new_bytes
+) -> Bytes:
+    """Return an object as a frame.
 
     Args:
         value: None, bool, int, float, str, bytes, NumPy arrays and scalars, and lists, tuples and
@@ -58,6 +65,7 @@ def pack(value: object, what: str, *, pickled: bool = False) -> Bytes:
             can be pickled.
         what: begins the message of an error.
         pickled: whether to pickle it.
+        empty: makes an array of so many bytes for the frame.
 
     Raises:
         ArgumentError: there is something else in it, or it cannot be pickled.
@@ -71,7 +79,12 @@ def pack(value: object, what: str, *, pickled: bool = False) -> Bytes:
         parts = _Writer(what).write(value)
     size = sum(len(part) for part in parts)
     parts[0] = _HEADER.pack(_MAGIC, pickled, size)
-    return np.frombuffer(bytearray().join(parts), np.uint8)
+    frame = empty(HEADER_BYTES + size)
+    memory, at = frame.data, 0
+    for part in parts:
+        memory[at : at + len(part)] = part
+        at += len(part)
+    return frame
 
 
 def read_header(data: Bytes) -> tuple[bool, int]:
