@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING
 
 from fsdpcore.collectives import Batch, all_reduce_many
 from fsdpcore.collectives.batch.coalesce import coalesce
+from fsdpcore.collectives.metrics import average_metrics
+from fsdpcore.collectives.objects import (
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    recv_object,
+    scatter_object,
+    send_object,
+)
 from fsdpcore.collectives.operations.table import *  # noqa: F403
 from fsdpcore.collectives.operations.table import __all__ as _operations
 from fsdpcore.comm.backend import Backend, SubBackend
@@ -124,12 +133,16 @@ __all__ = [
     "Work",
     "__version__",
     "adapters",
+    "all_gather_object",
     "all_reduce_many",
+    "average_metrics",
+    "broadcast_object",
     "checkpoint",
     "coalesce",
     "dump_trace",
     "errors",
     "fully_shard",
+    "gather_object",
     "init",
     "initializers",
     "launch",
@@ -137,6 +150,9 @@ __all__ = [
     "memory_estimate",
     "optim",
     "parallel",
+    "recv_object",
+    "scatter_object",
+    "send_object",
     "train_step",
     "wait_all",
     "wait_any",

@@ -64,6 +64,8 @@ class Job(ABC):
         memory: how ranks of one host share memory; None, on all ranks, where a transport has no
             way to.
         regions: the memory that this rank shares because of its groups, unmapped at the end.
+        unauthenticated: why a message may be from somebody who is no rank of the job; empty if it
+            cannot. The same on all ranks.
         warned: that ranks of a host cannot share memory has been logged.
         forked: this process was forked from the rank's; connections and memory belong to the rank.
     """
@@ -75,6 +77,7 @@ class Job(ABC):
     clock: Clock = WALL
     reduce_rate: float | None = None
     device: Device = HOST
+    unauthenticated: str = "this transport does not say that nobody else can send to a rank"
     warned: bool = False
 
     def __init__(self, timeout: float, policy: Policy | None) -> None:

@@ -27,9 +27,9 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"commands"},
     ),
     "fsdpcore.collectives": (
-        {"agreement", "dissemination", "fingerprint", "lines", "movements"},
+        {"agreement", "dissemination", "fingerprint", "movements", "objects"},
         {"consensus", "spec"},
-        {"context", "device_transport", "output"},
+        {"context", "device_transport", "metrics", "output"},
         {"algorithms", "state"},
         {"on_device", "shared"},
         {"hierarchy"},

@@ -15,9 +15,10 @@ from support import spmd
 import fsdpcore as fc
 
 OPERATIONS = """
-    all_gather all_gather_v all_reduce all_reduce_many all_to_all all_to_all_v barrier broadcast
-    coalesce exscan gather gather_v reduce reduce_scatter reduce_scatter_v scan scatter
-    scatter_v
+    all_gather all_gather_object all_gather_v all_reduce all_reduce_many all_to_all all_to_all_v
+    average_metrics barrier broadcast broadcast_object coalesce exscan gather gather_object
+    gather_v recv_object reduce reduce_scatter reduce_scatter_v scan scatter scatter_object
+    scatter_v send_object
 """
 
 ERRORS = """

@@ -66,6 +66,9 @@ if TYPE_CHECKING:
 
 # How long a rank that fails, or closes, waits until its last words are on their way.
 _FAILED_SECONDS, _CLOSING_SECONDS = 0.5, 5.0
+_BETWEEN_HOSTS = (
+    "MPI does not say who may send to a rank over the network between hosts: use zmq, which does"
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class MpiBackend(MpiTransport):
             comm.rank, comm.size, config.timeout, hosts=number(hosts), policy=config.policy
         )
         self.comm = comm
+        # Within a host, MPI moves bytes through memory of the user's own.
+        self.unauthenticated = _BETWEEN_HOSTS if len(set(self.hosts)) > 1 else ""
         self.memory = memory_sharing(options.shm)
         self._eager_bytes = options.eager_bytes
         self.guard = BlockedCallGuard(self.rank, lambda: self.failure)

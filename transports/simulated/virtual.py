@@ -21,7 +21,8 @@ from fsdpcore.simulation.abstract import AbstractDevice
 from fsdpcore.simulation.fibers import VirtualClock
 from fsdpcore.simulation.network import Network
 
-from .backend import PostedReceive, PostedSend, SimBackend, SimOptions, refused
+from .backend import PostedReceive, PostedSend, SimBackend, refused
+from .options import SimOptions
 from .wire import Wire
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from fsdpcore.checkpoint.storage.retention import Retention, prune
 from fsdpcore.checkpoint.storage.steps import StepName, directories
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.collectives.consensus import LocalAttempt, agree
-from fsdpcore.collectives.lines import gather_lines
+from fsdpcore.collectives.objects import gather_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
@@ -132,7 +132,7 @@ class Commit:
     def _write(self) -> Saved:
         attempt = LocalAttempt()
         summary = attempt.value(self._write_own, "null")
-        summaries = gather_lines(summary, self._backend, timeout=self._timeout)
+        summaries = gather_object(summary, self._backend, timeout=self._timeout)
         if summaries is not None and "null" not in summaries:
             with attempt:
                 self._commit([json.loads(each) for each in summaries])

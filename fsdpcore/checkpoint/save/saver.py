@@ -26,7 +26,7 @@ from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath, open_
 from fsdpcore.checkpoint.storage.retention import Retention
 from fsdpcore.checkpoint.storage.steps import check_step
 from fsdpcore.collectives.consensus import LocalAttempt, agree, receive
-from fsdpcore.collectives.lines import gather_lines
+from fsdpcore.collectives.objects import gather_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
 from fsdpcore.core.digests import hex_digest
@@ -115,7 +115,7 @@ class Saver:
         backend, pieces = self._backend, None
         named = names.index(names[backend.rank]) == backend.rank
         told = self._told.encode(named=named)
-        texts = gather_lines(told, backend, timeout=backend.timeout)
+        texts = gather_object(told, backend)
         with LocalAttempt() as attempt:
             if texts is not None:
                 held = HeldTable.of(decode(texts, names))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.collectives import all_gather
-from fsdpcore.collectives.lines import share_lines
+from fsdpcore.collectives.objects import all_gather_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.digests import digest
 from fsdpcore.core.disagreement import check_same
@@ -97,7 +97,7 @@ def compare_updates(
 def _refuse_orders(backend: Backend, events: Events, names: Sequence[str], what: str) -> None:
     """Say where the ranks' ways through the units part, and raise; a collective."""
     used = [f"{phase} of unit {names[unit]!r}" for phase, unit in events]
-    texts = share_lines(json.dumps(used), backend, label=f"{what}, order of units")
+    texts = all_gather_object(json.dumps(used), backend, label=f"{what}, order of units")
     check_same(
         [json.loads(text) for text in texts],
         backend.ranks,
