@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 import gpt_model
 from fsdp_bench.cases import ALONE, Training, to_order
 from support.hosts import plain
-from support.hosts.lab import Lab, why_no_hosts
+from support.hosts.lab import Lab, burst, why_no_hosts
 from support.hosts.places import PORT
 
 from fsdpcore import __version__
@@ -186,12 +187,13 @@ def _fitted(
     _, large, _ = _measured(request, scenario, LARGE, lab, entrants)
     ((name, team),) = entrants
     team.ask(name, "prepare", case=SMALL.order())
-    model = replace(_model(scenario, link), costs=_costs(team))
+    cores = len(os.sched_getaffinity(0))
+    model = replace(_model(scenario, link), cores=cores, costs=_costs(team))
     team.ask(name, "release")
     model = model.fitted(median(small[name]), median(large[name]))
     echo(
         f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
-        f"{1e6 * model.message:.0f} us for a message"
+        f"{1e6 * model.message:.0f} us for a message, {1e-6 * model.copy:.0f} MB/s of a core"
     )
     return model
 
@@ -282,10 +284,19 @@ def _link(lab: Lab, scenario: Scenario | TrainingScenario) -> Link:
 
 def _model(scenario: Scenario | TrainingScenario, link: Link) -> Model:
     """The hosts, with links like the one that was measured."""
-    rate, slowest = link.together, 0.0
+    rate, slowest, slowest_rate = link.together, 0.0, 0.0
     if isinstance(scenario, Scenario) and scenario.slowest:
+        slowest_rate = scenario.slowest
         rate, slowest = rate * scenario.rate / scenario.slowest, rate
-    return Model(scenario.hosts, scenario.per_host, rate, link.round_trip / 2, slowest)
+    return Model(
+        scenario.hosts,
+        scenario.per_host,
+        rate,
+        link.round_trip / 2,
+        slowest,
+        burst=burst(scenario.rate),
+        slowest_burst=burst(slowest_rate),
+    )
 
 
 def _line(

@@ -31,6 +31,7 @@ seconds or text ("5us")::
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,18 +60,25 @@ class Level:
         rate: bytes per second of each member's link, each way; infinity for no limit.
         latency: seconds that a message between two members takes, one way and in all: what it
             takes below is part of it.
+        burst: bytes that a member's link lets pass faster than its rate, each way, after it had
+            less to carry.
+        cores: of a processor that the ranks under each of these share; 0 if each rank has its own.
     """
 
     name: str
     size: int
     rate: float
     latency: float
+    burst: int = 0
+    cores: int = 0
 
     def __post_init__(self) -> None:
         what = f"level {as_name(self.name, 'name of a level', error=ConfigError)!r}"
         as_int(self.size, f"{what}: size", minimum=0, error=ConfigError)
         as_rate(self.rate, f"{what}: rate", error=ConfigError)
         as_seconds(self.latency, f"{what}: latency", error=ConfigError)
+        as_int(self.burst, f"{what}: burst", minimum=0, error=ConfigError)
+        as_int(self.cores, f"{what}: cores", minimum=0, error=ConfigError)
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class Link:
 
     rate: float | None = None
     latency: float | None = None
+    burst: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ class _Way:
 
     up: tuple[tuple[int, ...], ...]
     down: tuple[tuple[int, ...], ...]
+    cores: tuple[int, ...]
     latency: tuple[float, ...]
 
 
@@ -104,6 +114,8 @@ class Network:
         flops: floating-point operations per second of a rank.
         message: seconds of a rank's processor for each message that it sends, before it leaves, and
             for each that it receives, when it has come.
+        copy: bytes per second of messages that a core moves which ranks share, where they are sent
+            and where they are received; infinity for no time.
         reduce: bytes per second that a rank reduces; infinity for no time.
         eager: bytes up to which a message is sent unasked. Of a larger one the sender asks first,
             and waits for the answer.
@@ -121,6 +133,7 @@ class Network:
     links: Mapping[str, Link] = field(default_factory=dict)
     flops: float = 4e14
     message: float = 2e-6
+    copy: float = math.inf
     reduce: float = 1e12
     eager: int = 64 * 1024
     ahead: int = 0
@@ -138,7 +151,7 @@ class Network:
         for level in self.levels[:-1]:
             if level.size == 0:
                 raise ConfigError(f"level {level.name!r}: only the last level has size = 0")
-        _ = self._exceptions
+        _ = self._exceptions, self._sharing
 
     @classmethod
     def named(cls, name: str) -> Network:
@@ -159,7 +172,7 @@ class Network:
             raise ConfigError(f"{source} cannot be read: {error}") from error
         file = parse_toml(text, source)
         file.check_keys(("level", "link", "compute"))
-        levels = tuple(Level(**_values(each, _LEVEL, _LEVEL)) for each in file.tables("level"))
+        levels = tuple(Level(**_values(each, _LEVEL, _NEEDED)) for each in file.tables("level"))
         links: dict[str, Link] = {}
         for each in file.tables("link"):
             values = _values(each, _LINK, ("member",))
@@ -214,7 +227,7 @@ class Network:
 
     def link(self, level: int, member: int) -> int:
         """Return the number of the link from a member up to a level; the next is the one down."""
-        return (member * len(self.levels) + level) * 2
+        return (member * len(self.levels) + level) * 3
 
     def route(self, src: int, dst: int) -> tuple[tuple[int, ...], float]:
         """Return the directed links that a message crosses, and the seconds of its latency.
@@ -225,19 +238,52 @@ class Network:
             return (), 0.0
         level = self._meeting(src, dst)
         up, down = self._way(src), self._way(dst)
-        return up.up[level] + down.down[level], max(up.latency[level], down.latency[level])
+        links = up.up[level] + down.down[level] + up.cores + down.cores
+        return links, max(up.latency[level], down.latency[level])
 
     def rate(self, link: int) -> float:
         """Return the bytes per second of a link."""
-        member, level = divmod(link // 2, len(self.levels))
+        member, level = divmod(link // 3, len(self.levels))
+        if link % 3 == 2:
+            return self.levels[level].cores * self.copy or math.inf
         own = self._exceptions.get((level, member), _USUAL).rate
         return self.levels[level].rate if own is None else own
 
+    def burst(self, link: int) -> int:
+        """Return the bytes that a link lets pass faster than its rate."""
+        member, level = divmod(link // 3, len(self.levels))
+        if link % 3 == 2:
+            return 0
+        own = self._exceptions.get((level, member), _USUAL).burst
+        return self.levels[level].burst if own is None else own
+
+    @cached_property
+    def cores(self) -> int:
+        """How many cores ranks share, with those under the same member of a level; or 0."""
+        return 0 if self._sharing is None else self.levels[self._sharing].cores
+
+    @cached_property
+    def _sharing(self) -> int | None:
+        """The level under whose members ranks share cores."""
+        levels = [at for at, level in enumerate(self.levels) if level.cores]
+        if levels[1:]:
+            first, second = (self.levels[at].name for at in levels[:2])
+            raise ConfigError(f"cores of {first!r} and of {second!r}: a rank has those of one")
+        return levels[0] if levels else None
+
+    def processor(self, rank: int) -> int:
+        """Return the number of the cores that a rank shares, which are numbered as links are."""
+        assert self._sharing is not None, "ranks have cores of their own"
+        span = self.spans[self._sharing]
+        return self.link(self._sharing, rank // span if span else 0) + 2
+
     def link_name(self, link: int) -> str:
         """Return a directed link in words: ``host 3 -> rack``, ``rack -> host 3``."""
-        member, level = divmod(link // 2, len(self.levels))
+        member, level = divmod(link // 3, len(self.levels))
+        if link % 3 == 2:
+            return f"cores of {self.levels[level].name} {member}"
         ends = f"{self._below(level)} {member}", self.levels[level].name
-        return " -> ".join(ends[::-1] if link % 2 else ends)
+        return " -> ".join(ends[::-1] if link % 3 else ends)
 
     def _below(self, level: int) -> str:
         return self.levels[level - 1].name if level else _RANK
@@ -285,6 +331,7 @@ class Network:
         return _Way(
             tuple(tuple(up[:end]) for end in ends),
             tuple(tuple(link + 1 for link in reversed(up[:end])) for end in ends),
+            (self.processor(rank),) if self.cores and self.copy < math.inf else (),
             tuple(max(latencies[:end]) for end in ends),
         )
 
@@ -322,11 +369,20 @@ _LEVEL: dict[str, Reader] = {
     "size": _size,
     "rate": as_rate,
     "latency": as_seconds,
+    "burst": as_size,
+    "cores": _size,
 }
-_LINK: dict[str, Reader] = {"member": as_name, "rate": as_rate, "latency": as_seconds}
+_NEEDED = "name", "size", "rate", "latency"
+_LINK: dict[str, Reader] = {
+    "member": as_name,
+    "rate": as_rate,
+    "latency": as_seconds,
+    "burst": as_size,
+}
 _COMPUTE: dict[str, Reader] = {
     "flops": _positive,
     "message": as_seconds,
+    "copy": as_rate,
     "reduce": as_rate,
     "eager": as_size,
     "ahead": as_size,

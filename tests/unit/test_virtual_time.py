@@ -132,6 +132,24 @@ def test_what_is_sent_before_it_is_asked_for(tmp_path: Path, ahead: int) -> None
     assert took == pytest.approx(LATENCY + 800_000 / RATE + 2 * MESSAGE, rel=1e-6)
 
 
+def test_messages_wait_for_the_cores_that_ranks_share(tmp_path: Path) -> None:
+    """Four ranks of one host send a message each to one of the other host, at the same time."""
+    text = NETWORK.replace("size = 1", "size = 4\ncores = 2").replace('"100MB/s"', '"inf"')
+    path = network_file(tmp_path, text)
+
+    def main(backend: fc.Backend) -> float:
+        if backend.rank < 4:
+            backend.send(np.empty(1), backend.rank + 4)
+        else:
+            backend.recv(np.empty(1), backend.rank - 4)
+        return backend.clock.now()
+
+    ends = launch(main, 8, network=path)
+    # Two at a time, where they are sent and where they are received.
+    assert ends[:4] == pytest.approx([MESSAGE, MESSAGE, 2 * MESSAGE, 2 * MESSAGE])
+    assert ends[4:] == pytest.approx([LATENCY + MESSAGE + end for end in ends[:4]])
+
+
 @pytest.mark.parametrize("shm", ["auto", "off"])
 def test_ranks_of_a_host_share_memory(tmp_path: Path, shm: str) -> None:
     """Two hosts of two ranks: what ranks of a host read in memory crosses no link of theirs."""

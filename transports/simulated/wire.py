@@ -8,6 +8,7 @@ is drawn for it.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -79,6 +80,7 @@ class Wire:
         self.flows = None if network is None else Flows(network, world_size)
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._moving: dict[Flow, tuple[_Stream, _Parcel]] = {}
+        self._free: dict[int, list[float]] = {}  # when each of the cores that ranks share is
         self._alarms = itertools.count()
         self._alarm = -1
         self._settling = False
@@ -89,6 +91,22 @@ class Wire:
             return self.network.route(src, dst)[1]
         drawn = self.clock.random
         return 0.0 if drawn is None else drawn.uniform(0, _LONGEST)
+
+    def processed(self, rank: int, begin: float, seconds: float) -> float:
+        """Have a rank's processor do something; when that is done.
+
+        Args:
+            begin: when the rank has done what it had to do before, if it has a core of its own.
+                What is done on cores that ranks share begins when one of these is free.
+        """
+        network = self.network
+        assert network is not None
+        if not network.cores:
+            return begin + seconds
+        free = self._free.setdefault(network.processor(rank), [0.0] * network.cores)
+        end = max(self.clock.now(), free[0]) + seconds
+        heapq.heapreplace(free, end)
+        return end
 
     def send(self, src: int, dst: int, nbytes: int, arrived: Callable[[], None]) -> None:
         """Send a message; ``arrived`` is called when it has come, and all that was sent before.
