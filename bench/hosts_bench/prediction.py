@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 import fsdpcore as fc
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.policy import Costs
-from hosts_bench.cases import LARGE, SMALL, Case
+from hosts_bench.cases import COPIED, Case
 from hosts_bench.member import cases_of
 
 # Bytes per second of a reduction, and of memory that the ranks of a host share.
@@ -30,8 +30,8 @@ reduce = "14GB/s"
 memory = "2GB/s"
 """
 _SEGMENT = 1 << 20
-# Between which the seconds of a message are searched for, and those of a byte.
-_MESSAGE, _BYTE = (1e-6, 1e-2), (1e-11, 1e-7)
+# Between which the seconds of a byte are searched for, and by how much more than plain TCP takes.
+_BYTE, _SLOWED = (1e-11, 1e-7), (0.9, 3.0)
 _STEPS = 3
 # Before all ranks have made what they need for a case.
 _LEAD_SECONDS = 10.0
@@ -118,21 +118,26 @@ class Model:
         root = transport_of(backend)
         root.policy = replace(root.policy, link=self.costs or root.policy.link)
 
-    def fitted(self, small: float, large: float) -> Model:
-        """The model with which ``SMALL`` and ``LARGE`` take so many seconds, if there is one.
+    def fitted(self, copied: float, case: Case, large: float) -> Model:
+        """The model with which two cases take so many seconds.
 
-        The one tells what a message takes of the processor, the other what its bytes do.
+        The one tells what bytes take of the processor, the other the rate of the links.
+
+        Args:
+            copied: what ``COPIED`` takes where links have no limit.
+            case, large: what takes how long where they have.
         """
-
-        def with_message(seconds: float) -> Model:
-            return replace(self, message=seconds)
-
-        model = _search(with_message, SMALL, small, *_MESSAGE)
+        without_limit = replace(self, rate=math.inf, slowest=0.0, burst=0)
 
         def with_byte(seconds: float) -> Model:
-            return replace(model, copy=1 / seconds)
+            return replace(without_limit, copy=1 / seconds)
 
-        return _search(with_byte, LARGE, large, *_BYTE)
+        model = replace(self, copy=_search(with_byte, COPIED, copied, *_BYTE).copy)
+
+        def slowed(factor: float) -> Model:
+            return replace(model, rate=model.rate / factor, slowest=model.slowest / factor)
+
+        return _search(slowed, case, large, *_SLOWED)
 
     def step_seconds(self, case: Training) -> float:
         """Of a training step, where computing takes what it takes here, by ``speed``."""

@@ -28,9 +28,8 @@ from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import Costs
 from hosts_bench import start
 from hosts_bench.cases import (
-    LARGE,
+    COPIED,
     SCENARIOS,
-    SMALL,
     TRAININGS,
     Case,
     Link,
@@ -54,6 +53,7 @@ _LEAD_SECONDS = 0.02
 # A plain stream of about a tenth of a second.
 _STREAM_SECONDS = 0.1
 _STEPS = 2
+_NO_LIMIT = 100e9  # bits per second, which no link of a lab carries
 _MESSAGE = 60e-6  # of a rank in training, as ``zmq`` says
 
 
@@ -165,12 +165,18 @@ def _collectives(
     others = [name for name in request.against if name == GLOO]
     echo(f"#\n# {scenario.name}: {scenario.title}")
     with _started(request, scenario, program, others) as (lab, entrants):
-        if scenario.slowest:
-            lab.set_rate(scenario.hosts - 1, scenario.slowest)
+        _set_rates(lab, scenario)
         versions |= versions_of(entrants)
         model = _fitted(request, scenario, lab, entrants[:1], echo)
         for case in scenario.cases:
             yield _case(request, scenario, case, lab, entrants, model, echo)
+
+
+def _set_rates(lab: Lab, scenario: Scenario) -> None:
+    for host in range(scenario.hosts):
+        lab.set_rate(host, scenario.rate)
+    if scenario.slowest:
+        lab.set_rate(scenario.hosts - 1, scenario.slowest)
 
 
 def _fitted(
@@ -183,14 +189,19 @@ def _fitted(
     """The model of the hosts, if it is asked for."""
     if SIMULATED not in request.against:
         return None
-    _, small, link = _measured(request, scenario, SMALL, lab, entrants)
-    _, large, _ = _measured(request, scenario, LARGE, lab, entrants)
     ((name, team),) = entrants
-    team.ask(name, "prepare", case=SMALL.order())
-    cores = len(os.sched_getaffinity(0))
-    model = replace(_model(scenario, link), cores=cores, costs=_costs(team))
+    for host in range(scenario.hosts):
+        lab.set_rate(host, _NO_LIMIT)
+    _, copied, _ = _measured(request, scenario, COPIED, lab, entrants)
+    _set_rates(lab, scenario)
+    _, large, link = _measured(request, scenario, scenario.large, lab, entrants)
+    team.ask(name, "prepare", case=COPIED.order())
+    costs = _costs(team)
     team.ask(name, "release")
-    model = model.fitted(median(small[name]), median(large[name]))
+    # What ``zmq`` says that a message costs is that of both ranks.
+    model = replace(_model(scenario, link), costs=costs, message=costs.alpha / 2)
+    model = replace(model, cores=len(os.sched_getaffinity(0)))
+    model = model.fitted(median(copied[name]), scenario.large, median(large[name]))
     echo(
         f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
         f"{1e6 * model.message:.0f} us for a message, {1e-6 * model.copy:.0f} MB/s of a core"

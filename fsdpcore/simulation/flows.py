@@ -139,7 +139,7 @@ class Flows:
         self._left[slot] = flow.nbytes
         self._rate[slot] = 0.0
         self._since[slot] = self._now
-        for link in set(flow.links):
+        for link in flow.links:
             there = self._on[link]
             if not there:
                 self._busy_since[link] = self._now
@@ -153,7 +153,7 @@ class Flows:
         self._free.append(slot)
         self._routes[:, slot] = self._idle
         self._end[slot] = math.inf
-        for link in set(flow.links):
+        for link in flow.links:
             there = self._on[link]
             there.remove(slot)
             if not there:
@@ -243,7 +243,7 @@ def _limits(network: Network, world_size: int) -> NDArray[np.float64]:
 
     The last is the rate of no link.
     """
-    limits = np.full(3 * len(network.levels) * world_size + 1, math.inf)
+    limits = np.full(2 * len(network.levels) * world_size + 1, math.inf)
     below = [math.inf] * world_size  # what can come from below at most, by member
     for level in range(len(network.levels)):
         ups = [network.link(level, m) for m in range(network.members(level, world_size))]
@@ -254,9 +254,6 @@ def _limits(network: Network, world_size: int) -> NDArray[np.float64]:
             rate = network.rate(up)
             if rate < below[member]:
                 limits[up : up + 2] = below[member] = rate
-    for rank in range(world_size) if network.cores else ():
-        cores = network.processor(rank)
-        limits[cores] = network.rate(cores)
     return limits
 
 

@@ -96,7 +96,6 @@ class _Way:
 
     up: tuple[tuple[int, ...], ...]
     down: tuple[tuple[int, ...], ...]
-    cores: tuple[int, ...]
     latency: tuple[float, ...]
 
 
@@ -114,7 +113,7 @@ class Network:
         flops: floating-point operations per second of a rank.
         message: seconds of a rank's processor for each message that it sends, before it leaves, and
             for each that it receives, when it has come.
-        copy: bytes per second of messages that a core moves which ranks share, where they are sent
+        copy: bytes per second that a core which ranks share moves of messages, where they are sent
             and where they are received; infinity for no time.
         reduce: bytes per second that a rank reduces; infinity for no time.
         eager: bytes up to which a message is sent unasked. Of a larger one the sender asks first,
@@ -227,7 +226,7 @@ class Network:
 
     def link(self, level: int, member: int) -> int:
         """Return the number of the link from a member up to a level; the next is the one down."""
-        return (member * len(self.levels) + level) * 3
+        return (member * len(self.levels) + level) * 2
 
     def route(self, src: int, dst: int) -> tuple[tuple[int, ...], float]:
         """Return the directed links that a message crosses, and the seconds of its latency.
@@ -238,22 +237,17 @@ class Network:
             return (), 0.0
         level = self._meeting(src, dst)
         up, down = self._way(src), self._way(dst)
-        links = up.up[level] + down.down[level] + up.cores + down.cores
-        return links, max(up.latency[level], down.latency[level])
+        return up.up[level] + down.down[level], max(up.latency[level], down.latency[level])
 
     def rate(self, link: int) -> float:
         """Return the bytes per second of a link."""
-        member, level = divmod(link // 3, len(self.levels))
-        if link % 3 == 2:
-            return self.levels[level].cores * self.copy or math.inf
+        member, level = divmod(link // 2, len(self.levels))
         own = self._exceptions.get((level, member), _USUAL).rate
         return self.levels[level].rate if own is None else own
 
     def burst(self, link: int) -> int:
         """Return the bytes that a link lets pass faster than its rate."""
-        member, level = divmod(link // 3, len(self.levels))
-        if link % 3 == 2:
-            return 0
+        member, level = divmod(link // 2, len(self.levels))
         own = self._exceptions.get((level, member), _USUAL).burst
         return self.levels[level].burst if own is None else own
 
@@ -272,18 +266,16 @@ class Network:
         return levels[0] if levels else None
 
     def processor(self, rank: int) -> int:
-        """Return the number of the cores that a rank shares, which are numbered as links are."""
+        """Return the number of the member whose cores a rank shares."""
         assert self._sharing is not None, "ranks have cores of their own"
         span = self.spans[self._sharing]
-        return self.link(self._sharing, rank // span if span else 0) + 2
+        return rank // span if span else 0
 
     def link_name(self, link: int) -> str:
         """Return a directed link in words: ``host 3 -> rack``, ``rack -> host 3``."""
-        member, level = divmod(link // 3, len(self.levels))
-        if link % 3 == 2:
-            return f"cores of {self.levels[level].name} {member}"
+        member, level = divmod(link // 2, len(self.levels))
         ends = f"{self._below(level)} {member}", self.levels[level].name
-        return " -> ".join(ends[::-1] if link % 3 else ends)
+        return " -> ".join(ends[::-1] if link % 2 else ends)
 
     def _below(self, level: int) -> str:
         return self.levels[level - 1].name if level else _RANK
@@ -331,7 +323,6 @@ class Network:
         return _Way(
             tuple(tuple(up[:end]) for end in ends),
             tuple(tuple(link + 1 for link in reversed(up[:end])) for end in ends),
-            (self.processor(rank),) if self.cores and self.copy < math.inf else (),
             tuple(max(latencies[:end]) for end in ends),
         )
 

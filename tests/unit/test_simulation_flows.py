@@ -188,19 +188,3 @@ def test_what_comes_back_while_little_moves_is_there_for_the_next():
     for src in range(4):
         flows.start(first + 1, src, src + 4, 60)
     assert ends(flows) == pytest.approx([first + 1 + 40 / 140 + (240 - 40 - 40 / 1.4) / 100])
-
-
-def test_cores_move_so_many_bytes_of_all_that_their_ranks_send_and_receive():
-    def rates(*levels: Level) -> list[float]:
-        flows = Flows(Network(levels, copy=10.0), 8)
-        started = [flows.start(0.0, src, src + 4, 100) for src in range(4)]
-        started.append(flows.start(0.0, 4, 0, 100))
-        return [flows.rate(flow) for flow in started]
-
-    host, switch = Level("host", 4, math.inf, 0.0), Level("switch", 0, math.inf, 0.0)
-    of_hosts = dataclasses.replace(host, cores=2), switch
-    assert rates(*of_hosts) == pytest.approx([4.0] * 5)
-    of_all = host, dataclasses.replace(switch, cores=2)  # which send each byte, and receive it
-    assert rates(*of_all) == pytest.approx([2.0] * 5)
-    with pytest.raises(ConfigError, match="cores of 'host' and of 'switch'"):
-        Network((of_hosts[0], of_all[1]))

@@ -21,6 +21,8 @@ from fsdpcore.simulation.network import Network
 
 # The longest time that is drawn for a message where there is no network.
 _LONGEST = 1e-3
+# As many bytes of a message as a core moves before it does something else.
+_PART = 128 * 1024
 
 
 @dataclass(eq=False)
@@ -78,6 +80,8 @@ class Wire:
             self.costs = _costs(network, world_size)
         self.hosts = tuple(network.hosts(world_size)) if network is not None else ()
         self.flows = None if network is None else Flows(network, world_size)
+        shared = network is not None and network.cores > 0
+        self._copy_seconds = 1 / network.copy if shared else 0.0
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._moving: dict[Flow, tuple[_Stream, _Parcel]] = {}
         self._free: dict[int, list[float]] = {}  # when each of the cores that ranks share is
@@ -134,10 +138,36 @@ class Wire:
             stream.coming.append(parcel)
         if nbytes == 0 or self.flows is None:
             self.clock.at(ready, lambda: self._hand_over(src, dst, stream, parcel))
-            return
+        elif self._copy_seconds:
+            self._copy(src, dst, stream, parcel, nbytes)
+        else:
+            self._flow(src, dst, stream, parcel)
+
+    def _flow(self, src: int, dst: int, stream: _Stream, parcel: _Parcel) -> None:
+        """Let the bytes of a parcel move behind those before it."""
         stream.flowing.append(parcel)
         if len(stream.flowing) == 1:
             self._start(src, dst, stream)
+
+    def _copy(self, src: int, dst: int, stream: _Stream, parcel: _Parcel, left: int) -> None:
+        """Have cores move what is left of a parcel, part by part: out where it is, in there."""
+        nbytes = min(left, _PART)
+        seconds = nbytes * self._copy_seconds
+        latency = self.latency(src, dst)
+
+        def is_out() -> None:
+            part = _Parcel(nbytes, self.clock.now() + latency, has_come, in_order=False)
+            stream.parcels += 1
+            self._flow(src, dst, stream, part)
+            if left > nbytes:
+                self._copy(src, dst, stream, parcel, left - nbytes)
+
+        def has_come() -> None:
+            end = self.processed(dst, self.clock.now(), seconds)
+            if left == nbytes:
+                self.clock.at(end, lambda: self._hand_over(src, dst, stream, parcel))
+
+        self.clock.at(self.processed(src, self.clock.now(), seconds), is_out)
 
     def under_way(self, src: int, dst: int) -> bool:
         """Whether something from one rank has not come to another yet."""
