@@ -14,6 +14,7 @@ seconds or text ("5us")::
     size = 0
     rate = "50GB/s"          # of each host's link to its rack
     latency = "10us"
+    burst = "1MB"            # optional, and so is cores: see ``Level``
 
     [[link]]                 # what a single member's link differs in
     member = "host 3"
@@ -22,6 +23,7 @@ seconds or text ("5us")::
     [compute]                # optional, and so is each of its keys
     flops = 4e14
     message = "2us"
+    copy = "1GB/s"
     reduce = "1TB/s"
     eager = "64KiB"
     ahead = "256KiB"

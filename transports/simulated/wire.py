@@ -80,8 +80,7 @@ class Wire:
             self.costs = _costs(network, world_size)
         self.hosts = tuple(network.hosts(world_size)) if network is not None else ()
         self.flows = None if network is None else Flows(network, world_size)
-        shared = network is not None and network.cores > 0
-        self._copy_seconds = 1 / network.copy if shared else 0.0
+        self._copy_seconds = 1 / network.copy if network is not None and network.cores else 0.0
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._moving: dict[Flow, tuple[_Stream, _Parcel]] = {}
         self._free: dict[int, list[float]] = {}  # when each of the cores that ranks share is
