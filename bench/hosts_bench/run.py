@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -269,6 +269,7 @@ def _case(
         "goodput_mbit": 8e-6 * link.goodput,
         "round_trip_ms": 1e3 * link.round_trip,
         "wrong": wrong,
+        "model": None if model is None else asdict(model),
         "samples_ms": {name: [1e3 * each for each in taken] for name, taken in samples.items()},
     }
 
