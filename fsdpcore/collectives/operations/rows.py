@@ -14,13 +14,12 @@ from numpy.typing import ArrayLike
 from fsdpcore.collectives.arguments import operand, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.operations.perform import carry_out
-from fsdpcore.collectives.output import Output
+from fsdpcore.collectives.output import check_unsized_out, sized_output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.spec import CallSpec, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_rank
-from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError
 
 _SIZED = 64  # of one kind of call
@@ -47,13 +46,13 @@ def join_rows(
     )
     gives = definition.gives(backend.rank, spec.layout)
     if gives:
-        _check_out(out, source, backend.moves)
+        check_unsized_out(out, backend.moves, source.shape, source.dtype)
 
     def body(context: CollectiveContext) -> Array | None:
         layout, joined = sized(context, definition, source.shape, tuple(context.rows), root)
         output = None
         if gives:
-            output = Output(out, joined, source.dtype, backend.moves)
+            output = sized_output(context, out, joined, source.dtype, backend.moves)
         choice = context.choose(layout.bounds[-1] * source.dtype.itemsize)
         return carry_out(context, definition, choice, layout, source, output)
 
@@ -114,10 +113,3 @@ def check_rows(shape: Shape, operation: str) -> None:
     """Raise ``ArgumentError`` if there is no axis 0."""
     if not shape:
         raise ArgumentError(f"{operation} works on rows (axis 0), which a 0-d array does not have")
-
-
-def _check_out(out: Array | None, source: Array, device: Device) -> None:
-    """Check all of ``out`` but the number of rows, which is not known yet."""
-    if out is not None:
-        rows = tuple(getattr(out, "shape", ()))[:1] or (0,)
-        device.check_out(out, rows + source.shape[1:], source.dtype)
