@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.collectives.context import CollectiveContext
-from fsdpcore.collectives.spec import Layout, Operation, Shape
-from fsdpcore.core.buffers import DTYPES, Array
+from fsdpcore.collectives.spec import Layout, Operation
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device
-from fsdpcore.core.errors import ArgumentError, MismatchError
 
 
 class Output:
@@ -57,53 +55,6 @@ class Output:
         if self._staged:
             np.copyto(self._result, self.flat.reshape(self._result.shape))
         return self._result
-
-
-def check_unsized_out(
-    out: object, device: Device, shape: Shape | None = None, dtype: np.dtype[Any] | None = None
-) -> None:
-    """Check as much of ``out`` as is known before the ranks have told each other their sizes.
-
-    Args:
-        out: what the caller passed, or None.
-        device: where it must be.
-        shape: of the result, but for axis 0; None if that is for another rank to tell.
-        dtype: likewise.
-
-    Raises:
-        ArgumentError: no result could fit into it.
-    """
-    if out is None:
-        return
-    own = tuple(getattr(out, "shape", ()))
-    wanted = own if shape is None else (own[:1] or (0,)) + shape[1:]
-    found = device.check_out(out, wanted, getattr(out, "dtype", None) if dtype is None else dtype)
-    if found.dtype not in DTYPES:
-        raise ArgumentError(f"out has the dtype {found.dtype}, of which no array is sent")
-    if not own:
-        raise ArgumentError("out must have rows (axis 0), which a 0-d array does not have")
-
-
-def sized_output(
-    context: CollectiveContext,
-    out: Array | None,
-    shape: Shape,
-    dtype: np.dtype[Any],
-    device: Device,
-) -> Output:
-    """Return the ``Output`` of a result whose size the ranks have told each other in the call.
-
-    Raises:
-        MismatchError: ``out`` does not fit what the others send.
-    """
-    try:
-        return Output(out, shape, dtype, device)
-    except ArgumentError as error:
-        raise MismatchError(
-            f"{context.name}: what the ranks send does not fit into out of rank "
-            f"{context.global_rank(context.rank)}: {error}. The sizes are known only inside of the "
-            "call: pass no out, or agree on them before"
-        ) from None
 
 
 def separated(

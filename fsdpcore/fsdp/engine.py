@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
 from fsdpcore.fsdp.optim import Optimizer
@@ -244,7 +245,7 @@ class FSDP:
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._model.status.steps = value
+        self._model.status.steps = as_int(value, "steps of an engine", minimum=0)
 
     @property
     def partially_updated(self) -> bool:

@@ -13,8 +13,7 @@ from fsdpcore.collectives.arguments import operand, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import carry_out, perform
-from fsdpcore.collectives.operations.rows import check_rows
-from fsdpcore.collectives.output import check_unsized_out, sized_output
+from fsdpcore.collectives.operations.rows import check_rows, check_unsized_out, sized_output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.spec import CallSpec, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend

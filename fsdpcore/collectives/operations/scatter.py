@@ -15,8 +15,7 @@ from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.on_device import device_twin, mover
 from fsdpcore.collectives.operations.broadcast import broadcast
 from fsdpcore.collectives.operations.perform import carry_out
-from fsdpcore.collectives.operations.rows import check_rows, sized
-from fsdpcore.collectives.output import check_unsized_out, sized_output
+from fsdpcore.collectives.operations.rows import check_rows, check_unsized_out, sized, sized_output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.spec import CallSpec, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
