@@ -157,7 +157,8 @@ def test_not_a_number_is_noticed_on_all_ranks_and_changes_nothing():
         before = engine.units[0].shard.copy()
         with (
             pytest.raises(
-                fc.NonFiniteGradientError, match=r"are inf or nan \(in the shards of rank"
+                fc.NonFiniteGradientError,
+                match=r"'u1\.b', 'u0\.b' are inf or nan; those of rank 1 ",
             ),
             engine.step() as step,
         ):

@@ -6,6 +6,7 @@ from collections import Counter
 
 from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.offload.arrays import GATHERED
+from fsdpcore.fsdp.step.nonfinite import NonFiniteSearch
 from fsdpcore.fsdp.step.passes import UnitPasses
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.make_model import ModelMemory
@@ -23,6 +24,7 @@ class StepExecutor(UnitPasses):
     Attributes:
         model: as given.
         keeps_params: see ``Step.keeps_params``.
+        nonfinite: finds out where gradients are inf or nan.
     """
 
     def __init__(self, model: ShardedModel, pool: BufferPool, memory: ModelMemory) -> None:
@@ -37,6 +39,7 @@ class StepExecutor(UnitPasses):
         )
         self.model = model
         self.keeps_params = memory.all_windowed or _keeps_params(model)
+        self.nonfinite = NonFiniteSearch(model, pool)
         self._pool = pool
         self._file = memory.file
 
@@ -55,6 +58,7 @@ class StepExecutor(UnitPasses):
             self._file.restart()
             self.model.units[0].store.ahead(GATHERED)
         self._pool.reset_peak()
+        self.nonfinite.begin()
         status.in_step = True
         self.begin_passes(awaiting)
 
