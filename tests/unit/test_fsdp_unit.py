@@ -158,7 +158,7 @@ def test_not_a_number_is_noticed_on_all_ranks_and_changes_nothing():
         with (
             pytest.raises(
                 fc.NonFiniteGradientError,
-                match=r"'u1\.b', 'u0\.b' are inf or nan; those of rank 1 ",
+                match=r"'u1\.b', 'u0\.b' are inf or nan; those of ranks 1, 2 ",
             ),
             engine.step() as step,
         ):
