@@ -434,7 +434,7 @@ class FSDP:
         )
 
     def report(self) -> Report:
-        """Compare the last step with its plan, on this rank; it can be printed."""
+        """Compare the last training step with its plan, on this rank; it can be printed."""
         executor = self._steps.executor
         return report_of(self.units, executor, self.held(), windowed=self.windowed)
 

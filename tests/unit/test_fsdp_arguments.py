@@ -69,11 +69,12 @@ def gathered(backend):
         ),
         (
             lambda b: engine_of(b).units[0].begin_gradients().__setitem__("w", np.zeros((5, 3))),
-            "gradient of u0.w must have shape \\(3, 5\\) and dtype float32, got \\(5, 3\\)",
+            r"gradient of u0.w must have shape \(3, 5\) and dtype float32, got \(5, 3\) and "
+            "float64; a gradient has the shape of its parameter, and is summed over the batch$",
         ),
         (
             lambda b: engine_of(b).units[0].begin_gradients().__setitem__("b", np.zeros(5)),
-            r"u0\.b must have shape \(5,\) and dtype float32, got \(5,\) and float64",
+            r"u0\.b must have shape \(5,\) and dtype float32, got \(5,\) and float64; convert",
         ),
         (
             lambda b: engine_of(b).units[0].begin_gradients().__delitem__("b"),

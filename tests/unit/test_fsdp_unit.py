@@ -147,7 +147,8 @@ def test_ranks_that_gather_different_units_get_an_error_though_the_shapes_fit(ki
     with pytest.raises(RanksFailed, match="MismatchError") as caught:
         run_on(kind, body, world_size=2)
     assert re.search(
-        r"rank 0: \w+\(.*for unit u0\)\n  rank 1: \w+\(.*for unit u1\)", str(caught.value)
+        r"rank 0: \w+\(.*for unshard of unit u0\)\n  rank 1: \w+\(.*for unshard of unit u1\)",
+        str(caught.value),
     )
 
 

@@ -8,6 +8,8 @@ from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.offload.arrays import GATHERED
 from fsdpcore.fsdp.step.nonfinite import NonFiniteSearch
 from fsdpcore.fsdp.step.passes import UnitPasses
+from fsdpcore.fsdp.step.schedule import Phase
+from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.make_model import ModelMemory
 from fsdpcore.fsdp.units.model import ShardedModel
@@ -24,6 +26,7 @@ class StepExecutor(UnitPasses):
     Attributes:
         model: as given.
         keeps_params: see ``Step.keeps_params``.
+        trained: ``stats`` and ``events`` of the last step that reduced gradients.
         nonfinite: finds out where gradients are inf or nan.
     """
 
@@ -42,6 +45,7 @@ class StepExecutor(UnitPasses):
         self.nonfinite = NonFiniteSearch(model, pool)
         self._pool = pool
         self._file = memory.file
+        self.trained: tuple[StepStats, list[tuple[Phase, int]]] | None = None
 
     def begin(self, awaiting: Counter[str]) -> None:
         """Begin a step.
@@ -76,6 +80,8 @@ class StepExecutor(UnitPasses):
             for unit in self.model.units:
                 unit.store.forget()
         self.stats.peak_buffers = self._pool.peak_bytes
+        if self.stats.reductions:
+            self.trained = self.stats, self.events
 
 
 def _keeps_params(model: ShardedModel) -> bool:

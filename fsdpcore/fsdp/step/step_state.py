@@ -10,6 +10,7 @@ from fsdpcore.fsdp.step.schedule import Phase
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
 NO_BACKWARD = "an evaluation has no backward pass; use engine.step()"
+_OUTSIDE = "{} outside of the step; use it inside 'with engine.step()'"
 
 
 class StepState:
@@ -94,7 +95,7 @@ class StepState:
     def check_entering(self, what: str, which: str = "") -> None:
         """Refuse passes outside of the step, after its update, and inside of others."""
         if not self.active:
-            raise StateError(f"{what} outside of the step; use it inside 'with engine.step()'")
+            raise StateError(_OUTSIDE.format(what))
         if self.updated:
             raise StateError(f"{what} after update(); begin a new step")
         if self._context:
@@ -117,9 +118,15 @@ class StepState:
             raise StateError("update() was called already in this step; begin a new step")
         if self._context:
             raise StateError(f"update() inside the context of {self._context}; leave it first")
-        if not self.active or not self.reduced:
+        if not self.active:
+            raise StateError(_OUTSIDE.format("update()"))
+        if not self._training:
+            raise StateError("an evaluation has no update; use engine.step()")
+        if not self.reduced:
             raise StateError(
-                "update() without gradients; run step.forward and step.backward of the units first"
+                "update() without gradients; run step.forward and step.backward of the units "
+                "first, on every rank: one that has no rows in this step goes through the same "
+                "passes, and leaves its gradients as zeros"
             )
         left = [name for name, count in self.forwards.items() if count]
         if left:

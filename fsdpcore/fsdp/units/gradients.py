@@ -262,7 +262,7 @@ class UnitGradients:
                 own,
                 groups.replicas,
                 out=own,
-                label=f"unit {self._places.unit}, over replicas",
+                label=f"gradients of unit {self._places.unit}, over replicas",
                 **options,
             )
 
