@@ -222,7 +222,10 @@ class FSDP:
         For those who make many engines in one job; the engine is of no use after that, the backend
         stays open. All ranks call it, outside of steps.
         """
+        if self._model.status.closed:
+            return
         self._model.status.check_idle("close()")
+        self._model.status.closed = True
         self._model.groups.close()
 
     @contextmanager

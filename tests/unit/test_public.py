@@ -86,7 +86,8 @@ OBJECTS = {
     "unit": UNIT,
     "declared unit": UNIT,
     "step": """
-        backward divisor forward ignored keeps_params no_sync nonfinite skipped training update whole
+        backward divisor forward ignored keeps_params no_sync nonfinite skipped training update
+        whole
     """,
     "backend": BACKEND,
     "group": BACKEND,

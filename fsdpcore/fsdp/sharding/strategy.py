@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.text import nearest
 from fsdpcore.fsdp.sharding.placement import Keep, Placement
 
 
@@ -77,9 +78,9 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in STRATEGIES:
-            raise ArgumentError(
-                f"unknown strategy {self.name!r}; known: {', '.join(map(repr, STRATEGIES))}"
-            )
+            known = ", ".join(map(repr, STRATEGIES))
+            hint = nearest(self.name, STRATEGIES) if isinstance(self.name, str) else ""
+            raise ArgumentError(f"unknown strategy {self.name!r}{hint}; known: {known}")
         if self.shard_group_size is not None:
             size = as_int(self.shard_group_size, "shard_group_size", minimum=1)
             object.__setattr__(self, "shard_group_size", size)

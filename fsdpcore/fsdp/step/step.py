@@ -27,6 +27,12 @@ class BackwardUnit(NamedTuple):
     params: Mapping[str, Array]
     grads: Gradients
 
+    def __setitem__(self, name: str, value: object) -> None:
+        raise ArgumentError(
+            "step.backward gives two mappings: with step.backward(unit) as (params, grads), then "
+            f"grads[{name!r}] = ..."
+        )
+
 
 class EngineSteps:
     """The steps of an engine.

@@ -88,8 +88,8 @@ class StepState:
             raise StateError(NO_BACKWARD)
         if not self._context and self.active and not self.forwards[unit.name]:
             raise StateError(
-                f"backward of unit {unit.name!r} without a forward pass in this step; call "
-                "step.forward(unit) first, once for each backward"
+                f"backward of unit {unit.name!r} without a forward pass in this step; go through "
+                "'with step.forward(unit)' first, once for each backward"
             )
 
     def check_entering(self, what: str, which: str = "") -> None:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.core.text import nearest
 from fsdpcore.fsdp.sharding.placement import Keep, Placement
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.units.optimizers import Optimizers
@@ -28,12 +29,14 @@ class EngineStatus:
         partially_updated: an update was left half done, for instance by an interrupt.
         full_params_open: inside of ``full_params``.
         in_step: inside of a step.
+        closed: ``close`` was called.
     """
 
     steps: int = 0
     partially_updated: bool = False
     full_params_open: bool = False
     in_step: bool = False
+    closed: bool = False
 
     def check_whole(self) -> None:
         """Raise StateError if an update was left half done, and nothing was loaded since."""
@@ -44,7 +47,9 @@ class EngineStatus:
             )
 
     def check_idle(self, what: str) -> None:
-        """Raise StateError inside of a step or of ``full_params``, where ``what`` is refused."""
+        """Raise StateError in a step or in ``full_params``, and once the engine was closed."""
+        if self.closed:
+            raise StateError(f"{what} of an engine that was closed; make a new one")
         if self.in_step or self.full_params_open:
             where = "full_params()" if self.full_params_open else "a step"
             raise StateError(f"{what} inside of {where}; leave that first")
@@ -88,8 +93,9 @@ class ShardedModel:
         name = unit.name if isinstance(unit, Unit) else unit
         found = self._by_name.get(name)
         if found is None or (isinstance(unit, Unit) and found.declaration is not unit):
+            hint = nearest(name, self._by_name) if isinstance(name, str) else ""
             raise ArgumentError(
-                f"this engine has no unit {name!r}; it has {', '.join(self._by_name)}"
+                f"this engine has no unit {name!r}{hint}; it has {', '.join(self._by_name)}"
             )
         return found
 
