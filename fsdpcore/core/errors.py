@@ -25,6 +25,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "ArgumentError",
     "CheckpointError",
@@ -89,7 +91,17 @@ class StateError(FsdpcoreError, RuntimeError):
 
 
 class NonFiniteGradientError(FsdpcoreError, ArithmeticError):
-    """The gradients hold inf or nan. Every rank raises it, and no parameter was changed."""
+    """The gradients hold inf or nan. Every rank raises it, and no parameter was changed.
+
+    ``parameters`` has them, by ``unit.param``, each with the ranks of the job whose own gradients
+    were so before the sum over the ranks; none where the sum overflowed, or where it is not known.
+    """
+
+    def __init__(
+        self, message: str, parameters: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.parameters = dict(parameters or {})
 
 
 class CommunicationError(FsdpcoreError, RuntimeError):

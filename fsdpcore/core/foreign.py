@@ -54,6 +54,8 @@ def as_numpy(value: Any, what: str) -> Array:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentError(f"{what} is a masked array, whose mask would be lost; fill it before")
+    if value is None:
+        raise ArgumentError(f"{what} is None, and must be an array")
     if not is_foreign(value):
         try:
             return np.asarray(value)

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
 from fsdpcore.fsdp.optim import Optimizer
@@ -225,9 +226,10 @@ class FSDP:
         For those who make many engines in one job; the engine is of no use after that, the backend
         stays open. All ranks call it, outside of steps; after ``release`` it does nothing.
         """
-        if self._model.status.released:
+        if self._model.status.ended:
             return
         self._model.status.check_idle("close()")
+        self._model.status.ended = "was closed; make a new one"
         self._model.groups.close()
 
     def release(self, *, full: bool = True, to: int | str = "all") -> dict[str, Any]:
@@ -322,7 +324,7 @@ class FSDP:
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._model.status.steps = value
+        self._model.status.steps = as_int(value, "steps of an engine", minimum=0)
 
     @property
     def partially_updated(self) -> bool:
@@ -511,7 +513,7 @@ class FSDP:
         )
 
     def report(self) -> Report:
-        """Compare the last step with its plan, on this rank; it can be printed."""
+        """Compare the last training step with its plan, on this rank; it can be printed."""
         executor = self._steps.executor
         return report_of(self.units, executor, self.held(), windowed=self.windowed)
 

@@ -76,7 +76,8 @@ class Level:
 
     def __post_init__(self) -> None:
         what = f"level {as_name(self.name, 'name of a level', error=ConfigError)!r}"
-        as_int(self.size, f"{what}: size", minimum=0, error=ConfigError)
+        size = as_int(self.size, f"{what}: size", minimum=0, error=ConfigError)
+        object.__setattr__(self, "size", size)
         as_rate(self.rate, f"{what}: rate", error=ConfigError)
         as_seconds(self.latency, f"{what}: latency", error=ConfigError)
         as_int(self.burst, f"{what}: burst", minimum=0, error=ConfigError)

@@ -175,7 +175,7 @@ def test_boxes_replicas_and_ranges_together(tmp_path):
         (((Range(0, 7),), ()), "within"),
         (((Range(0, 3), Box((1, 0), (2, 3))), ()), "a box besides"),
         (((Box((0, 0), (2, 3)), Box((0, 0), (2, 3))), ()), "a box besides"),
-        (((Range(0, 3.0),), (Range(3, 6),)), "Python ints"),
+        (((Range(0, 3.0),), (Range(3, 6),)), "must be an integer"),
         (((), ()), "is not complete"),
     ],
 )

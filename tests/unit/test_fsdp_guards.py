@@ -229,11 +229,11 @@ def test_a_report_needs_a_training_step():
         with pytest.raises(fc.StateError, match="the last training step"):
             engine.report()
         train(engine, ones)
-        assert "peak" in str(engine.report())
+        report = str(engine.report())
+        assert "peak" in report
         with engine.evaluation() as step, step.forward("a"):
             pass
-        with pytest.raises(fc.StateError, match="the last training step"):
-            engine.report()
+        assert str(engine.report()) == report  # of the training step still
 
     launch(body, 2)
 

@@ -136,7 +136,7 @@ def test_sums_over_replicas_end_while_the_backward_pass_goes_on(monkeypatch):
 
     def noted(array, group, *, label, **options):
         all_reduce(array, group, label=label, **options)
-        summed[group.root.rank][int(label[len("unit u")])].set()
+        summed[group.root.rank][int(label[len("gradients of unit u")])].set()
 
     def body(backend):
         strategy = fc.Strategy("hybrid_shard", shard_group_size=2)

@@ -391,7 +391,7 @@ def test_release_hands_back_the_parameters_and_frees_the_rest(strategy, to):
         assert engine.held().total == 0
         assert engine.units == ()
         for call in (engine.step().__enter__, engine.state_dict, engine.release, engine.unshard):
-            with pytest.raises(fc.StateError, match="the engine was released"):
+            with pytest.raises(fc.StateError, match="of an engine that was released"):
                 call()
         with pytest.raises(fc.StateError, match="unit 'a' is of no use: its engine was released"):
             unit.unshard()

@@ -90,7 +90,7 @@ OBJECTS = {
     "declared unit": UNIT,
     "step": """
         backward clip_grad_norm divisor forward grad_norm gradients ignored keeps_params no_sync
-        skipped training update whole
+        nonfinite skipped training update whole
     """,
     "backend": BACKEND,
     "group": BACKEND,

@@ -62,7 +62,7 @@ def import_safetensors(
         CorruptCheckpointError: a file is no valid safetensors file, or the index does not fit.
         CheckpointError: something could not be read or written. ``path`` is as it was.
     """
-    as_int(step, "step", minimum=0)
+    step = as_int(step, "step", minimum=0)
     check_json(extra, "extra")
     if world_size is not None and max_file_size is not None:
         raise ArgumentError("give world_size or max_file_size, not both")

@@ -74,7 +74,7 @@ def locate(path: StoragePath, step: int | None = None) -> tuple[Storage, StepNam
         ArgumentError: the path names another step than ``step``.
     """
     if step is not None:
-        as_int(step, "step", minimum=0)
+        step = as_int(step, "step", minimum=0)
     if isinstance(path, Storage):
         return path, None
     storage = open_storage(path)  # which refuses what is no path

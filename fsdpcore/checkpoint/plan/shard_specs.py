@@ -24,7 +24,7 @@ from fsdpcore.core.checks import as_dtype, as_int, as_rank, as_shape
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
-from fsdpcore.core.geometry.regions import Range, Region, check_region, regions_inside
+from fsdpcore.core.geometry.regions import Range, Region, as_region, regions_inside
 
 
 def compute_shard_sizes(total: int, world_size: int) -> list[int]:
@@ -108,11 +108,11 @@ class TensorShardSpec:
             raise ArgumentError(f"regions of {what} must be a tuple, got {self.regions!r:.80}")
         self._check_copy(shape, what)
         of = shape if self.box is None else self.box.shape
-        for region in self.regions:
-            check_region(region, of, f"a region of {what}")
+        given = tuple(as_region(region, of, f"a region of {what}") for region in self.regions)
+        for region in given:
             if self.box is not None and not isinstance(region, Range):
                 raise ArgumentError(f"regions of {what} are ranges of its box, got {region}")
-        regions = tuple(region for region in self.regions if region.size)
+        regions = tuple(region for region in given if region.size)
         _check_ascending(regions, what)
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "shape", shape)
@@ -121,8 +121,10 @@ class TensorShardSpec:
     def _check_copy(self, shape: tuple[int, ...], what: str) -> None:
         if self.box is not None and getattr(self.box, "whole", None) != shape:
             raise ArgumentError(f"the box of {what} of shape {shape} is none of it: {self.box!r}")
-        as_int(self.replicas, f"replicas of {what}", minimum=1)
-        if as_int(self.replica, f"replica of {what}", minimum=0) >= self.replicas:
+        for name, minimum in (("replicas", 1), ("replica", 0)):
+            number = as_int(getattr(self, name), f"{name} of {what}", minimum=minimum)
+            object.__setattr__(self, name, number)
+        if self.replica >= self.replicas:
             raise ArgumentError(
                 f"replica {self.replica} of {what} does not exist; there are {self.replicas}, "
                 "counted from 0"

@@ -81,7 +81,8 @@ class FlatLayout:
     world_size: int
 
     def __post_init__(self) -> None:
-        as_int(self.world_size, "world_size", minimum=1)
+        world_size = as_int(self.world_size, "world_size", minimum=1)
+        object.__setattr__(self, "world_size", world_size)
         expected = 0
         names: set[str] = set()
         for param in self.params:
@@ -116,11 +117,7 @@ class FlatLayout:
             param = ParamRange(name, as_shape(shape, f"parameter {name!r}"), offset)
             params.append(param)
             offset = param.stop
-        return cls(
-            tuple(params),
-            as_dtype(dtype, "the flat buffer"),
-            as_int(world_size, "world_size", minimum=1),
-        )
+        return cls(tuple(params), as_dtype(dtype, "the flat buffer"), world_size)
 
     @functools.cached_property
     def size(self) -> int:

@@ -116,17 +116,18 @@ def _seconds(groups: ProcessGroups, collective: PlannedCollective) -> float:
 def report_of(
     units: Sequence[Unit], executor: StepExecutor, held: HeldMemory, *, windowed: bool
 ) -> Report:
-    """Compare the last step with the plan for as many microbatches as it had.
+    """Compare the last training step with the plan for as many microbatches as it had.
 
     Args:
         units: as for ``plan_of``, and ``windowed``.
         executor: of the steps.
         held: what this rank holds.
     """
-    stats, model = executor.stats, executor.model
-    if not stats.reductions:
+    model = executor.model
+    if executor.trained is None:
         raise StateError("report() compares the last training step with its plan; make one first")
-    passes = Counter(unit for phase, unit in executor.events if phase == "backward")
+    stats, events = executor.trained
+    passes = Counter(unit for phase, unit in events if phase == "backward")
     microbatches = max(passes.values(), default=1)
     reduced = sum(count for unit, count in passes.items() if model.units[unit].trainable)
     sync: Sync = "each" if stats.reductions >= reduced else "last"

@@ -30,7 +30,9 @@ def release(
     for unit in model.units:
         unit.free()
     pool.clear()
-    model.status.released = True
+    model.status.ended = (
+        "was released: its parameters are those that release() has returned; make a new one"
+    )
     model.groups.close()
     return arrays
 

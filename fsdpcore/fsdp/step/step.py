@@ -29,6 +29,12 @@ class BackwardUnit(NamedTuple):
     params: Mapping[str, Array]
     grads: Gradients
 
+    def __setitem__(self, name: str, value: object) -> None:
+        raise ArgumentError(
+            "step.backward gives two mappings: with step.backward(unit) as (params, grads), then "
+            f"grads[{name!r}] = ..."
+        )
+
 
 class EngineSteps:
     """The steps of an engine.
@@ -402,6 +408,32 @@ class Step:
             skip=bool(skip_nonfinite),
         )
         return norm
+
+    def nonfinite(self) -> dict[str, tuple[int, ...]]:
+        """Say in which gradients inf or nan made ``update`` be skipped; a collective.
+
+        Call it on all ranks after ``update``, inside of the step. It reads the gradients once more.
+
+        Returns:
+            By ``unit.param``, in the order of the backward pass, the ranks of the job whose own
+            gradients had it before the sum over the ranks. There are none if the sum overflowed, or
+            if it is not known: most full gradients are freed by then. The next step looks then.
+
+        Raises:
+            StateError: the update was not skipped, or the step has ended.
+
+        Example::
+
+            step.update(skip_nonfinite=True)
+            if step.skipped:
+                print(step.nonfinite())  # {"l2.w": (3,)}: rank 3 gave it
+        """
+        if not (self._state.active and self.skipped):
+            raise StateError(
+                "nonfinite() says why update() was skipped; call it after an update with "
+                "step.skipped, inside of the step"
+            )
+        return self._executor.nonfinite.find(self._executor.events).parameters
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from fsdpcore.fsdp.step.schedule import Phase
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
 NO_BACKWARD = "an evaluation has no backward pass; use engine.step()"
+_OUTSIDE = "{} outside of the step; use it inside 'with engine.step()'"
 
 
 class StepState:
@@ -89,14 +90,14 @@ class StepState:
             raise StateError(NO_BACKWARD)
         if not self._context and self.active and not self.forwards[unit.name]:
             raise StateError(
-                f"backward of unit {unit.name!r} without a forward pass in this step; call "
-                "step.forward(unit) first, once for each backward"
+                f"backward of unit {unit.name!r} without a forward pass in this step; go through "
+                "'with step.forward(unit)' first, once for each backward"
             )
 
     def check_entering(self, what: str, which: str = "") -> None:
         """Refuse passes outside of the step, after its update, and inside of others."""
         if not self.active:
-            raise StateError(f"{what} outside of the step; use it inside 'with engine.step()'")
+            raise StateError(_OUTSIDE.format(what))
         if self.updated:
             raise StateError(f"{what} after update(); begin a new step")
         if self.shown:
@@ -124,9 +125,15 @@ class StepState:
             raise StateError(f"{what} inside of step.gradients(); leave that block first")
         if self._context:
             raise StateError(f"{what} inside the context of {self._context}; leave it first")
-        if not self.active or not self.reduced:
+        if not self.active:
+            raise StateError(_OUTSIDE.format(what))
+        if not self._training:
+            raise StateError(f"an evaluation has no {what}; use engine.step()")
+        if not self.reduced:
             raise StateError(
-                f"{what} without gradients; run step.forward and step.backward of the units first"
+                f"{what} without gradients; run step.forward and step.backward of the units "
+                "first, on every rank: one that has no rows in this step goes through the same "
+                "passes, and leaves its gradients as zeros"
             )
         left = [name for name, count in self.forwards.items() if count]
         if left:

@@ -11,7 +11,6 @@ import numpy as np
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import NonFiniteGradientError
-from fsdpcore.core.text import name_ranks
 from fsdpcore.fsdp.gpu import inplace
 from fsdpcore.fsdp.offload.arrays import GRADIENTS, UPDATED
 from fsdpcore.fsdp.step.agreement import AGREED_BYTES, UpdateArguments, compare_updates
@@ -81,6 +80,11 @@ def gradient_norm(
         clipping.clip(norm, limit)
     return norm
 
+_TO_DO = (
+    "Leave the step without update, lower the learning rate, or pass update(skip_nonfinite=True); "
+    "float16 needs Precision(loss_scale=LossScale())"
+)
+
 
 def apply_update(
     executor: StepExecutor,
@@ -111,8 +115,9 @@ def apply_update(
     norm, where = _judge(executor, wanted, None if clip is None else norm_type, clipping)
     finite = not where and (norm is None or math.isfinite(norm))
     if not finite and not skip and scaler.policy is None:
-        raise _not_finite(where, norm)
+        raise _not_finite(executor) if where else _too_large(norm)
     if finite:
+        executor.nonfinite.end()
         if clip is not None and norm is not None:
             clipping.clip(norm, clip)
         if clip_value is not None:
@@ -177,13 +182,15 @@ def _judge(
     return norm, [everyone.ranks[rank] for rank in np.flatnonzero(told[:, 2] == 0)]
 
 
-def _not_finite(where: list[int], norm: float | None) -> NonFiniteGradientError:
-    what = f"gradients are inf or nan (in the shards of {name_ranks(where)})"
-    if not where:
-        what = f"the gradients' global norm is {norm}"
+def _not_finite(executor: StepExecutor) -> NonFiniteGradientError:
+    found = executor.nonfinite.find(executor.events)
+    text = f"{found.words}; no parameter was changed. {_TO_DO}"
+    return NonFiniteGradientError(text, found.parameters)
+
+
+def _too_large(norm: float | None) -> NonFiniteGradientError:
     return NonFiniteGradientError(
-        f"{what}; no parameter was changed. Leave the step without update, lower the learning "
-        "rate, or pass update(skip_nonfinite=True); float16 needs Precision(loss_scale=LossScale())"
+        f"the gradients' global norm is {norm}; no parameter was changed. {_TO_DO}"
     )
 
 

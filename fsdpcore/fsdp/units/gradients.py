@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,6 +75,7 @@ class UnitGradients:
 
     Attributes:
         sends: bytes that this rank sends in a reduction, at the least that is possible.
+        watch: called with the full gradients of this rank before they are reduced, if it is set.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class UnitGradients:
         self._range = slice(0, places.layout.padded_size) if whole else shard
         self._kept_size = self._range.stop - self._range.start
         self._shard = shard if whole else slice(None)
+        self.watch: Callable[[Places, Array], None] | None = None
         self._algorithm = binding.algorithm
         self._pool = binding.pool
         self._dtypes = dtypes
@@ -209,6 +211,8 @@ class UnitGradients:
             _add_into(self._places.view(flat, name).reshape(-1), array)
             self._pool.give(array)
         self._from_ties.clear()
+        if self.watch is not None:
+            self.watch(self._places, flat)
         if self._reduced is None and ArrayKind.GRADIENT not in self._store.away:
             own = self._own_buffer()
         else:  # a collective may write to this rank's part of what it reads
@@ -258,7 +262,7 @@ class UnitGradients:
                 own,
                 groups.replicas,
                 out=own,
-                label=f"unit {self._places.unit}, over replicas",
+                label=f"gradients of unit {self._places.unit}, over replicas",
                 **options,
             )
 
@@ -289,7 +293,9 @@ class UnitGradients:
                 reduced = self._conclude(reducing.own, reducing.divisor)
             self._reduced = reduced
         finally:
-            self._pool.give(reducing.flat)
+            # Where the sum went elsewhere, the full gradients are what this rank has written.
+            intact = reducing.own is self._buffer
+            self._pool.give(reducing.flat, self._places.unit if intact else "")
 
     def _conclude(self, own: Array, divisor: float | None) -> Array:
         """Divide the sum, and add it to what is kept; return that."""

@@ -163,8 +163,11 @@ class ShardedUnit:
 
     # Parameters.
 
-    def unshard(self, *, async_op: bool = False) -> Work | None:
-        """Gather the parameters of all ranks; does nothing if they are gathered already."""
+    def unshard(self, *, async_op: bool = False, what: str = "unshard") -> Work | None:
+        """Gather the parameters of all ranks; does nothing if they are gathered already.
+
+        ``what`` is the user's word for it, for errors and traces; the same on all ranks.
+        """
         if self.state is ParamState.SHARDED:
             if self._in_writing:
                 raise StateError(f"unshard() of unit {self.name!r} while it is being written")
@@ -172,7 +175,7 @@ class ShardedUnit:
             self.store.begin(GATHERED, write=self._filled)
             for part in self.flat_parameters:
                 if part.layout.params:
-                    started = part.storage.gather(async_op=async_op)
+                    started = part.storage.gather(what, async_op=async_op)
                     if started is not None:
                         self._gathers.append(started)
             self.state = ParamState.GATHERING if self._gathers else ParamState.UNSHARDED
@@ -372,7 +375,7 @@ class ShardedUnit:
             gradients.drop_open()
             return
         sharded = self.state is ParamState.SHARDED
-        label = f"unit {self.name}" if sharded else f"unit {self.name}, before reshard"
+        label = f"gradients of unit {self.name}{'' if sharded else ', before reshard'}"
         gradients.reduce(divisor, label=label, async_op=async_op)
         if sharded:  # frozen parameters are written by ``load`` alone, which claims them
             self.trained_parameter.storage.reduced()

@@ -306,12 +306,17 @@ def check_gradient(
         dtype: of its gradient.
         computed: another dtype that it may have.
     """
-    if value.shape != shape or value.dtype not in (dtype, computed):
+    fits = value.shape == shape
+    if not fits or value.dtype not in (dtype, computed):
         also = f" (or {computed})" if computed not in (None, dtype) else ""
+        advice = (
+            "convert it with astype, or write into the array that grads[name] gives"
+            if fits
+            else "a gradient has the shape of its parameter, and is summed over the batch"
+        )
         raise ArgumentError(
             f"gradient of {where} must have shape {shape} and dtype {dtype}{also}, got "
-            f"{value.shape} and {value.dtype}; convert it with astype, or write into the array "
-            "that grads[name] gives"
+            f"{value.shape} and {value.dtype}; {advice}"
         )
 
 
