@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.place import RankPlace
-from fsdpcore.comm.transport import Transport
+from fsdpcore.comm.transport import Transport, transport_of
 from fsdpcore.core.errors import ConfigError, RendezvousError, in_one_line
 from fsdpcore.launch.blas import blas_limit
 from fsdpcore.launch.config import Config
@@ -35,10 +35,13 @@ def run_rank(fn: Callable[..., Any], backend: Backend, args: Sequence[Any]) -> A
     """
     ending: SystemExit | None = None
     result = None
+    recorder = transport_of(backend).recorder
     with backend:
         token = _inside_rank.set(True)
+        recorder.begin_program(_name_of(fn))
         try:
             result = fn(backend, *args)
+            recorder.end_program()
         except SystemExit as exiting:
             if exiting.code not in (None, 0):
                 raise
@@ -48,6 +51,12 @@ def run_rank(fn: Callable[..., Any], backend: Backend, args: Sequence[Any]) -> A
     if ending is not None:
         raise ending
     return result
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    """What to call a rank's function."""
+    name = getattr(fn, "__name__", "main")
+    return name if str(name).isidentifier() else "main"
 
 
 def become(fn: Callable[..., Any], args: Sequence[Any], place: RankPlace, config: Config) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,14 @@ from support.cases import NOT_MPI, bodies, jobs
 from support.spmd import meet, run
 
 import fsdpcore as fc
+from fsdpcore.core.clock import WALL
 from fsdpcore.diagnostics.status import Status
 
 # Nearly all of the time they wait.
 pytestmark = pytest.mark.side_by_side(16)
 # Time for every rank to begin a call after a meeting, with all cores busy.
 PATIENCE = 1.0
+MODULE = re.escape(Path(__file__).name)
 ONES = np.ones(3)
 
 
@@ -80,18 +84,25 @@ def in_different_order(backend: fc.Backend) -> None:
 
 
 def long_computation(backend: fc.Backend) -> None:
-    """A rank that computes, and never lets go of the interpreter for long, is called busy."""
+    """A rank that computes, and never lets go of the interpreter for long, says where it is."""
     backend.barrier()
     meet()
     if backend.rank == 0:
         message = _times_out(backend.barrier)
         _check(message, "rank 1 is missing: finished barrier #1", "busy elsewhere since")
-        meet()
-        return
+        inner, outer = (rf"faults/{MODULE}:\d+ in {name}" for name in ("_", "long_computation"))
+        stack = rf"since \(at {inner}count, called from {outer}[,)]"
+        if backend.root.clock is WALL:  # in virtual time nobody computes while others wait
+            assert re.search(stack, message), message
+    else:
+        _count()
+    meet()
+
+
+def _count() -> None:
     end, number = time.monotonic() + PATIENCE + 1.0, 0
     while time.monotonic() < end:
         number += 1
-    meet()
 
 
 def slow_to_answer(backend: fc.Backend) -> None:
@@ -116,10 +127,12 @@ def left_early(backend: fc.Backend) -> None:
     backend.barrier()
     meet()  # or who is slow to see that all have come to the barrier hears of the end in it
     if backend.rank == 1:
+        backend.root.recorder.end_program()  # as launch does
         backend.close()
     else:
         error = expect(fc.PeerFailedError, fc.all_reduce, ONES, backend)
-        check_words(error, "rank 1 has left the job")
+        check_words(error, "rank 1 has left the job (it has returned from ", " waits in all_reduce")
+        check_words(error, "all_reduce #2 of all ranks")
         assert error.rank == 1
     meet()
 
