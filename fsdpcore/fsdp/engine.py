@@ -196,8 +196,17 @@ class FSDP:
 
         Args:
             divisor: the gradients, summed over ranks and backward passes, are divided by it, with
-                every strategy; by default the number of ranks, so that they are the mean over
-                ranks. With the tokens of all ranks they are the mean over tokens.
+                every strategy. By default it is the number of ranks: the gradients are the mean
+                over ranks, and the sum over passes. With the number of tokens of all ranks and
+                passes they are the mean over tokens. For the mean over M passes of each rank it is
+                M times the number of ranks, not M.
+
+        Example::
+
+            with engine.step(divisor=M * backend.world_size) as step:   # M microbatches
+                for x, y in microbatches:
+                    train_one(step, x, y)     # forward and backward of all units
+                step.update()
 
         Raises:
             ArgumentError: a divisor that is no positive number.

@@ -18,6 +18,7 @@ from fsdpcore.launch.blas import blas_limit
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.environment import meeting_hint
 from fsdpcore.launch.failure_report import is_consequence, report
+from fsdpcore.launch.printing import print_lines
 
 _inside_rank: ContextVar[bool] = ContextVar("inside_rank", default=False)
 
@@ -69,6 +70,7 @@ def become(fn: Callable[..., Any], args: Sequence[Any], place: RankPlace, config
 
 def join(place: RankPlace, config: Config) -> Transport:
     """Become rank ``place.rank``; an error of the meeting says how its address came about."""
+    print_lines()
     try:
         return config.transport_class.join(place, config)
     except RendezvousError as error:
