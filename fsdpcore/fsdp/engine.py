@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -465,11 +466,31 @@ class FSDP:
         return measure(self._model, self._pool, self._memory.window_bytes)
 
     def __repr__(self) -> str:
-        sharded = ", in a window" if self.windowed else ""
+        units, ranks = len(self.units), self.backend.world_size
+        window = ", in a window" if self.windowed else ""
         return (
-            f"<FSDP {self.strategy.name!r} of {len(self.units)} units{sharded}, after {self.steps} "
-            f"steps, on {self.backend!r}>"
+            f"<FSDP of {units} unit{'s' * (units != 1)}, {_elements(self):,} parameters: "
+            f"{self.strategy.name} over {ranks} rank{'s' * (ranks != 1)}{window}, "
+            f"{_optimizers(self)}, step {self.steps}, on {self.backend!r}>"
         )
+
+
+def _elements(engine: FSDP) -> int:
+    """Of all parameters; a box counts as the whole that it is cut from."""
+    return sum(
+        math.prod(unit.boxes[param.name].whole) if param.name in unit.boxes else param.size
+        for unit in engine._model.units
+        for part in unit.flat_parameters
+        for param in part.layout.params
+    )
+
+
+def _optimizers(engine: FSDP) -> str:
+    given = engine._model.optimizers
+    if given is None:
+        return "no optimizer"
+    found = (each for unit in engine.units for each in given.of_unit(unit.name).values())
+    return " and ".join(dict.fromkeys(type(each).__name__ for each in found)) or "nothing trained"
 
 
 def check_idle(engine: FSDP, what: str) -> None:
