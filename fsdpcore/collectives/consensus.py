@@ -12,6 +12,7 @@ The calls of a collective are compared by its messages, see ``agreement``. Whoev
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ _KINDS: tuple[type[FsdpcoreError], ...] = (
     CheckpointNotFoundError,
     CheckpointError,
 )
+_ON_RANKS = re.compile(r"\(on ranks? [^()]*\)$")
 _MOST = 2000  # characters of a text; all ranks hold those of all
 
 _T = TypeVar("_T")
@@ -171,8 +173,9 @@ def _common(
     texts = []
     said = grouped([text for *_, text in failed], [rank for rank, *_ in failed])
     for text, ranks in in_short(said):
-        everywhere = len(ranks) == backend.world_size
-        texts.append(text if everywhere else f"{text} (on {name_ranks(ranks)})")
+        # An error of some of the ranks, which these have agreed on before, has said it.
+        said_already = len(ranks) == backend.world_size or _ON_RANKS.search(text)
+        texts.append(text if said_already else f"{text} (on {name_ranks(ranks)})")
     return _made(min(kind for _, kind, _ in failed), f"{what}: {'; '.join(texts)}", ending)
 
 

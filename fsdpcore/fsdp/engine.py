@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -201,8 +202,17 @@ class FSDP:
 
         Args:
             divisor: the gradients, summed over ranks and backward passes, are divided by it, with
-                every strategy; by default the number of ranks, so that they are the mean over
-                ranks. With the tokens of all ranks they are the mean over tokens.
+                every strategy. By default it is the number of ranks: the gradients are the mean
+                over ranks, and the sum over passes. With the number of tokens of all ranks and
+                passes they are the mean over tokens. For the mean over M passes of each rank it is
+                M times the number of ranks, not M.
+
+        Example::
+
+            with engine.step(divisor=M * backend.world_size) as step:   # M microbatches
+                for x, y in microbatches:
+                    train_one(step, x, y)     # forward and backward of all units
+                step.update()
 
         Raises:
             ArgumentError: a divisor that is no positive number.
@@ -536,11 +546,31 @@ class FSDP:
         return measure(self._model, self._pool, self._memory.window_bytes)
 
     def __repr__(self) -> str:
-        sharded = ", in a window" if self.windowed else ""
+        units, ranks = len(self.units), self.backend.world_size
+        window = ", in a window" if self.windowed else ""
         return (
-            f"<FSDP {self.strategy.name!r} of {len(self.units)} units{sharded}, after {self.steps} "
-            f"steps, on {self.backend!r}>"
+            f"<FSDP of {units} unit{'s' * (units != 1)}, {_elements(self):,} parameters: "
+            f"{self.strategy.name} over {ranks} rank{'s' * (ranks != 1)}{window}, "
+            f"{_optimizers(self)}, step {self.steps}, on {self.backend!r}>"
         )
+
+
+def _elements(engine: FSDP) -> int:
+    """Of all parameters; a box counts as the whole that it is cut from."""
+    return sum(
+        math.prod(unit.boxes[param.name].whole) if param.name in unit.boxes else param.size
+        for unit in engine._model.units
+        for part in unit.flat_parameters
+        for param in part.layout.params
+    )
+
+
+def _optimizers(engine: FSDP) -> str:
+    given = engine._model.optimizers
+    if given is None:
+        return "no optimizer"
+    found = (each for unit in engine.units for each in given.of_unit(unit.name).values())
+    return " and ".join(dict.fromkeys(type(each).__name__ for each in found)) or "nothing trained"
 
 
 def check_idle(engine: FSDP, what: str) -> None:

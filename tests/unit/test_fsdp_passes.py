@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from support.fsdp_steps import (
     STRATEGIES,
     is_clean,
@@ -408,3 +411,34 @@ def test_an_error_that_is_caught_inside_the_step_may_be_tried_again(strategy, wi
         assert is_clean(engine)
 
     launch(body)
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.parametrize("text", [README.read_text(), fc.FSDP.step.__doc__], ids=["README", "help"])
+@pytest.mark.parametrize("synchronising", [True, False])
+def test_what_texts_say_of_microbatches_gives_the_mean_of_all(text, synchronising):
+    """The divisor that is told, and the division of the loss, against all on one rank."""
+    told = set(re.findall(r"engine\.step\((divisor=[^.)][^)]*)\)", text))
+    assert told, "the text tells no divisor"
+    M, ranks = 3, 2
+    rows = np.random.default_rng(0).normal(size=(ranks, M, 5)).astype(np.float32)
+
+    def body(backend, options, divided):
+        unit = fc.Unit("u", {"w": np.zeros(5, np.float32)})
+        engine = fc.FSDP([unit], backend, optimizer=fc.optim.SGD(lr=1.0))
+        with engine.step(**eval(f"dict({options})", {"M": M, "backend": backend})) as step:
+            for number, row in enumerate(rows[backend.rank]):
+                late = synchronising or number == M - 1
+                with nullcontext() if late else step.no_sync():
+                    with step.forward("u"):
+                        pass
+                    with step.backward("u") as (_, grads):
+                        grads["w"] = row / divided
+            step.update()
+        return engine.state_dict(full=True)["u.w"]
+
+    for options, divided in (*((each, 1) for each in told), ("", np.float32(M))):
+        for found in launch(lambda backend, o=options, d=divided: body(backend, o, d), ranks):
+            assert_allclose(-found, rows.mean((0, 1)), rtol=1e-5, atol=1e-6)

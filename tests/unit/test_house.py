@@ -50,7 +50,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"engine"},
     ),
     "fsdpcore.launch": (
-        {"addresses", "exec_rank", "failure_report", "secret", "supervision"},
+        {"addresses", "exec_rank", "failure_report", "printing", "secret", "supervision"},
         {"environment", "endpoints"},
         {"config"},
         {"blas"},

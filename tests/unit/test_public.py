@@ -221,7 +221,8 @@ def test_repr_says_what_it_is_in_a_line():
 
 
 def _engine(backend):
-    unit = fc.Unit("a", {"w": np.ones((4, 2), np.float32)})
+    params = {"w": np.ones((4, 2), np.float32), "v": np.ones(2000, np.float32)}
+    unit = fc.Unit("a", params, frozen="v")
     texts = [repr(unit)]
     engine = fc.FSDP([unit], backend, optimizer=fc.optim.SGD(lr=0.1), window=False)
     texts.append(repr(engine))
@@ -243,10 +244,11 @@ def _engine(backend):
 
 def test_repr_of_an_engine_says_how_far_it_is():
     for rank, found in enumerate(spmd.run_on(SimBackend, _engine, world_size=2)):
-        name, sharded = "<FSDP 'full_shard' of 1 units, after", "<Unit 'a' sharded, gradients none>"
+        name, sharded = "<FSDP of 1 unit, 2,008 parameters:", "<Unit 'a' sharded, gradients none>"
+        name += " full_shard over 2 ranks, SGD, step"
         assert found == [
             sharded,
-            f"{name} 0 steps, on <SimBackend sim rank {rank} of 2>>",
+            f"{name} 0, on <SimBackend sim rank {rank} of 2>>",
             "<Step: training step, not entered>",
             "<Step: training step, open>",
             "<Step: training step, inside the context of unit 'a'>",
@@ -254,7 +256,7 @@ def test_repr_of_an_engine_says_how_far_it_is():
             "<Step: training step, updated>",
             "<Step: training step, ended>",
             sharded,
-            f"{name} 1 steps, on <SimBackend sim rank {rank} of 2, closed>>",
+            f"{name} 1, on <SimBackend sim rank {rank} of 2, closed>>",
         ]
 
 

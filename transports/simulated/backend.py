@@ -27,7 +27,6 @@ from fsdpcore.core.errors import (
     CommunicationError,
     ConfigError,
     MissingDependencyError,
-    PeerFailedError,
 )
 from fsdpcore.core.policy import Policy
 from fsdpcore.core.wildcard import ANY_NUMBER
@@ -268,7 +267,7 @@ class SimBackend(Transport):
         """Raise if this rank is broken or ``peer`` has left; under the receiver's lock."""
         self.check_usable()
         if how := self._how_gone(peer):
-            raise PeerFailedError(f"rank {peer.rank} {how}", peer.rank)
+            raise self.missed(peer.rank, how)
 
     def _how_gone(self, peer: SimBackend) -> str:
         """In which way a rank has left, as far as this one can know; empty if it has not."""
@@ -300,6 +299,9 @@ class SimBackend(Transport):
 
     def departed(self, rank: int) -> bool:
         return bool(self._how_gone(self._world[rank]))
+
+    def has_returned(self, rank: int) -> bool:
+        return self._world[rank].recorder.returned
 
     def _tell(self, error: CommunicationError) -> None:
         if isinstance(self._failure, InjectedCrash):
@@ -335,7 +337,7 @@ class SimBackend(Transport):
         with self.inbox.lock:
             senders = {send.backend for send in self.inbox.table.messages() if not send.finished}
         for sender in senders:
-            sender.fail(self._parting(), tell=True)
+            sender.fail(sender.missed(self.rank, self.gone), tell=True)
 
     def _take_leave(self, peer: SimBackend) -> None:
         """Let a peer's receives fail that wait for this rank, once it can know that it is gone."""
@@ -347,13 +349,9 @@ class SimBackend(Transport):
             waits = table.awaits(self.rank) or (died and table.open_channels())
             lonely = peer.lonely(table.open_channels())
         if waits:
-            peer.fail(self._parting(), tell=True)
+            peer.fail(peer.missed(self.rank, self.gone), tell=True)
         elif lonely is not None:
             peer.fail(lonely, tell=True)
-
-    def _parting(self) -> PeerFailedError:
-        """What ranks are told that wait for this one, which is gone."""
-        return PeerFailedError(f"rank {self.rank} {self.gone}", self.rank)
 
 
 def refused(send: PostedSend, receive: PostedReceive) -> bool:

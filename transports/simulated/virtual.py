@@ -136,7 +136,7 @@ class VirtualBackend(SimBackend):
                 if receive is not None:
                     self._move(send, receive)
             elif not send.finished:
-                sender.fail(self._parting(), tell=True)
+                sender.fail(sender.missed(self.rank, self.gone), tell=True)
         if sender.gone and not self._wire.under_way(sender.rank, self.rank):
             sender._take_leave(self)
 

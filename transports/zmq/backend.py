@@ -271,6 +271,9 @@ class ZmqBackend(Transport):
         peer = self.control.peers.get(rank)
         return peer is not None and peer.closed_or_failed
 
+    def has_returned(self, rank: int) -> bool:
+        return rank in self.control.watch.returned
+
     def _tell(self, error: CommunicationError) -> None:
         with self.lock:
             self.control.say_failed(error)

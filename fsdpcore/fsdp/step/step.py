@@ -247,7 +247,7 @@ class Step:
 
         They are added to those of the next backward pass of their unit outside of the block, which
         reduces all of them at once: less is sent, and more memory held. For every microbatch
-        but the last.
+        but the last. They are added up, not averaged: see ``divisor`` of ``FSDP.step``.
         """
         if not self._synchronising:
             raise StateError("no_sync() inside of no_sync(); one is enough")

@@ -259,7 +259,9 @@ class Unit(UnitDeclaration):
         Args:
             grads: gradients by name, where ``begin_gradients`` was not used; those that are
                 missing count as zeros.
-            divisor: the sum is divided by it; by default the number of ranks, for their mean.
+            divisor: the sum over the ranks is divided by it; by default the number of ranks, for
+                their mean. What is reduced M times before an update is added up: for the mean of
+                all, divide by M times the number of ranks each time.
             async_op: begin only; ``grad_shard`` and ``update`` wait for the end.
 
         Raises:
