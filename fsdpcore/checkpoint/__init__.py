@@ -13,6 +13,7 @@ from fsdpcore.checkpoint.load.distributed import load_distributed, reshard
 from fsdpcore.checkpoint.load.finding import Latest, latest
 from fsdpcore.checkpoint.load.load import Loaded, load
 from fsdpcore.checkpoint.load.read import read
+from fsdpcore.checkpoint.plan.kinds import PerRank
 from fsdpcore.checkpoint.plan.shard_specs import (
     ShardMetadata,
     TensorShardSpec,
@@ -40,6 +41,7 @@ __all__ = [
     "Exported",
     "Latest",
     "Loaded",
+    "PerRank",
     "Problem",
     "Range",
     "Retention",

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,50 +17,22 @@ from fsdpcore.checkpoint.memory.shards import (
     shape_of,
 )
 from fsdpcore.checkpoint.plan.held import HeldArray, held_piece
+from fsdpcore.checkpoint.plan.kinds import StatefulEngine
 from fsdpcore.checkpoint.plan.save_plan import Rows
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.fsdp.state.state import EngineState
 
 
-class StatefulEngine(Protocol):
-    """What ``save`` and ``load`` need of an engine; ``fc.FSDP`` has it."""
-
-    partially_updated: bool
-
-    @property
-    def tensor(self) -> Backend | None:
-        """The ranks with the other boxes of its parameters; None if there are none."""
-
-    @property
-    def everyone(self) -> Backend:
-        """Its ranks and theirs."""
-
-    def state_dict(self, *, optimizer: bool = True) -> EngineState:
-        """Return this rank's part of everything, as views."""
-
-    def writing_state(self, *, optimizer: bool = True) -> AbstractContextManager[EngineState]:
-        """Give this rank's part of everything, to be written in place."""
-
-    def load_info(self, info: Mapping[str, Any]) -> None:
-        """Take over the number of steps, and what else is in ``EngineState.info``."""
-
-
-def is_engine(state: object) -> TypeGuard[StatefulEngine]:
-    """Whether it is an engine, not a mapping."""
-    return hasattr(state, "state_dict") and not isinstance(state, (Mapping, type))
-
-
-def check_ranks(state: object, backend: Backend) -> None:
+def check_ranks(engine: StatefulEngine, backend: Backend) -> None:
     """Raise ArgumentError for an engine of which ranks with the other boxes are not in ``backend``.
 
     A checkpoint without these boxes would not be complete, and loads of theirs could find another.
     """
-    if not is_engine(state) or state.tensor is None:
+    if engine.tensor is None:
         return
-    everyone = state.everyone
+    everyone = engine.everyone
     if everyone.root is not backend.root:
         raise ArgumentError(
             "this engine has a tensor group, and belongs to another job than the backend, which "
@@ -79,34 +48,28 @@ def check_ranks(state: object, backend: Backend) -> None:
         )
 
 
-@dataclass(frozen=True)
-class HeldState:
+class HeldState(NamedTuple):
     """What this rank holds.
 
     Attributes:
         arrays: in plain values.
         sources: the pieces of all arrays, one after the other; views.
-        info: what the engine remembers; empty for a mapping.
     """
 
     arrays: tuple[HeldArray, ...]
     sources: tuple[Array, ...]
-    info: Mapping[str, Any]
 
 
 def holding_of(state: object, device: Device = HOST) -> HeldState:
     """Return what this rank has of a state.
 
     Args:
-        state: an engine, or a mapping from names to arrays, ``ShardedArray``, ``BoxShard``.
+        state: a mapping from names to arrays, ``ShardedArray``, ``BoxShard``.
         device: whose arrays may be in it, beside NumPy's.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: it is none.
     """
-    if is_engine(state):
-        state = state.state_dict()
-    info = dict(state.info) if isinstance(state, EngineState) else {}
     arrays, sources = [], []
     for name, shard in checked_state(state, device).items():
         held = []
@@ -116,7 +79,7 @@ def holding_of(state: object, device: Device = HOST) -> HeldState:
         dtype, shape = _dtype(name, dtype_of(shard)), shape_of(shard)
         check_shape(shape, dtype_of(shard).itemsize, name, ArgumentError)
         arrays.append(HeldArray(name, dtype, shape, tuple(held), replica_of(shard)))
-    return HeldState(tuple(arrays), tuple(sources), info)
+    return HeldState(tuple(arrays), tuple(sources))
 
 
 def _dtype(name: str, dtype: np.dtype[Any]) -> str:

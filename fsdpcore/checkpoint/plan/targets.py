@@ -39,7 +39,12 @@ class TargetMatch:
 
 
 def match(
-    catalog: Catalog, state: Mapping[str, Shard], ties: Mapping[str, str], *, cast: bool
+    catalog: Catalog,
+    state: Mapping[str, Shard],
+    ties: Mapping[str, str],
+    *,
+    stored: Mapping[str, str],
+    cast: bool,
 ) -> TargetMatch:
     """Find the tensor for each array.
 
@@ -47,6 +52,7 @@ def match(
         catalog: of what is stored.
         state: arrays to be filled, by name.
         ties: of the target: for each tied parameter the name of its owner.
+        stored: the same, of the checkpoint.
         cast: values may be rounded to the dtypes of the arrays.
 
     Raises:
@@ -57,7 +63,7 @@ def match(
     missing: list[str] = []
     problems: list[str] = []
     used = np.zeros(len(catalog.tensors), np.uint8)
-    aliases = _Aliases(catalog, ties)
+    aliases = _Aliases(catalog, ties, stored)
     for name, shard in state.items():
         number = catalog.number.get(name)
         if number is None:
@@ -108,10 +114,11 @@ def _safe(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 class _Aliases:
     """Finds arrays of parameters that were tied differently when they were saved."""
 
-    def __init__(self, catalog: Catalog, ties: Mapping[str, str]) -> None:
+    def __init__(
+        self, catalog: Catalog, ties: Mapping[str, str], stored: Mapping[str, str]
+    ) -> None:
         self._number = catalog.number
-        stored = catalog.metadata.info.get("ties")
-        self._stored = stored if isinstance(stored, dict) else {}
+        self._stored = stored
         self._tied: dict[str, list[str]] = {}
         for name, owner in ties.items():
             self._tied.setdefault(owner, []).append(name)
