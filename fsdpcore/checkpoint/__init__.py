@@ -26,7 +26,7 @@ from fsdpcore.checkpoint.save.save import save
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.cleaning import Cleaned, clean
 from fsdpcore.checkpoint.storage.retention import Retention
-from fsdpcore.checkpoint.storage.steps import steps
+from fsdpcore.checkpoint.storage.steps import metrics, steps
 from fsdpcore.core.geometry.boxes import ArrayBox, BoxShard
 from fsdpcore.core.geometry.regions import Box, Range
 
@@ -58,6 +58,7 @@ __all__ = [
     "latest",
     "load",
     "load_distributed",
+    "metrics",
     "read",
     "reshard",
     "rewrite",

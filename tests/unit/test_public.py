@@ -41,7 +41,7 @@ MODULES = {
         ArrayBox AsyncCheckpointer Box BoxShard CheckpointFuture Cleaned Difference Exported Latest
         Loaded PerRank Problem Range Retention Saved ShardMetadata TensorShardSpec Verified clean
         compute_shard_sizes diff export_safetensors flat_shard_metadata import_safetensors latest
-        load load_distributed read reshard rewrite save save_distributed steps verify
+        load load_distributed metrics read reshard rewrite save save_distributed steps verify
     """,
     "fsdpcore.parallel": """
         BlockTraffic ColumnParallelLinear GatherSequence LayerNorm ParallelAttention ParallelBlock

@@ -31,7 +31,8 @@ from fsdpcore.checkpoint.format.nodes import (
 from fsdpcore.checkpoint.memory.shards import Shard
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.contents import array_at, key_parts
-from fsdpcore.checkpoint.plan.kinds import Stateful, StatefulEngine
+from fsdpcore.checkpoint.plan.describe import StatefulEngine
+from fsdpcore.checkpoint.plan.kinds import Stateful
 from fsdpcore.checkpoint.plan.stored_state import StoredState
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError

@@ -8,8 +8,10 @@ from typing import Any
 from fsdpcore.checkpoint.format.generators import Generators
 from fsdpcore.checkpoint.load.step_loader import Loaded as Loaded
 from fsdpcore.checkpoint.load.step_loader import LoadRequest, StepLoader
-from fsdpcore.checkpoint.plan.kinds import Stateful, StatefulEngine
+from fsdpcore.checkpoint.plan.describe import StatefulEngine
+from fsdpcore.checkpoint.plan.kinds import Stateful
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
+from fsdpcore.checkpoint.storage.ranking import Step
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
 
@@ -19,7 +21,7 @@ def load(
     target: StatefulEngine | Stateful | Mapping[str, Any],
     backend: Backend,
     *,
-    step: int | None = None,
+    step: Step = None,
     strict: bool = True,
     optimizer: bool = True,
     cast: bool = False,
@@ -56,9 +58,11 @@ def load(
             share memory. Numbers of ranks and ``PerRank``: see there.
         backend: all ranks that call; with a mesh those of all its axes, the tensor-parallel ones
             included.
-        step: which one, else it is an error; by default the newest that is valid. If the arrays of
-            that turn out to be damaged, the next older one is loaded; but none is passed over that
-            the system cannot read at the moment.
+        step: the number of a step, else it is an error; by default, or "latest", the newest that is
+            valid. If the arrays of that turn out to be damaged, the next older one is loaded; but
+            none is passed over that the system cannot read at the moment. "best:loss" is the one
+            with the smallest of the metrics ``loss``, "best:-accuracy" the one with the largest
+            ``accuracy``; of equal ones the newer. If that is damaged, the next best is loaded.
         strict: names that are missing or unexpected, and elements that are not stored, are an
             error; else they are returned.
         optimizer: False leaves optimizer state, number of steps and loss scale as they are.

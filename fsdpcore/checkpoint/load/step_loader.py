@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpcore.checkpoint.format.generators import Generators, restore, states_of
 from fsdpcore.checkpoint.load.batches import LoadBatch, planned
-from fsdpcore.checkpoint.load.finding import Finder, Which, chosen_step
+from fsdpcore.checkpoint.load.finding import Finder, chosen_step, goes_on
 from fsdpcore.checkpoint.load.finding_together import SharedCandidate, find_together
 from fsdpcore.checkpoint.load.gaps import Gaps, check_info
 from fsdpcore.checkpoint.load.leaves import Fitted, Stored
@@ -32,7 +32,8 @@ from fsdpcore.checkpoint.plan.targets import (
     match,
 )
 from fsdpcore.checkpoint.storage.opening import StoragePath
-from fsdpcore.checkpoint.storage.steps import Skipped, StepName
+from fsdpcore.checkpoint.storage.ranking import Step
+from fsdpcore.checkpoint.storage.steps import Skipped, StepName, Which
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.collectives import all_reduce
 from fsdpcore.collectives.consensus import LocalAttempt, agree
@@ -89,7 +90,7 @@ class Loaded:
 class LoadRequest:
     """The arguments of ``load``."""
 
-    step: int | None
+    step: Step
     strict: bool
     optimizer: bool
     cast: bool
@@ -365,7 +366,7 @@ class StepLoader:
         try:
             agree(self._backend, f"load of {found.name}", error, timeout=self._timeout)
         except CheckpointError as agreed:
-            if self._which is None and isinstance(agreed, CorruptCheckpointError):
+            if goes_on(self._which) and isinstance(agreed, CorruptCheckpointError):
                 return str(agreed)
             raise type(agreed)(f"{agreed}. {_TORN}") from agreed
         return None

@@ -25,8 +25,8 @@ from fsdpcore.checkpoint.load.leaves import (
 )
 from fsdpcore.checkpoint.memory.shards import Shard
 from fsdpcore.checkpoint.plan.contents import check_depth, check_key, check_root, own_path, shard_of
-from fsdpcore.checkpoint.plan.describe import check_ranks
-from fsdpcore.checkpoint.plan.kinds import PerRank, is_engine, kind_of
+from fsdpcore.checkpoint.plan.describe import check_ranks, is_engine
+from fsdpcore.checkpoint.plan.kinds import PerRank, kind_of
 from fsdpcore.checkpoint.plan.stored_state import StoredState
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ArgumentError

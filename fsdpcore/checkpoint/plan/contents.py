@@ -13,8 +13,8 @@ from fsdpcore.checkpoint.format import random_states
 from fsdpcore.checkpoint.format.nodes import PER_RANK, Node, Path, name_of, scalar_node, tag_of
 from fsdpcore.checkpoint.format.strict_json import encode
 from fsdpcore.checkpoint.memory.shards import Shard
-from fsdpcore.checkpoint.plan.describe import check_ranks
-from fsdpcore.checkpoint.plan.kinds import PerRank, Stateful, is_engine, kind_of
+from fsdpcore.checkpoint.plan.describe import check_ranks, is_engine
+from fsdpcore.checkpoint.plan.kinds import PerRank, Stateful, kind_of
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import Device

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
@@ -17,22 +19,50 @@ from fsdpcore.checkpoint.memory.shards import (
     shape_of,
 )
 from fsdpcore.checkpoint.plan.held import HeldArray, held_piece
-from fsdpcore.checkpoint.plan.kinds import StatefulEngine
 from fsdpcore.checkpoint.plan.save_plan import Rows
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.fsdp.state.state import EngineState
 
 
-def check_ranks(engine: StatefulEngine, backend: Backend) -> None:
+class StatefulEngine(Protocol):
+    """What ``save`` and ``load`` need of an engine; ``fc.FSDP`` has it."""
+
+    partially_updated: bool
+
+    @property
+    def tensor(self) -> Backend | None:
+        """The ranks with the other boxes of its parameters; None if there are none."""
+
+    @property
+    def everyone(self) -> Backend:
+        """Its ranks and theirs."""
+
+    def state_dict(self, *, optimizer: bool = True) -> EngineState:
+        """Return this rank's part of everything, as views."""
+
+    def writing_state(self, *, optimizer: bool = True) -> AbstractContextManager[EngineState]:
+        """Give this rank's part of everything, to be written in place."""
+
+    def load_info(self, info: Mapping[str, Any]) -> None:
+        """Take over the number of steps, and what else is in ``EngineState.info``."""
+
+
+def is_engine(value: object) -> TypeGuard[StatefulEngine]:
+    """Whether it is an engine, not an object with a state of any other kind."""
+    return hasattr(value, "writing_state") and not isinstance(value, (Mapping, type))
+
+
+def check_ranks(state: object, backend: Backend) -> None:
     """Raise ArgumentError for an engine of which ranks with the other boxes are not in ``backend``.
 
     A checkpoint without these boxes would not be complete, and loads of theirs could find another.
     """
-    if engine.tensor is None:
+    if not is_engine(state) or state.tensor is None:
         return
-    everyone = engine.everyone
+    everyone = state.everyone
     if everyone.root is not backend.root:
         raise ArgumentError(
             "this engine has a tensor group, and belongs to another job than the backend, which "

@@ -4,40 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 
 from fsdpcore.checkpoint.format.random_states import kind_of as generator_kind
-from fsdpcore.comm.backend import Backend
+from fsdpcore.checkpoint.plan.describe import is_engine
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import is_foreign, library_of
 from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.fsdp.state.state import EngineState, ShardedArray
-
-
-class StatefulEngine(Protocol):
-    """What ``save`` and ``load`` need of an engine; ``fc.FSDP`` has it."""
-
-    partially_updated: bool
-
-    @property
-    def tensor(self) -> Backend | None:
-        """The ranks with the other boxes of its parameters; None if there are none."""
-
-    @property
-    def everyone(self) -> Backend:
-        """Its ranks and theirs."""
-
-    def state_dict(self, *, optimizer: bool = True) -> EngineState:
-        """Return this rank's part of everything, as views."""
-
-    def writing_state(self, *, optimizer: bool = True) -> AbstractContextManager[EngineState]:
-        """Give this rank's part of everything, to be written in place."""
-
-    def load_info(self, info: Mapping[str, Any]) -> None:
-        """Take over the number of steps, and what else is in ``EngineState.info``."""
 
 
 class Stateful(Protocol):
@@ -114,11 +90,6 @@ def kind_of(value: object) -> Kind:
     if generator_kind(value) is not None:
         return "generator"
     return "stateful" if is_stateful(value) else ""
-
-
-def is_engine(value: object) -> TypeGuard[StatefulEngine]:
-    """Whether it is an engine, not an object with a state of any other kind."""
-    return hasattr(value, "writing_state") and not isinstance(value, (Mapping, type))
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:

@@ -43,8 +43,8 @@ def match(
     state: Mapping[str, Shard],
     ties: Mapping[str, str],
     *,
-    stored: Mapping[str, str],
     cast: bool,
+    stored: Mapping[str, str] | None = None,
 ) -> TargetMatch:
     """Find the tensor for each array.
 
@@ -52,8 +52,8 @@ def match(
         catalog: of what is stored.
         state: arrays to be filled, by name.
         ties: of the target: for each tied parameter the name of its owner.
-        stored: the same, of the checkpoint.
         cast: values may be rounded to the dtypes of the arrays.
+        stored: the same as ``ties``, of the checkpoint.
 
     Raises:
         ArgumentError: an array has another shape, another dtype, or is read-only.
@@ -63,7 +63,7 @@ def match(
     missing: list[str] = []
     problems: list[str] = []
     used = np.zeros(len(catalog.tensors), np.uint8)
-    aliases = _Aliases(catalog, ties, stored)
+    aliases = _Aliases(catalog, ties, stored or {})
     for name, shard in state.items():
         number = catalog.number.get(name)
         if number is None:

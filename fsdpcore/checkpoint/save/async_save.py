@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 
 from fsdpcore.checkpoint.format.generators import Generators
 from fsdpcore.checkpoint.memory.staging import Staging
-from fsdpcore.checkpoint.plan.kinds import Stateful, StatefulEngine
+from fsdpcore.checkpoint.plan.describe import StatefulEngine
+from fsdpcore.checkpoint.plan.kinds import Stateful
 from fsdpcore.checkpoint.save.commit import PreparedSave
 from fsdpcore.checkpoint.save.saver import Saver
 from fsdpcore.checkpoint.save.step_folder import Saved

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdpcore.checkpoint.format.generators import Generators
-from fsdpcore.checkpoint.plan.kinds import Stateful, StatefulEngine
+from fsdpcore.checkpoint.plan.describe import StatefulEngine
+from fsdpcore.checkpoint.plan.kinds import Stateful
 from fsdpcore.checkpoint.save.saver import Saver, refuse
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
