@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.ckpt_resume import on_other_ranks, stopped_and_whole
+from support.spmd import run
 
 import fsdpcore as fc
 from fsdpcore.checkpoint import PerRank, load, save
@@ -177,5 +179,120 @@ def test_all_kinds_come_back_bit_for_bit(tmp_path: Path, background: bool) -> No
         expected = state_at(backend, 3)
         expected["python"].gauss(0, 1)
         assert words(loaded.state) == words(expected)
+
+    on(2, main)
+
+
+@pytest.mark.parametrize("transport", ["sim", "zmq"])
+def test_a_training_goes_on_bit_for_bit(tmp_path: Path, transport: str) -> None:
+    folder = str(tmp_path / "run")
+    jobs = run(stopped_and_whole, transport=transport, world_size=2, args=(folder,))
+    for stopped, whole, _ in jobs:
+        assert stopped == whole
+    assert jobs[0][0]["dropout"] != jobs[1][0]["dropout"]
+    # On other ranks: what was equal is so, and each generator draws what no other does.
+    ranks = run(on_other_ranks, transport=transport, world_size=3, args=(folder,))
+    own = [words.pop("dropout") for words in ranks]
+    assert own[:2] == [at_three.pop("dropout") for *_, at_three in jobs]
+    assert len({*own}) == 3
+    assert all(words == jobs[0][2] for words in ranks)
+
+
+# What does not fit.
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("epoch", lambda rank: {"epoch": 3 + rank // 2}),
+        ("ema/deep/1", lambda rank: {"ema": {"deep": [0, np.full(2, rank // 2)]}}),
+        ("ema/deep", lambda rank: {"ema": {"deep": 2.0} if rank // 2 else {}}),
+        ("rng", lambda rank: {"rng": np.random.default_rng(rank // 2)}),
+        ("list/0", lambda rank: {"list": [True if rank // 2 else 1]}),
+        ("stream", lambda rank: {"stream": Stream(rank // 2, [])}),
+        ("stream/window", lambda rank: {"stream": Stream(1, [float(rank // 2)])}),
+        ("zero", lambda rank: {"zero": np.array(-0.0 if rank // 2 else 0.0)}),
+    ],
+)
+def test_what_differs_between_ranks_is_refused(tmp_path: Path, name: str, make: Any) -> None:
+    text = same_error(
+        3, fc.MismatchError, lambda backend: save(tmp_path, make(backend.rank), backend, step=1)
+    )
+    assert repr(name) in text
+    assert "rank 2" in text
+    assert "PerRank" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_ranks_own_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    def own(rank: int) -> Any:
+        return {"rng": np.random.default_rng(rank), "name": f"rank {rank}", "a": np.full(rank, 9)}
+
+    def main(backend: fc.Backend) -> None:
+        state = {
+            "own": PerRank(own(backend.rank)),
+            "rng": PerRank(np.random.default_rng(backend.rank)),
+        }
+        save(tmp_path, state, backend, step=1)
+
+    on(3, main)
+
+    def fewer(backend: fc.Backend) -> None:
+        target = {"own": PerRank(own(backend.rank)), "rng": PerRank(None)}
+        target["own"].value["a"][...] = 0
+        target["own"].value["name"] = ""
+        state = load(tmp_path, target, backend).state
+        assert words(state["own"]) == words(own(backend.rank))
+        assert words(state["rng"]) == words(np.random.default_rng(backend.rank))
+
+    on(2, fewer)
+
+    def more(backend: fc.Backend) -> None:
+        rank = backend.rank
+        rng = np.random.default_rng(99)
+        target = {"own": PerRank(own(min(rank, 2)), default="none"), "rng": PerRank(rng)}
+        state = load(tmp_path, target, backend).state
+        assert (state["own"] == "none") == (rank > 2)
+        bits = np.random.PCG64(rank % 3)
+        fresh = np.random.Generator(bits.jumped() if rank > 2 else bits)
+        assert state["rng"] is rng
+        assert words(rng) == words(fresh)
+        every = load(tmp_path, {"own": PerRank(every=True), "rng": PerRank(None)}, backend).state
+        assert [words(each) for each in every["own"]] == [words(own(each)) for each in range(3)]
+
+    on(4, more)
+    text = same_error(
+        4,
+        fc.ArgumentError,
+        lambda backend: load(tmp_path, {"own": PerRank(None), "rng": PerRank(None)}, backend),
+    )
+    assert "'own' was saved by 3 ranks, each its own, and rank 3 has none" in text
+
+
+MISFITS: dict[str, tuple[Any, str]] = {
+    "a number": (3, "'rng' is a random generator, Generator, in the checkpoint"),
+    "another kind": (random.Random(), "'rng' is a Random, but what was saved is a Generator"),
+    "other bits": (np.random.Generator(np.random.MT19937()), "is a MT19937"),
+    "an object": (Stream(1, []), "'rng' is a random generator"),
+    "per rank": (PerRank(None), "without PerRank"),
+    "an array": (np.zeros(2), "missing in the checkpoint are 'rng'"),
+}
+
+
+def test_nothing_is_changed_if_anything_does_not_fit(tmp_path: Path) -> None:
+    def main(backend: fc.Backend) -> None:
+        save(tmp_path, state_at(backend, 2), backend)
+        target = state_at(backend, 1)
+        del target["rng"]
+        for bad, text in MISFITS.values():
+            rng = bad if backend.rank == 1 else np.random.default_rng(1)
+            with pytest.raises(fc.ArgumentError) as found:
+                load(tmp_path, {**target, "rng": rng}, backend)
+            assert text in str(found.value)
+            assert "Nothing was changed on any rank" in str(found.value)
+            assert backend.rank == 1 or words(rng) == words(np.random.default_rng(1))
+        expected = state_at(backend, 1)
+        del expected["rng"]
+        assert words(target) == words(expected)
 
     on(2, main)

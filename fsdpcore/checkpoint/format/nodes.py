@@ -103,6 +103,11 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         yield from leaves(each, (*path, key))
 
 
+def is_plain(node: Node) -> bool:
+    """Whether it is the node of a plain value, or of containers of them."""
+    return all(tag_of(leaf) in ("", "int", "float") for _, leaf in leaves(node))
+
+
 def arrays_in(node: Node, path: Path) -> Iterator[str]:
     """Give the names of the arrays of a node, but for those of engines and of ranks' own values."""
     for where, leaf in leaves(node, path):
@@ -184,6 +189,8 @@ def what_is(node: Node) -> str:
     }
     if tag == "generator":
         return f"is a random generator, {node[1]}, in the checkpoint"
+    if children(node) is not None and not is_plain(node):
+        return "has more in it than plain values in the checkpoint"
     return f"is {words.get(tag, f'a {tag}' if tag else short(node))} in the checkpoint"
 
 

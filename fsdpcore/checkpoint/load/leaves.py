@@ -21,6 +21,8 @@ from fsdpcore.checkpoint.format.nodes import (
     Path,
     arrays_in,
     check_makeable,
+    children,
+    is_plain,
     leaves,
     name_of,
     tag_of,
@@ -37,6 +39,7 @@ from fsdpcore.checkpoint.plan.stored_state import StoredState
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import library_of
+from fsdpcore.core.trees import branch
 from fsdpcore.fsdp.state.state import EngineState
 
 Missing = Set[str]
@@ -226,11 +229,15 @@ class GeneratorLeaf(Leaf):
 
 
 class ValueLeaf(Leaf):
-    """A plain value, in place of which comes what was saved; None takes anything."""
+    """A plain value, in place of which comes what was saved; None takes anything.
+
+    A list of plain values is one, too: the one that was saved may be longer.
+    """
 
     def fit(self, stored: Stored) -> Fitted:
         for node in stored.state.find(self.path):
-            if self.value is not None and tag_of(node) not in ("", "int", "float"):
+            one = branch(self.value) is None
+            if self.value is not None and not (is_plain(node) and one == (children(node) is None)):
                 raise self._refuse(node)
             return built(node, self.path, stored, lambda value: value, self.value)
         return self._missing()

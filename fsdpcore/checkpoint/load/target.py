@@ -32,6 +32,9 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.trees import Branch, branch
 
+_AS_ONE = (list, tuple)
+"""What is loaded as one value if all in it is plain: what was saved may be longer."""
+
 
 class Planted(NamedTuple):
     """A container of the target.
@@ -225,7 +228,16 @@ def _planted(value: Any, path: Path, backend: Backend) -> Planted | Leaf:
         check_key(key, path)
     pairs = zip(found.keys, found.children, strict=True)
     parts = tuple(_planted(child, (*path, key), backend) for key, child in pairs)
+    if path and type(value) in _AS_ONE and all(_is_value(part) for part in parts):
+        return ValueLeaf(path, value)
     return Planted(value, found, parts)
+
+
+def _is_value(part: Planted | Leaf) -> bool:
+    """Whether it is a plain value, or a dict of them."""
+    if isinstance(part, Planted):
+        return type(part.value) is dict and all(map(_is_value, part.parts))
+    return isinstance(part, ValueLeaf) and part.value is not None
 
 
 def _engine_leaf(value: Any, path: Path, backend: Backend) -> EngineLeaf:
