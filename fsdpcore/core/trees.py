@@ -21,7 +21,8 @@ class Branch(NamedTuple):
     """A container.
 
     Attributes:
-        kind: what it is; "object" for what has its children by names, such as a dataclass.
+        kind: what it is; "object" for what has its children by names: dataclasses, named tuples,
+            what JAX knows.
         keys: of the children: keys of a mapping, positions in a sequence, names of fields.
         children: what is in it.
         make: makes such a container with other children, as many of them. It leaves this one as it
@@ -43,8 +44,10 @@ def branch(value: object) -> Branch | None:
     if isinstance(value, list):
         return Branch("list", tuple(range(len(value))), tuple(value), lambda new: _list(value, new))
     if isinstance(value, tuple):
-        keys = getattr(value, "_fields", None) or tuple(range(len(value)))
-        return Branch("tuple", keys, tuple(value), lambda new: _tuple(value, new))
+        names = getattr(value, "_fields", None)
+        kind: Kind = "tuple" if names is None else "object"
+        keys = tuple(range(len(value))) if names is None else names
+        return Branch(kind, keys, tuple(value), lambda new: _tuple(value, new))
     if isinstance(value, type):
         return None
     return _registered(value) or _dataclass(value)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import random
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +176,29 @@ def test_not_strict_leaves_what_was_not_saved(tmp_path: Path) -> None:
     on(1, main)
 
 
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Holder:
+    """An object whose state is what it was given."""
+
+    state: Any
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "a set": ({1}, "'x' is a builtins.set"),
     "a subclass": ([1, type("Int", (int,), {})()], "'x/1' is a"),
     "a key": ({1.5: 2}, "'x' has the key 1.5"),
     "a nest": (PerRank({"y": PerRank(1)}), "'x/rank_0/y' is a PerRank inside of a PerRank"),
     "a part": (PerRank(fc.checkpoint.BoxShard((2,), (0,), np.ones(2))), "inside of a PerRank"),
+    "an object in a state": (Holder({"s": [Pair(1, 2)]}), "'x/s/0' is a Pair inside of what state"),
     "all of them": (PerRank(every=True), "which only load takes"),
     "too much": ("x" * (17 << 20), "16777216"),
     "too much of its own": (PerRank("x" * (2 << 20)), "1048576"),

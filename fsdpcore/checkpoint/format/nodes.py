@@ -7,7 +7,7 @@ A node is one of these; what stands in a list begins with a word::
     ["list", node, ...]             a list
     ["tuple", node, ...]            a tuple
     ["map", [[key, node], ...]]     a dict with other keys: integers
-    ["object", {"name": node, ...}] a dataclass, or what JAX's users have registered
+    ["object", {"name": node, ...}] a dataclass, a named tuple, what JAX's users have registered
     ["int", "0x1f..."]              an integer that JSON does not carry
     ["float", "nan"]                nan, inf, -inf
     ["array", library]              an array: numpy, jax, torch, scalar (of NumPy), shard

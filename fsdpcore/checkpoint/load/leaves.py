@@ -30,6 +30,7 @@ from fsdpcore.checkpoint.format.nodes import (
     what_is,
     wrapped_key,
 )
+from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.memory.shards import Shard
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.contents import array_at, key_parts
@@ -191,8 +192,13 @@ class KeyLeaf(Leaf):
 
     def fit(self, stored: Stored) -> Fitted:
         for node in stored.state.find(self.path):
-            if node != ["key", self._implementation]:
+            if tag_of(node) != "key":
                 raise self._refuse(node)
+            if node[1] != self._implementation:
+                raise ArgumentError(
+                    f"{self.name!r:.80} is a key of {self._implementation}, but what was saved is "
+                    f"one of {short(node[1])}"
+                )
             return Fitted(self._finish, self.arrays, used=(self.name,))
         return self._missing()
 

@@ -179,10 +179,7 @@ class _Taker:
         check_depth(path)
         kind = kind_of(value)
         if self._inside and kind in self._refused:
-            raise ArgumentError(
-                f"{name_of(path)!r:.80} is a {type(value).__name__} inside of {self._inside}, "
-                "where there can be none"
-            )
+            raise self._refusal(value, path)
         if kind in ("engine", "state"):
             return self.engine(value, path)
         if kind == "per rank":
@@ -204,6 +201,12 @@ class _Taker:
             return ["array", library if library in ("jax", "torch", "scalar") else "numpy"]
         return self._container(value, path)
 
+    def _refusal(self, value: Any, path: Path) -> ArgumentError:
+        return ArgumentError(
+            f"{name_of(path)!r:.80} is a {type(value).__name__} inside of {self._inside}, "
+            "where there can be none"
+        )
+
     def _container(self, value: Any, path: Path) -> Node:
         found = branch(value)
         if found is None:
@@ -215,6 +218,8 @@ class _Taker:
         if found.kind in ("list", "tuple"):
             return [found.kind, *(node for _, node in nodes)]
         if found.kind == "object":
+            if "stateful" in self._refused:
+                raise self._refusal(value, path)
             return ["object", {str(key): node for key, node in nodes}]
         if all(type(key) is str for key, _ in nodes):
             return dict(nodes)
