@@ -10,12 +10,13 @@ from xxhash import xxh3_128
 
 from fsdpcore.checkpoint.format.nodes import leaves, name_of, tag_of
 from fsdpcore.checkpoint.format.strict_json import encode, short
-from fsdpcore.checkpoint.memory.fetching import fetched
+from fsdpcore.checkpoint.memory.fetching import WINDOW_BYTES
 from fsdpcore.checkpoint.memory.shards import Shard
 from fsdpcore.checkpoint.plan.contents import Contents
 from fsdpcore.checkpoint.save.writing import chunks
 from fsdpcore.collectives.lines import share_lines
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.array_module import on_host
 from fsdpcore.core.device import Device
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import grouped
@@ -58,9 +59,13 @@ def _array_digest(array: Shard, device: Device) -> str:
 
 
 def _in_pieces(array: Any, device: Device) -> Iterator[memoryview]:
-    for group in fetched([array], device):
-        for part in group:
-            yield from chunks(part)
+    if on_host(array):
+        yield from chunks(array)
+        return
+    flat = device.xp.ascontiguousarray(array).reshape(-1)
+    step = WINDOW_BYTES // flat.itemsize
+    for start in range(0, flat.size, step):
+        yield from chunks(device.to_host(flat[start : start + step]))
 
 
 def check_alike(said: Said, backend: Backend, ending: str) -> None:
