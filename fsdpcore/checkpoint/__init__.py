@@ -4,9 +4,10 @@
 ``latest``, ``read`` and the command ``fsdpcore ckpt`` need no ranks.
 """
 
+from fsdpcore.checkpoint.interchange.dcp.loading import DcpLoaded, load_dcp, read_dcp
 from fsdpcore.checkpoint.interchange.diff import Difference, diff
 from fsdpcore.checkpoint.interchange.export import Exported, export_safetensors
-from fsdpcore.checkpoint.interchange.importing import import_safetensors
+from fsdpcore.checkpoint.interchange.importing import import_dcp, import_safetensors
 from fsdpcore.checkpoint.interchange.rewrite import rewrite
 from fsdpcore.checkpoint.interchange.verify import Problem, Verified, verify
 from fsdpcore.checkpoint.load.distributed import load_distributed, reshard
@@ -36,6 +37,7 @@ __all__ = [
     "BoxShard",
     "CheckpointFuture",
     "Cleaned",
+    "DcpLoaded",
     "Difference",
     "Exported",
     "Latest",
@@ -52,11 +54,14 @@ __all__ = [
     "diff",
     "export_safetensors",
     "flat_shard_metadata",
+    "import_dcp",
     "import_safetensors",
     "latest",
     "load",
+    "load_dcp",
     "load_distributed",
     "read",
+    "read_dcp",
     "reshard",
     "rewrite",
     "save",

@@ -12,10 +12,11 @@ import typer
 from fsdpcore.checkpoint.format.dtypes import named_dtype
 from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import ArraySpec
+from fsdpcore.checkpoint.interchange.dcp.source import is_dcp
 from fsdpcore.checkpoint.interchange.diff import Changed, Difference, Values
 from fsdpcore.checkpoint.interchange.diff import diff as compare
 from fsdpcore.checkpoint.interchange.export import export_safetensors
-from fsdpcore.checkpoint.interchange.importing import import_safetensors
+from fsdpcore.checkpoint.interchange.importing import import_dcp, import_safetensors
 from fsdpcore.checkpoint.interchange.rewrite import rewrite
 from fsdpcore.checkpoint.interchange.verify import Verified
 from fsdpcore.checkpoint.interchange.verify import verify as verify_step
@@ -208,7 +209,10 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[
-        str, typer.Argument(help="A safetensors file, an index, or a folder with them.")
+        str,
+        typer.Argument(
+            help="A safetensors file, an index, a folder with them, or with a PyTorch DCP."
+        ),
     ],
     path: Annotated[str, typer.Argument(help="A folder of steps.")],
     step: Annotated[int, typer.Option(help="Step to give the checkpoint.")] = 0,
@@ -227,12 +231,15 @@ def import_(
     overwrite: _Overwrite = False,
     json: _Json = False,
 ) -> None:
-    """Make a checkpoint of the arrays in safetensors files; an engine loads it without optimizer.
+    """Make a checkpoint of the arrays in safetensors files, or in a distributed one of PyTorch.
+
+    An engine loads it without optimizer. PyTorch is not needed.
 
     Exit codes: 0 done; 1 a file is damaged; 2 wrong usage, or it could not be written.
     """
     with ending(), bar("import") as progress:
-        saved = import_safetensors(
+        imported = import_dcp if is_dcp(source) else import_safetensors
+        saved = imported(
             source,
             path,
             step,
@@ -252,7 +259,10 @@ def import_(
 @app.command("diff")
 def diff(
     one: Annotated[
-        str, typer.Argument(help="A folder of steps, that of one, a .safetensors, or an index.")
+        str,
+        typer.Argument(
+            help="A folder of steps, that of one, a .safetensors, an index, or a PyTorch DCP."
+        ),
     ],
     other: Annotated[str | None, typer.Argument(help="Likewise; by default the same.")] = None,
     step: Annotated[int | None, typer.Option(help="Step of the first.")] = None,
