@@ -11,7 +11,7 @@ import numpy as np
 from fsdpcore.checkpoint.format.generators import states_of
 from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback, opened_step
 from fsdpcore.checkpoint.interchange.selection import Selection
-from fsdpcore.checkpoint.interchange.splitting import by_rank
+from fsdpcore.checkpoint.interchange.splitting import Axes, by_axis, by_rank
 from fsdpcore.checkpoint.interchange.step_writer import StepInfo, StepWriter
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
@@ -24,6 +24,7 @@ def rewrite(
     target: StoragePath,
     world_size: int,
     *,
+    axis: Axes | None = None,
     step: int | None = None,
     names: str | Iterable[str] | None = None,
     overwrite: bool = False,
@@ -34,7 +35,10 @@ def rewrite(
 
     No load needs this: each takes what was saved on any number of ranks. It is for copies that go
     elsewhere, for one file in place of many (``world_size=1``), and for readers that want a file
-    for each rank. Streamed, in less than 64 MiB beyond what the names of all arrays take.
+    for each rank. Streamed, in less than 64 MiB beyond what the names of all arrays take. ::
+
+        rewrite("run", "copy", 4, axis=1)
+        rewrite("run", "copy", 4, axis={"*norm*": None, "*.weight": 1, "*.bias": 0})
 
     Step, info, extra and metrics stay as they are. A generator of a rank that there was not gets
     the state that ``load`` would give it; those of ranks that there are no more are dropped.
@@ -43,6 +47,11 @@ def rewrite(
         path: a folder of steps, or that of one.
         target: another folder of steps.
         world_size: number of ranks; those that would have nothing get no file.
+        axis: cut arrays along this axis, each rank getting ``ceil(extent / world_size)`` of it, the
+            last ones what is left; a negative one counts from the end. Arrays that do not have it
+            are shared flat, as an engine does it, which is the default for all. Or axes by patterns
+            (of the shell) of names, of which the first that fits counts; None, or no pattern, is
+            for flat.
         step: which one; by default the newest that is valid.
         names: patterns (of the shell) of the arrays to take; by default all.
         overwrite: replace the step if ``target`` has it.
@@ -50,7 +59,8 @@ def rewrite(
         progress: called with the bytes that are written and those in all.
 
     Raises:
-        ArgumentError: something makes no sense, or the step is in ``target``.
+        ArgumentError: something makes no sense, the step is in ``target``, or arrays do not have
+            the axis that they are to be cut along.
         CheckpointNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: it is damaged. ``target`` is as it was.
         CheckpointError: it could not be read or written; likewise.
@@ -64,7 +74,8 @@ def rewrite(
             )
         metadata = source.metadata
         taken = Selection(names).of(source)
-        files = by_rank({name: each.array for name, each in taken.items()}, ranks)
+        arrays = {name: each.array for name, each in taken.items()}
+        files = by_rank(arrays, ranks) if axis is None else by_axis(arrays, ranks, axis)
         info = copy.deepcopy(metadata.info)
         if "world_size" in info:
             info["world_size"] = ranks

@@ -104,13 +104,20 @@ def reshard(
     path: _Path,
     target: Annotated[str, typer.Argument(help="Another folder of steps.")],
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.")],
+    axis: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Cut arrays along this axis; PATTERN=AXIS for some (repeatable; the first that "
+            "fits counts; PATTERN=flat for none). By default all are cut flat."
+        ),
+    ] = None,
     step: _Step = None,
     names: _Names = None,
     overwrite: _Overwrite = False,
     threads: _Threads = None,
     json: _Json = False,
 ) -> None:
-    """Write a step anew, as that many ranks would have saved it.
+    """Write a step anew, as that many ranks would have saved it, or cut along axes.
 
     A load takes a checkpoint of any number of ranks; this is for copies that go elsewhere.
 
@@ -121,6 +128,7 @@ def reshard(
             path,
             target,
             ranks,
+            axis=_axes(axis),
             step=step,
             names=names,
             overwrite=overwrite,
@@ -144,7 +152,7 @@ def consolidate(
 
     Exit codes: 0 done; 1 the checkpoint is damaged; 2 wrong usage, or it could not be written.
     """
-    reshard(path, target, 1, step, names, overwrite, threads, json)
+    reshard(path, target, 1, None, step, names, overwrite, threads, json)
 
 
 def _report(saved: Saved, target: str, *, as_json: bool) -> None:
@@ -380,6 +388,28 @@ def _renaming(pairs: list[str] | None, file: Path | None) -> dict[str, str] | No
             raise ArgumentError(f"--rename takes OLD=NEW, got {pair!r}")
         found[old] = new
     return found or None
+
+
+def _axes(given: list[str] | None) -> int | dict[str, int | None] | None:
+    """Return an axis for all arrays, or axes by patterns, from the options."""
+    if not given:
+        return None
+    if len(given) == 1 and "=" not in given[0]:
+        return _axis(given[0], given[0])
+    found: dict[str, int | None] = {}
+    for each in given:
+        pattern, sign, axis = each.rpartition("=")
+        if not sign:
+            raise ArgumentError(f"--axis takes one AXIS, or several of PATTERN=AXIS, got {each!r}")
+        found[pattern] = None if axis == "flat" else _axis(axis, each)
+    return found
+
+
+def _axis(text: str, given: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"--axis takes AXIS or PATTERN=AXIS, got {given!r}") from None
 
 
 def _dtype(name: str | None) -> Any:

@@ -93,10 +93,13 @@ class _Parsed:
                 raise self._wrong(f"{short(name)} is the name of a tensor")
             if isinstance(entry, Instance) and entry.of == BYTES:
                 objects.append(name)
+                items.pop((name, None), None)
                 continue
             array, boxes = self._tensor(name, entry)
             found.arrays[name] = array
             found.chunks[name] = tuple(self._chunks(name, array, boxes, items))
+        for name, _ in items:
+            raise self._wrong(f"it says where {short(name)} is, but not what that is")
         return DcpMetadata(found.arrays, found.chunks, tuple(objects))
 
     def _wrong(self, why: str) -> CorruptCheckpointError:
@@ -208,9 +211,9 @@ class _Parsed:
         items: dict[tuple[str, _Shape | None], Item],
     ) -> Iterator[Chunk]:
         for box in boxes:
+            item = items.pop((name, box.start), None)
             if not box.size:
                 continue
-            item = items.get((name, box.start))
             if item is None:
                 raise self._wrong(f"it does not say where {short(name)} is from {box.start} on")
             # Before anybody has memory for it: a size may say more than there is.
