@@ -20,7 +20,9 @@ from fsdpcore.checkpoint.plan.shard_specs import (
     compute_shard_sizes,
     flat_shard_metadata,
 )
-from fsdpcore.checkpoint.save.async_save import AsyncCheckpointer, CheckpointFuture
+from fsdpcore.checkpoint.save.async_distributed import AsyncDistributedCheckpointer
+from fsdpcore.checkpoint.save.async_save import AsyncCheckpointer
+from fsdpcore.checkpoint.save.background import CheckpointFuture
 from fsdpcore.checkpoint.save.distributed import save_distributed
 from fsdpcore.checkpoint.save.save import save
 from fsdpcore.checkpoint.save.step_folder import Saved
@@ -33,6 +35,7 @@ from fsdpcore.core.geometry.regions import Box, Range
 __all__ = [
     "ArrayBox",
     "AsyncCheckpointer",
+    "AsyncDistributedCheckpointer",
     "Box",
     "BoxShard",
     "CheckpointFuture",
