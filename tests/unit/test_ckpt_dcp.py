@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
 import importlib.util
 import io
 import os
 import pickle
 import shutil
+import sys
+import types
 import zipfile
 from pathlib import Path
 from unittest import mock
@@ -73,7 +76,7 @@ def test_any_region(data):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_strides_of_any_kind(data):
     """A box of an array lies in a file in any order of axes, with gaps."""
     shape = data.draw(shapes().filter(lambda each: np.prod(each) > 0))
@@ -311,6 +314,103 @@ def test_what_the_metadata_cannot_mean(folder):
         read_dcp(folder)
     patched(folder, b"../../x/y.pt", b"__0_0.distcp")
     with pytest.raises(CorruptCheckpointError, match="share bytes of"):
+        read_dcp(folder)
+
+
+class FakeTorch:
+    """Classes with the names of PyTorch's, to write any metadata with."""
+
+    META = "torch.distributed.checkpoint.metadata"
+
+    def __init__(self):
+        self.modules = {}
+
+    def kind(self, module, name, **more):
+        found = type(name, (), {"__module__": module, "__qualname__": name, **more})
+        self.modules.setdefault(module, types.ModuleType(module))
+        return self.modules[module].__dict__.setdefault(name, found)
+
+    def made(self, name, module=META, **state):
+        found = self.kind(module, name)()
+        found.__dict__.update(state)
+        return found
+
+    def size(self, *extents):
+        kind = self.kind("torch", "Size", __reduce__=lambda each: (type(each), (each.extents,)))
+        found = kind()
+        found.extents = extents
+        return found
+
+    def tensor(self, shape, boxes, dtype="float32", module=META):
+        state = (self.kind("torch", dtype), None, False)
+        new = {"__reduce__": lambda each: (copyreg.__newobj__, (type(each),), state)}
+        return self.made(
+            "TensorStorageMetadata",
+            properties=self.kind(module, "TensorProperties", **new)(),
+            size=self.size(*shape),
+            chunks=[
+                self.made("ChunkStorageMetadata", offsets=self.size(*a), sizes=self.size(*b))
+                for a, b in boxes
+            ],
+        )
+
+    def write(self, folder, tensor, length=1000, **more):
+        """A tensor "w", all of whose chunks are in one file, one behind the other."""
+        filesystem = "torch.distributed.checkpoint.filesystem"
+        items = {}
+        for number, chunk in enumerate(tensor.chunks):
+            key = self.made("MetadataIndex", fqn="w", offset=chunk.offsets, index=number)
+            where = {"relative_path": "a.distcp", "offset": number * length, "length": length}
+            items[key] = self.made("_StorageInfo", filesystem, **{**where, **more})
+        whole = self.made("Metadata", state_dict_metadata={"w": tensor}, storage_data=items)
+        with mock.patch.dict(sys.modules, self.modules):
+            (folder / ".metadata").write_bytes(pickle.dumps(whole))
+        with (folder / "a.distcp").open("wb") as file:
+            file.truncate(1000 * len(items))
+
+
+OLDER = "torch.distributed._shard.sharded_tensor.metadata"
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "more", "error", "words"),
+    [
+        ((1 << 40,), [((0,), (1 << 40,))], {}, CorruptCheckpointError, "but only 1000 bytes"),
+        ((4,), [((0,), (4,))], {"length": 1 << 45}, CorruptCheckpointError, "bytes up to"),
+        ((4,), [((0,), (2,))], {}, CheckpointError, "of 'w', 2 of 4 elements were not saved"),
+        ((4,), [((0,), (3,)), ((2,), (2,))], {}, CorruptCheckpointError, "chunks 0 and 1 of 'w'"),
+        ((4,), [((0,), (5,))], {}, CorruptCheckpointError, "of an array of shape"),
+        ((4,), [((0, 0), (4, 1))], {}, CorruptCheckpointError, "needs 1 of each"),
+        ((4,), [((0,), (4,))], {"offset": -1}, CorruptCheckpointError, "1000 bytes at -1"),
+        ((4,), [((0,), (4,))], {"relative_path": ".."}, CorruptCheckpointError, "no plain name"),
+        (
+            *((4,), [((0,), (4,))], {"transform_descriptors": ["zstd"]}),
+            *(ArgumentError, "by way of stream extensions"),
+        ),
+    ],
+)
+def test_metadata_that_cannot_be_read(tmp_path, shape, boxes, more, error, words):
+    torch = FakeTorch()
+    torch.write(tmp_path, torch.tensor(shape, boxes), **{"length": 1000, **more})
+    with pytest.raises(error, match=words):
+        read_dcp(tmp_path)
+
+
+def test_dtypes_that_there_are_not_and_classes_of_older_versions(tmp_path):
+    torch = FakeTorch()
+    torch.write(tmp_path, torch.tensor((4,), [((0,), (4,))], "quint8"))
+    with pytest.raises(ArgumentError, match=r"'w' has the dtype torch\.quint8, which NumPy"):
+        read_dcp(tmp_path)
+    data = np.arange(7, dtype=np.float32).tobytes()
+    archive = torch_archive(tensor_pickle(7, 1), data)
+    torch.write(tmp_path, torch.tensor((2, 3), [((0, 0), (2, 3))], module=OLDER), len(archive))
+    (tmp_path / "a.distcp").write_bytes(archive)
+    assert read_dcp(tmp_path)["w"].tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_a_tensor_that_has_become_something_else(folder):
+    patched(folder, b"model.columns\x94h\r", b"model.columns\x94h\x09")  # a BytesStorageMetadata
+    with pytest.raises(CorruptCheckpointError, match=r"where 'model\.columns' is, but not what"):
         read_dcp(folder)
 
 
