@@ -39,11 +39,11 @@ MODULES = {
     """,
     "fsdpcore.errors": ERRORS,
     "fsdpcore.checkpoint": """
-        ArrayBox AsyncCheckpointer Box BoxShard CheckpointFuture Cleaned Difference Exported Latest
-        Loaded PerRank Problem Range Retention Saved ShardMetadata TensorShardSpec Verified clean
-        compute_shard_sizes diff export_safetensors flat_shard_metadata flat_shard_sizes
-        import_safetensors latest load load_distributed metrics read reshard rewrite save
-        save_distributed steps verify
+        ArrayBox AsyncCheckpointer AsyncDistributedCheckpointer Box BoxShard CheckpointFuture
+        Cleaned DcpLoaded Difference Exported Latest Loaded PerRank Problem Range Retention Saved
+        ShardMetadata TensorShardSpec Verified clean compute_shard_sizes diff export_safetensors
+        flat_shard_metadata flat_shard_sizes import_dcp import_safetensors latest load load_dcp
+        load_distributed metrics read read_dcp reshard rewrite save save_distributed steps verify
     """,
     "fsdpcore.parallel": """
         BlockTraffic ColumnParallelLinear GatherSequence LayerNorm ParallelAttention ParallelBlock

@@ -12,10 +12,11 @@ import typer
 from fsdpcore.checkpoint.format.dtypes import named_dtype
 from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import ArraySpec
+from fsdpcore.checkpoint.interchange.dcp.source import is_dcp
 from fsdpcore.checkpoint.interchange.diff import Changed, Difference, Values
 from fsdpcore.checkpoint.interchange.diff import diff as compare
 from fsdpcore.checkpoint.interchange.export import export_safetensors
-from fsdpcore.checkpoint.interchange.importing import import_safetensors
+from fsdpcore.checkpoint.interchange.importing import import_dcp, import_safetensors
 from fsdpcore.checkpoint.interchange.rewrite import rewrite
 from fsdpcore.checkpoint.interchange.verify import Verified
 from fsdpcore.checkpoint.interchange.verify import verify as verify_step
@@ -116,13 +117,20 @@ def reshard(
     path: _Path,
     target: Annotated[str, typer.Argument(help="Another folder of steps.")],
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.")],
+    axis: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Cut arrays along this axis; PATTERN=AXIS for some (repeatable; the first that "
+            "fits counts; PATTERN=flat for none). By default all are cut flat."
+        ),
+    ] = None,
     step: _Step = None,
     names: _Names = None,
     overwrite: _Overwrite = False,
     threads: _Threads = None,
     json: _Json = False,
 ) -> None:
-    """Write a step anew, as that many ranks would have saved it.
+    """Write a step anew, as that many ranks would have saved it, or cut along axes.
 
     A load takes a checkpoint of any number of ranks; this is for copies that go elsewhere.
 
@@ -133,6 +141,7 @@ def reshard(
             path,
             target,
             ranks,
+            axis=_axes(axis),
             step=step,
             names=names,
             overwrite=overwrite,
@@ -156,7 +165,7 @@ def consolidate(
 
     Exit codes: 0 done; 1 the checkpoint is damaged; 2 wrong usage, or it could not be written.
     """
-    reshard(path, target, 1, step, names, overwrite, threads, json)
+    reshard(path, target, 1, None, step, names, overwrite, threads, json)
 
 
 def _report(saved: Saved, target: str, *, as_json: bool) -> None:
@@ -221,7 +230,10 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[
-        str, typer.Argument(help="A safetensors file, an index, or a folder with them.")
+        str,
+        typer.Argument(
+            help="A safetensors file, an index, a folder with them, or with a PyTorch DCP."
+        ),
     ],
     path: Annotated[str, typer.Argument(help="A folder of steps.")],
     step: Annotated[int, typer.Option(help="Step to give the checkpoint.")] = 0,
@@ -240,12 +252,15 @@ def import_(
     overwrite: _Overwrite = False,
     json: _Json = False,
 ) -> None:
-    """Make a checkpoint of the arrays in safetensors files; an engine loads it without optimizer.
+    """Make a checkpoint of the arrays in safetensors files, or in a distributed one of PyTorch.
+
+    An engine loads it without optimizer. PyTorch is not needed.
 
     Exit codes: 0 done; 1 a file is damaged; 2 wrong usage, or it could not be written.
     """
     with ending(), bar("import") as progress:
-        saved = import_safetensors(
+        imported = import_dcp if is_dcp(source) else import_safetensors
+        saved = imported(
             source,
             path,
             step,
@@ -265,7 +280,10 @@ def import_(
 @app.command("diff")
 def diff(
     one: Annotated[
-        str, typer.Argument(help="A folder of steps, that of one, a .safetensors, or an index.")
+        str,
+        typer.Argument(
+            help="A folder of steps, that of one, a .safetensors, an index, or a PyTorch DCP."
+        ),
     ],
     other: Annotated[str | None, typer.Argument(help="Likewise; by default the same.")] = None,
     step: Annotated[int | None, typer.Option(help="Step of the first.")] = None,
@@ -385,6 +403,28 @@ def _renaming(pairs: list[str] | None, file: Path | None) -> dict[str, str] | No
             raise ArgumentError(f"--rename takes OLD=NEW, got {pair!r}")
         found[old] = new
     return found or None
+
+
+def _axes(given: list[str] | None) -> int | dict[str, int | None] | None:
+    """Return an axis for all arrays, or axes by patterns, from the options."""
+    if not given:
+        return None
+    if len(given) == 1 and "=" not in given[0]:
+        return _axis(given[0], given[0])
+    found: dict[str, int | None] = {}
+    for each in given:
+        pattern, sign, axis = each.rpartition("=")
+        if not sign:
+            raise ArgumentError(f"--axis takes one AXIS, or several of PATTERN=AXIS, got {each!r}")
+        found[pattern] = None if axis == "flat" else _axis(axis, each)
+    return found
+
+
+def _axis(text: str, given: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"--axis takes AXIS or PATTERN=AXIS, got {given!r}") from None
 
 
 def _dtype(name: str | None) -> Any:
