@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.step.step import Step
     from fsdpcore.fsdp.units import initializers
     from fsdpcore.fsdp.units.options import Prefetch
+    from fsdpcore.fsdp.units.param_tree import ParamTree
     from fsdpcore.fsdp.units.precision import LossScale, Precision
     from fsdpcore.fsdp.units.spec import Spec
     from fsdpcore.fsdp.units.special import Tied
@@ -100,6 +101,7 @@ __all__ = [
     "MissingDependencyError",
     "NonFiniteGradientError",
     "Offload",
+    "ParamTree",
     "PeerFailedError",
     "Plan",
     "Precision",
@@ -156,6 +158,7 @@ _LATER = {
     "LossScale": "fsdp.units.precision",
     "MemoryEstimate": "fsdp.plan.estimate",
     "Offload": "fsdp.offload.offload",
+    "ParamTree": "fsdp.units.param_tree",
     "Plan": "fsdp.plan.plan",
     "Precision": "fsdp.units.precision",
     "Prefetch": "fsdp.units.options",

@@ -41,6 +41,18 @@ def leaves(tree: Any, depth: int | None = None) -> Iterator[Any]:
             yield from leaves(item, below)
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether it is an array of NumPy or CuPy."""
+    return array_module(leaf) is not None
+
+
+def without_none(tree: Any) -> Any:
+    """Leave out of dicts, and of dicts in them, what is None; all else comes back as it is."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: without_none(value) for key, value in tree.items() if value is not None}
+
+
 def detached_from(tree: Any, lent: Iterable[Array]) -> Any:
     """Return a nested value with copies of the arrays that lie in memory which is only lent.
 

@@ -17,7 +17,7 @@ from fsdpcore.fsdp.plan.memory import HeldMemory, measure
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import Report
 from fsdpcore.fsdp.sharding.strategy import Strategy
-from fsdpcore.fsdp.state.full import full_params
+from fsdpcore.fsdp.state.full import full_params, full_tree
 from fsdpcore.fsdp.state.load import load_params, load_state
 from fsdpcore.fsdp.state.save import full_state, sharded_state
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress
@@ -28,6 +28,7 @@ from fsdpcore.fsdp.step.step import EngineSteps, Step
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.make_model import make_memory, make_model
 from fsdpcore.fsdp.units.options import EngineOptions, Prefetch
+from fsdpcore.fsdp.units.param_tree import as_units, is_units
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
 
@@ -68,7 +69,9 @@ class FSDP:
             step.update(clip=1.0)
 
     Args:
-        units: in the order of the forward pass. Their parameters are taken over.
+        units: a list of ``Unit`` in the order of the forward pass; their parameters are taken over.
+            Or parameters in nested containers, as a framework has them: a unit for each top-level
+            entry (see ``ParamTree``, which takes other rules).
         backend: the ranks to shard over: all of them, a group, or those of mesh axes.
         strategy: a ``Strategy``, or the name of one.
         optimizer: applied by ``step.update``; may be missing for evaluation only. Also a mapping of
@@ -93,6 +96,7 @@ class FSDP:
 
     Attributes:
         units: in order; verbs can be called on them directly.
+        tree: the ``ParamTree`` that the units were given as; None for a list of units.
         backend, strategy, precision, prefetching, algorithm, offload: as given.
         device: where the arrays are: the host, or this rank's GPU.
         windowed: the parameters are in a window; the same on all ranks that share a copy.
@@ -106,7 +110,7 @@ class FSDP:
 
     def __init__(
         self,
-        units: Iterable[Unit],
+        units: Any,
         backend: Backend,
         *,
         strategy: Strategy | str = "full_shard",
@@ -119,12 +123,12 @@ class FSDP:
         seed: int = 0,
         algorithm: str = "auto",
     ) -> None:
-        if not isinstance(backend, Backend) or not isinstance(units, Iterable):
+        if not isinstance(backend, Backend) or not is_units(units):
             raise ArgumentError(
                 "FSDP takes a list of units, then a backend: FSDP(units, backend); got "
                 f"{type(units).__name__} and {type(backend).__name__}"
             )
-        self.units = tuple(units)
+        self.units, self.tree = as_units(units)
         self.backend = backend
         self.device = backend.device
         options = EngineOptions.of(
@@ -137,7 +141,7 @@ class FSDP:
         self._model = make_model(self.units, backend, options, optimizer, tensor)
         self._memory = make_memory(self._model, self.units, self._pool)
         self.windowed, self.all_windowed = self._memory.windowed, self._memory.all_windowed
-        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory))
+        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory), self.tree)
 
     # Units.
 
@@ -380,6 +384,23 @@ class FSDP:
             StateError: inside of a step, or of another ``full_params``.
         """
         return full_params(self._model, write=write, names=names, unit=unit)
+
+    def full_tree(self, *, to: int | str = "all") -> Any:
+        """Return the parameters nested as the engine got them, for evaluation or export.
+
+        A collective, outside of steps. What is no parameter is in its place, too.
+
+        Args:
+            to: the rank of ``backend`` that gets the tree, the others get None; "all" for all.
+
+        Returns:
+            The tree, with whole arrays of NumPy at full precision, which belong to the caller.
+
+        Raises:
+            StateError: the engine was made of a list of units; or as ``state_dict``.
+            ArgumentError: there is no such rank.
+        """
+        return full_tree(self._model, self.tree, to)
 
     def update_shards(self, shards: Mapping[str, Array]) -> None:
         """Replace this rank's shards of some units; a collective, outside of steps.

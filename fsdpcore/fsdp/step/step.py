@@ -16,6 +16,7 @@ from fsdpcore.fsdp.step.step_state import NO_BACKWARD, StepState, check_written
 from fsdpcore.fsdp.step.update import apply_update
 from fsdpcore.fsdp.step.whole import Whole, WholeGradients
 from fsdpcore.fsdp.units.gradients import check_divisor
+from fsdpcore.fsdp.units.param_tree import ParamTree
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import Gradients, ScopedParams
@@ -33,11 +34,13 @@ class EngineSteps:
 
     Attributes:
         executor: of their passes.
+        tree: that the engine was made of.
         open: the one that was entered and not left; there is one at most.
     """
 
-    def __init__(self, executor: StepExecutor) -> None:
+    def __init__(self, executor: StepExecutor, tree: ParamTree | None) -> None:
         self.executor = executor
+        self.tree = tree
         self.open: Step | None = None
 
 
@@ -175,7 +178,8 @@ class Step:
         For a function of the whole model: it takes as much memory as the model. It is a forward and
         a backward pass of every unit. At the end of the body units are freed one after the other,
         the last one first, while their gradients are reduced, or kept inside ``no_sync``. In an
-        evaluation there are no gradients. ::
+        evaluation there are no gradients. Where the engine was made of a tree, parameters and
+        gradients are nested like that. ::
 
             with engine.step() as step:
                 with step.whole() as (params, grads):
@@ -191,7 +195,8 @@ class Step:
         state.check_entering("whole()")
         for unit in units:
             check_written(unit)
-        given = WholeGradients(units, "" if self.training else NO_BACKWARD)
+        tree = self._steps.tree
+        given = WholeGradients(units, "" if self.training else NO_BACKWARD, tree)
         params: dict[str, dict[str, Array]] = {}
         state.whole = executor.stats.whole = True
         for unit in units:
@@ -200,7 +205,7 @@ class Step:
             for unit in units:
                 executor.gather(unit, "forward")
             params.update((unit.name, dict(unit.params)) for unit in units)
-            yield Whole(params, given)
+            yield Whole(params if tree is None else tree.build(params), given)
             if self.training:
                 given.copy_aliases_of({unit.name: dict(unit.params) for unit in units})
                 self._clear(params)
