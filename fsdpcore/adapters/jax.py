@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdpcore.adapters.jax_host import Lent, has_jax_arrays, import_jax, on_host, to_numpy
+from fsdpcore.adapters.jax_host import Lent, has_jax_arrays, to_numpy
 from fsdpcore.adapters.jax_passes import (
     Backward,
     Ended,
@@ -50,6 +50,7 @@ from fsdpcore.adapters.layers import Initials, as_initials, initials, of_tree
 from fsdpcore.adapters.trees import is_array, without_none
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_callable
+from fsdpcore.core.jax_host import import_jax, on_host
 from fsdpcore.core.skeleton import Skeleton
 
 __all__ = ["fold_in", "layer", "loss", "loss_and_grads"]
@@ -224,9 +225,13 @@ def loss_and_grads(
 def fold_in(key: Any, *numbers: int) -> Any:
     """Return a random key for each step and rank: ``fold_in(key, engine.steps, backend.rank)``.
 
-    It is ``jax.random.fold_in`` with one number after the other. After a resume it is the same, and
-    nothing of it has to be saved. With the number of a row in place of the rank, ``jax.vmap`` over
-    the rows, results do not depend on the number of ranks.
+    After a resume it is the same, and nothing of it has to be saved.
+
+    Args:
+        key: the job's, the same on all ranks.
+        *numbers: folded into it by ``jax.random.fold_in``, one after the other. With the number of
+            a row in place of the rank, ``jax.vmap`` over the rows, results do not depend on the
+            number of ranks.
     """
     jax = import_jax()
     for number in numbers:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.jax_host import import_jax
 from fsdpcore.adapters.layers import OfTree
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.jax_host import import_jax
 
 Function = Callable[..., Any]
 

@@ -10,13 +10,14 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
-from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.optim.groups import Given
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.plan.make_plan import Sync
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import Report
 from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.state.averaged import averaged
 from fsdpcore.fsdp.state.full import full_params, full_tree
 from fsdpcore.fsdp.state.load import load_params, load_state
 from fsdpcore.fsdp.state.save import full_state, sharded_state
@@ -76,7 +77,9 @@ class FSDP:
         strategy: a ``Strategy``, or the name of one.
         optimizer: applied by ``step.update``; may be missing for evaluation only. Also a mapping of
             patterns of parameter names to optimizers, of which the first that fits is taken:
-            ``{"*.bias": AdamW(lr=1e-3, weight_decay=0.0), "*": AdamW(lr=1e-3)}``.
+            ``{"*.bias": AdamW(lr=1e-3, weight_decay=0.0), "*": AdamW(lr=1e-3)}``. A transformation
+            of optax that is elementwise is taken as it is, see ``fc.optim.Optax``; those of PyTorch
+            are given as ``fc.optim.Torch(torch.optim.AdamW, lr=1e-3)``.
         precision: dtypes of computation and reduction; by default those of the parameters.
         prefetch: a ``Prefetch``, or how many units to gather ahead; 0 for nothing in the
             background. In a window there is nothing to fetch.
@@ -114,7 +117,7 @@ class FSDP:
         backend: Backend,
         *,
         strategy: Strategy | str = "full_shard",
-        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        optimizer: Given | None = None,
         precision: Precision | None = None,
         prefetch: Prefetch | int = 1,
         window: bool = True,
@@ -238,6 +241,29 @@ class FSDP:
         finally:
             for unit in self.units:
                 unit.reshard()
+
+    def averaged(self, kind: str | None = None) -> AbstractContextManager[None]:
+        """Have an average of the weights in the place of the weights, for a ``with`` block.
+
+        All ranks enter and leave it, outside of steps. Each exchanges its shards, so that nothing
+        is sent and no memory is taken. In the block: evaluation, ``full_params()``, ``full_tree()``
+        and ``state_dict(optimizer=False)``; no training step, no load, no save of the optimizer.
+
+        Args:
+            kind: "ema" or "mean"; may be left out where the optimizer keeps one of them. Where an
+                average has not begun, or a parameter has none, it stays as it is.
+
+        Raises:
+            StateError: the optimizer keeps none (see ``fc.optim.Average``); or inside of a step,
+                of ``full_params``, or of another ``averaged``.
+            ArgumentError: it keeps none of this kind; or both, and ``kind`` is missing.
+
+        Example::
+
+            with engine.averaged(), engine.evaluation() as step:
+                ...
+        """
+        return averaged(self._model, kind)
 
     # State.
 

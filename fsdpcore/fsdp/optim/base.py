@@ -66,6 +66,9 @@ class Optimizer(ABC):
     takes_boxes: ClassVar[bool] = False
     """Whether ``update_pieces`` understands pieces of a box; does not matter if elementwise."""
 
+    takes_lr: ClassVar[bool] = True
+    """Whether ``lr`` of an update may replace its learning rate."""
+
     lr: float | Schedule
 
     def __post_init__(self) -> None:

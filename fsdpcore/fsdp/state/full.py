@@ -89,6 +89,8 @@ def full_params(
     chosen = _chosen(model, names, unit)
     what = f"full_params(write={write})"
     model.status.check_idle(what)
+    if write:
+        model.status.check_own(what)
     hashed = hex_digest(repr(chosen).encode(), 8)
     barrier(model.groups.everyone, label=f"{what} of {len(chosen)} parameters, {hashed}")
     model.status.full_params_open = True

@@ -70,6 +70,8 @@ class Step:
     def __enter__(self) -> Step:
         state = self._state
         state.check_first()
+        if self.training:
+            self._model.status.check_own("a training step")
         # An evaluation keeps nothing for a backward pass.
         self._executor.begin(state.forwards if self.training else Counter())
         self._steps.open = self
@@ -289,7 +291,10 @@ class Step:
             clip_value = as_positive(clip_value, "clip_value", infinite=True)
             if clip is not None:
                 raise ArgumentError("clip by norm, or by clip_value, but not by both")
-        lr = None if lr is None else as_finite(lr, "lr", minimum=0.0)
+        if lr is not None:
+            lr = as_finite(lr, "lr", minimum=0.0)
+            if self._model.optimizers is not None:
+                self._model.optimizers.check_takes_lr()
         self._state.check_update(self._model.units)
         self._state.updated = True  # also if it is skipped, or raises: nothing is left to apply
         norm, self.skipped = apply_update(

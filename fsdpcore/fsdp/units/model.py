@@ -28,12 +28,14 @@ class EngineStatus:
         partially_updated: an update was left half done, for instance by an interrupt.
         full_params_open: inside of ``full_params``.
         in_step: inside of a step.
+        averaged: averages are in the place of the weights.
     """
 
     steps: int = 0
     partially_updated: bool = False
     full_params_open: bool = False
     in_step: bool = False
+    averaged: bool = False
 
     def check_whole(self) -> None:
         """Raise StateError if an update was left half done, and nothing was loaded since."""
@@ -41,6 +43,14 @@ class EngineStatus:
             raise StateError(
                 "an update was left half done, so that some parameters are newer than others; load "
                 "a whole state (load_state_dict) before you go on"
+            )
+
+    def check_own(self, what: str) -> None:
+        """Raise StateError where averages are in the place of the weights that ``what`` needs."""
+        if self.averaged:
+            raise StateError(
+                f"{what} inside of averaged(), where the parameters are averages of the weights; "
+                "leave that first"
             )
 
     def check_idle(self, what: str) -> None:
