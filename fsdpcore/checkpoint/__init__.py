@@ -13,6 +13,7 @@ from fsdpcore.checkpoint.load.distributed import load_distributed, reshard
 from fsdpcore.checkpoint.load.finding import Latest, latest
 from fsdpcore.checkpoint.load.load import Loaded, load
 from fsdpcore.checkpoint.load.read import read
+from fsdpcore.checkpoint.plan.kinds import PerRank
 from fsdpcore.checkpoint.plan.shard_specs import (
     ShardMetadata,
     TensorShardSpec,
@@ -25,7 +26,7 @@ from fsdpcore.checkpoint.save.save import save
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.cleaning import Cleaned, clean
 from fsdpcore.checkpoint.storage.retention import Retention
-from fsdpcore.checkpoint.storage.steps import steps
+from fsdpcore.checkpoint.storage.steps import metrics, steps
 from fsdpcore.core.geometry.boxes import ArrayBox, BoxShard
 from fsdpcore.core.geometry.regions import Box, Range
 
@@ -40,6 +41,7 @@ __all__ = [
     "Exported",
     "Latest",
     "Loaded",
+    "PerRank",
     "Problem",
     "Range",
     "Retention",
@@ -56,6 +58,7 @@ __all__ = [
     "latest",
     "load",
     "load_distributed",
+    "metrics",
     "read",
     "reshard",
     "rewrite",

@@ -39,9 +39,9 @@ MODULES = {
     "fsdpcore.errors": ERRORS,
     "fsdpcore.checkpoint": """
         ArrayBox AsyncCheckpointer Box BoxShard CheckpointFuture Cleaned Difference Exported Latest
-        Loaded Problem Range Retention Saved ShardMetadata TensorShardSpec Verified clean
+        Loaded PerRank Problem Range Retention Saved ShardMetadata TensorShardSpec Verified clean
         compute_shard_sizes diff export_safetensors flat_shard_metadata import_safetensors latest
-        load load_distributed read reshard rewrite save save_distributed steps verify
+        load load_distributed metrics read reshard rewrite save save_distributed steps verify
     """,
     "fsdpcore.parallel": """
         BlockTraffic ColumnParallelLinear GatherSequence LayerNorm ParallelAttention ParallelBlock

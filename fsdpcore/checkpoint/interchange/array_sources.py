@@ -19,6 +19,7 @@ from fsdpcore.checkpoint.memory.shards import Part
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.read_plan import WantedPart, plan_reads
 from fsdpcore.checkpoint.storage.opening import StoragePath
+from fsdpcore.checkpoint.storage.ranking import Step
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
@@ -169,13 +170,13 @@ class StepSource(ArraySource):
 
 @contextmanager
 def opened_step(
-    path: StoragePath, step: int | None = None, threads: int | None = None
+    path: StoragePath, step: Step = None, threads: int | None = None
 ) -> Iterator[StepSource]:
     """Open a checkpoint; nobody removes it until the exit, as far as the storage has locks. Blocks.
 
     Args:
         path: a folder of steps, of which the newest valid one is taken; or that of a step.
-        step: take this one.
+        step: take this one, see ``load``.
         threads: that read.
 
     Raises:

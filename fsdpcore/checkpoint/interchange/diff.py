@@ -18,6 +18,7 @@ from fsdpcore.checkpoint.interchange.array_sources import (
     ProgressCallback,
     opened_step,
 )
+from fsdpcore.checkpoint.interchange.entries import other_entries
 from fsdpcore.checkpoint.interchange.patterns import refuse_idle
 from fsdpcore.checkpoint.interchange.safetensors_source import ENDING, SafetensorsSource
 from fsdpcore.checkpoint.interchange.streaming import ProgressCounter
@@ -62,6 +63,8 @@ class Difference:
         only_one, only_other: names that the other does not have.
         changed: arrays of another dtype or shape.
         values: arrays of other values.
+        entries: names of what is no array, such as numbers and random generators, and differs, or
+            is in one only; what engines remember, such as the number of steps, is not compared.
         compared: how many arrays are in both, with the same dtype and shape.
         nbytes: of these, in one of the two.
     """
@@ -72,11 +75,13 @@ class Difference:
     values: tuple[Values, ...]
     compared: int
     nbytes: int
+    entries: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs, bit for bit."""
-        return not (self.only_one or self.only_other or self.changed or self.values)
+        arrays = self.only_one or self.only_other or self.changed or self.values
+        return not (arrays or self.entries)
 
 
 def diff(
@@ -133,6 +138,7 @@ def diff(
             values,
             len(same),
             nbytes,
+            tuple(chosen(other_entries(first, second), patterns)),
         )
 
 

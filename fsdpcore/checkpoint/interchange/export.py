@@ -20,6 +20,7 @@ from fsdpcore.checkpoint.interchange.safetensors_files import PartialFile, place
 from fsdpcore.checkpoint.interchange.selection import Renaming, SelectedArray, Selection
 from fsdpcore.checkpoint.interchange.streaming import ProgressCounter, WriteBuffer, streamed
 from fsdpcore.checkpoint.storage.opening import StoragePath
+from fsdpcore.checkpoint.storage.ranking import Step
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
 
@@ -54,7 +55,7 @@ def export_safetensors(
     path: StoragePath,
     target: str | os.PathLike[str],
     *,
-    step: int | None = None,
+    step: Step = None,
     names: str | Iterable[str] | None = None,
     optimizer: bool = False,
     rename: Renaming | None = None,

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.checkpoint.format.generators import states_of
+from fsdpcore.checkpoint.format.nodes import leaves, tag_of
 from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback, opened_step
 from fsdpcore.checkpoint.interchange.selection import Selection
 from fsdpcore.checkpoint.interchange.splitting import by_rank
 from fsdpcore.checkpoint.interchange.step_writer import StepInfo, StepWriter
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
+from fsdpcore.checkpoint.storage.ranking import Step
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 
@@ -24,7 +26,7 @@ def rewrite(
     target: StoragePath,
     world_size: int,
     *,
-    step: int | None = None,
+    step: Step = None,
     names: str | Iterable[str] | None = None,
     overwrite: bool = False,
     threads: int | None = None,
@@ -36,14 +38,16 @@ def rewrite(
     elsewhere, for one file in place of many (``world_size=1``), and for readers that want a file
     for each rank. Streamed, in less than 64 MiB beyond what the names of all arrays take.
 
-    Step, info, extra and metrics stay as they are. A generator of a rank that there was not gets
-    the state that ``load`` would give it; those of ranks that there are no more are dropped.
+    Step, values, extra and metrics stay as they are, and so does what each rank has of its own by
+    ``PerRank``: ``load`` gives what it would have given before. Of what ``save`` has as
+    ``generators=`` a rank that there was not gets the state that ``load`` would give it; those of
+    ranks that there are no more are dropped.
 
     Args:
         path: a folder of steps, or that of one.
         target: another folder of steps.
         world_size: number of ranks; those that would have nothing get no file.
-        step: which one; by default the newest that is valid.
+        step: which one, see ``load``; by default the newest that is valid.
         names: patterns (of the shell) of the arrays to take; by default all.
         overwrite: replace the step if ``target`` has it.
         threads: that read.
@@ -66,8 +70,9 @@ def rewrite(
         taken = Selection(names).of(source)
         files = by_rank({name: each.array for name, each in taken.items()}, ranks)
         info = copy.deepcopy(metadata.info)
-        if "world_size" in info:
-            info["world_size"] = ranks
+        for _, node in leaves(info.get("state", ["engine", info])):
+            if tag_of(node) == "engine" and "world_size" in node[1]:
+                node[1]["world_size"] = ranks
         rank_states = spread(metadata.ranks, ranks)
         about = StepInfo(info, metadata.extra, metadata.metrics, rank_states)
         writing = StepWriter(storage, metadata.step, source, taken, overwrite=overwrite)

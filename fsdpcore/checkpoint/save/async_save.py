@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from fsdpcore.checkpoint.format.generators import Generators
-from fsdpcore.checkpoint.memory.shards import State
 from fsdpcore.checkpoint.memory.staging import Staging
 from fsdpcore.checkpoint.plan.describe import StatefulEngine
+from fsdpcore.checkpoint.plan.kinds import Stateful
 from fsdpcore.checkpoint.save.commit import PreparedSave
 from fsdpcore.checkpoint.save.saver import Saver
 from fsdpcore.checkpoint.save.step_folder import Saved
@@ -111,7 +111,7 @@ class AsyncCheckpointer:
 
     def save(
         self,
-        state: StatefulEngine | State,
+        state: StatefulEngine | Stateful | Mapping[str, Any],
         *,
         step: int | None = None,
         extra: Any = None,

@@ -169,6 +169,7 @@ class Commit:
         assert prepared.plan is not None
         files = written_files(prepared.plan, summaries)
         self._nbytes = sum(file.table - file.data_start for file in files)
+        ranks = [rank_state for *_, rank_state in summaries]
         metadata = make_metadata(
             save_id=self._save_id,
             step=prepared.step,
@@ -177,9 +178,9 @@ class Commit:
             files=files,
             arrays=prepared.plan.arrays,
             pieces=prepared.plan.table,
-            info=prepared.info,
+            info=with_own(prepared.info, ranks),
             extra=prepared.extra,
-            ranks=[rank_state for *_, rank_state in summaries],
+            ranks=ranks,
             metrics=prepared.metrics,
         )
         commit(self._storage, self._name.name, metadata)
@@ -199,6 +200,16 @@ class Commit:
                 self._notes += prune(storage, self._retention, protect=(self._name,)).notes()
         except Exception as error:
             self._notes.append(f"old checkpoints could not be removed: {in_words(error)}")
+
+
+def with_own(info: dict[str, Any], ranks: Sequence[Any]) -> dict[str, Any]:
+    """Return what the metadata says of a state, with what each rank has of its own.
+
+    That is taken out of ``ranks``. It belongs to the state: it stays as it is when the checkpoint
+    is written anew for another number of ranks.
+    """
+    own = [each.pop("state", {}) for each in ranks]
+    return {**info, "per_rank": own} if any(own) else info
 
 
 def written_files(plan: SavePlan, summaries: Sequence[Sequence[Any]]) -> list[StoredFile]:

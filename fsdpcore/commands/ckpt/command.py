@@ -41,8 +41,21 @@ _SHORT = {
 }
 
 _Path = Annotated[str, typer.Argument(help="A folder of steps, or that of one.")]
+
+
+def _step_of(text: str) -> int | str:
+    """Read a number, or leave words to ``chosen_step``."""
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
 _Step = Annotated[
-    int | None, typer.Option(help="Which step; by default the newest that is complete.")
+    Any,
+    typer.Option(
+        parser=_step_of,
+        metavar="STEP",
+        help="A number, 'latest', 'best:loss' (the smallest), 'best:-accuracy' (the largest); by "
+        "default the newest that is complete.",
+    ),
 ]
 _Names = Annotated[
     list[str] | None,
@@ -293,6 +306,7 @@ def _lines(found: Difference) -> list[str]:
     for each in found.values:
         gap = "" if each.max_abs is None else f", by at most {each.max_abs:.6g}"
         lines.append(f"{_shown(each.name)}: {each.elements} of {each.size} elements differ{gap}")
+    lines += [f"{_shown(name)}: the values differ" for name in found.entries]
     equal = found.compared - len(found.values)
     return [*lines, f"{equal} arrays are equal; {size(found.nbytes)} compared"]
 
@@ -320,6 +334,7 @@ def _as_dict(found: Difference) -> dict[str, Any]:
         "only_other": list(found.only_other),
         "changed": [changed(each) for each in found.changed],
         "values": [values(each) for each in found.values],
+        "entries": list(found.entries),
         "compared": found.compared,
         "nbytes": found.nbytes,
     }
