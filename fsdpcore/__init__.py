@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.step.step import Step
     from fsdpcore.fsdp.units import initializers
     from fsdpcore.fsdp.units.options import Prefetch
+    from fsdpcore.fsdp.units.param_tree import ParamTree
     from fsdpcore.fsdp.units.precision import LossScale, Precision
     from fsdpcore.fsdp.units.spec import Spec
     from fsdpcore.fsdp.units.special import Tied
@@ -109,6 +110,7 @@ __all__ = [
     "MissingDependencyError",
     "NonFiniteGradientError",
     "Offload",
+    "ParamTree",
     "PeerFailedError",
     "Plan",
     "Precision",
@@ -172,6 +174,7 @@ _LATER = {
     "LossScale": "fsdp.units.precision",
     "MemoryEstimate": "fsdp.plan.estimate",
     "Offload": "fsdp.offload.offload",
+    "ParamTree": "fsdp.units.param_tree",
     "Plan": "fsdp.plan.plan",
     "Precision": "fsdp.units.precision",
     "Prefetch": "fsdp.units.options",

@@ -27,12 +27,14 @@ class Branch(NamedTuple):
         children: what is in it.
         make: makes such a container with other children, as many of them. It leaves this one as it
             is.
+        static: what else is in it, to be compared; for instance sizes that a module was made with.
     """
 
     kind: Kind
     keys: tuple[Any, ...]
     children: tuple[Any, ...]
     make: Callable[[Sequence[Any]], Any]
+    static: Any = None
 
 
 def branch(value: object) -> Branch | None:
@@ -54,7 +56,11 @@ def branch(value: object) -> Branch | None:
 
 
 def map_tree(
-    function: Callable[[tuple[Any, ...], Any], Any], tree: Any, path: tuple[Any, ...] = ()
+    function: Callable[[tuple[Any, ...], Any], Any],
+    tree: Any,
+    path: tuple[Any, ...] = (),
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Return a tree with ``function(path, leaf)`` in place of each leaf, called in their order.
 
@@ -64,12 +70,13 @@ def map_tree(
         function: called with the keys that lead to a leaf, and with the leaf.
         tree: the value.
         path: the keys that lead to it.
+        is_leaf: tells which containers are leaves.
     """
-    found = branch(tree)
+    found = None if is_leaf is not None and is_leaf(tree) else branch(tree)
     if found is None:
         return function(path, tree)
     pairs = zip(found.keys, found.children, strict=True)
-    new = [map_tree(function, child, (*path, key)) for key, child in pairs]
+    new = [map_tree(function, child, (*path, key), is_leaf=is_leaf) for key, child in pairs]
     if all(one is other for one, other in zip(new, found.children, strict=True)):
         return tree
     return found.make(new)
@@ -80,7 +87,8 @@ def _mapping(value: Mapping[Any, Any], keys: Sequence[Any], new: Sequence[Any]) 
     if type(value) is dict or not isinstance(value, dict):
         return items
     made = copy.copy(value)  # which keeps the attributes of a class derived from dict
-    made.update(items)
+    for key, item in items.items():  # the update of a Counter adds
+        made[key] = item
     return made
 
 
@@ -135,7 +143,7 @@ def _registered(value: Any) -> Branch | None:
     pairs, definition = util.tree_flatten_with_path(value, is_leaf=below)
     keys = tuple(_key(path[0]) for path, _ in pairs)
     children = tuple(child for _, child in pairs)
-    return Branch("object", keys, children, definition.unflatten)
+    return Branch("object", keys, children, definition.unflatten, definition)
 
 
 def _key(entry: Any) -> Any:

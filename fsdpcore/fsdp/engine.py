@@ -13,14 +13,15 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
-from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.optim.groups import Given
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.plan.make_plan import Sync
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import Report
 from fsdpcore.fsdp.sharding.strategy import Strategy
-from fsdpcore.fsdp.state.full import full_params
+from fsdpcore.fsdp.state.averaged import averaged
+from fsdpcore.fsdp.state.full import full_params, full_tree
 from fsdpcore.fsdp.state.load import load_params, load_state
 from fsdpcore.fsdp.state.release import release
 from fsdpcore.fsdp.state.save import full_state, sharded_state
@@ -32,6 +33,7 @@ from fsdpcore.fsdp.step.step import EngineSteps, Step
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.make_model import ModelMemory, make_memory, make_model
 from fsdpcore.fsdp.units.options import EngineOptions, Prefetch
+from fsdpcore.fsdp.units.param_tree import as_units, is_units
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit, let_go
 
@@ -72,12 +74,16 @@ class FSDP:
             step.update(clip=1.0)
 
     Args:
-        units: in the order of the forward pass. Their parameters are taken over.
+        units: a list of ``Unit`` in the order of the forward pass; their parameters are taken over.
+            Or parameters in nested containers, as a framework has them: a unit for each top-level
+            entry (see ``ParamTree``, which takes other rules).
         backend: the ranks to shard over: all of them, a group, or those of mesh axes.
         strategy: a ``Strategy``, or the name of one.
         optimizer: applied by ``step.update``; may be missing for evaluation only. Also a mapping of
             patterns of parameter names to optimizers, of which the first that fits is taken:
-            ``{"*.bias": AdamW(lr=1e-3, weight_decay=0.0), "*": AdamW(lr=1e-3)}``.
+            ``{"*.bias": AdamW(lr=1e-3, weight_decay=0.0), "*": AdamW(lr=1e-3)}``. A transformation
+            of optax that is elementwise is taken as it is, see ``fc.optim.Optax``; those of PyTorch
+            are given as ``fc.optim.Torch(torch.optim.AdamW, lr=1e-3)``.
         precision: dtypes of computation and reduction; by default those of the parameters.
         prefetch: a ``Prefetch``, or how many units to gather ahead; 0 for nothing in the
             background. In a window there is nothing to fetch.
@@ -97,6 +103,7 @@ class FSDP:
 
     Attributes:
         units: in order; verbs can be called on them directly.
+        tree: the ``ParamTree`` that the units were given as; None for a list of units.
         backend, strategy, precision, prefetching, algorithm, offload: as given.
         device: where the arrays are: the host, or this rank's GPU.
         windowed: the parameters are in a window; the same on all ranks that share a copy.
@@ -110,11 +117,11 @@ class FSDP:
 
     def __init__(
         self,
-        units: Iterable[Unit],
+        units: Any,
         backend: Backend,
         *,
         strategy: Strategy | str = "full_shard",
-        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        optimizer: Given | None = None,
         precision: Precision | None = None,
         prefetch: Prefetch | int = 1,
         window: bool = True,
@@ -123,12 +130,12 @@ class FSDP:
         seed: int = 0,
         algorithm: str = "auto",
     ) -> None:
-        if not isinstance(backend, Backend) or not isinstance(units, Iterable):
+        if not isinstance(backend, Backend) or not is_units(units):
             raise ArgumentError(
                 "FSDP takes a list of units, then a backend: FSDP(units, backend); got "
                 f"{type(units).__name__} and {type(backend).__name__}"
             )
-        self.units = tuple(units)
+        self.units, self.tree = as_units(units)
         self.backend = backend
         self.device = backend.device
         options = EngineOptions.of(
@@ -141,7 +148,7 @@ class FSDP:
         self._model = make_model(self.units, backend, options, optimizer, tensor)
         self._memory = make_memory(self._model, self.units, self._pool)
         self.windowed, self.all_windowed = self._memory.windowed, self._memory.all_windowed
-        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory))
+        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory), self.tree)
 
     # Units.
 
@@ -325,6 +332,29 @@ class FSDP:
         finally:
             self.reshard()
 
+    def averaged(self, kind: str | None = None) -> AbstractContextManager[None]:
+        """Have an average of the weights in the place of the weights, for a ``with`` block.
+
+        All ranks enter and leave it, outside of steps. Each exchanges its shards, so that nothing
+        is sent and no memory is taken. In the block: evaluation, ``full_params()``, ``full_tree()``
+        and ``state_dict(optimizer=False)``; no training step, no load, no save of the optimizer.
+
+        Args:
+            kind: "ema" or "mean"; may be left out where the optimizer keeps one of them. Where an
+                average has not begun, or a parameter has none, it stays as it is.
+
+        Raises:
+            StateError: the optimizer keeps none (see ``fc.optim.Average``); or inside of a step,
+                of ``full_params``, or of another ``averaged``.
+            ArgumentError: it keeps none of this kind; or both, and ``kind`` is missing.
+
+        Example::
+
+            with engine.averaged(), engine.evaluation() as step:
+                ...
+        """
+        return averaged(self._model, kind)
+
     # State.
 
     @property
@@ -471,6 +501,23 @@ class FSDP:
         """
         return full_params(self._model, write=write, names=names, unit=unit)
 
+    def full_tree(self, *, to: int | str = "all") -> Any:
+        """Return the parameters nested as the engine got them, for evaluation or export.
+
+        A collective, outside of steps. What is no parameter is in its place, too.
+
+        Args:
+            to: the rank of ``backend`` that gets the tree, the others get None; "all" for all.
+
+        Returns:
+            The tree, with whole arrays of NumPy at full precision, which belong to the caller.
+
+        Raises:
+            StateError: the engine was made of a list of units; or as ``state_dict``.
+            ArgumentError: there is no such rank.
+        """
+        return full_tree(self._model, self.tree, to)
+
     def update_shards(self, shards: Mapping[str, Array]) -> None:
         """Replace this rank's shards of some units; a collective, outside of steps.
 
@@ -549,20 +596,10 @@ class FSDP:
         units, ranks = len(self.units), self.backend.world_size
         window = ", in a window" if self.windowed else ""
         return (
-            f"<FSDP of {units} unit{'s' * (units != 1)}, {_elements(self):,} parameters: "
+            f"<FSDP of {units} unit{'s' * (units != 1)}, {self.num_parameters():,} parameters: "
             f"{self.strategy.name} over {ranks} rank{'s' * (ranks != 1)}{window}, "
             f"{_optimizers(self)}, step {self.steps}, on {self.backend!r}>"
         )
-
-
-def _elements(engine: FSDP) -> int:
-    """Of all parameters; a box counts as the whole that it is cut from."""
-    return sum(
-        math.prod(unit.boxes[param.name].whole) if param.name in unit.boxes else param.size
-        for unit in engine._model.units
-        for part in unit.flat_parameters
-        for param in part.layout.params
-    )
 
 
 def _optimizers(engine: FSDP) -> str:

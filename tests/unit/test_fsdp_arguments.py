@@ -37,6 +37,7 @@ def gathered(backend):
     ("make", "message"),
     [
         (lambda b: fc.FSDP([], b), "at least one unit"),
+        (lambda b: fc.FSDP({"u": [1, None]}, b), "no arrays in this dict; .* nested containers"),
         (lambda b: fc.FSDP(["u"], b), "must be Unit objects, got str"),
         (lambda b: engine_of(b, strategy="zero9"), "unknown strategy 'zero9'; known: 'full_shard'"),
         (lambda b: engine_of(b, prefetch=-1), "prefetch .in units. must be at least 0, got -1"),
@@ -52,10 +53,10 @@ def gathered(backend):
         (lambda b: engine_of(b)[fc.Unit("u0", arrays())], "no unit 'u0'"),
         (lambda b: engine_of(b).step(divisor=0), "divisor must be a positive number"),
         (lambda b: fc.FSDP([fc.Unit("a", {}), fc.Unit("a", {})], b), "two units are named 'a'"),
-        (lambda b: fc.FSDP({"u": arrays()}, b), r"got str; make a list .*fc\.Unit\(name, params\)"),
+        (lambda b: fc.FSDP(["u"], b), r"got str; make a list .*fc\.Unit\(name, params\)"),
         (
-            lambda b: fc.Unit("u", {"l0": arrays()}),
-            r"u\.l0 is a dict, and .* flat: name them 'l0\.",
+            lambda b: fc.Unit("u", {"l0": arrays(), "l0.w": np.ones(2)}),
+            r"two parameters of unit 'u' are named 'l0\.w'; rename one",
         ),
         (lambda b: fc.Unit("", {}), "non-empty string"),
         (

@@ -32,9 +32,9 @@ MODULES = {
     "fsdpcore": f"""
         {OPERATIONS} {ERRORS}
         ANY ArrayPiece Backend Batch BoxShard Capabilities Chain EngineState FSDP Layer LayerStack
-        LossScale MemoryEstimate Mesh MessageStatus Offload Plan Precision Prefetch ReduceOp Report
-        ShardedArray ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize Work
-        __version__ adapters checkpoint dump_trace errors fully_shard init initializers launch
+        LossScale MemoryEstimate Mesh MessageStatus Offload ParamTree Plan Precision Prefetch
+        ReduceOp Report ShardedArray ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize
+        Work __version__ adapters checkpoint dump_trace errors fully_shard init initializers launch
         make_plan memory_estimate optim parallel train_step wait_all wait_any
     """,
     "fsdpcore.errors": ERRORS,
@@ -54,13 +54,14 @@ MODULES = {
     "fsdpcore.adapters": "arrays autograd jax",
     "fsdpcore.adapters.arrays": "from_numpy function layer to_numpy",
     "fsdpcore.adapters.autograd": "layer loss loss_and_grads",
-    "fsdpcore.adapters.jax": "layer loss loss_and_grads",
+    "fsdpcore.adapters.jax": "fold_in layer loss loss_and_grads",
     "fsdpcore.initializers": """
         Constant Initializer Normal Ones Uniform Zeros constant normal ones uniform zeros
     """,
     "fsdpcore.optim": """
-        Adafactor Adagrad Adam AdamW Lion Muon NAdam Optimizer OptimizerRange ParamGroups PieceSpec
-        RAdam RMSprop Ranks Reduce SGD Schedule ShardPiece WholeParameterOptimizer
+        Adafactor Adagrad Adam AdamW Average Lion Muon NAdam Optax Optimizer OptimizerRange
+        ParamGroups PieceSpec RAdam RMSprop Ranks Reduce SGD Schedule ShardPiece Torch
+        WholeParameterOptimizer
         elementwise_ranges resolve schedules whole_parameter_specs
     """,
     "fsdpcore.optim.schedules": "Constant Cosine InverseSqrt Linear Schedule Step",
@@ -72,17 +73,18 @@ BACKEND = """
     rank ranks recv root send sendrecv shared_window split sub timeout world_size
 """
 ENGINE = """
-    algorithm all_windowed backend close device evaluation everyone full_params gathered
-    gathered_peak has_pending_prefetch held host_algorithm load_full load_info load_state_dict
-    loss_scale num_parameters offload offload_stats partially_updated plan precision prefetch
-    prefetching release report reshard state_dict stats step steps strategy tensor units unshard
+    algorithm all_windowed averaged backend close device evaluation everyone full_params
+    full_tree gathered gathered_peak has_pending_prefetch held host_algorithm load_full load_info
+    load_state_dict loss_scale num_parameters offload offload_stats partially_updated plan precision
+    prefetch prefetching release report reshard state_dict stats step steps strategy tensor tree
+    units unshard
     update_shards windowed writing_state xp
 """
 UNIT = """
-    begin_gradients device drop_gradients dtype dtypes frozen gathered_bytes grad_shard grad_state
-    has_pending_prefetch ignored keep_gradients layout load name names optimizer_state params
-    reduce_gradients reshard shard shard_rank state ties trainable trained unshard update
-    update_shards valid_size writing
+    begin_gradients build device drop_gradients dtype dtypes frozen gathered_bytes grad_shard
+    grad_state has_pending_prefetch ignored keep_gradients layout load name names
+    optimizer_state params reduce_gradients reshard shard shard_rank split state ties trainable
+    trained unshard update update_shards valid_size writing
 """
 OBJECTS = {
     "engine": ENGINE,

@@ -4,7 +4,10 @@ from fsdpcore.fsdp.optim import schedules
 from fsdpcore.fsdp.optim.adafactor import Adafactor
 from fsdpcore.fsdp.optim.adagrad import Adagrad
 from fsdpcore.fsdp.optim.adam import Adam, AdamW
+from fsdpcore.fsdp.optim.average import Average
 from fsdpcore.fsdp.optim.base import Optimizer
+from fsdpcore.fsdp.optim.from_optax import Optax
+from fsdpcore.fsdp.optim.from_torch import Torch
 from fsdpcore.fsdp.optim.groups import (
     OptimizerRange,
     ParamGroups,
@@ -28,9 +31,11 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Average",
     "Lion",
     "Muon",
     "NAdam",
+    "Optax",
     "Optimizer",
     "OptimizerRange",
     "ParamGroups",
@@ -41,6 +46,7 @@ __all__ = [
     "Reduce",
     "Schedule",
     "ShardPiece",
+    "Torch",
     "WholeParameterOptimizer",
     "elementwise_ranges",
     "resolve",

@@ -69,6 +69,9 @@ class Optimizer(ABC):
     has_owners: ClassVar[bool] = False
     """Whether ``reduce`` of ``update_pieces`` has to be a ``Ranks``; not if elementwise."""
 
+    takes_lr: ClassVar[bool] = True
+    """Whether ``lr`` of an update may replace its learning rate."""
+
     lr: float | Schedule
 
     def __post_init__(self) -> None:

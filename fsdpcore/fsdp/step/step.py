@@ -18,6 +18,7 @@ from fsdpcore.fsdp.step.step_state import NO_BACKWARD, StepState, check_written
 from fsdpcore.fsdp.step.update import Clipping, apply_update, gradient_norm
 from fsdpcore.fsdp.step.whole import Whole, WholeGradients
 from fsdpcore.fsdp.units.gradients import check_divisor
+from fsdpcore.fsdp.units.param_tree import ParamTree
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import Gradients, ScopedParams
@@ -41,11 +42,13 @@ class EngineSteps:
 
     Attributes:
         executor: of their passes.
+        tree: that the engine was made of.
         open: the one that was entered and not left; there is one at most.
     """
 
-    def __init__(self, executor: StepExecutor) -> None:
+    def __init__(self, executor: StepExecutor, tree: ParamTree | None) -> None:
         self.executor = executor
+        self.tree = tree
         self.open: Step | None = None
 
 
@@ -76,6 +79,8 @@ class Step:
     def __enter__(self) -> Step:
         state = self._state
         state.check_first()
+        if self.training:
+            self._model.status.check_own("a training step")
         # An evaluation keeps nothing for a backward pass.
         self._executor.begin(state.forwards if self.training else Counter())
         self._steps.open = self
@@ -185,7 +190,8 @@ class Step:
         For a function of the whole model: it takes as much memory as the model. It is a forward and
         a backward pass of every unit. At the end of the body units are freed one after the other,
         the last one first, while their gradients are reduced, or kept inside ``no_sync``. In an
-        evaluation there are no gradients. ::
+        evaluation there are no gradients. Where the engine was made of a tree, parameters and
+        gradients are nested like that. ::
 
             with engine.step() as step:
                 with step.whole() as (params, grads):
@@ -201,7 +207,8 @@ class Step:
         state.check_entering("whole()")
         for unit in units:
             check_written(unit)
-        given = WholeGradients(units, "" if self.training else NO_BACKWARD)
+        tree = self._steps.tree
+        given = WholeGradients(units, "" if self.training else NO_BACKWARD, tree)
         params: dict[str, dict[str, Array]] = {}
         state.whole = executor.stats.whole = True
         for unit in units:
@@ -210,7 +217,7 @@ class Step:
             for unit in units:
                 executor.gather(unit, "forward")
             params.update((unit.name, dict(unit.params)) for unit in units)
-            yield Whole(params, given)
+            yield Whole(params if tree is None else tree.build(params), given)
             if self.training:
                 given.copy_aliases_of({unit.name: dict(unit.params) for unit in units})
                 self._clear(params)
@@ -394,7 +401,10 @@ class Step:
             clip_value = as_positive(clip_value, "clip_value", infinite=True)
             if clip is not None:
                 raise ArgumentError("clip by norm, or by clip_value, but not by both")
-        lr = None if lr is None else as_finite(lr, "lr", minimum=0.0)
+        if lr is not None:
+            lr = as_finite(lr, "lr", minimum=0.0)
+            if self._model.optimizers is not None:
+                self._model.optimizers.check_takes_lr()
         self._state.check_gradients(self._model.units)
         self._state.updated = True  # also if it is skipped, or raises: nothing is left to apply
         norm, self.skipped = apply_update(

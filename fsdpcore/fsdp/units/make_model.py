@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdpcore.collectives import all_gather
@@ -10,7 +10,7 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.fsdp.offload.offload_store import OffloadFile
 from fsdpcore.fsdp.offload.stores import open_stores
-from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.optim.groups import Given
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.tensor_group import checked_tensor, everyone_of
 from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
@@ -31,7 +31,7 @@ def make_model(
     units: Sequence[Unit],
     backend: Backend,
     options: EngineOptions,
-    optimizer: Optimizer | Mapping[str, Optimizer] | None,
+    optimizer: Given | None,
     tensor: Backend | None,
 ) -> ShardedModel:
     """Lay units out that all ranks have alike, without memory; a collective.

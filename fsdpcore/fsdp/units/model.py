@@ -30,6 +30,7 @@ class EngineStatus:
         partially_updated: an update was left half done, for instance by an interrupt.
         full_params_open: inside of ``full_params``.
         in_step: inside of a step.
+        averaged: averages are in the place of the weights.
         ended: what became of the engine, and what to do; empty while it can be used.
     """
 
@@ -38,6 +39,7 @@ class EngineStatus:
     full_params_open: bool = False
     in_step: bool = False
     ended: str = ""
+    averaged: bool = False
 
     def check_whole(self) -> None:
         """Raise StateError if an update was left half done, and nothing was loaded since."""
@@ -52,6 +54,14 @@ class EngineStatus:
         """Raise StateError, which refuses ``what``, if the engine has ended."""
         if self.ended:
             raise StateError(f"{what} of an engine that {self.ended}")
+
+    def check_own(self, what: str) -> None:
+        """Raise StateError where averages are in the place of the weights that ``what`` needs."""
+        if self.averaged:
+            raise StateError(
+                f"{what} inside of averaged(), where the parameters are averages of the weights; "
+                "leave that first"
+            )
 
     def check_idle(self, what: str) -> None:
         """Raise StateError in a step or in ``full_params``, and once the engine has ended."""
