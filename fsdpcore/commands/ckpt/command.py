@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fsdpcore.checkpoint.format.dtypes import named_dtype
 from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import ArraySpec
 from fsdpcore.checkpoint.interchange.dcp.source import is_dcp
@@ -23,8 +21,8 @@ from fsdpcore.checkpoint.interchange.verify import verify as verify_step
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.cleaning import clean as clean_folder
 from fsdpcore.commands.ckpt.inspect import inspect
+from fsdpcore.commands.ckpt.options import axes_of, nbytes_of, renaming, rounding
 from fsdpcore.commands.ckpt.progress import DIFFERENT, bar, ending, print_json, size
-from fsdpcore.commands.plan import parse_memory
 from fsdpcore.core.errors import ArgumentError
 
 app = typer.Typer(
@@ -32,14 +30,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_SHORT = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp64": "float64",
-    "fp8": "float8_e4m3fn",
-}
 
 _Path = Annotated[str, typer.Argument(help="A folder of steps, or that of one.")]
 
@@ -141,7 +131,7 @@ def reshard(
             path,
             target,
             ranks,
-            axis=_axes(axis),
+            axis=axes_of(axis),
             step=step,
             names=names,
             overwrite=overwrite,
@@ -210,11 +200,11 @@ def export(
             step=step,
             names=names,
             optimizer=optimizer,
-            rename=_renaming(rename, rename_file),
+            rename=renaming(rename, rename_file),
             strip_prefix=strip_prefix,
             add_prefix=add_prefix,
-            dtype=_dtype(dtype),
-            max_shard_size=None if max_shard_size is None else _bytes(max_shard_size),
+            dtype=rounding(dtype),
+            max_shard_size=None if max_shard_size is None else nbytes_of(max_shard_size),
             overwrite=overwrite,
             threads=threads,
             progress=progress,
@@ -265,12 +255,12 @@ def import_(
             path,
             step,
             world_size=ranks,
-            max_file_size=None if max_file_size is None else _bytes(max_file_size),
+            max_file_size=None if max_file_size is None else nbytes_of(max_file_size),
             names=names,
-            rename=_renaming(rename, rename_file),
+            rename=renaming(rename, rename_file),
             strip_prefix=strip_prefix,
             add_prefix=add_prefix,
-            dtype=_dtype(dtype),
+            dtype=rounding(dtype),
             overwrite=overwrite,
             progress=progress,
         )
@@ -382,58 +372,6 @@ def clean(
         if not (done.removed or done.failed):
             typer.echo("there was nothing to remove")
     raise typer.Exit(DIFFERENT if done.failed else 0)
-
-
-def _renaming(pairs: list[str] | None, file: Path | None) -> dict[str, str] | None:
-    """Return new names by old ones from the options."""
-    found: dict[str, str] = {}
-    if file is not None:
-        try:
-            content = json_format.loads(file.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ArgumentError(f"--rename-file {file} cannot be read: {error}") from None
-        if not isinstance(content, dict) or not all(
-            isinstance(each, str) for each in content.values()
-        ):
-            raise ArgumentError(f"--rename-file {file} is no JSON object of names")
-        found |= content
-    for pair in pairs or ():
-        old, sign, new = pair.partition("=")
-        if not sign:
-            raise ArgumentError(f"--rename takes OLD=NEW, got {pair!r}")
-        found[old] = new
-    return found or None
-
-
-def _axes(given: list[str] | None) -> int | dict[str, int | None] | None:
-    """Return an axis for all arrays, or axes by patterns, from the options."""
-    if not given:
-        return None
-    if len(given) == 1 and "=" not in given[0]:
-        return _axis(given[0], given[0])
-    found: dict[str, int | None] = {}
-    for each in given:
-        pattern, sign, axis = each.rpartition("=")
-        if not sign:
-            raise ArgumentError(f"--axis takes one AXIS, or several of PATTERN=AXIS, got {each!r}")
-        found[pattern] = None if axis == "flat" else _axis(axis, each)
-    return found
-
-
-def _axis(text: str, given: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(f"--axis takes AXIS or PATTERN=AXIS, got {given!r}") from None
-
-
-def _dtype(name: str | None) -> Any:
-    return None if name is None else named_dtype(_SHORT.get(name, name), ArgumentError)
-
-
-def _bytes(text: str) -> int:
-    """Read a number of bytes: 5GB, 500MiB, 1000000."""
-    return int(text) if text.isdecimal() else parse_memory(text)
 
 
 def _shown(name: str) -> str:
