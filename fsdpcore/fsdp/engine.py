@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -281,7 +280,7 @@ class FSDP:
         self.units = ()
         self._model = replace(self._model, units=())
         self._memory = ModelMemory(file=None, window_bytes=0, all_windowed=False)
-        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory))
+        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory), None)
         return arrays
 
     # All units at once.

@@ -10,11 +10,12 @@ from fsdpcore.checkpoint.interchange.array_sources import ArraySource, opened_st
 from fsdpcore.checkpoint.interchange.dcp.source import DcpSource, is_dcp
 from fsdpcore.checkpoint.interchange.safetensors_source import ENDING, SafetensorsSource
 from fsdpcore.checkpoint.storage.opening import StoragePath
+from fsdpcore.checkpoint.storage.ranking import Step
 
 
 @contextmanager
 def opened_source(
-    path: StoragePath, step: int | None = None, threads: int | None = None
+    path: StoragePath, step: Step = None, threads: int | None = None
 ) -> Iterator[ArraySource]:
     """Open what is at a path; blocks.
 

@@ -14,7 +14,7 @@ from fsdpcore.checkpoint.memory.fetching import WINDOW_BYTES
 from fsdpcore.checkpoint.memory.shards import Shard
 from fsdpcore.checkpoint.plan.contents import Contents
 from fsdpcore.checkpoint.save.writing import chunks
-from fsdpcore.collectives.lines import share_lines
+from fsdpcore.collectives.objects import all_gather_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.array_module import on_host
 from fsdpcore.core.device import Device
@@ -74,7 +74,7 @@ def check_alike(said: Said, backend: Backend, ending: str) -> None:
     To be called where ``in_one`` differs between ranks. Arrays that ranks have not in common are
     not compared.
     """
-    lines = share_lines(json.dumps(list(said.items())), backend, label="save, what differs")
+    lines = all_gather_object(json.dumps(list(said.items())), backend, label="save, what differs")
     every = [dict(json.loads(line)) for line in lines]
     names = dict.fromkeys(name for each in every for name in each)
     for name in names:

@@ -83,7 +83,7 @@ class Average(Optimizer):
         as_int(self.start, "start of Average (an update, from 1)", minimum=1, error=ConfigError)
         object.__setattr__(self, "optimizer", inner)
         object.__setattr__(self, "lr", inner.lr)
-        for name in ("elementwise", "takes_boxes", "takes_lr"):
+        for name in ("elementwise", "takes_boxes", "has_owners", "takes_lr"):
             object.__setattr__(self, name, getattr(inner, name))
 
     @property
@@ -100,6 +100,10 @@ class Average(Optimizer):
         """See ``Optimizer.state_shapes``."""
         own: dict[str, tuple[int, ...]] = self.optimizer.state_shapes(shape)
         return {**own, **dict.fromkeys(self._averages, tuple(shape))}
+
+    def check_parameter(self, name: str, shape: Sequence[int]) -> None:
+        """See ``Optimizer.check_parameter``."""
+        self.optimizer.check_parameter(name, shape)
 
     def initial_state(self, name: str) -> float:
         """Return the optimizer's, or nan for an average that has not begun."""

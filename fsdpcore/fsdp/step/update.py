@@ -80,6 +80,7 @@ def gradient_norm(
         clipping.clip(norm, limit)
     return norm
 
+
 _TO_DO = (
     "Leave the step without update, lower the learning rate, or pass update(skip_nonfinite=True); "
     "float16 needs Precision(loss_scale=LossScale())"
