@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING
 
 from fsdpcore.collectives import Batch, all_reduce_many
 from fsdpcore.collectives.batch.coalesce import coalesce
+from fsdpcore.collectives.metrics import average_metrics
+from fsdpcore.collectives.objects import (
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    recv_object,
+    scatter_object,
+    send_object,
+)
 from fsdpcore.collectives.operations.table import *  # noqa: F403
 from fsdpcore.collectives.operations.table import __all__ as _operations
 from fsdpcore.comm.backend import Backend, SubBackend
@@ -64,6 +73,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp.step.step import Step
     from fsdpcore.fsdp.units import initializers
     from fsdpcore.fsdp.units.options import Prefetch
+    from fsdpcore.fsdp.units.param_tree import ParamTree
     from fsdpcore.fsdp.units.precision import LossScale, Precision
     from fsdpcore.fsdp.units.spec import Spec
     from fsdpcore.fsdp.units.special import Tied
@@ -100,6 +110,7 @@ __all__ = [
     "MissingDependencyError",
     "NonFiniteGradientError",
     "Offload",
+    "ParamTree",
     "PeerFailedError",
     "Plan",
     "Precision",
@@ -124,13 +135,17 @@ __all__ = [
     "Work",
     "__version__",
     "adapters",
+    "all_gather_object",
     "all_reduce_many",
+    "average_metrics",
+    "broadcast_object",
     "checkpoint",
     "coalesce",
     "data",
     "dump_trace",
     "errors",
     "fully_shard",
+    "gather_object",
     "init",
     "initializers",
     "launch",
@@ -138,6 +153,9 @@ __all__ = [
     "memory_estimate",
     "optim",
     "parallel",
+    "recv_object",
+    "scatter_object",
+    "send_object",
     "train_step",
     "wait_all",
     "wait_any",
@@ -157,6 +175,7 @@ _LATER = {
     "LossScale": "fsdp.units.precision",
     "MemoryEstimate": "fsdp.plan.estimate",
     "Offload": "fsdp.offload.offload",
+    "ParamTree": "fsdp.units.param_tree",
     "Plan": "fsdp.plan.plan",
     "Precision": "fsdp.units.precision",
     "Prefetch": "fsdp.units.options",

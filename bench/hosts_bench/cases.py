@@ -92,6 +92,11 @@ class Scenario:
     slowest: float = 0.0
 
     @property
+    def large(self) -> Case:
+        """By which the rate of the links is found: it takes about half a second."""
+        return Case("all_gather", MIB * max(2, round(16 * self.rate / 1e9)), times=4)
+
+    @property
     def ranks(self) -> int:
         """Of all hosts."""
         return self.hosts * self.per_host
@@ -116,8 +121,8 @@ _SEVERAL = tuple(
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
     for size, times in ((256 << 10, 16), (4 * MIB, 2), (16 * MIB, 1))
 )
-# By which the time of a message is found, and the rate of the links.
-SMALL, LARGE = Case("all_gather", 1 << 10, times=20), Case("all_gather", 2 * MIB, times=4)
+# By which what a byte takes of the processor is found: over links without a limit.
+COPIED = Case("all_gather", 2 * MIB, times=4)
 _FAR = (
     Case(BARRIER, limit=0.023),
     Case("all_reduce", 8, limit=0.023),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from threadpoolctl import threadpool_limits
 import fsdpcore as fc
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.policy import Costs
-from hosts_bench.cases import LARGE, SMALL, Case
+from hosts_bench.cases import COPIED, Case
 from hosts_bench.member import cases_of
 
 # Bytes per second of a reduction, and of memory that the ranks of a host share.
@@ -29,8 +30,8 @@ reduce = "14GB/s"
 memory = "2GB/s"
 """
 _SEGMENT = 1 << 20
-_LONGEST_MESSAGE = 1e-2
-_SLOWED = 0.9, 3.0  # by how much more than plain TCP takes
+# Between which the seconds of a byte are searched for, and by how much more than plain TCP takes.
+_BYTE, _SLOWED = (1e-11, 1e-7), (0.9, 3.0)
 _STEPS = 3
 # Before all ranks have made what they need for a case.
 _LEAD_SECONDS = 10.0
@@ -44,7 +45,10 @@ class Model:
         hosts, per_host: of the ranks.
         rate: bytes per second of a host's link; ``slowest`` is that of the last one.
         latency: seconds from one host to another.
+        burst: bytes that a link lets pass at once; ``slowest_burst`` is that of the last one.
+        cores: of the machine, which its hosts share; 0 if each rank has as many as it needs.
         message: seconds of a rank's processor for a message.
+        copy: bytes per second of messages that a core moves.
         speed: how fast a rank computes, against one that has this machine to itself.
         costs: by which the ranks choose algorithms; None for those of the links.
     """
@@ -54,25 +58,33 @@ class Model:
     rate: float
     latency: float
     slowest: float = 0.0
+    burst: int = 0
+    slowest_burst: int = 0
+    cores: int = 0
     message: float = 0.0
+    copy: float = math.inf
     speed: float = 1.0
     costs: Costs | None = None
 
     @contextlib.contextmanager
     def options(self) -> Iterator[dict[str, Any]]:
         """The arguments of ``launch`` for ranks on them, while the file is there."""
+        each = self.cores // self.hosts  # every host has cores of its own, or all have the same
         text = (
             f"[[level]]\nname = 'host'\nsize = {self.per_host}\nrate = '4GB/s'\n"
-            f"latency = '10us'\n[[level]]\nname = 'switch'\nsize = {self.hosts}\n"
-            f"rate = {self.rate}\nlatency = {self.latency}\n"
+            f"latency = '10us'\ncores = {each}\n"
+            f"[[level]]\nname = 'switch'\nsize = {self.hosts}\nrate = {self.rate}\n"
+            f"latency = {self.latency}\nburst = {self.burst}\n"
+            f"cores = {0 if each else self.cores}\n"
         )
         if self.slowest:
-            text += f"[[link]]\nmember = 'host {self.hosts - 1}'\nrate = {self.slowest}\n"
+            text += f"[[link]]\nmember = 'host {self.hosts - 1}'\n"
+            text += f"rate = {self.slowest}\nburst = {self.slowest_burst}\n"
+        ahead = self._ahead()
+        text += f"[compute]\nmessage = {self.message}\ncopy = {self.copy}\nspeed = {self.speed}\n"
+        text += f"eager = {ahead}\nahead = {ahead}"  # what is no longer than that goes unasked
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "network.toml")
-            ahead = _ahead(self.latency, self.slowest or self.rate)
-            text += f"[compute]\nmessage = {self.message}\nspeed = {self.speed}\n"
-            text += f"eager = {ahead}\nahead = {ahead}"  # what is no longer than that goes unasked
             path.write_text(text + _COMPUTE, encoding="utf-8")
             yield {
                 "world_size": self.hosts * self.per_host,
@@ -80,6 +92,14 @@ class Model:
                 "clock": "virtual",
                 "network": str(path),
             }
+
+    def _ahead(self) -> int:
+        """Bytes of a large message that ``zmq`` sends before it is asked for them."""
+        speed: Any = importlib.import_module("fsdpcore.transports.zmq.link_speed")
+        trip, rate = 2 * self.latency, self.slowest or self.rate
+        if self.costs is not None:  # as the ranks have found it
+            trip, rate = 2 * self.costs.latency, 1 / self.costs.beta
+        return int(speed.LinkSpeed(trip, rate).flow(_SEGMENT).ahead)
 
     def seconds(self, case: Case) -> float:
         """Until the last rank is done with a case that all begin at one time."""
@@ -98,21 +118,26 @@ class Model:
         root = transport_of(backend)
         root.policy = replace(root.policy, link=self.costs or root.policy.link)
 
-    def fitted(self, small: float, large: float) -> Model:
-        """The model with which ``SMALL`` and ``LARGE`` take so many seconds.
+    def fitted(self, copied: float, case: Case, large: float) -> Model:
+        """The model with which two cases take so many seconds.
 
-        The one tells what a message takes, the other the rate of links.
+        The one tells what bytes take of the processor, the other the rate of the links.
+
+        Args:
+            copied: what ``COPIED`` takes where links have no limit.
+            case, large: what takes how long where they have.
         """
+        without_limit = replace(self, rate=math.inf, slowest=0.0, burst=0)
 
-        def with_message(seconds: float) -> Model:
-            return replace(self, message=seconds)
+        def with_byte(seconds: float) -> Model:
+            return replace(without_limit, copy=1 / seconds)
 
-        model = _search(with_message, SMALL, small, 0.0, _LONGEST_MESSAGE)
+        model = replace(self, copy=_search(with_byte, COPIED, copied, *_BYTE).copy)
 
         def slowed(factor: float) -> Model:
             return replace(model, rate=model.rate / factor, slowest=model.slowest / factor)
 
-        return _search(slowed, LARGE, large, *_SLOWED)
+        return _search(slowed, case, large, *_SLOWED)
 
     def step_seconds(self, case: Training) -> float:
         """Of a training step, where computing takes what it takes here, by ``speed``."""
@@ -137,18 +162,12 @@ def _search(
 ) -> Model:
     """The model by whose number a case takes so long; the larger, the longer."""
     for _ in range(12):
-        middle = (low + high) / 2
+        middle = math.sqrt(low * high)
         if make(middle).seconds(case) < seconds:
             low = middle
         else:
             high = middle
     return make(low)
-
-
-def _ahead(latency: float, rate: float) -> int:
-    """Bytes of a large message that ``zmq`` sends before it is asked for them."""
-    speed: Any = importlib.import_module("fsdpcore.transports.zmq.link_speed")
-    return int(speed.LinkSpeed(2 * latency, rate).flow(_SEGMENT).ahead)
 
 
 def computing_seconds(case: Training, ranks: int) -> float:

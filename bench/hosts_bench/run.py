@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import gpt_model
 from fsdp_bench.cases import ALONE, Training, to_order
 from support.hosts import plain
-from support.hosts.lab import Lab, why_no_hosts
+from support.hosts.lab import Lab, burst, why_no_hosts
 from support.hosts.places import PORT
 
 from fsdpcore import __version__
@@ -27,9 +28,8 @@ from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import Costs
 from hosts_bench import start
 from hosts_bench.cases import (
-    LARGE,
+    COPIED,
     SCENARIOS,
-    SMALL,
     TRAININGS,
     Case,
     Link,
@@ -53,6 +53,7 @@ _LEAD_SECONDS = 0.02
 # A plain stream of about a tenth of a second.
 _STREAM_SECONDS = 0.1
 _STEPS = 2
+_NO_LIMIT = 100e9  # bits per second, which no link of a lab carries
 _MESSAGE = 60e-6  # of a rank in training, as ``zmq`` says
 
 
@@ -164,12 +165,18 @@ def _collectives(
     others = [name for name in request.against if name == GLOO]
     echo(f"#\n# {scenario.name}: {scenario.title}")
     with _started(request, scenario, program, others) as (lab, entrants):
-        if scenario.slowest:
-            lab.set_rate(scenario.hosts - 1, scenario.slowest)
+        _set_rates(lab, scenario)
         versions |= versions_of(entrants)
         model = _fitted(request, scenario, lab, entrants[:1], echo)
         for case in scenario.cases:
             yield _case(request, scenario, case, lab, entrants, model, echo)
+
+
+def _set_rates(lab: Lab, scenario: Scenario) -> None:
+    for host in range(scenario.hosts):
+        lab.set_rate(host, scenario.rate)
+    if scenario.slowest:
+        lab.set_rate(scenario.hosts - 1, scenario.slowest)
 
 
 def _fitted(
@@ -182,16 +189,22 @@ def _fitted(
     """The model of the hosts, if it is asked for."""
     if SIMULATED not in request.against:
         return None
-    _, small, link = _measured(request, scenario, SMALL, lab, entrants)
-    _, large, _ = _measured(request, scenario, LARGE, lab, entrants)
     ((name, team),) = entrants
-    team.ask(name, "prepare", case=SMALL.order())
-    model = replace(_model(scenario, link), costs=_costs(team))
+    for host in range(scenario.hosts):
+        lab.set_rate(host, _NO_LIMIT)
+    _, copied, _ = _measured(request, scenario, COPIED, lab, entrants)
+    _set_rates(lab, scenario)
+    _, large, link = _measured(request, scenario, scenario.large, lab, entrants)
+    team.ask(name, "prepare", case=COPIED.order())
+    costs = _costs(team)
     team.ask(name, "release")
-    model = model.fitted(median(small[name]), median(large[name]))
+    # What ``zmq`` says that a message costs is that of both ranks.
+    model = replace(_model(scenario, link), costs=costs, message=costs.alpha / 2)
+    model = replace(model, cores=len(os.sched_getaffinity(0)))
+    model = model.fitted(median(copied[name]), scenario.large, median(large[name]))
     echo(
         f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
-        f"{1e6 * model.message:.0f} us for a message"
+        f"{1e6 * model.message:.0f} us for a message, {1e-6 * model.copy:.0f} MB/s of a core"
     )
     return model
 
@@ -256,6 +269,7 @@ def _case(
         "goodput_mbit": 8e-6 * link.goodput,
         "round_trip_ms": 1e3 * link.round_trip,
         "wrong": wrong,
+        "model": None if model is None else asdict(model),
         "samples_ms": {name: [1e3 * each for each in taken] for name, taken in samples.items()},
     }
 
@@ -282,10 +296,19 @@ def _link(lab: Lab, scenario: Scenario | TrainingScenario) -> Link:
 
 def _model(scenario: Scenario | TrainingScenario, link: Link) -> Model:
     """The hosts, with links like the one that was measured."""
-    rate, slowest = link.together, 0.0
+    rate, slowest, slowest_rate = link.together, 0.0, 0.0
     if isinstance(scenario, Scenario) and scenario.slowest:
+        slowest_rate = scenario.slowest
         rate, slowest = rate * scenario.rate / scenario.slowest, rate
-    return Model(scenario.hosts, scenario.per_host, rate, link.round_trip / 2, slowest)
+    return Model(
+        scenario.hosts,
+        scenario.per_host,
+        rate,
+        link.round_trip / 2,
+        slowest,
+        burst=burst(scenario.rate),
+        slowest_burst=burst(slowest_rate),
+    )
 
 
 def _line(

@@ -22,18 +22,17 @@ On a GPU the engine's arrays are CuPy's, and this module is of no use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from fsdpcore.adapters.function import loss_and_found
 from fsdpcore.adapters.layers import Initials, Layer
-from fsdpcore.adapters.trees import detached_from, leaves, map_leaves
+from fsdpcore.adapters.trees import detached_from, is_array, leaves, map_leaves
 from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.core.checks import as_callable
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import REFUSED, as_numpy, detached, is_foreign
-from fsdpcore.fsdp.step.whole import Named
 
 __all__ = ["from_numpy", "function", "layer", "to_numpy"]
 
@@ -122,14 +121,15 @@ def to_numpy(array: Any) -> Array:
 
 def function(
     loss_and_grads: Callable[..., tuple[Any, Any]], xp: Any
-) -> Callable[..., tuple[Any, Named]]:
+) -> Callable[..., tuple[Any, Any]]:
     """Return a function of the whole model for ``train_step``, made of one with other arrays.
 
     Args:
         loss_and_grads: as ``train_step`` takes it, but for its arrays: parameters are given to it
             as arrays of ``xp``, and so are the NumPy arrays of the batch, also inside of tuples,
             lists and dictionaries. It returns gradients of that library; None counts as zeros. The
-            loss comes back from ``train_step`` as a NumPy number where it was an array.
+            loss comes back from ``train_step`` as a NumPy number where it was an array. Parameters
+            and gradients are nested like the tree that the engine was made of, if it was.
         xp: as of ``from_numpy``.
 
     Raises:
@@ -138,18 +138,13 @@ def function(
     as_callable(loss_and_grads, "arrays.function(loss_and_grads, xp)", "params, *batch")
     _check_library(xp, "arrays.function(loss_and_grads, xp)")
 
-    def of_numpy(params: Named, *batch: Any) -> tuple[Any, Named]:
-        theirs = {unit: _given(named, xp) for unit, named in params.items()}
-        loss, found = loss_and_found(loss_and_grads(theirs, *_to_theirs(batch, xp)))
-        grads = {
-            unit: {name: None if g is None else to_numpy(g) for name, g in named.items()}
-            if isinstance(named, Mapping)
-            else named  # which the engine refuses
-            for unit, named in found.items()
-        }
-        arrays = [array for named in params.values() for array in named.values()]
+    def of_numpy(params: Any, *batch: Any) -> tuple[Any, Any]:
+        found = loss_and_grads(_to_theirs(params, xp), *_to_theirs(batch, xp))
+        loss, grads = loss_and_found(found, nested=True)
+        grads = map_leaves(lambda each: to_numpy(each) if is_foreign(each) else each, grads)
+        arrays = filter(is_array, leaves(params))
         loss = _to_ours(loss, arrays)
-        return loss[()] if isinstance(loss, np.ndarray) else loss, cast(Named, grads)
+        return loss[()] if isinstance(loss, np.ndarray) else loss, grads
 
     return of_numpy
 

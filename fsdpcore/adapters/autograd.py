@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.adapters.autograd_tape import Tape, check_installed, check_not_gpu, is_variable
-from fsdpcore.adapters.layers import Initials, as_initials
-from fsdpcore.adapters.trees import detached_from, leaves, map_leaves
+from fsdpcore.adapters.layers import Initials, as_initials, initials, of_tree
+from fsdpcore.adapters.trees import detached_from, is_array, leaves, map_leaves, without_none
 from fsdpcore.core.array_module import address
 from fsdpcore.core.buffers import BFLOAT16, Array
 from fsdpcore.core.checks import as_callable
@@ -53,7 +53,8 @@ def layer(
         function: ``function(params, x) -> y``, with parameters by name in a dict. ``x`` and ``y``
             are arrays, or nested tuples, lists and mappings of arrays. With ``recompute`` it is
             called in either pass and must do the same in both: what is random belongs into ``x``.
-        init: initial parameters by name, or what makes them from a NumPy generator. Layers that are
+        init: initial parameters by name, or what makes them from a NumPy generator; they may be
+            nested, and ``params`` are like that then. Layers that are
             given the same arrays share them: they are tied.
         recompute: the forward pass keeps ``x`` only, and the backward pass evaluates the function
             once more, under the parameters that are gathered for it. False keeps the record of the
@@ -84,13 +85,14 @@ class AutogradLayer:
         check_installed()
         as_callable(function, "layer(function, init)", "params, x")
         as_initials(init)
-        self._function = function
+        self._function: Callable[..., Any] = function
         self._init = init
         self.holds_params = not recompute
 
     def init(self, rng: np.random.Generator) -> Initials:
         """Return the initial parameters by name."""
-        return self._init(rng) if callable(self._init) else self._init
+        found, self._function = of_tree(initials(self._init, rng), self._function)
+        return found
 
     def forward(self, params: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
         """Evaluate the function; the output belongs to the caller, though it may be ``x``.
@@ -135,12 +137,13 @@ class AutogradLayer:
 
 def loss_and_grads(
     loss_fn: Callable[..., Any],
-) -> Callable[..., tuple[Any, dict[str, dict[str, Array]]]]:
+) -> Callable[..., tuple[Any, Any]]:
     """Make of a loss what ``fc.train_step`` takes: ``(params, *batch) -> (loss, grads)``.
 
     Args:
         loss_fn: ``loss_fn(params, *batch)`` returns a number; ``params[unit][name]`` are arrays, in
-            dicts. What it is summed or averaged over has to go with the ``divisor`` of the step.
+            dicts, or in the tree that the engine was made of. What it is summed or averaged over
+            has to go with the ``divisor`` of the step.
 
     Returns:
         A function whose gradients are nested like ``params`` and of their dtypes; zeros where the
@@ -155,10 +158,10 @@ def loss_and_grads(
     as_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
 
     def compute(params: Any, *batch: Any) -> tuple[Any, Any]:
-        given = {unit: dict(named) for unit, named in params.items()}
-        tape = Tape(lambda given: loss_fn(given, *batch), given)
+        tape = Tape(lambda given: loss_fn(given, *batch), params)
         (grads,) = tape.gradients(_one(tape.value))
-        return detached_from(tape.value, leaves(given)), _without_none(_like(given, grads))
+        lent = filter(is_array, leaves(params))
+        return detached_from(tape.value, lent), without_none(_like(params, grads))
 
     return compute
 
@@ -223,12 +226,3 @@ def _like(tree: Any, gradients: Any) -> Any:
         return np.zeros(leaf.shape, leaf.dtype) if is_variable(leaf) else None
 
     return map_leaves(one, tree)
-
-
-def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what has no gradient."""
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if value is not None
-    }

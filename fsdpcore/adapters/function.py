@@ -33,16 +33,19 @@ def train_step(
     Args:
         engine: with an optimizer.
         loss_and_grads: called as ``loss_and_grads(params, *batch)``. ``params[unit][name]`` are
-            read-only arrays in plain dictionaries, which are empty after the call. It returns the
-            loss, and gradients that are mappings of the same kind; what is missing or None counts
-            as zeros, what is of frozen or ignored parameters is left out. Where the engine scales
-            losses, the gradients are those of ``engine.loss_scale`` times the loss.
+            read-only arrays in plain dictionaries, which are empty after the call. Where the engine
+            was made of a tree, parameters are nested like that, and must not be used after the
+            call. It returns the loss, and gradients that are nested like the parameters; what is
+            missing or None counts as zeros, what is of frozen or ignored parameters is left out.
+            Where the engine scales losses, the gradients are those of ``engine.loss_scale`` times
+            the loss. In place of the loss it may return anything, such as the loss and new running
+            statistics: ``((loss, aux), grads)``, as ``jax.value_and_grad(..., has_aux=True)`` does.
         *batch: of this rank.
         divisor: of the gradients, as of ``engine.step``.
         clip, norm_type, clip_value, lr, skip_nonfinite: as of ``Step.update``.
 
     Returns:
-        The loss as the function returned it: this rank's own.
+        What the function returned beside the gradients: the loss of this rank, or ``(loss, aux)``.
 
     Raises:
         ArgumentError: arguments in another order; or the function has returned something else, or
@@ -53,9 +56,13 @@ def train_step(
     if not isinstance(engine, FSDP):
         raise ArgumentError(f"{call} needs an FSDP engine, got {kind_of(engine)}")
     as_callable(loss_and_grads, call, "params, *batch")
+    loss: Loss
     with engine.step(divisor=divisor) as step:
         with step.whole() as (params, grads):
-            loss, found = loss_and_found(loss_and_grads(params, *batch))
+            loss, found = loss_and_found(
+                loss_and_grads(params, *batch), nested=engine.tree is not None
+            )
+            del params
             grads.update(found)
             del found  # what the gradients hold is freed unit by unit
         step.update(
@@ -68,11 +75,22 @@ def train_step(
     return loss
 
 
-def loss_and_found(result: tuple[Loss, Named]) -> tuple[Loss, Named]:
-    """Return what a function of the whole model has returned; ArgumentError if it is no such."""
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise ArgumentError(
-            "the function must return the loss, and a mapping from units to mappings from names to "
-            f"gradients; got {type(result).__name__}"
-        )
-    return result
+def loss_and_found(result: Any, *, nested: bool = False) -> tuple[Any, Any]:
+    """Return what a function of the whole model has returned; ArgumentError if it is no such.
+
+    Args:
+        result: of the function.
+        nested: gradients come in a tree like that of the parameters.
+    """
+    if (
+        isinstance(result, tuple)
+        and len(result) == 2
+        and (nested or isinstance(result[1], Mapping))
+    ):
+        return result
+    gradients = "gradients nested like the parameters"
+    if not nested:
+        gradients = "a mapping from units to mappings from names to gradients"
+    raise ArgumentError(
+        f"the function must return the loss, and {gradients}; got {type(result).__name__}"
+    )

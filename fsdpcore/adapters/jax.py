@@ -30,11 +30,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdpcore.adapters.jax_host import Lent, has_jax_arrays, import_jax, on_host, to_numpy
+from fsdpcore.adapters.jax_host import Lent, has_jax_arrays, to_numpy
 from fsdpcore.adapters.jax_passes import (
     Backward,
     Ended,
@@ -43,14 +43,19 @@ from fsdpcore.adapters.jax_passes import (
     Taped,
     Untaped,
     Valued,
+    ValuedWithAux,
     ordered,
 )
-from fsdpcore.adapters.layers import Initials, as_initials
+from fsdpcore.adapters.layers import Initials, as_initials, initials, of_tree
+from fsdpcore.adapters.trees import is_array, without_none
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_callable
-from fsdpcore.fsdp.step.whole import Named
+from fsdpcore.core.jax_host import import_jax, on_host
+from fsdpcore.core.skeleton import Skeleton
 
-__all__ = ["layer", "loss", "loss_and_grads"]
+__all__ = ["fold_in", "layer", "loss", "loss_and_grads"]
+
+Key = TypeVar("Key", str, int)
 
 
 def __dir__() -> list[str]:
@@ -71,7 +76,8 @@ def layer(
             are arrays, or trees of them, such as tuples. It must do the same whenever it is called:
             what is random belongs into ``x``, as a key of ``jax.random``.
         init: initial parameters by name (arrays may be JAX's), or what makes them from a NumPy
-            generator. As always in an engine, an array that occurs in several layers is one
+            generator. They may be nested, a module of Equinox for instance, and ``params`` are like
+            that then. As always in an engine, an array that occurs in several layers is one
             parameter of all of them.
         recompute: the forward pass keeps ``x`` only, and the backward pass evaluates the function
             once more. False keeps what JAX needs of the evaluation: faster, and more memory from
@@ -102,12 +108,20 @@ class JaxLayer:
         as_initials(init)
         self._init = init
         self._recompute, self._jit = recompute, jit
-        passes = (Forward, Backward) if recompute else (Taped, Untaped)
-        self._forward, self._backward = (_prepared(self._jax, p(function), jit) for p in passes)
+        self._prepare(function)
+
+    def _prepare(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        passes = (Forward, Backward) if self._recompute else (Taped, Untaped)
+        self._forward, self._backward = (
+            _prepared(self._jax, each(function), self._jit) for each in passes
+        )
 
     def init(self, rng: np.random.Generator) -> Initials:
         """Return the initial parameters by name."""
-        found = self._init(rng) if callable(self._init) else self._init
+        found, function = of_tree(initials(self._init, rng), self._function)
+        if function is not self._function:
+            self._prepare(function)
         return {
             name: np.asarray(value) if isinstance(value, self._jax.Array) else value
             for name, value in found.items()
@@ -150,43 +164,79 @@ class JaxLayer:
 
 
 def loss_and_grads(
-    loss_fn: Callable[..., Any], *, jit: bool = True
-) -> Callable[..., tuple[Any, Named]]:
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, jit: bool = True
+) -> Callable[..., tuple[Any, Any]]:
     """Make of a loss what ``fc.train_step`` takes: ``(params, *batch) -> (loss, grads)``.
 
     Args:
         loss_fn: ``loss_fn(params, *batch)`` returns a number; ``params[unit][name]`` are arrays, in
-            dicts. What it is summed or averaged over has to go with the ``divisor`` of the step.
-            Its batch may be anything that ``jax.jit`` takes. Which parameters are frozen it cannot
-            know: where many are, ``layer`` saves the computation of their gradients.
+            dicts; where the engine was made of a tree, ``params`` is nested like that, a module of
+            Equinox for instance. What it is summed or averaged over has to go with the ``divisor``
+            of the step. Its batch may be anything that ``jax.jit`` takes. Which parameters are
+            frozen it cannot know: where many are, ``layer`` saves the computation of their
+            gradients.
+        has_aux: as of ``jax.value_and_grad``: ``loss_fn`` returns ``(loss, aux)``, with arrays in
+            ``aux``, such as new running statistics. Then so does the step, ``(loss, aux)``, of this
+            rank. What should be the same on all ranks is averaged by ``fc.all_reduce``.
         jit: compile.
 
     Returns:
-        A function that returns a NumPy number, and gradients nested like ``params``: read-only
-        NumPy arrays of the parameters' dtypes, none of integers. It raises ArgumentError if the
-        loss is no number or JAX would round float64 parameters, and UnsupportedError for arrays of
-        a GPU.
+        A function that returns a NumPy number, or ``(number, aux)`` with arrays of JAX if the batch
+        has any and of NumPy otherwise; and gradients nested like ``params``: read-only NumPy arrays
+        of the parameters' dtypes; left out of dicts, and None elsewhere, where there is none. It
+        raises ArgumentError if the loss is no number or JAX would round float64 parameters, and
+        UnsupportedError for arrays of a GPU.
 
     Raises:
         ArgumentError: ``loss_fn`` cannot be called.
         MissingDependencyError: JAX is not installed.
+
+    Example::
+
+        def loss_fn(params, x, y, key, stats):
+            ...
+            return loss, new_stats
+
+        step = adapter.loss_and_grads(loss_fn, has_aux=True)
+        key = adapter.fold_in(root, engine.steps, backend.rank)  # for each step and rank its own
+        loss, stats = fc.train_step(engine, step, x, y, key, stats)
+        stats = jax.tree.map(lambda s: fc.all_reduce(np.asarray(s), backend, op="mean"), stats)
     """
     jax = import_jax()
     as_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
-    valued = _prepared(jax, Valued(loss_fn), jit)
+    valued = _prepared(jax, (ValuedWithAux if has_aux else Valued)(loss_fn), jit)
 
-    def compute(params: Named, *batch: Any) -> tuple[Any, Named]:
-        trained: OrderedDict[str, Any] = OrderedDict()
-        fixed: OrderedDict[str, Any] = OrderedDict()
-        for unit, named in params.items():
-            trained[unit], fixed[unit] = _split(jax, named, named)
-        order = OrderedDict((unit, ordered(named)) for unit, named in params.items())
+    def compute(params: Any, *batch: Any) -> tuple[Any, Any]:
+        skeleton = Skeleton(params, is_array)
+        trained, fixed = _split(jax, dict(enumerate(skeleton.leaves)), range(len(skeleton)))
+        skeleton.forget()
+        build = jax.tree_util.Partial(skeleton)
         with Lent((trained, fixed), compiled=jit) as lent:
-            value, grads = lent.settled(valued(*lent.arrays, order, batch))
-        found = {unit: dict(named) for unit, named in to_numpy(jax, grads).items()}
-        return np.asarray(value)[()], found
+            value, found = lent.settled(valued(*lent.arrays, build, batch))
+        grads = to_numpy(jax, found)
+        value, *aux = value if has_aux else (value,)
+        value = np.asarray(value)[()]
+        result = (value, _like(jax, aux[0], batch)) if has_aux else value
+        return result, without_none(skeleton([grads.get(at) for at in range(len(skeleton))]))
 
     return compute
+
+
+def fold_in(key: Any, *numbers: int) -> Any:
+    """Return a random key for each step and rank: ``fold_in(key, engine.steps, backend.rank)``.
+
+    After a resume it is the same, and nothing of it has to be saved.
+
+    Args:
+        key: the job's, the same on all ranks.
+        *numbers: folded into it by ``jax.random.fold_in``, one after the other. With the number of
+            a row in place of the rank, ``jax.vmap`` over the rows, results do not depend on the
+            number of ranks.
+    """
+    jax = import_jax()
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return key
 
 
 def loss(loss_fn: Callable[..., Any], *, jit: bool = True) -> Callable[..., tuple[Any, Any]]:
@@ -226,11 +276,11 @@ def _like(jax: Any, results: Any, *given: Any) -> Any:
 
 
 def _split(
-    jax: Any, params: Mapping[str, Array], wanted: Container[str]
-) -> tuple[OrderedDict[str, Array], OrderedDict[str, Array]]:
+    jax: Any, params: Mapping[Key, Array], wanted: Container[Key]
+) -> tuple[OrderedDict[Key, Array], OrderedDict[Key, Array]]:
     """Return the parameters that have gradients, which are wanted, and the others."""
-    trained: OrderedDict[str, Array] = OrderedDict()
-    fixed: OrderedDict[str, Array] = OrderedDict()
+    trained: OrderedDict[Key, Array] = OrderedDict()
+    fixed: OrderedDict[Key, Array] = OrderedDict()
     for name, array in params.items():
         varies = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
         (trained if varies and name in wanted else fixed)[name] = array

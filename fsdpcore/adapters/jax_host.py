@@ -19,19 +19,8 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.core.array_module import address
-from fsdpcore.core.errors import ArgumentError, MissingDependencyError, UnsupportedError
-
-
-def import_jax() -> Any:
-    """Return JAX; raise MissingDependencyError if it is not installed."""
-    try:
-        import jax
-    except ImportError as error:
-        install = "pip install -e '.[jax]'"
-        raise MissingDependencyError(
-            f"this adapter needs JAX; in the checkout of fsdpcore: {install}", install
-        ) from error
-    return jax
+from fsdpcore.core.errors import UnsupportedError
+from fsdpcore.core.jax_host import check_width, import_jax, on_host
 
 
 class Lent:
@@ -98,16 +87,6 @@ class Lent:
         )
 
 
-def on_host(jax: Any) -> contextlib.AbstractContextManager[Any]:
-    """Have JAX compute on the host in a ``with`` block, also where it has found a GPU."""
-    if jax.default_backend() == "cpu":
-        return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = jax.default_device(
-        jax.local_devices(backend="cpu")[0]
-    )
-    return context
-
-
 def has_jax_arrays(jax: Any, tree: Any) -> bool:
     """Whether any array in a tree is JAX's."""
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(tree))
@@ -134,11 +113,7 @@ def _check(jax: Any, leaf: Any) -> None:
             f"{type(leaf).__module__}.{type(leaf).__qualname__}; choose a transport whose ranks "
             "compute on the host, such as sim, zmq or mpi"
         )
-    if leaf.dtype == np.float64 and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-        raise ArgumentError(
-            "a parameter is float64, which JAX would round to float32; make it float32, or have "
-            'JAX compute with 64 bits: jax.config.update("jax_enable_x64", True)'
-        )
+    check_width(jax, leaf.dtype)
 
 
 def _place(leaf: Any) -> tuple[int, int]:

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.adapters.jax_host import import_jax
+from fsdpcore.adapters.layers import OfTree
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.jax_host import import_jax
 
 Function = Callable[..., Any]
 
@@ -39,10 +40,17 @@ class Pass:
         return jax.tree_util.tree_map(one, self.function(*args))
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.function is self.function
+        return type(other) is type(self) and _same(other.function, self.function)
 
     def __hash__(self) -> int:
-        return hash((type(self), id(self.function)))
+        function = self.function
+        return hash(
+            (type(self), id(function.function if isinstance(function, OfTree) else function))
+        )
+
+
+def _same(one: Function, other: Function) -> bool:
+    return one is other or (isinstance(one, OfTree) and one == other)
 
 
 def ordered(names: Iterable[str]) -> OrderedDict[str, None]:
@@ -139,18 +147,32 @@ class _Pull:
 class Valued(Pass):
     """A loss and its gradients with respect to what is trained.
 
-    The function is called with parameters by unit and name, and the batch.
+    Arrays come by their numbers. ``build``, without leaves of its own, makes the tree of all of
+    them, with which the function is called, and the batch.
     """
 
-    def __call__(self, trained: Any, fixed: Any, order: Any, batch: Any) -> Any:
-        def function(trained: Any) -> Any:
-            params = {
-                unit: dict(_joined(names, trained[unit], fixed[unit]))
-                for unit, names in order.items()
-            }
-            return number(self.function(params, *batch))
+    has_aux = False
 
-        return import_jax().value_and_grad(function)(trained)
+    def __call__(self, trained: Any, fixed: Any, build: Any, batch: Any) -> Any:
+        def function(trained: Any) -> Any:
+            arrays = [(trained if at in trained else fixed)[at] for at in range(len(build.func))]
+            result = self.function(build.func(arrays), *batch)
+            if not self.has_aux:
+                return number(result)
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise ArgumentError(
+                    "with has_aux the function returns (loss, aux), a tuple of two; got "
+                    f"{type(result).__name__}"
+                )
+            return number(result[0]), result[1]
+
+        return import_jax().value_and_grad(function, has_aux=self.has_aux)(trained)
+
+
+class ValuedWithAux(Valued):
+    """The same of a function that returns ``(loss, aux)``."""
+
+    has_aux = True
 
 
 class Ended(Pass):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -12,7 +12,10 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_instance
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.core.geometry.boxes import BoxShard
+from fsdpcore.core.skeleton import Skeleton
+from fsdpcore.core.trees import branch
 from fsdpcore.fsdp.step.step import Step
+from fsdpcore.fsdp.units.leaves import has_params, nested
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.fsdp.units.special import Tied
 from fsdpcore.fsdp.units.unit import Unit
@@ -27,13 +30,63 @@ Initials: TypeAlias = Mapping[str, Initial]
 
 def as_initials(init: object) -> None:
     """Raise ArgumentError unless a layer can have its initial parameters from this."""
-    if not callable(init):
+    if not callable(init) and not has_params(init):
         as_instance(
             init,
             Mapping,
             "init",
             "a mapping from names to arrays, or a function of a generator that returns one",
         )
+
+
+def initials(init: Any, rng: np.random.Generator) -> Any:
+    """Return initial parameters, from a function of ``rng`` or as they are.
+
+    A module that can be called, such as one of Equinox, is a container of parameters.
+    """
+    return init(rng) if callable(init) and branch(init) is None else init
+
+
+class OfTree:
+    """A function of nested parameters, to be called with those that a unit has, by name.
+
+    Two are equal if they are of the same function and of trees with the same containers.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], skeleton: Skeleton, names: Iterable[str]
+    ) -> None:
+        self.function = function
+        self._skeleton = skeleton
+        self._names = tuple(names)
+
+    def __call__(self, params: Mapping[str, Any], x: Any) -> Any:
+        return self.function(self._skeleton([params[name] for name in self._names]), x)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, OfTree)
+            and other.function is self.function
+            and (other._names, other._skeleton) == (self._names, self._skeleton)
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.function), self._names))
+
+
+def of_tree(params: Any, function: Callable[..., Any]) -> tuple[Initials, Callable[..., Any]]:
+    """Return the parameters of a layer by name, and a function that takes them so.
+
+    Args:
+        params: by name, or nested.
+        function: ``function(params, x)``, of parameters that are nested in the same way; or what
+            was returned here before.
+    """
+    found, skeleton = nested("of the layer", params)
+    if skeleton is None:
+        return found, function
+    inner = function.function if isinstance(function, OfTree) else function
+    return found, OfTree(inner, skeleton, found)
 
 
 class Layer(Protocol):

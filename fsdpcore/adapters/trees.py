@@ -1,20 +1,19 @@
-"""Nested values: arrays in tuples, lists and mappings, as models pass them on.
+"""Nested values: arrays in containers, as models pass them on.
 
-Tuples, lists, dicts and other mappings are gone into, and so is what is derived from them, such as
-named tuples; all else is a leaf. Where JAX computes, trees are JAX's own (``jax.tree_util``): it
-knows what kinds of containers its users have registered.
+What a container is says ``core/trees.py``. Where JAX computes, trees are JAX's own
+(``jax.tree_util``).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from fsdpcore.core.array_module import address, array_module
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.trees import branch, map_tree
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -23,18 +22,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     A container whose items stay the same objects is returned itself. Others are made anew, of their
     class and with the attributes of the object; a mapping that is no dict becomes one.
     """
-    if isinstance(tree, Mapping):
-        items = dict(tree.items())
-        found = {key: map_leaves(function, item) for key, item in items.items()}
-        if all(found[key] is item for key, item in items.items()):
-            return tree
-        return _mapping_like(tree, found)
-    if isinstance(tree, (tuple, list)):
-        parts = [map_leaves(function, item) for item in tree]
-        if all(part is item for part, item in zip(parts, tree, strict=True)):
-            return tree
-        return _sequence_like(tree, parts)
-    return function(tree)
+    return map_tree(lambda _, leaf: function(leaf), tree)
 
 
 def leaves(tree: Any, depth: int | None = None) -> Iterator[Any]:
@@ -44,12 +32,25 @@ def leaves(tree: Any, depth: int | None = None) -> Iterator[Any]:
         tree: the value.
         depth: what is in more containers than that is left out; None for no such limit.
     """
-    if not isinstance(tree, (Mapping, tuple, list)):
+    found = branch(tree)
+    if found is None:
         yield tree
     elif depth != 0:
         below = None if depth is None else depth - 1
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
+        for item in found.children:
             yield from leaves(item, below)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether it is an array of NumPy or CuPy."""
+    return array_module(leaf) is not None
+
+
+def without_none(tree: Any) -> Any:
+    """Leave out of dicts, and of dicts in them, what is None; all else comes back as it is."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: without_none(value) for key, value in tree.items() if value is not None}
 
 
 def detached_from(tree: Any, lent: Iterable[Array]) -> Any:
@@ -106,30 +107,3 @@ def overlaps(leaf: Any, arrays: Iterable[Array]) -> bool:
     return module is not None and any(
         module.may_share_memory(leaf, array) for array in arrays if array_module(array) is module
     )
-
-
-def _mapping_like(tree: Mapping[Any, Any], found: dict[Any, Any]) -> dict[Any, Any]:
-    if type(tree) is dict or not isinstance(tree, dict):
-        return found
-    made = copy.copy(tree)
-    for key, item in found.items():
-        made[key] = item
-    return made
-
-
-def _sequence_like(tree: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
-    if isinstance(tree, list):
-        if type(tree) is list:
-            return parts
-        rows = copy.copy(tree)
-        rows[:] = parts
-        return rows
-    kind: Any = type(tree)
-    try:
-        # Past the class's own __new__, which may take other arguments, as that of a named tuple.
-        made: Any = tuple.__new__(kind, parts)
-    except TypeError:  # a structure that is made in C, such as torch.return_types.max
-        return kind(parts)
-    if hasattr(tree, "__dict__"):
-        vars(made).update(vars(tree))
-    return made

@@ -19,8 +19,8 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array, dtype_code
 from fsdpcore.core.checks import as_instance
 
-# Kinds of calls that a group remembers.
-_REMEMBERED = 1024
+# Kinds of calls that a group remembers: an engine makes three of each unit.
+_REMEMBERED = 2048
 
 
 def check_backend(backend: Backend) -> None:

@@ -12,6 +12,7 @@ The calls of a collective are compared by its messages, see ``agreement``. Whoev
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fsdpcore.collectives import all_gather
-from fsdpcore.collectives.lines import scatter_lines, share_lines
+from fsdpcore.collectives.objects import all_gather_object, scatter_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.digests import digest
@@ -48,13 +49,19 @@ _KINDS: tuple[type[FsdpcoreError], ...] = (
     CheckpointNotFoundError,
     CheckpointError,
 )
+_ON_RANKS = re.compile(r"\(on ranks? [^()]*\)$")
 _MOST = 2000  # characters of a text; all ranks hold those of all
 
 _T = TypeVar("_T")
 
 
 def compare(
-    backend: Backend, what: str, said: Sequence[str], message: Callable[[Disagreement], str]
+    backend: Backend,
+    what: str,
+    said: Sequence[str],
+    message: Callable[[Disagreement], str],
+    *,
+    timeout: float | None = None,
 ) -> None:
     """Check that all ranks say the same; a collective, of 16 bytes per rank where they do.
 
@@ -63,15 +70,16 @@ def compare(
         what: is being done; the same on all of them.
         said: one thing after the other.
         message: makes the text of the error.
+        timeout: seconds to wait for the others; by default as for any collective.
 
     Raises:
         MismatchError: the ranks differ; on all of them, with the same message.
     """
     text = json.dumps(list(said))
     own = digest(text.encode())
-    joined: Array = all_gather(np.frombuffer(own, np.uint8), backend, label=what)
+    joined: Array = all_gather(np.frombuffer(own, np.uint8), backend, label=what, timeout=timeout)
     if joined.tobytes() != own * backend.world_size:
-        texts = share_lines(text, backend, label=f"{what}, in words")
+        texts = all_gather_object(text, backend, label=f"{what}, in words", timeout=timeout)
         check_same([json.loads(each) for each in texts], backend.ranks, message)
 
 
@@ -104,7 +112,8 @@ def agree(
             itself with the error as its cause.
     """
     line = json.dumps([*_packed(error), value])
-    rows = [json.loads(each) for each in share_lines(line, backend, label=what, timeout=timeout)]
+    lines = all_gather_object(line, backend, label=what, timeout=timeout)
+    rows = [json.loads(each) for each in lines]
     if any(number >= 0 for number, _, _ in rows):
         raise _common(backend, what, rows, ending) from error
     return [each for _, _, each in rows]
@@ -133,7 +142,7 @@ def receive(
     if backend.rank == 0:
         packed = _packed(error)
         lines = [json.dumps([*packed, each]) for each in values or [""] * backend.world_size]
-    kind, text, value = json.loads(scatter_lines(lines, backend, timeout=timeout))
+    kind, text, value = json.loads(scatter_object(lines, backend, timeout=timeout))
     if kind >= 0:
         raise _made(kind, f"{what}: {text}", ending) from error
     return str(value)
@@ -164,8 +173,9 @@ def _common(
     texts = []
     said = grouped([text for *_, text in failed], [rank for rank, *_ in failed])
     for text, ranks in in_short(said):
-        everywhere = len(ranks) == backend.world_size
-        texts.append(text if everywhere else f"{text} (on {name_ranks(ranks)})")
+        # An error of some of the ranks, which these have agreed on before, has said it.
+        said_already = len(ranks) == backend.world_size or _ON_RANKS.search(text)
+        texts.append(text if said_already else f"{text} (on {name_ranks(ranks)})")
     return _made(min(kind for _, kind, _ in failed), f"{what}: {'; '.join(texts)}", ending)
 
 

@@ -21,7 +21,12 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.core.algorithm import Comparison
 from fsdpcore.core.buffers import Array, byte_view
-from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
+from fsdpcore.core.errors import (
+    CommTimeoutError,
+    CommunicationError,
+    PeerFailedError,
+    in_words,
+)
 from fsdpcore.core.text import rank_list
 from fsdpcore.core.work import Pending
 from fsdpcore.diagnostics.entries import OperationEntry
@@ -309,6 +314,10 @@ class CollectiveContext:
     def departed(self, rank: int) -> bool:
         """Whether a rank of the group has left the job."""
         return self._backend.root.departed(self.global_rank(rank))
+
+    def missed(self, rank: int) -> PeerFailedError:
+        """The error of a call for which a rank of the group is needed that has left."""
+        return self._backend.root.missed(self.global_rank(rank))
 
     def broke(self, entry: OperationEntry, error: BaseException) -> None:
         """Break the backend because the collective was left by an error: ranks may be anywhere."""

@@ -64,6 +64,8 @@ class Job(ABC):
         memory: how ranks of one host share memory; None, on all ranks, where a transport has no
             way to.
         regions: the memory that this rank shares because of its groups, unmapped at the end.
+        unauthenticated: why a message may be from somebody who is no rank of the job; empty if it
+            cannot. The same on all ranks.
         warned: that ranks of a host cannot share memory has been logged.
         forked: this process was forked from the rank's; connections and memory belong to the rank.
     """
@@ -75,6 +77,7 @@ class Job(ABC):
     clock: Clock = WALL
     reduce_rate: float | None = None
     device: Device = HOST
+    unauthenticated: str = "this transport does not say that nobody else can send to a rank"
     warned: bool = False
 
     def __init__(self, timeout: float, policy: Policy | None) -> None:
@@ -162,6 +165,10 @@ class Job(ABC):
         """Whether a rank has closed its backend; for those who wait by looking at memory."""
         return False
 
+    def has_returned(self, rank: int) -> bool:
+        """Whether a rank that has left is known to have ended its program well."""
+        return False
+
     def progress(self) -> None:  # noqa: B027 (most have nothing to do)
         """Handle what has arrived, without waiting; for those who wait by looking at memory."""
 
@@ -234,6 +241,14 @@ class Job(ABC):
         else:
             self.fail(PeerFailedError(f"rank {rank} failed: {error}", rank))
 
+    def missed(self, rank: int, how: str = "has left the job") -> PeerFailedError:
+        """The error of this rank, which needs another that is gone: who, why, and for what."""
+        if self.has_returned(rank):
+            how += f" (it has returned from {self.recorder.program})"
+        if waits := self.recorder.waits():
+            how += f" while rank {self.rank} waits in {waits}"
+        return PeerFailedError(f"rank {rank} {how}", rank)
+
     def abort(self, reason: str) -> None:
         """Break the whole job at once; see ``Backend.abort``."""
         if isinstance(self._failure, PeerFailedError):
@@ -249,6 +264,7 @@ class Job(ABC):
             self.fail(broken, tell=True)  # in case that nobody has heard of it
         self._close_executors()
         self._executors.clear()
+        self.recorder.closed = True
         if not isinstance(self._failure, ClosedError):
             self.recorder.save()
         with self._failure_lock:

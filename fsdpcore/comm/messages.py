@@ -18,7 +18,6 @@ from fsdpcore.core.buffers import (
     Array,
     byte_view,
     dtype_code,
-    input_array,
     pack_room,
     pack_signature,
     unpack_signature,
@@ -51,7 +50,7 @@ class GroupMessages:
 
     def isend(self, array: ArrayLike, dst: int, tag: int) -> MessageWork:
         """Start to send ``array``; see ``Backend.isend``."""
-        source = input_array(self._on_host(array))
+        source = HOST.operand(self._on_host(array))
         as_rank(dst, len(self._group.ranks), f"rank {self._rank} cannot send to")
         dtype, shape, to = source.dtype, source.shape, self._group.ranks[dst]
         envelope = Envelope(self._group.channel, as_tag(tag), pack_signature(dtype, shape))

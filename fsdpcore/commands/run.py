@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn, overload
@@ -163,11 +164,24 @@ def run(
             )
             ending = run_hosts(parts, orders, launcher, _output(log_dir, prefix, parts))
         else:
+            if nodes is None and not config.world_size:
+                _refuse_behind(script, arguments or [])
             share = whole_job(config) if nodes is None else node_share(config, options)
             listening = None if nodes is not None else warn_of_one_host(config)
             output = _output(log_dir, prefix)
             ending = run_script(command, config, environ, share, output, listening)
     finish(ending)
+
+
+def _refuse_behind(script: str, arguments: Sequence[str]) -> None:
+    """Say so where the number of ranks stands behind the script, among what that gets."""
+    for at, word in enumerate(arguments):
+        if re.fullmatch(r"-n\d*|--ranks(=\d+)?", word):
+            option = word if word[-1].isdecimal() else " ".join(arguments[at : at + 2])
+            raise ConfigError(
+                f"how many ranks? '{option}' comes after {script}, which gets it; put it before: "
+                f"fsdpcore run {option} {script}"
+            )
 
 
 def finish(ending: ScriptExit) -> NoReturn:

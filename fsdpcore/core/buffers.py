@@ -47,13 +47,19 @@ CACHE_LINE = 64
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
-def dtype_code(dtype: DTypeLike) -> int:
-    """Return the number that stands for ``dtype`` on the wire.
+def dtype_code(given: DTypeLike) -> int:
+    """Return the number that stands for a dtype on the wire.
 
     Raises:
         ArgumentError: the dtype is not one of ``DTYPES`` (native byte order).
     """
-    dtype = np.dtype(dtype)
+    try:
+        dtype = np.dtype(given)
+    except TypeError:
+        hint = "; a shape of several axes is one argument, (3, 4)"
+        raise ArgumentError(
+            f"{given!r:.80} is no dtype that NumPy knows{hint if isinstance(given, int) else ''}"
+        ) from None
     try:
         return _CODES[dtype]
     except KeyError:
@@ -64,7 +70,7 @@ def dtype_code(dtype: DTypeLike) -> int:
         ) from None
 
 
-def input_array(value: ArrayLike, what: str = "array") -> Array:
+def input_array(value: ArrayLike, what: str = "the array") -> Array:
     """Return ``value`` as a C-contiguous array of a dtype that travels, copied only if needed.
 
     Raises:
@@ -81,7 +87,10 @@ def input_array(value: ArrayLike, what: str = "array") -> Array:
     try:
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
-        raise ArgumentError(f"{what} is not an array: {error}") from error
+        raise ArgumentError(f"NumPy cannot make an array of what was passed: {error}") from error
+    if array.dtype == object and not isinstance(value, np.ndarray):
+        kind = "None" if value is None else f"an object of type {type(value).__name__}"
+        raise ArgumentError(f"{what} must be an array of numbers, got {kind}")
     dtype_code(array.dtype)
     # Not ascontiguousarray alone: it turns a 0-d array into one of shape (1,).
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)

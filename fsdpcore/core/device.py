@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from fsdpcore.core.buffers import Array, Bytes, check_out, input_array, lined_up
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.foreign import as_numpy
+from fsdpcore.core.foreign import as_numpy, is_foreign
 
 
 class Ticket(ABC):
@@ -212,6 +212,8 @@ class HostDevice(Device):
         return isinstance(array, np.ndarray)
 
     def operand(self, value: ArrayLike) -> Array:
+        if is_foreign(value) and not hasattr(value, "__cuda_array_interface__"):
+            value = as_numpy(value, "the array")
         return input_array(value)
 
     def check_out(self, out: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

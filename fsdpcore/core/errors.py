@@ -25,6 +25,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+
 __all__ = [
     "ArgumentError",
     "CheckpointError",
@@ -89,7 +92,17 @@ class StateError(FsdpcoreError, RuntimeError):
 
 
 class NonFiniteGradientError(FsdpcoreError, ArithmeticError):
-    """The gradients hold inf or nan. Every rank raises it, and no parameter was changed."""
+    """The gradients hold inf or nan. Every rank raises it, and no parameter was changed.
+
+    ``parameters`` has them, by ``unit.param``, each with the ranks of the job whose own gradients
+    were so before the sum over the ranks; none where the sum overflowed, or where it is not known.
+    """
+
+    def __init__(
+        self, message: str, parameters: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.parameters = dict(parameters or {})
 
 
 class CommunicationError(FsdpcoreError, RuntimeError):
@@ -178,6 +191,9 @@ def in_words(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return type and text of an error in short: the first line, and what that announces."""
-    first, *more = [line.strip() for line in in_words(error).strip().split("\n")]
-    return f"{first} {more[0]}" if first.endswith(":") and more else first
+    """Return type and text of an error in one line: the first, and the list that it announces."""
+    first, *more = in_words(error).strip().split("\n")
+    if not first.rstrip().endswith(":") or not more:
+        return first.strip()
+    listed = [more[0], *itertools.takewhile(lambda line: line[:1].isspace(), more[1:])]
+    return f"{first.strip()} {'; '.join(line.strip() for line in listed)}"

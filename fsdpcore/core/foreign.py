@@ -54,6 +54,8 @@ def as_numpy(value: Any, what: str) -> Array:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentError(f"{what} is a masked array, whose mask would be lost; fill it before")
+    if value is None:
+        raise ArgumentError(f"{what} is None, and must be an array")
     if not is_foreign(value):
         try:
             return np.asarray(value)
@@ -87,3 +89,28 @@ def _by_bits(value: Any) -> Array:
         return np.asarray(value)  # with the dtype that NumPy is taught by ml_dtypes
     library: Any = sys.modules[type(value).__module__.partition(".")[0]]
     return np.asarray(value.view(library.uint16)).view(BFLOAT16)
+
+
+def library_of(value: Any) -> str:
+    """Return of which library an array is: "numpy", "jax", "torch", or the name of its module."""
+    if isinstance(value, np.ndarray):
+        return "numpy"
+    return {"jaxlib": "jax"}.get(name := type(value).__module__.partition(".")[0], name)
+
+
+def given_to(library: str, array: Array) -> Any:
+    """Return a NumPy array as one of "jax" or "torch", on the host; itself for any other library.
+
+    Itself, too, where the library is not imported. It may share the memory.
+    """
+    module: Any = sys.modules.get(library)
+    if module is None:
+        return array[()] if library == "scalar" else array
+    if library == "jax":
+        made = module.numpy.asarray(array)
+        return made if made.dtype == array.dtype else array  # without x64 it would be rounded
+    if library == "torch":
+        if array.dtype == BFLOAT16:
+            return module.from_numpy(array.view(np.int16)).view(module.bfloat16)
+        return module.from_numpy(array)
+    return array

@@ -10,6 +10,7 @@ import contextlib
 import math
 import re
 from collections.abc import Mapping
+from numbers import Real
 
 from fsdpcore.core.errors import ArgumentError, FsdpcoreError
 
@@ -56,7 +57,7 @@ def _read(
         if match is not None:
             factor = units.get(match[2], units.get(match[2].lower(), math.nan))
             number = float(match[1]) * (factor if match[2] else 1.0)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif not isinstance(value, bool) and isinstance(value, Real):
         with contextlib.suppress(OverflowError):
             number = float(value)
     if not 0 <= number <= _MOST or 0 < number < _LEAST:

@@ -238,6 +238,10 @@ class _Quiet(threading.local):
 _quiet = _Quiet()
 
 
+# What other libraries call some of them.
+_OTHER_NAMES = {"avg": "mean", "average": "mean", "add": "sum", "product": "prod"}
+
+
 @dataclass(frozen=True)
 class Reduction:
     """An op bound to a dtype.
@@ -273,7 +277,11 @@ class Reduction:
             op = ReduceOp(op)
         except ValueError:
             names = ", ".join(repr(known.value) for known in ReduceOp)
-            raise ArgumentError(f"unknown reduction {op!r}; known are {names}") from None
+            meant = _OTHER_NAMES.get(op) if isinstance(op, str) else None
+            hint = f" (did you mean {meant!r}?)" if meant else ""
+            raise ArgumentError(
+                f"unknown reduction {op!r}{hint}; known are {names}, and what ReduceOp.create makes"
+            ) from None
         what = op._arithmetic
         if dtype.kind in what.domain.refused:
             raise ArgumentError(what.domain.why.format(op=op.value, dtype=dtype))

@@ -24,6 +24,7 @@ from fsdpcore.diagnostics.entries import (
     OperationEntry,
     OperationRecord,
 )
+from fsdpcore.diagnostics.stack import where
 from fsdpcore.diagnostics.status import MAX_WAITS, CallAnswer, Group, Status
 from fsdpcore.diagnostics.trace_file import FORMAT, VERSION, file_name, write_json
 
@@ -75,7 +76,16 @@ class Recorder:
     Args:
         rank: whose operations these are.
         size: how many are kept.
+
+    Attributes:
+        program: what to call the function that the rank runs.
+        returned: that function has returned.
+        closed: the rank begins no operation any more.
     """
+
+    program = "main"
+    returned = False
+    closed = False
 
     def __init__(self, rank: RecordedRank, size: int = DEFAULT_SIZE) -> None:
         self._rank = weakref.ref(rank)
@@ -90,12 +100,30 @@ class Recorder:
         self._written = -_SECONDS_BETWEEN_TIMEOUTS
         self._started = time.time()
         self._now = rank.clock.nanoseconds
+        self._thread = threading.get_ident()  # of the rank's program
 
     def configure(self, directory: str, size: int = DEFAULT_SIZE) -> None:
         """Choose where ``save`` writes (nowhere, if empty) and how many operations are kept."""
         self._directory = Path(directory).absolute() if directory else None
         if size != self._entries.maxlen:
             self._entries = deque(self._entries, maxlen=size)
+
+    # The rank's program.
+
+    def begin_program(self, name: str) -> None:
+        """Note that the rank's program runs from now on, on this thread."""
+        self.program, self._thread = name, threading.get_ident()
+
+    def end_program(self) -> None:
+        """Note that it has returned."""
+        self.returned = True
+
+    def _stack(self) -> str:
+        """Where the rank's program is, for other threads that ask."""
+        # In virtual time all ranks are on the thread that asks.
+        here = self._thread == threading.get_ident()
+        stack = "" if here or self.returned else where(self._thread)
+        return f" ({stack})" if stack else ""
 
     # Recording.
 
@@ -152,18 +180,20 @@ class Recorder:
 
     def entries(self) -> list[OperationEntry]:
         """The last operations, in the order of their start."""
-        while True:
-            try:
-                found = list(self._entries)
-                break
-            except RuntimeError:  # another thread has added one meanwhile
-                continue
+        found = self._kept()
         for entry in found:
             if isinstance(entry, MessageEntry) and entry.end == 0 and entry.work is not None:
                 work = entry.work()
                 if work is not None:
                     work.done()  # which notes the end
         return found
+
+    def _kept(self) -> list[OperationEntry]:
+        while True:
+            try:
+                return list(self._entries)
+            except RuntimeError:  # another thread has added one meanwhile
+                continue
 
     def group(self, channel: int) -> Group | None:
         """The group of a channel, if this rank has it."""
@@ -179,25 +209,41 @@ class Recorder:
         return next((sequence for sequence in last if sequence), 0)
 
     def status(self, channel: int, sequence: int = 0) -> Status:
-        """Say what this rank is doing, how far it is on a channel, and what it called there."""
+        """Say what this rank is doing, how far it is on a channel, and what it called there.
+
+        Outside of operations, the words have its stack; not if a call is asked for, which happens
+        often.
+        """
         entries, now = self.entries(), self._now()
         running = [entry.wait(now) for entry in entries if entry.blocks][:MAX_WAITS]
         last = _last(entries)
         if running:
             text = " and ".join(map(str, running))
-        elif last is None:
-            text = "no collective so far, busy elsewhere"
-        elif last.failed:
-            running = [last.wait(now)]
-            text = str(running[0])
         else:
-            ago = (now - last.end) * 1e-9
-            text = f"finished {last.words()} {ago:.1f} s ago, busy elsewhere since"
+            text = f"{self._past(last, now)}{'' if sequence else self._stack()}"
+            running = [last.wait(now)] if last is not None and last.failed else []
         known = any(entry.group.channel == channel for entry in entries)
         entered = self.entered(channel)
         order = self._groups.get(channel)
         call = order.called(sequence) if order is not None and sequence else None
         return Status(text, entered, known or order is not None, tuple(running), call)
+
+    def waits(self) -> str:
+        """The operations that this rank is in, in words; empty for none. Takes no lock."""
+        words = [entry.words() for entry in self._kept() if entry.blocks]
+        return " and ".join(words[:MAX_WAITS])
+
+    def _past(self, last: OperationEntry | None, now: int) -> str:
+        """Say what a rank has done that is in no operation."""
+        if last is None:
+            done = "no collective so far"
+        elif last.failed:
+            return str(last.wait(now))
+        else:
+            done = f"finished {last.words()} {(now - last.end) * 1e-9:.1f} s ago"
+        if self.returned:
+            return f"{done}, has returned from {self.program}"
+        return f"{done}, busy elsewhere{'' if last is None else ' since'}"
 
     # Writing.
 
@@ -248,6 +294,8 @@ class Recorder:
             "written": time.time(),
             "clock": {"wall_ns": time.time_ns(), "monotonic_ns": self._now()},
             "complete": len(entries) < (self._entries.maxlen or 0),
+            "returned": self.program if self.returned else None,
+            "closed": self.closed,
             "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
             "groups": [
                 {

@@ -16,6 +16,7 @@ WORLD_CHANNEL = 0
 
 # A rank may run operations of many groups at once; the oldest say enough.
 MAX_WAITS = 4
+_MAX_TEXT = 2000  # characters of what another rank says that it is doing
 
 
 _DEVICE = "GPU arrays"
@@ -150,7 +151,7 @@ class Status:
         entered = content.get("entered")
         waits = content.get("waits")
         return Status(
-            str(content.get("text", "")),
+            str(content.get("text", ""))[:_MAX_TEXT],
             entered if isinstance(entered, int) else 0,
             content.get("member") is not False,
             tuple(w for item in _listed(waits)[:MAX_WAITS] if (w := _wait(item)) is not None),

@@ -85,7 +85,8 @@ class TracedOperation:
 
     def __str__(self) -> str:
         if self.collective:
-            return f"{self.op} #{self.sequence} of {self.group}"
+            label = f" ({self.details['label']})" if self.details["label"] else ""
+            return f"{self.op} #{self.sequence} of {self.group}{label}"
         return f"{self.op} {ends(self.op, self.peer, self.tag)}"
 
 
@@ -98,6 +99,8 @@ class TraceDump:
         started, written: wall-clock seconds at which the rank had joined, and wrote the file.
         complete: nothing had been dropped from the ring.
         failure: what the backend is broken by, or empty.
+        returned: the function that the rank ran and that had returned, or empty.
+        closed: the rank was to begin no operation any more.
         entered: the last collective begun, by channel.
         groups: by channel.
         operations: in the order of their start.
@@ -112,6 +115,8 @@ class TraceDump:
     entered: Mapping[int, int]
     groups: Mapping[int, Group]
     operations: tuple[TracedOperation, ...]
+    returned: str = ""
+    closed: bool = False
 
 
 def read_directory(directory: Path) -> list[TraceDump]:
@@ -196,6 +201,8 @@ def _dump(content: Mapping[str, Any]) -> TraceDump:
         entered,
         groups,
         tuple(_operation(item, groups, offset) for item in content["operations"]),
+        str(content.get("returned") or ""),
+        content.get("closed") is True,
     )
 
 

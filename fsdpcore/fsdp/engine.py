@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
-from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.optim.groups import Given
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
 from fsdpcore.fsdp.plan.make_plan import Sync
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import Report
 from fsdpcore.fsdp.sharding.strategy import Strategy
-from fsdpcore.fsdp.state.full import full_params
+from fsdpcore.fsdp.state.averaged import averaged
+from fsdpcore.fsdp.state.full import full_params, full_tree
 from fsdpcore.fsdp.state.load import load_params, load_state
+from fsdpcore.fsdp.state.release import release
 from fsdpcore.fsdp.state.save import full_state, sharded_state
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress
 from fsdpcore.fsdp.state.writing import set_progress, update_shards, writing_state
@@ -26,10 +30,11 @@ from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.step.step import EngineSteps, Step
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
-from fsdpcore.fsdp.units.make_model import make_memory, make_model
+from fsdpcore.fsdp.units.make_model import ModelMemory, make_memory, make_model
 from fsdpcore.fsdp.units.options import EngineOptions, Prefetch
+from fsdpcore.fsdp.units.param_tree import as_units, is_units
 from fsdpcore.fsdp.units.precision import Precision
-from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.unit import Unit, let_go
 
 
 class FSDP:
@@ -68,12 +73,16 @@ class FSDP:
             step.update(clip=1.0)
 
     Args:
-        units: in the order of the forward pass. Their parameters are taken over.
+        units: a list of ``Unit`` in the order of the forward pass; their parameters are taken over.
+            Or parameters in nested containers, as a framework has them: a unit for each top-level
+            entry (see ``ParamTree``, which takes other rules).
         backend: the ranks to shard over: all of them, a group, or those of mesh axes.
         strategy: a ``Strategy``, or the name of one.
         optimizer: applied by ``step.update``; may be missing for evaluation only. Also a mapping of
             patterns of parameter names to optimizers, of which the first that fits is taken:
-            ``{"*.bias": AdamW(lr=1e-3, weight_decay=0.0), "*": AdamW(lr=1e-3)}``.
+            ``{"*.bias": AdamW(lr=1e-3, weight_decay=0.0), "*": AdamW(lr=1e-3)}``. A transformation
+            of optax that is elementwise is taken as it is, see ``fc.optim.Optax``; those of PyTorch
+            are given as ``fc.optim.Torch(torch.optim.AdamW, lr=1e-3)``.
         precision: dtypes of computation and reduction; by default those of the parameters.
         prefetch: a ``Prefetch``, or how many units to gather ahead; 0 for nothing in the
             background. In a window there is nothing to fetch.
@@ -96,6 +105,7 @@ class FSDP:
 
     Attributes:
         units: in order; verbs can be called on them directly.
+        tree: the ``ParamTree`` that the units were given as; None for a list of units.
         backend, strategy, precision, prefetching, algorithm, offload: as given.
         device: where the arrays are: the host, or this rank's GPU.
         windowed: the parameters are in a window; the same on all ranks that share a copy.
@@ -109,11 +119,11 @@ class FSDP:
 
     def __init__(
         self,
-        units: Iterable[Unit],
+        units: Any,
         backend: Backend,
         *,
         strategy: Strategy | str = "full_shard",
-        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        optimizer: Given | None = None,
         precision: Precision | None = None,
         prefetch: Prefetch | int = 1,
         window: bool = True,
@@ -123,12 +133,12 @@ class FSDP:
         algorithm: str = "auto",
         virtual_ranks: int | None = None,
     ) -> None:
-        if not isinstance(backend, Backend) or not isinstance(units, Iterable):
+        if not isinstance(backend, Backend) or not is_units(units):
             raise ArgumentError(
                 "FSDP takes a list of units, then a backend: FSDP(units, backend); got "
                 f"{type(units).__name__} and {type(backend).__name__}"
             )
-        self.units = tuple(units)
+        self.units, self.tree = as_units(units)
         self.backend = backend
         self.device = backend.device
         options = EngineOptions.of(
@@ -141,7 +151,7 @@ class FSDP:
         self._model = make_model(self.units, backend, options, optimizer, tensor)
         self._memory = make_memory(self._model, self.units, self._pool)
         self.windowed, self.all_windowed = self._memory.windowed, self._memory.all_windowed
-        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory))
+        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory), self.tree)
 
     # Units.
 
@@ -192,14 +202,16 @@ class FSDP:
     def prefetch(self, unit: Unit | str) -> None:
         """Begin to gather a unit that is used soon; for those who call verbs by hand.
 
-        All ranks call it. Inside a step the engine does that itself.
+        All ranks call it. Does nothing where nothing has to be fetched: the unit is gathered, or on
+        its way, already, or all ranks have its parameters anyway. Inside a step the engine does
+        that itself.
 
         Args:
             unit: of this engine, or its name.
 
         Raises:
             ArgumentError: no unit of this engine.
-            StateError: it is gathered, or on its way, already; or there is nothing to gather.
+            StateError: it is being written.
         """
         self._model[unit].prefetch()
 
@@ -210,8 +222,17 @@ class FSDP:
 
         Args:
             divisor: the gradients, summed over ranks and backward passes, are divided by it, with
-                every strategy; by default the number of ranks, so that they are the mean over
-                ranks. With the tokens of all ranks they are the mean over tokens.
+                every strategy. By default it is the number of ranks: the gradients are the mean
+                over ranks, and the sum over passes. With the number of tokens of all ranks and
+                passes they are the mean over tokens. For the mean over M passes of each rank it is
+                M times the number of ranks, not M.
+
+        Example::
+
+            with engine.step(divisor=M * backend.world_size) as step:   # M microbatches
+                for x, y in microbatches:
+                    train_one(step, x, y)     # forward and backward of all units
+                step.update()
 
         Raises:
             ArgumentError: a divisor that is no positive number.
@@ -233,21 +254,119 @@ class FSDP:
         """Close the groups of ranks that were made for this engine.
 
         For those who make many engines in one job; the engine is of no use after that, the backend
-        stays open. All ranks call it, outside of steps.
+        stays open. All ranks call it, outside of steps; after ``release`` it does nothing.
         """
+        if self._model.status.ended:
+            return
         self._model.status.check_idle("close()")
+        self._model.status.ended = "was closed; make a new one"
         self._model.groups.close()
+
+    def release(self, *, full: bool = True, to: int | str = "all") -> dict[str, Any]:
+        """Hand the parameters back, and end the engine; a collective, outside of steps.
+
+        The memory of shards, gradients, optimizer state and gathered buffers is freed, and files of
+        ``Offload`` are gone. Every later call of this engine and its units raises StateError; the
+        backend stays open. ::
+
+            params = engine.release(to=0)  # by "unit.param"; empty on the other ranks
+            if backend.rank == 0:
+                np.savez("model.npz", **params)
+
+        Args:
+            full: whole arrays of NumPy at full precision, as of ``state_dict``. Without it this
+                rank's parts, as ``ShardedArray``, on the device; nothing is sent then.
+            to: of ``full``: the rank that gets the arrays.
+
+        Returns:
+            The arrays by name, which belong to the caller: trained, frozen and ignored ones. A tied
+            parameter is the same array as its owner's.
+
+        Raises:
+            ArgumentError: as of ``state_dict``; the engine goes on.
+            StateError: inside of a step or of ``full_params``, after an update that was left half
+                done, or it was released already.
+            MismatchError: the ranks want different things; the engine goes on.
+        """
+        arrays = release(self._model, self._pool, full=full, to=to)
+        for unit in self.units:
+            let_go(unit)
+        self.units = ()
+        self._model = replace(self._model, units=())
+        self._memory = ModelMemory(file=None, window_bytes=0, all_windowed=False)
+        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory), None)
+        return arrays
+
+    # All units at once.
+
+    def num_parameters(self, *, trainable: bool = False) -> int:
+        """Return how many elements the parameters of the whole model have; does not communicate.
+
+        The same on all ranks and with every strategy: a tied parameter counts once, a parameter
+        that tensor-parallel ranks share counts as the whole it is. Frozen parameters count, ignored
+        arrays do not. What this rank holds is in ``held``.
+
+        Args:
+            trainable: only those that are trained.
+        """
+        return self._model.num_parameters(trainable=bool(trainable))
+
+    def unshard(self) -> None:
+        """Gather all units, as far as memory allows; a collective, outside of steps.
+
+        ``engine["name"].params`` has the parameters then, until ``reshard``. Blocks. The same as
+        ``unshard`` of each unit in order.
+
+        Raises:
+            StateError: inside of a step, or of ``full_params``.
+        """
+        self._model.status.check_idle("unshard()")
+        for unit in self.units:
+            unit.unshard()
+
+    def reshard(self) -> None:
+        """Free what ``unshard`` has gathered; views of it must not be read after this.
+
+        Does not communicate; does nothing where all units are sharded.
+
+        Raises:
+            StateError: inside of a step, or of ``full_params``.
+        """
+        self._model.status.check_idle("reshard()")
+        for unit in self.units:
+            unit.reshard()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have all units unsharded at once, as far as memory allows; all ranks enter it."""
+        """Have all units unsharded in a ``with`` block: ``unshard``, then ``reshard``."""
         try:
-            for unit in self.units:
-                unit.unshard()
+            self.unshard()
             yield
         finally:
-            for unit in self.units:
-                unit.reshard()
+            self.reshard()
+
+    def averaged(self, kind: str | None = None) -> AbstractContextManager[None]:
+        """Have an average of the weights in the place of the weights, for a ``with`` block.
+
+        All ranks enter and leave it, outside of steps. Each exchanges its shards, so that nothing
+        is sent and no memory is taken. In the block: evaluation, ``full_params()``, ``full_tree()``
+        and ``state_dict(optimizer=False)``; no training step, no load, no save of the optimizer.
+
+        Args:
+            kind: "ema" or "mean"; may be left out where the optimizer keeps one of them. Where an
+                average has not begun, or a parameter has none, it stays as it is.
+
+        Raises:
+            StateError: the optimizer keeps none (see ``fc.optim.Average``); or inside of a step,
+                of ``full_params``, or of another ``averaged``.
+            ArgumentError: it keeps none of this kind; or both, and ``kind`` is missing.
+
+        Example::
+
+            with engine.averaged(), engine.evaluation() as step:
+                ...
+        """
+        return averaged(self._model, kind)
 
     # State.
 
@@ -258,7 +377,7 @@ class FSDP:
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._model.status.steps = value
+        self._model.status.steps = as_int(value, "steps of an engine", minimum=0)
 
     @property
     def partially_updated(self) -> bool:
@@ -395,6 +514,23 @@ class FSDP:
         """
         return full_params(self._model, write=write, names=names, unit=unit)
 
+    def full_tree(self, *, to: int | str = "all") -> Any:
+        """Return the parameters nested as the engine got them, for evaluation or export.
+
+        A collective, outside of steps. What is no parameter is in its place, too.
+
+        Args:
+            to: the rank of ``backend`` that gets the tree, the others get None; "all" for all.
+
+        Returns:
+            The tree, with whole arrays of NumPy at full precision, which belong to the caller.
+
+        Raises:
+            StateError: the engine was made of a list of units; or as ``state_dict``.
+            ArgumentError: there is no such rank.
+        """
+        return full_tree(self._model, self.tree, to)
+
     def update_shards(self, shards: Mapping[str, Array]) -> None:
         """Replace this rank's shards of some units; a collective, outside of steps.
 
@@ -447,7 +583,7 @@ class FSDP:
         )
 
     def report(self) -> Report:
-        """Compare the last step with its plan, on this rank; it can be printed."""
+        """Compare the last training step with its plan, on this rank; it can be printed."""
         executor = self._steps.executor
         return report_of(self.units, executor, self.held(), windowed=self.windowed)
 
@@ -470,11 +606,21 @@ class FSDP:
         return measure(self._model, self._pool, self._memory.window_bytes)
 
     def __repr__(self) -> str:
-        sharded = ", in a window" if self.windowed else ""
+        units, ranks = len(self.units), self.backend.world_size
+        window = ", in a window" if self.windowed else ""
         return (
-            f"<FSDP {self.strategy.name!r} of {len(self.units)} units{sharded}, after {self.steps} "
-            f"steps, on {self.backend!r}>"
+            f"<FSDP of {units} unit{'s' * (units != 1)}, {self.num_parameters():,} parameters: "
+            f"{self.strategy.name} over {ranks} rank{'s' * (ranks != 1)}{window}, "
+            f"{_optimizers(self)}, step {self.steps}, on {self.backend!r}>"
         )
+
+
+def _optimizers(engine: FSDP) -> str:
+    given = engine._model.optimizers
+    if given is None:
+        return "no optimizer"
+    found = (each for unit in engine.units for each in given.of_unit(unit.name).values())
+    return " and ".join(dict.fromkeys(type(each).__name__ for each in found)) or "nothing trained"
 
 
 def check_idle(engine: FSDP, what: str) -> None:

@@ -19,6 +19,7 @@ from fsdpcore.launch.config import PREFIX, Config, resolve
 from fsdpcore.launch.environment import LAUNCH_VARIABLES, detect, launched_threads, unused
 from fsdpcore.launch.external import default_transport, open_reports, place_without_launcher
 from fsdpcore.launch.failure_report import report
+from fsdpcore.launch.printing import printed_lines, see_launcher
 from fsdpcore.launch.processes import run_processes
 from fsdpcore.launch.rank import ExceptHook, become, inside_rank, join, ranks_here
 from fsdpcore.launch.rank_process import refuse_during_import
@@ -112,7 +113,7 @@ def launch(
     _warn_of_one(size, config, environ)
     if not config.transport_class.ranks_are_threads:
         return run_processes(fn, args, size, config)
-    with blas_limit(config, size):
+    with blas_limit(config, size), printed_lines():
         return run_threads(fn, args, size, config)
 
 
@@ -182,6 +183,7 @@ def _find_place(environ: dict[str, str]) -> RankPlace | None:
     """Find out which rank a launcher wants; from then on, uncaught exceptions speak for a rank."""
     place = detect(environ)
     open_reports(environ)
+    see_launcher(environ)
     if place is not None:
         ExceptHook(place.rank, environ).install()
         if place.launcher == "fsdpcore run":

@@ -12,12 +12,13 @@ from typing import Any
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.place import RankPlace
-from fsdpcore.comm.transport import Transport
+from fsdpcore.comm.transport import Transport, transport_of
 from fsdpcore.core.errors import ConfigError, RendezvousError, in_one_line
 from fsdpcore.launch.blas import blas_limit
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.environment import meeting_hint
 from fsdpcore.launch.failure_report import is_consequence, report
+from fsdpcore.launch.printing import print_lines
 
 _inside_rank: ContextVar[bool] = ContextVar("inside_rank", default=False)
 
@@ -35,10 +36,13 @@ def run_rank(fn: Callable[..., Any], backend: Backend, args: Sequence[Any]) -> A
     """
     ending: SystemExit | None = None
     result = None
+    recorder = transport_of(backend).recorder
     with backend:
         token = _inside_rank.set(True)
+        recorder.begin_program(_name_of(fn))
         try:
             result = fn(backend, *args)
+            recorder.end_program()
         except SystemExit as exiting:
             if exiting.code not in (None, 0):
                 raise
@@ -48,6 +52,12 @@ def run_rank(fn: Callable[..., Any], backend: Backend, args: Sequence[Any]) -> A
     if ending is not None:
         raise ending
     return result
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    """What to call a rank's function."""
+    name = getattr(fn, "__name__", "main")
+    return name if str(name).isidentifier() else "main"
 
 
 def become(fn: Callable[..., Any], args: Sequence[Any], place: RankPlace, config: Config) -> Any:
@@ -60,6 +70,7 @@ def become(fn: Callable[..., Any], args: Sequence[Any], place: RankPlace, config
 
 def join(place: RankPlace, config: Config) -> Transport:
     """Become rank ``place.rank``; an error of the meeting says how its address came about."""
+    print_lines()
     try:
         return config.transport_class.join(place, config)
     except RendezvousError as error:

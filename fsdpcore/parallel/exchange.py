@@ -19,7 +19,7 @@ from fsdpcore import collectives
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_instance
+from fsdpcore.core.checks import as_instance, as_int
 from fsdpcore.core.errors import ArgumentError, MismatchError
 from fsdpcore.parallel.splits import bounds, own_range, own_size, split
 
@@ -42,8 +42,9 @@ def local_part(x: Array, group: Backend, axis: int) -> Array:
 
     Without communication; the derivative of ``all_gather`` where all ranks have the same gradient.
     """
-    start, stop = own_range(x.shape[axis], group)
-    part: Array = x[(slice(None),) * _place(x, axis) + (slice(start, stop),)]
+    place = _place(x, axis)
+    start, stop = own_range(x.shape[place], group)
+    part: Array = x[(slice(None),) * place + (slice(start, stop),)]
     return part
 
 
@@ -67,10 +68,9 @@ def all_gather(
         MismatchError: a part is not the one that ``splits`` gives its rank. Without ``size`` all
             ranks raise it, before the parts are sent.
     """
-    parts = group.world_size
+    parts, place = group.world_size, _place(x, axis)
     if parts == 1:
         return x
-    place = _place(x, axis)
     before, after = math.prod(x.shape[:place]), math.prod(x.shape[place + 1 :])
     if size is None:
         size = _told_size(x.shape[place], group, label)
@@ -103,10 +103,9 @@ def reduce_scatter(
     Returns:
         A contiguous array; ``x`` itself in a group of one.
     """
-    parts = group.world_size
+    parts, place = group.world_size, _place(x, axis)
     if parts == 1:
         return x
-    place = _place(x, axis)
     before, after = math.prod(x.shape[:place]), math.prod(x.shape[place + 1 :])
     size = x.shape[place]
     shape = (*x.shape[:place], own_size(size, group), *x.shape[place + 1 :])
@@ -149,6 +148,7 @@ def _unpacked(flat: Array, shape: tuple[int, int, int], parts: int) -> Array:
 
 def _place(x: Array, axis: int) -> int:
     """Return ``axis`` counted from the front."""
+    axis = as_int(axis, "the axis to be cut along")
     if not -x.ndim <= axis < x.ndim:
         raise ArgumentError(f"an array of shape {x.shape} has no axis {axis} to be cut along")
     return axis % x.ndim

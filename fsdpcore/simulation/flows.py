@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdpcore.simulation.bursts import Bucket, Bursts
 from fsdpcore.simulation.network import Network
 from fsdpcore.simulation.sharing import fair_rates
 
@@ -60,6 +61,7 @@ class Flows:
         network.check_room(world_size)
         self._network = network
         self._limits = _limits(network, world_size)
+        self._bursts = _bursts(network, self._limits)
         self._idle = len(self._limits) - 1  # the number of no link
         self._counts = (self._limits < math.inf).tolist()
         self._now = 0.0
@@ -75,7 +77,9 @@ class Flows:
         # of ``since``, when its rate last changed; from then on it is due at ``end``.
         self._flows: list[Flow | None] = []
         self._free: list[int] = []
-        self._routes = np.full((2 * len(network.levels), 16), self._idle, np.intp)
+        self._routes = np.full(
+            (2 * len(network.levels) + 2 * bool(network.cores), 16), self._idle, np.intp
+        )
         self._left, self._rate, self._since = np.zeros(16), np.zeros(16), np.zeros(16)
         self._end = np.full(16, math.inf)
         self._local = np.zeros(len(self._limits), np.intp)
@@ -102,6 +106,7 @@ class Flows:
         self._settle()
         used = len(self._flows)
         slots = np.flatnonzero(self._end[:used] <= now * (1 + _ROUNDING)).tolist()
+        self._changed.update(dict.fromkeys(self._bursts.ended(now)))
         done, self._done = self._done, []
         for slot in slots:
             flow = self._flows[slot]
@@ -174,13 +179,18 @@ class Flows:
             return
         slots, links = self._touched()
         self._changed.clear()
-        if slots.size:
-            self._local[links] = np.arange(1, len(links) + 1)
-            limits = np.concatenate(([math.inf], self._limits[links]))
-            routes = self._local[self._routes[:, slots]]
-            rates = fair_rates(routes[routes.any(axis=1)], limits)
-            self._set_rates(slots, rates)
+        self._local[links] = np.arange(1, len(links) + 1)
+        limits = np.concatenate(([math.inf], self._limits[links]))
+        if self._bursts:
+            self._bursts.limits(links.tolist(), limits[1:], self._now)
+        routes = self._local[self._routes[:, slots]]
+        routes = routes[routes.any(axis=1)]
+        rates = fair_rates(routes, limits) if slots.size else np.empty(0)
+        self._set_rates(slots, rates)
         self._next = float(self._end[: len(self._flows)].min())
+        if self._bursts:
+            self._bursts.carry(links.tolist(), routes, rates)
+            self._next = min(self._next, self._bursts.next_end())
 
     def _set_rates(self, slots: NDArray[np.intp], rates: NDArray[np.float64]) -> None:
         old = self._rate[slots]
@@ -245,3 +255,12 @@ def _limits(network: Network, world_size: int) -> NDArray[np.float64]:
             if rate < below[member]:
                 limits[up : up + 2] = below[member] = rate
     return limits
+
+
+def _bursts(network: Network, limits: NDArray[np.float64]) -> Bursts:
+    """Return what links let pass faster than their rate: those with a limit."""
+    limited = np.flatnonzero(limits < math.inf).tolist()
+    sizes = {link: network.burst(link) for link in limited}
+    return Bursts(
+        {link: Bucket(size, float(limits[link]), size) for link, size in sizes.items() if size}
+    )

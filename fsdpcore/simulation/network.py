@@ -14,6 +14,7 @@ seconds or text ("5us")::
     size = 0
     rate = "50GB/s"          # of each host's link to its rack
     latency = "10us"
+    burst = "1MB"            # optional, and so is cores: see ``Level``
 
     [[link]]                 # what a single member's link differs in
     member = "host 3"
@@ -22,6 +23,7 @@ seconds or text ("5us")::
     [compute]                # optional, and so is each of its keys
     flops = 4e14
     message = "2us"
+    copy = "1GB/s"
     reduce = "1TB/s"
     eager = "64KiB"
     ahead = "256KiB"
@@ -31,6 +33,7 @@ seconds or text ("5us")::
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,18 +62,26 @@ class Level:
         rate: bytes per second of each member's link, each way; infinity for no limit.
         latency: seconds that a message between two members takes, one way and in all: what it
             takes below is part of it.
+        burst: bytes that a member's link lets pass faster than its rate, each way, after it had
+            less to carry.
+        cores: of a processor that the ranks under each of these share; 0 if each rank has its own.
     """
 
     name: str
     size: int
     rate: float
     latency: float
+    burst: int = 0
+    cores: int = 0
 
     def __post_init__(self) -> None:
         what = f"level {as_name(self.name, 'name of a level', error=ConfigError)!r}"
-        as_int(self.size, f"{what}: size", minimum=0, error=ConfigError)
+        size = as_int(self.size, f"{what}: size", minimum=0, error=ConfigError)
+        object.__setattr__(self, "size", size)
         as_rate(self.rate, f"{what}: rate", error=ConfigError)
         as_seconds(self.latency, f"{what}: latency", error=ConfigError)
+        as_int(self.burst, f"{what}: burst", minimum=0, error=ConfigError)
+        as_int(self.cores, f"{what}: cores", minimum=0, error=ConfigError)
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ class Link:
 
     rate: float | None = None
     latency: float | None = None
+    burst: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,8 @@ class Network:
         flops: floating-point operations per second of a rank.
         message: seconds of a rank's processor for each message that it sends, before it leaves, and
             for each that it receives, when it has come.
+        copy: bytes per second that a core which ranks share moves of messages, where they are sent
+            and where they are received; infinity for no time.
         reduce: bytes per second that a rank reduces; infinity for no time.
         eager: bytes up to which a message is sent unasked. Of a larger one the sender asks first,
             and waits for the answer.
@@ -121,6 +135,7 @@ class Network:
     links: Mapping[str, Link] = field(default_factory=dict)
     flops: float = 4e14
     message: float = 2e-6
+    copy: float = math.inf
     reduce: float = 1e12
     eager: int = 64 * 1024
     ahead: int = 0
@@ -138,7 +153,7 @@ class Network:
         for level in self.levels[:-1]:
             if level.size == 0:
                 raise ConfigError(f"level {level.name!r}: only the last level has size = 0")
-        _ = self._exceptions
+        _ = self._exceptions, self._sharing
 
     @classmethod
     def named(cls, name: str) -> Network:
@@ -159,7 +174,7 @@ class Network:
             raise ConfigError(f"{source} cannot be read: {error}") from error
         file = parse_toml(text, source)
         file.check_keys(("level", "link", "compute"))
-        levels = tuple(Level(**_values(each, _LEVEL, _LEVEL)) for each in file.tables("level"))
+        levels = tuple(Level(**_values(each, _LEVEL, _NEEDED)) for each in file.tables("level"))
         links: dict[str, Link] = {}
         for each in file.tables("link"):
             values = _values(each, _LINK, ("member",))
@@ -232,6 +247,32 @@ class Network:
         member, level = divmod(link // 2, len(self.levels))
         own = self._exceptions.get((level, member), _USUAL).rate
         return self.levels[level].rate if own is None else own
+
+    def burst(self, link: int) -> int:
+        """Return the bytes that a link lets pass faster than its rate."""
+        member, level = divmod(link // 2, len(self.levels))
+        own = self._exceptions.get((level, member), _USUAL).burst
+        return self.levels[level].burst if own is None else own
+
+    @cached_property
+    def cores(self) -> int:
+        """How many cores ranks share, with those under the same member of a level; or 0."""
+        return 0 if self._sharing is None else self.levels[self._sharing].cores
+
+    @cached_property
+    def _sharing(self) -> int | None:
+        """The level under whose members ranks share cores."""
+        levels = [at for at, level in enumerate(self.levels) if level.cores]
+        if levels[1:]:
+            first, second = (self.levels[at].name for at in levels[:2])
+            raise ConfigError(f"cores of {first!r} and of {second!r}: a rank has those of one")
+        return levels[0] if levels else None
+
+    def processor(self, rank: int) -> int:
+        """Return the number of the member whose cores a rank shares."""
+        assert self._sharing is not None, "ranks have cores of their own"
+        span = self.spans[self._sharing]
+        return rank // span if span else 0
 
     def link_name(self, link: int) -> str:
         """Return a directed link in words: ``host 3 -> rack``, ``rack -> host 3``."""
@@ -322,11 +363,20 @@ _LEVEL: dict[str, Reader] = {
     "size": _size,
     "rate": as_rate,
     "latency": as_seconds,
+    "burst": as_size,
+    "cores": _size,
 }
-_LINK: dict[str, Reader] = {"member": as_name, "rate": as_rate, "latency": as_seconds}
+_NEEDED = "name", "size", "rate", "latency"
+_LINK: dict[str, Reader] = {
+    "member": as_name,
+    "rate": as_rate,
+    "latency": as_seconds,
+    "burst": as_size,
+}
 _COMPUTE: dict[str, Reader] = {
     "flops": _positive,
     "message": as_seconds,
+    "copy": as_rate,
     "reduce": as_rate,
     "eager": as_size,
     "ahead": as_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.bodies import layouts, movement, overview, reductions
+from support.bodies import layouts, movement, outputs, overview, reductions
 from support.cases import COSTLY, LARGE, MANY_ELEMENTS, bodies, jobs
 from support.spmd import TRANSPORTS, run
 
@@ -45,6 +45,19 @@ OF_ARRAYS = [
 @bodies(*OF_RANKS)
 def test_collectives(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
+
+
+@jobs(1, 3)
+def test_wrong_out(transport: str, world_size: int) -> None:
+    run(outputs.refused, transport=transport, world_size=world_size)
+
+
+@jobs(3)
+@pytest.mark.parametrize(
+    "what", ["all_gather_v", "gather_v", "all_to_all_v", "scatter", "scatter_v"]
+)
+def test_out_that_others_do_not_fit(what: str, transport: str, world_size: int) -> None:
+    run(outputs.not_foreseen, transport=transport, world_size=world_size, args=(what,))
 
 
 @jobs(1, 3, 8, on=["sim"])

@@ -8,7 +8,7 @@ import os
 
 import pytest
 from support.ckpt_disk import CHANGES, Disk, DiskFiles, Fault, crashes
-from support.ckpt_saves import found, save, state_of
+from support.ckpt_saves import check_mixed, found, mixed_state, save, state_of
 from support.fsdp_steps import launch
 
 import fsdpcore as fc
@@ -65,6 +65,23 @@ def test_power_loss_at_every_call(which):
         steps = fc.checkpoint.steps(storage_on(left))
         assert len(steps) == len(names_on(left)), happened
     assert outcomes == {old, mark}
+
+
+def test_power_loss_of_a_save_of_many_kinds():
+    """Arrays, values and each rank's own are of one save, whichever that is."""
+    disk = Disk()
+    save(storage_on(disk), 10, 7, state=mixed_state)
+    outcomes = set()
+
+    def action(files):
+        save(LocalStorage("/run", files), 20, 8, state=mixed_state)
+
+    for happened, left in crashes(disk, action, kept=("everything",)):
+        outcome = found(storage_on(left))
+        assert outcome in (7, 8), happened
+        check_mixed(storage_on(left), outcome)
+        outcomes.add(outcome)
+    assert outcomes == {7, 8}
 
 
 @pytest.mark.parametrize("kind", ["ENOSPC", "EIO", "EACCES"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import support.ckpt_kill_loop
-from support.ckpt_saves import found, save
+from support.ckpt_saves import check_mixed, found, mixed_state, save
 from support.jobs import clean_environ, finished, python
 
 import fsdpcore as fc
@@ -41,7 +41,7 @@ import sys
 import fsdpcore as fc
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
-from support.ckpt_saves import state_of
+from support.ckpt_saves import mixed_state
 
 folder, mark, victim, at = sys.argv[1], *map(int, sys.argv[2:])
 
@@ -67,7 +67,7 @@ class Deadly(Files):
 
 def main(backend):
     files = Deadly() if backend.rank == victim else Files()
-    state = state_of(backend.rank, backend.world_size, mark)
+    state = mixed_state(backend.rank, backend.world_size, mark)
     try:
         fc.checkpoint.save(LocalStorage(folder, files), state, backend, step=mark)
     except fc.FsdpcoreError as error:
@@ -90,12 +90,13 @@ def test_a_process_that_is_killed_takes_the_save_with_it(
 ):
     script, folder = script(JOB), tmp_path_factory.mktemp("save") / "run"
     environ = clean_environ(PYTHONPATH=os.fspath(LOOP.parents[1]), OPENBLAS_NUM_THREADS="1")
-    save(folder, 1, 1)
+    save(folder, 1, 1, state=mixed_state)
     cut = finished(python(script, folder, 2, victim, at), environ)
     assert cut.code != 0
     assert f"rank {victim} saved" not in cut.out
     assert "SIGKILL" in cut.err
     assert found(folder) == steps
+    check_mixed(folder, steps)
     save(folder, 3, 3)
     assert found(folder) == 3
     assert found(folder, 1) == 1

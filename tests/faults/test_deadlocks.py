@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,14 @@ from support.cases import NOT_MPI, bodies, jobs
 from support.spmd import meet, run
 
 import fsdpcore as fc
+from fsdpcore.core.clock import WALL
 from fsdpcore.diagnostics.status import Status
 
 # Nearly all of the time they wait.
 pytestmark = pytest.mark.side_by_side(16)
 # Time for every rank to begin a call after a meeting, with all cores busy.
 PATIENCE = 1.0
+MODULE = re.escape(Path(__file__).name)
 ONES = np.ones(3)
 
 
@@ -52,7 +56,17 @@ def skipped_by_one(backend: fc.Backend) -> None:
         _check(message, "busy elsewhere since")
         assert message.count("is missing") == 1
         assert "likely cause" not in message, "nothing is known but that it has not come"
+        inner, outer = (rf"faults/{MODULE}:\d+ in {name}" for name in ("_naps", "skipped_by_one"))
+        if backend.root.clock is WALL:  # in virtual time nobody is elsewhere while others wait
+            stack = rf"busy elsewhere since \(at {inner}, called from {outer}[,)]"
+            assert re.search(stack, message), message
+    else:
+        _naps()
     meet()
+
+
+def _naps() -> None:
+    time.sleep(PATIENCE + 1.0)
 
 
 def skipped_in_a_group(backend: fc.Backend) -> None:
@@ -116,10 +130,12 @@ def left_early(backend: fc.Backend) -> None:
     backend.barrier()
     meet()  # or who is slow to see that all have come to the barrier hears of the end in it
     if backend.rank == 1:
+        backend.root.recorder.end_program()  # as launch does
         backend.close()
     else:
         error = expect(fc.PeerFailedError, fc.all_reduce, ONES, backend)
-        check_words(error, "rank 1 has left the job")
+        check_words(error, "rank 1 has left the job (it has returned from ", " waits in all_reduce")
+        check_words(error, "all_reduce #2 of all ranks")
         assert error.rank == 1
     meet()
 

@@ -177,6 +177,41 @@ def test_one_rank_that_fails_ends_the_job(script, how, code, words):
     assert done.err.count("\nValueError: rank one is unwell\n") == (how == "raise")
 
 
+# It prints word by word, as every rank does, then one rank hangs.
+HANGS = (
+    HEAD
+    + """
+def read_for_ever():
+    time.sleep(60)
+
+def main(backend):
+    for line in range(300):
+        print("rank", backend.rank, *range(30), line)
+    backend.barrier()
+    if backend.rank == 1:
+        read_for_ever()
+    backend.barrier(timeout=0.5)
+
+if __name__ == "__main__":
+    fc.launch(main, world_size=2)
+"""
+)
+
+
+@pytest.mark.parametrize("transport", ["sim", "zmq"])
+def test_ranks_print_whole_lines_and_one_that_hangs_says_where(script, transport):
+    path = script(HANGS)
+    command = fsdpcore("run", "-n", 2, "--transport", transport, path)
+    done = finished(command, {"PYTHONUNBUFFERED": "1"})
+    words = " ".join(map(str, range(30)))
+    expected = [f"rank {rank} {words} {line}" for rank in (0, 1) for line in range(300)]
+    assert sorted(done.out.splitlines()) == sorted(expected)
+    assert done.code == 1
+    number = HANGS.splitlines().index("    time.sleep(60)") + 1
+    assert "CommTimeoutError: barrier #2 on ranks [0, 1] timed out after 0.5 s" in last_line(done)
+    assert f"/script.py:{number} in read_for_ever, called from " in last_line(done)
+
+
 def test_a_failure_with_threads(script):
     done = finished(fsdpcore("run", "-n", 3, "--transport", "sim", script(BAD), "raise"))
     assert done.code == 1

@@ -282,7 +282,14 @@ def test_sixteen_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("fails", "words"),
-    [(True, "rank 3 failed: ValueError: it is unwell"), (False, "rank 3 has left the job")],
+    [
+        (True, "rank 3 failed: ValueError: it is unwell"),
+        (
+            False,
+            "rank 3 has left the job while rank 0 waits in recv of float64 (1,) from rank 3 "
+            "(tag 0)",
+        ),
+    ],
 )
 def test_ranks_that_have_no_link_hear_of_each_others_end(fails: bool, words: str) -> None:
     """By way of others, who are not taken for the one that it is about."""

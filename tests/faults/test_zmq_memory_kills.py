@@ -159,7 +159,8 @@ def test_a_receiver_that_leaves_in_the_middle_of_a_lent_array(
         return ""
 
     first, second = run_threads(body, 2)
-    assert (first.result, second.error) == ("rank 1 has left the job", ""), (first, second)
+    assert first.result.startswith("rank 1 has left the job"), first
+    assert second.error == "", second
 
 
 def test_two_that_leave_with_lent_arrays_for_each_other_do_not_wait_for_ever() -> None:

@@ -208,7 +208,7 @@ def test_a_job_is_encrypted_if_others_reach_one_of_its_ranks(
     """Though they do not reach where the ranks meet; or if its user says so."""
     port = free_port(socket.AF_INET, "127.0.0.1")
 
-    def join(here: RankPlace) -> ZmqBackend:
+    def join(here: RankPlace) -> Any:
         here = replace(here, rendezvous=f"127.0.0.1:{port}", listener_fd=None)
         return ZmqBackend.join(here, config(**options[here.rank]))
 
@@ -351,6 +351,44 @@ def test_without_security_the_job_runs_and_warns_once(
         found = run_threads(total, 3, security="none")
     assert [outcome.result for outcome in found] == [6.0] * 3, found
     assert sum("security=none: whoever reaches" in line for line in caplog.messages) == 1
+
+
+def _pickling(backend: ZmqBackend) -> str:
+    """What pickle is refused for; objects without it travel anyway."""
+    assert fc.all_gather_object(backend.rank, backend) == [0, 1]
+    try:
+        assert fc.broadcast_object({backend.rank}, backend, pickle=True) == {0}
+    except fc.UnsupportedError as error:
+        assert fc.all_gather_object("goes on", backend) == ["goes on"] * 2
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("reached", "token", "security", "why"),
+    [
+        (False, TOKEN, "auto", ""),
+        (False, "", "auto", "the job has no secret"),
+        (False, "0123456789abcde", "auto", "the job has no secret"),
+        (True, TOKEN, "auto", ""),
+        (True, TOKEN, "none", "with security=none whoever reaches"),
+        (True, "", "none", "the job has no secret"),
+    ],
+)
+def test_pickle_is_for_jobs_without_strangers(
+    reached: bool, token: str, security: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reached:
+        other_machines_reach(monkeypatch)
+
+    def join(here: RankPlace) -> Any:
+        here = replace(here, token=token)
+        return ZmqBackend.join(here, config(security=security))
+
+    for outcome in run_joined(join, _pickling, 2):
+        assert not outcome.error, outcome
+        assert why in outcome.result
+        assert bool(why) == bool(outcome.result)
 
 
 def test_ranks_of_two_jobs_do_not_mix() -> None:

@@ -17,8 +17,8 @@ from fsdpcore.checkpoint.load.distributed import load_distributed, reshard
 from fsdpcore.checkpoint.plan.shard_specs import (
     ShardMetadata,
     TensorShardSpec,
-    compute_shard_sizes,
     flat_shard_metadata,
+    flat_shard_sizes,
 )
 from fsdpcore.checkpoint.save.distributed import save_distributed
 from fsdpcore.core.geometry.regions import Box, Range
@@ -195,7 +195,7 @@ def test_flat_shards_are_equal_cuts_of_one_buffer_for_each_dtype(arrays, ranks):
             for rank in range(ranks)
         ]
         sizes = [sum(map(len, each)) for each in shards]
-        assert sizes == compute_shard_sizes(len(buffer), ranks)
+        assert sizes == flat_shard_sizes(len(buffer), ranks)
         flat = [part for each in shards for part in each]
         assert b"".join(part.tobytes() for part in flat) == buffer.tobytes()
 
@@ -203,7 +203,7 @@ def test_flat_shards_are_equal_cuts_of_one_buffer_for_each_dtype(arrays, ranks):
 @SETTINGS
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_shard_sizes_follow_the_rule_of_the_engine(total, ranks):
-    sizes = compute_shard_sizes(total, ranks)
+    sizes = flat_shard_sizes(total, ranks)
     assert len(sizes) == ranks
     assert sum(sizes) == total
     assert sizes == sorted(sizes, reverse=True)

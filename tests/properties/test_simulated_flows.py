@@ -40,7 +40,7 @@ def loads(draw):
     return sizes, rates, ranks, own, sent
 
 
-def run(network, ranks, sent):
+def run(network, ranks, sent, *, held=True):
     """The end of each flow in the order of starts; and by link the bytes that its rates make."""
     flows = Flows(network, ranks)
     ahead, live, moved = list(sent), [], defaultdict(float)
@@ -52,7 +52,7 @@ def run(network, ranks, sent):
             for link in flow.links:
                 load[link] += flows.rate(flow)
         for link, rate in load.items():
-            assert rate <= network.rate(link) * (1 + 1e-9)
+            assert not held or rate <= network.rate(link) * (1 + 1e-9)
             moved[link] += rate * (then - now)
         now = then
         gone = flows.ended(now)
@@ -116,3 +116,42 @@ def test_flows_end_as_the_textbook_says(few, load):
             assert flows.busy_by_link[link] >= nbytes / network.rate(link) * (1 - 1e-9) or (
                 limited < nbytes
             )
+
+
+def idle_times(sent, rate, burst):
+    """When a link with a bucket has carried all that there was, each time; in fractions."""
+    found, now, left, bucket = [], Fraction(0), Fraction(0), Fraction(burst)
+    for time, nbytes in [*sent, (math.inf, 0)]:
+        while left and now < time:
+            speed = 100 * rate if bucket else rate  # as the model has it
+            step = left / speed
+            if bucket:
+                step = min(step, bucket / (speed - rate))
+            if now + step > time:
+                step = time - now
+            now, left, bucket = now + step, left - speed * step, bucket - (speed - rate) * step
+            if not left:
+                found.append(now)
+        if time < math.inf:
+            now, bucket = Fraction(time), min(burst, bucket + rate * (time - now))
+            left += nbytes
+    return found
+
+
+@given(
+    burst=st.integers(0, 5000),
+    sent=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 6000)), min_size=1, max_size=12),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_link_is_done_when_its_bucket_says(burst, sent):
+    """Only rank 0's link is slow, and all others send to it."""
+    sent.sort()
+    network = Network(
+        (Level("switch", 0, math.inf, 0.0),), {"rank 0": Link(rate=1000.0, burst=burst)}
+    )
+    loads = [(float(time), n + 1, 0, nbytes) for n, (time, nbytes) in enumerate(sent)]
+    _, ends, _ = run(network, len(sent) + 1, loads, held=False)
+    wanted = idle_times([(Fraction(time), nbytes) for time, nbytes in sent], 1000, burst)
+    assert max(ends.values()) == pytest.approx(float(wanted[-1]), abs=0.01)
+    for moment in map(float, wanted):  # less than a byte in the bucket is nothing
+        assert any(end == pytest.approx(moment, abs=0.01) for end in ends.values())

@@ -40,11 +40,35 @@ def state_of(rank: int, world_size: int, mark: int) -> dict[str, Any]:
     return state
 
 
-def save(storage: Any, step: int, mark: int, *, ranks: int = 2, **options: Any) -> list[Any]:
+def mixed_state(rank: int, world_size: int, mark: int) -> dict[str, Any]:
+    """The same beside values that are no arrays, equal on all ranks or not."""
+    rng = np.random.default_rng([mark, rank])
+    values = {"epoch": mark, "words": [f"save {mark}"], "own": fc.checkpoint.PerRank(rng)}
+    return {**state_of(rank, world_size, mark), **values}
+
+
+def check_mixed(storage: Any, mark: int) -> None:
+    """Check that all of what two ranks load is of that save."""
+
+    def body(backend: fc.Backend) -> None:
+        target = mixed_state(backend.rank, backend.world_size, 0)
+        state = fc.checkpoint.load(storage, target, backend).state
+        assert (state["epoch"], state["words"]) == (mark, [f"save {mark}"])
+        expected = np.random.default_rng([mark, backend.rank])
+        assert target["own"].value.integers(1 << 60) == expected.integers(1 << 60)
+        assert (target["w"].pieces[0].array == mark).all()
+
+    launch(body, 2)
+
+
+def save(
+    storage: Any, step: int, mark: int, *, ranks: int = 2, state: Any = state_of, **options: Any
+) -> list[Any]:
     """Save on ranks that are threads."""
+    make = state
 
     def body(backend: fc.Backend) -> Any:
-        state = state_of(backend.rank, backend.world_size, mark)
+        state = make(backend.rank, backend.world_size, mark)
         return fc.checkpoint.save(storage, state, backend, step=step, **options)
 
     return launch(body, ranks)

@@ -38,6 +38,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": fc.optim.SGD(lr=0.1, momentum=0.9),
     "adamw": fc.optim.AdamW(lr=0.01),
     "adafactor": fc.optim.Adafactor(lr=0.01),
+    "muon": {"*.w": fc.optim.Muon(lr=0.01), "*": fc.optim.NAdam()},
     "two": {"*.b": fc.optim.Lion(lr=0.001), "*": fc.optim.RMSprop(lr=0.01)},
 }
 STRATEGIES = [

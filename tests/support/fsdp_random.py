@@ -10,7 +10,7 @@ from support.fsdp_states import Layout
 import fsdpcore as fc
 
 OPTIMIZERS = {
-    "AdamW": fc.optim.AdamW(),
+    "AdamW": fc.optim.AdamW(amsgrad=True),
     "SGD": fc.optim.SGD(lr=0.1, momentum=0.9),
     "Adafactor": fc.optim.Adafactor(beta1=0.5),
 }

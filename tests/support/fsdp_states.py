@@ -32,9 +32,10 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": fc.optim.Adafactor(beta1=0.9),
     "groups": {
         "*.b": fc.optim.SGD(lr=0.1, momentum=0.9),
+        "embed.pos": fc.optim.Muon(lr=0.1),
         "embed.*": fc.optim.Adafactor(),
         "block.w": fc.optim.SGD(lr=0.1),
-        "*": fc.optim.AdamW(lr=0.01),
+        "*": fc.optim.AdamW(lr=0.01, amsgrad=True),
     },
 }
 # What each of them keeps, by parameter; written out, since the engine has its own list.
@@ -47,9 +48,12 @@ STATES = {
         **dict.fromkeys(("embed.table", "embed.pos", "block.w"), ("row_var", "col_var", "exp_avg")),
     },
     "groups": {
-        **dict.fromkeys(("block.scale", "block.none", "head.bias"), ("exp_avg", "exp_avg_sq")),
-        "block.b": ("momentum_buffer",),
-        **dict.fromkeys(("embed.table", "embed.pos"), ("row_var", "col_var")),
+        **dict.fromkeys(
+            ("block.scale", "block.none", "head.bias"),
+            ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+        ),
+        **dict.fromkeys(("block.b", "embed.pos"), ("momentum_buffer",)),
+        "embed.table": ("row_var", "col_var"),
     },
 }
 

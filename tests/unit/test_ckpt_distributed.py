@@ -27,6 +27,7 @@ from fsdpcore.checkpoint.plan.shard_specs import (
     TensorShardSpec,
     compute_shard_sizes,
     flat_shard_metadata,
+    flat_shard_sizes,
 )
 from fsdpcore.checkpoint.save import distributed
 from fsdpcore.checkpoint.save.distributed import save_distributed
@@ -85,13 +86,16 @@ def assert_same(arrays, full):
         assert array.tobytes() == full[name].tobytes(), name
 
 
-def test_shard_sizes_are_ceil_and_pad_at_the_end_only():
-    assert compute_shard_sizes(10, 4) == [3, 3, 3, 1]
+def test_shard_sizes_differ_by_one_at_most_or_are_ceil_and_pad_at_the_end_only():
+    assert compute_shard_sizes(10, 3) == [4, 3, 3]
     assert compute_shard_sizes(2, 4) == [1, 1, 0, 0]
-    assert compute_shard_sizes(0, 2) == [0, 0]
-    for wrong in ((-1, 2), (3, 0), (2.0, 1), (True, 1)):
-        with pytest.raises(ArgumentError):
-            compute_shard_sizes(*wrong)
+    assert flat_shard_sizes(10, 4) == [3, 3, 3, 1]
+    assert flat_shard_sizes(2, 4) == [1, 1, 0, 0]
+    for sizes in (compute_shard_sizes, flat_shard_sizes):
+        assert sizes(0, 2) == [0, 0]
+        for wrong in ((-1, 2), (3, 0), (2.0, 1), (True, 1)):
+            with pytest.raises(ArgumentError):
+                sizes(*wrong)
 
 
 def test_the_last_rank_commits_whatever_the_order_and_latest_finds_it(tmp_path):
@@ -171,7 +175,7 @@ def test_boxes_replicas_and_ranges_together(tmp_path):
         (((Range(0, 7),), ()), "within"),
         (((Range(0, 3), Box((1, 0), (2, 3))), ()), "a box besides"),
         (((Box((0, 0), (2, 3)), Box((0, 0), (2, 3))), ()), "a box besides"),
-        (((Range(0, 3.0),), (Range(3, 6),)), "Python ints"),
+        (((Range(0, 3.0),), (Range(3, 6),)), "must be an integer"),
         (((), ()), "is not complete"),
     ],
 )

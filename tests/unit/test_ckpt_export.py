@@ -527,7 +527,7 @@ def test_import_that_fails_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
 
     before = files_in(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr("fsdpcore.checkpoint.interchange.safetensors_source._read_into", preadv)
+        patch.setattr("fsdpcore.checkpoint.interchange.foreign_files.read_into", preadv)
         with pytest.raises((CheckpointError, OSError)):
             import_safetensors(tmp_path / "x.safetensors", tmp_path / "run", 2)
     assert files_in(tmp_path / "run") == before

@@ -150,12 +150,11 @@ def test_what_does_not_fit_is_an_error_on_all_ranks_before_anything_is_written(
     assert "unexpected" in text
 
 
-def test_read_only_arrays_scalars_and_other_things_are_refused(tmp_path: Path) -> None:
-    given = {"w": np.float32(3) + np.zeros((), np.float32)}
+def test_read_only_arrays_and_other_things_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, {"w": np.zeros((), np.float32)})
     frozen = np.zeros((), np.float32)
     frozen.flags.writeable = False
-    for value, word in ((frozen, "read-only"), (given["w"][()], "scalars"), ([1.0], "list")):
+    for value, word in ((frozen, "read-only"), (object(), "object"), ([1.0], "'w/0'")):
         text = same_error(
             2,
             ArgumentError,

@@ -35,7 +35,7 @@ from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
 from fsdpcore.checkpoint.storage.removal import remove_leftovers
 from fsdpcore.checkpoint.storage.steps import StepName, directories
-from fsdpcore.collectives.consensus import LocalAttempt
+from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.core.errors import ArgumentError, CheckpointError
 from fsdpcore.core.geometry.regions import Box, Range
 
@@ -502,3 +502,16 @@ def test_the_first_error_of_an_attempt_is_kept() -> None:
             raise error
     assert attempt.value(lambda: 1, 2) == 2
     assert str(attempt.error) == "first"
+
+
+def test_an_error_that_ranks_have_agreed_on_says_once_where_it_was() -> None:
+    def body(backend: fc.Backend) -> str:
+        error: Exception | None = ArgumentError("no") if backend.rank == 0 else None
+        for what, ranks in (("inner", 3), ("outer", 2)):
+            try:
+                agree(backend, what, error if backend.rank < ranks else None)
+            except ArgumentError as raised:
+                error = raised
+        return str(error)
+
+    assert fc.launch(body, world_size=3) == ["outer: inner: no (on rank 0)"] * 3

@@ -68,6 +68,19 @@ def test_too_few_ranks(invoke, script, ranks):
     assert f"at least 1, got {ranks}" in only_line(result)
 
 
+@pytest.mark.parametrize(
+    "option", [["-n", "2"], ["-n2"], ["--ranks", "2"], ["--ranks=2"]], ids=" ".join
+)
+def test_a_number_of_ranks_that_the_script_would_get(invoke, script, option):
+    result = invoke("run", script, "--epochs", 3, *option, "x")
+    assert result.exit_code == 2
+    words = " ".join(option)
+    assert only_line(result).endswith(
+        f"'{words}' comes after {script}, which gets it; put it before: fsdpcore run {words} "
+        f"{script}"
+    )
+
+
 def test_a_script_that_does_not_exist(invoke, tmp_path):
     result = invoke("run", "-n", 2, tmp_path / "none.py")
     assert result.exit_code == 2

@@ -108,6 +108,7 @@ def test_consequences():
 def test_descriptions_are_one_line():
     assert in_one_line(ValueError("first\nsecond")) == "ValueError: first"
     assert in_one_line(ValueError("late:\n  rank 2 is missing\n  rank 3 is missing")) == (
-        "ValueError: late: rank 2 is missing"
+        "ValueError: late: rank 2 is missing; rank 3 is missing"
     )
+    assert in_one_line(ValueError("why:\nthis\nand more")) == "ValueError: why: this"
     assert in_one_line(KeyboardInterrupt()) == "KeyboardInterrupt"

@@ -37,6 +37,7 @@ def gathered(backend):
     ("make", "message"),
     [
         (lambda b: fc.FSDP([], b), "at least one unit"),
+        (lambda b: fc.FSDP({"u": [1, None]}, b), "no arrays in this dict; .* nested containers"),
         (lambda b: fc.FSDP(["u"], b), "must be Unit objects, got str"),
         (lambda b: engine_of(b, strategy="zero9"), "unknown strategy 'zero9'; known: 'full_shard'"),
         (lambda b: engine_of(b, prefetch=-1), "prefetch .in units. must be at least 0, got -1"),
@@ -52,10 +53,10 @@ def gathered(backend):
         (lambda b: engine_of(b)[fc.Unit("u0", arrays())], "no unit 'u0'"),
         (lambda b: engine_of(b).step(divisor=0), "divisor must be a positive number"),
         (lambda b: fc.FSDP([fc.Unit("a", {}), fc.Unit("a", {})], b), "two units are named 'a'"),
-        (lambda b: fc.FSDP({"u": arrays()}, b), r"got str; make a list .*fc\.Unit\(name, params\)"),
+        (lambda b: fc.FSDP(["u"], b), r"got str; make a list .*fc\.Unit\(name, params\)"),
         (
-            lambda b: fc.Unit("u", {"l0": arrays()}),
-            r"u\.l0 is a dict, and .* flat: name them 'l0\.",
+            lambda b: fc.Unit("u", {"l0": arrays(), "l0.w": np.ones(2)}),
+            r"two parameters of unit 'u' are named 'l0\.w'; rename one",
         ),
         (lambda b: fc.Unit("", {}), "non-empty string"),
         (
@@ -69,11 +70,12 @@ def gathered(backend):
         ),
         (
             lambda b: engine_of(b).units[0].begin_gradients().__setitem__("w", np.zeros((5, 3))),
-            "gradient of u0.w must have shape \\(3, 5\\) and dtype float32, got \\(5, 3\\)",
+            r"gradient of u0.w must have shape \(3, 5\) and dtype float32, got \(5, 3\) and "
+            "float64; a gradient has the shape of its parameter, and is summed over the batch$",
         ),
         (
             lambda b: engine_of(b).units[0].begin_gradients().__setitem__("b", np.zeros(5)),
-            r"u0\.b must have shape \(5,\) and dtype float32, got \(5,\) and float64",
+            r"u0\.b must have shape \(5,\) and dtype float32, got \(5,\) and float64; convert",
         ),
         (
             lambda b: engine_of(b).units[0].begin_gradients().__delitem__("b"),
@@ -106,9 +108,9 @@ def gathered(backend):
         (lambda b: train(engine_of(b), clip=1, clip_value=1), "by norm, or by clip_value, but not"),
         (lambda b: train(engine_of(b), clip=1, norm_type=0), "norm_type must be a positive"),
         (lambda b: train(engine_of(b), clip=1, norm_type="2"), "norm_type must be a positive"),
-        (lambda b: engine_of(b)["u"], "this engine has no unit 'u'; it has u0, u1"),
-        (lambda b: unknown_unit(b, "forward"), "this engine has no unit 'u7'; it has u0, u1"),
-        (lambda b: unknown_unit(b, "backward"), "this engine has no unit 'u7'; it has u0, u1"),
+        (lambda b: engine_of(b)["u"], "no unit 'u' .did you mean 'u1'.*; it has u0, u1"),
+        (lambda b: unknown_unit(b, "forward"), "this engine has no unit 'u7' .did you mean"),
+        (lambda b: unknown_unit(b, "backward"), "this engine has no unit 'u7' .did you mean"),
         (lambda b: gathered(b)["v"], "unit 'u0' has no parameter 'v'; it has w, b, scale, none"),
     ],
 )

@@ -7,10 +7,21 @@ every pair of accesses that nothing orders; at the end of a job it raises for th
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import numpy as np
 import pytest
-from support.fsdp_device import Way, bits, needs_compiler, on_gpus, on_host, trained
+from support.fsdp_device import (
+    Way,
+    bits,
+    engine_of,
+    needs_compiler,
+    on_gpus,
+    on_host,
+    one_pass,
+    trained,
+)
 
 import fsdpcore as fc
 
@@ -36,16 +47,41 @@ WAYS = [
     Way(2, NONE, window=False, optimizer="two", divisor=3.0),
     Way(3, FULL, parts=2, prefetch=fc.Prefetch(2, max_bytes=700)),
     Way(3, STAYS, parts=2, deferred=True, precision="bf16"),
-    Way(3, GRADS, clip=0.5, optimizer="two"),
+    Way(3, GRADS, clip=0.5, optimizer="muon"),
     Way(3, NONE, precision="fp16", clip=0.5),
     Way(4, FULL, prefetch=fc.Prefetch(1, reductions=0), offload="all", parts=2),
     Way(4, NEAR, prefetch=2, optimizer="adafactor"),
-    Way(4, HYBRID, parts=2, offload="all", clip=0.5),
+    Way(4, HYBRID, parts=2, offload="all", clip=0.5, optimizer="muon"),
     Way(4, HYBRID_STAYS, precision="bf16 reduced"),
     Way(4, ALONE, optimizer="sgd", parts=2, deferred=True),
     Way(2, FULL, precision="fp16", parts=2, offload="all", whole=True),
     Way(4, HYBRID, parts=2, deferred=True, prefetch=2, whole=True),
 ]
+
+
+def looked_at(backend: fc.Backend, offload: str) -> Any:
+    engine = engine_of(backend, Way(offload=offload))
+    with engine.step() as step:
+        one_pass(engine, step, np.random.default_rng(backend.rank))
+        norms = [step.clip_grad_norm(0.5)]
+        with step.gradients(full=True, write=True) as grads:
+            whole = {name: engine.device.to_host(array.copy()) for name, array in grads.items()}
+            grads["third.w"][1] = 0.25
+        with step.gradients(write=True) as shards:
+            for piece in shards["first.w"].pieces:
+                piece.array[...] *= 2
+        norms.append(step.grad_norm(norm_type=math.inf))
+        step.update()
+    params = engine.release()
+    assert all(type(array) is np.ndarray for array in params.values())
+    assert engine.held().total == 0
+    return norms, bits(whole), bits(params)
+
+
+def test_gradients_are_seen_changed_and_clipped_as_on_the_host() -> None:
+    expected = on_host(looked_at, 2, "")
+    for offload in ("", "all"):
+        assert on_gpus(looked_at, 2, offload) == expected
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

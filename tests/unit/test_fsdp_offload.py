@@ -39,7 +39,11 @@ STRATEGIES = {
 }
 PRECISIONS = {"float32": None, "mixed": fc.Precision("bfloat16", "float32")}
 GROUPS = {"*.b": fc.optim.SGD(lr=0.1, momentum=0.9), "*.w": fc.optim.AdamW(lr=0.01)}
-FACTORED = {"*.b": fc.optim.AdamW(lr=0.01), "*": fc.optim.Adafactor()}
+FACTORED = {
+    "*.b": fc.optim.AdamW(lr=0.01, amsgrad=True),
+    "u2.w": fc.optim.Muon(lr=0.01),
+    "*": fc.optim.Adafactor(),
+}
 
 
 @pytest.fixture
@@ -71,7 +75,7 @@ def model():
     return [*units, fc.Unit("tied", {"w": fc.Tied("u0", "w"), "b": np.ones(31, np.float32)})]
 
 
-def one_step(engine, own, **update):
+def one_step(engine, own, *, halved=False, **update):
     with engine.step() as step:
         for last in (False, True):
             for unit in engine.units:
@@ -82,6 +86,14 @@ def one_step(engine, own, **update):
                     for name in ("w", "b"):
                         noise = own.normal(size=params[name].shape).astype(params[name].dtype)
                         grads[name] = params[name] * noise
+            if halved and last:
+                step.clip_grad_norm(0.5)
+                with step.gradients(write=True) as found:
+                    for array in found.values():
+                        for piece in array.pieces:
+                            piece.array[:] /= 2
+                with step.gradients(full=True):
+                    pass
             if last:
                 step.update(**update)
 
@@ -93,7 +105,7 @@ def trained(backend, optimizer, options):
     one_step(engine, own, clip=0.5)
     one_step(engine, own, clip_value=0.1)
     engine.units[2].load({"b": np.arange(31, dtype=np.float32)})
-    one_step(engine, own)
+    one_step(engine, own, halved=True)
     one_step(engine, own)
     state = engine.state_dict(full=True)
     return {name: array.tobytes() for name, array in state.items()}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from support.fsdp_steps import (
     STRATEGIES,
     is_clean,
@@ -72,7 +75,8 @@ class Gathers:
 
     def of(self, unit):
         """Gathers of a unit, and those of the smaller group."""
-        return self.labels[f"unit {unit}"], self.labels[f"unit {unit}, again"]
+        passes = [f"{phase} of unit {unit}" for phase in ("forward", "backward")]
+        return tuple(sum(self.labels[each + end] for each in passes) for end in ("", ", again"))
 
 
 # Several forward passes.
@@ -145,8 +149,6 @@ USES = {
     "shard_grad_op": (1, 0),
     "shard_optimizer": (1, 0),
 }
-# The reduction of a unit's gradients, and the gathering for a look at the end.
-NOT_OF_A_PASS = 2
 by_use = pytest.mark.parametrize("name", list(USES))
 
 
@@ -174,7 +176,7 @@ def test_recomputation_inside_the_backward_pass_gathers_nothing(name):
         launch(body)
     for unit in "abc":
         everything, again = gathers.of(unit)
-        assert (everything - NOT_OF_A_PASS, again) == USES[name]
+        assert (everything, again) == USES[name]
 
 
 @by_use
@@ -205,7 +207,7 @@ def test_segments_are_recomputed_without_a_backward_pass_of_their_own(name):
     for unit in "abc":
         everything, again = gathers.of(unit)
         # One use more, of the kind that the backward pass has.
-        assert (everything - NOT_OF_A_PASS, again) == (2 * whole - 1, 2 * near)
+        assert (everything, again) == (2 * whole - 1, 2 * near)
 
 
 def test_a_recomputation_needs_no_backward_but_allows_none_either():
@@ -271,7 +273,7 @@ def test_an_evaluation_has_no_gradients_and_frees_what_it_gathers(strategy, wind
                 step.backward("a"),
             ):
                 pass
-            with pytest.raises(fc.StateError, match=r"update\(\) without gradients"):
+            with pytest.raises(fc.StateError, match="an evaluation has no update"):
                 step.update()
         assert is_clean(engine)
         assert engine.steps == 1
@@ -409,3 +411,34 @@ def test_an_error_that_is_caught_inside_the_step_may_be_tried_again(strategy, wi
         assert is_clean(engine)
 
     launch(body)
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.parametrize("text", [README.read_text(), fc.FSDP.step.__doc__], ids=["README", "help"])
+@pytest.mark.parametrize("synchronising", [True, False])
+def test_what_texts_say_of_microbatches_gives_the_mean_of_all(text, synchronising):
+    """The divisor that is told, and the division of the loss, against all on one rank."""
+    told = set(re.findall(r"engine\.step\((divisor=[^.)][^)]*)\)", text))
+    assert told, "the text tells no divisor"
+    M, ranks = 3, 2
+    rows = np.random.default_rng(0).normal(size=(ranks, M, 5)).astype(np.float32)
+
+    def body(backend, options, divided):
+        unit = fc.Unit("u", {"w": np.zeros(5, np.float32)})
+        engine = fc.FSDP([unit], backend, optimizer=fc.optim.SGD(lr=1.0))
+        with engine.step(**eval(f"dict({options})", {"M": M, "backend": backend})) as step:
+            for number, row in enumerate(rows[backend.rank]):
+                late = synchronising or number == M - 1
+                with nullcontext() if late else step.no_sync():
+                    with step.forward("u"):
+                        pass
+                    with step.backward("u") as (_, grads):
+                        grads["w"] = row / divided
+            step.update()
+        return engine.state_dict(full=True)["u.w"]
+
+    for options, divided in (*((each, 1) for each in told), ("", np.float32(M))):
+        for found in launch(lambda backend, o=options, d=divided: body(backend, o, d), ranks):
+            assert_allclose(-found, rows.mean((0, 1)), rtol=1e-5, atol=1e-6)

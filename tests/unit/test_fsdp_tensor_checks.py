@@ -95,7 +95,8 @@ MISFITS = {
     "plain on one rank": (lambda rank: {"w": WHOLE if rank else rows(0, 4)}, "unit 'u' differs in"),
     "other wholes": (
         lambda rank: {"w": rows(rank, rank + 1, WHOLE[: 2 + rank])},
-        "unit 'u' differs in names, whole shapes or initial values between rank 0 and ranks 1, 3",
+        "unit 'u' differs in the whole shape or dtype of w: float32 (2, 3), of which it has a box "
+        "on rank 0, but float32 (3, 3), of which it has a box on rank 1 and rank 3",
     ),
     "other names": (lambda rank: {"wv"[rank]: rows(2 * rank, 2 * rank + 2)}, "unit 'u' differs"),
     "other dtypes": (

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from support.bodies import agreement, coalescing, endings, layouts, movement, reductions
+from support.bodies import agreement, coalescing, endings, layouts, movement, objects, reductions
+from support.bodies.point_to_point import check_words, expect
 from support.cases import bodies
 from support.device_bodies import EXACT, GROUPS, NATIVE
 from support.nccl_ranks import run
+
+import fsdpcore as fc
 
 
 @bodies(*EXACT)
@@ -63,3 +67,20 @@ def test_endings(body: Any) -> None:
 @bodies(reductions.every_shape, movement.every_dtype, layouts.every_layout)
 def test_arrays_of_the_host(body: Any) -> None:
     run(body, 2, moved=False)
+
+
+@bodies(objects.collectives, objects.messages, objects.metrics)
+def test_objects(body: Any) -> None:
+    run(body, 2, moved=False)
+
+
+def _average_on_device(backend: fc.Backend) -> None:
+    array = backend.device.zeros(3, np.float32) + np.float32(backend.rank)
+    found = fc.average_metrics({"array": array, "loss": array[0]}, backend, weight=backend.rank)
+    assert (type(found["array"]), found["loss"]) == (np.ndarray, 1.0)
+    refused = expect(fc.ArgumentError, fc.all_gather_object, [array], backend)
+    check_words(refused, "at [0]", "copy it to the host")
+
+
+def test_metrics_of_a_gpu() -> None:
+    run(_average_on_device, 2, moved=False)

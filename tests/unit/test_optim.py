@@ -30,8 +30,10 @@ from fsdpcore.fsdp.optim import (
     Adam,
     AdamW,
     Lion,
+    NAdam,
     Optimizer,
     PieceSpec,
+    RAdam,
     RMSprop,
     ShardPiece,
     schedules,
@@ -65,8 +67,8 @@ def test_matches_the_scalar_loop(optimizer: Optimizer, size: int, dtype: Any, rt
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=repr)
 def test_lr_of_the_step_replaces_the_configured_one(optimizer: Optimizer) -> None:
-    param, grads = random_data(50, 4, np.float64)
-    lrs = [0.1, 0.03, 0.0, 0.2]
+    param, grads = random_data(50, 7, np.float64)
+    lrs = [0.1, 0.03, 0.0, 0.2, 0.1, 0.1, 0.05]
     result = param.copy()
     state = optimizer.init_state(param.size, param.dtype)
     for step, (grad, lr) in enumerate(zip(grads, lrs, strict=True), start=1):
@@ -141,6 +143,40 @@ def test_centered_rmsprop_survives_a_variance_that_rounds_below_zero() -> None:
     below = state["square_avg"] - state["grad_avg"] * state["grad_avg"]
     assert (below < 0).any(), "choose gradients for which rounding does that"
     assert np.isfinite(result).all()
+
+
+def test_largest_second_moment_stays() -> None:
+    param, grads = np.zeros(1), np.array([[10.0], [0.0], [0.0]])
+    _, state = updated(AdamW(betas=(0.9, 0.5), amsgrad=True), param, grads)
+    assert state["max_exp_avg_sq"][0] == 50.0
+    assert state["exp_avg_sq"][0] == 12.5
+
+
+# The same policy as PyTorch's, by the names of its arguments.
+AS_TORCH: list[tuple[str, Optimizer]] = [
+    ("AdamW", AdamW(0.02, betas=(0.8, 0.9), weight_decay=0.1, amsgrad=True)),
+    ("Adam", Adam(0.02, betas=(0.8, 0.5), weight_decay=0.1, amsgrad=True)),
+    ("NAdam", NAdam(0.02, weight_decay=0.1, momentum_decay=0.1)),
+    ("NAdam", NAdam(0.02, weight_decay=0.1, decoupled_weight_decay=True)),
+    ("RAdam", RAdam(0.02, betas=(0.8, 0.99), weight_decay=0.1)),
+    ("RAdam", RAdam(0.02, weight_decay=0.1, decoupled_weight_decay=True)),
+]
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), AS_TORCH, ids=repr)
+def test_torch_takes_the_same_steps(kind: str, optimizer: Optimizer) -> None:
+    torch = pytest.importorskip("torch")
+    param, grads = random_data(50, 12, np.float64)
+    result, _ = updated(optimizer, param, grads)
+    options = {f.name: getattr(optimizer, f.name) for f in dataclasses.fields(optimizer)}
+    options.pop("fused", None)
+    theirs = torch.nn.Parameter(torch.tensor(param))
+    policy = getattr(torch.optim, kind)([theirs], **options)
+    for grad in grads:
+        theirs.grad = torch.tensor(grad)
+        policy.step()
+    # NAdam of PyTorch keeps the product of its momenta in float32.
+    np.testing.assert_allclose(result, theirs.detach().numpy(), 1e-6, 1e-8)
 
 
 # Learning rates
@@ -437,6 +473,11 @@ def test_neighbouring_slices_do_not_share_memory() -> None:
         (lambda: RMSprop(eps=0.0), "eps of RMSprop must be above 0"),
         (lambda: RMSprop(momentum=-0.1), "momentum of RMSprop must be at least 0"),
         (lambda: RMSprop(centered=1), "centered of RMSprop must be True or False"),  # type: ignore[arg-type]
+        (lambda: Adam(amsgrad=1), "amsgrad of Adam must be True or False"),  # type: ignore[arg-type]
+        (lambda: NAdam(momentum_decay=-1.0), "momentum_decay of NAdam must be at least 0"),
+        (lambda: NAdam(eps=0.0), "eps of NAdam must be above 0"),
+        (lambda: RAdam(betas=(0.9, 1.0)), "betas of RAdam must be below 1"),
+        (lambda: RAdam(decoupled_weight_decay=1), "decoupled_weight_decay of RAdam must be"),  # type: ignore[arg-type]
         (lambda: Lion(betas=(1.0, 0.9)), "betas of Lion must be below 1"),
         (lambda: Lion(weight_decay=-1), "weight_decay of Lion must be at least 0"),
     ],

@@ -22,7 +22,7 @@ needs_numba = pytest.mark.skipif(
 )
 POLICIES: list[dict[str, Any]] = [
     {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
-    {"weight_decay": 0.0},
+    {"weight_decay": 0.0, "amsgrad": True},
 ]
 
 

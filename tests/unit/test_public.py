@@ -15,9 +15,10 @@ from support import spmd
 import fsdpcore as fc
 
 OPERATIONS = """
-    all_gather all_gather_v all_reduce all_reduce_many all_to_all all_to_all_v barrier broadcast
-    coalesce exscan gather gather_v reduce reduce_scatter reduce_scatter_v scan scatter
-    scatter_v
+    all_gather all_gather_object all_gather_v all_reduce all_reduce_many all_to_all all_to_all_v
+    average_metrics barrier broadcast broadcast_object coalesce exscan gather gather_object
+    gather_v recv_object reduce reduce_scatter reduce_scatter_v scan scatter scatter_object
+    scatter_v send_object
 """
 
 ERRORS = """
@@ -31,17 +32,19 @@ MODULES = {
     "fsdpcore": f"""
         {OPERATIONS} {ERRORS}
         ANY ArrayPiece Backend Batch BoxShard Capabilities Chain EngineState FSDP Layer LayerStack
-        LossScale MemoryEstimate Mesh MessageStatus Offload Plan Precision Prefetch ReduceOp Report
-        ShardedArray ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize Work
-        __version__ adapters checkpoint data dump_trace errors fully_shard init initializers launch
+        LossScale MemoryEstimate Mesh MessageStatus Offload ParamTree Plan Precision Prefetch
+        ReduceOp Report ShardedArray ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize
+        Work __version__ adapters checkpoint data dump_trace errors fully_shard init initializers
+        launch
         make_plan memory_estimate optim parallel train_step wait_all wait_any
     """,
     "fsdpcore.errors": ERRORS,
     "fsdpcore.checkpoint": """
-        ArrayBox AsyncCheckpointer Box BoxShard CheckpointFuture Cleaned Difference Exported Latest
-        Loaded Problem Range Retention Saved ShardMetadata TensorShardSpec Verified clean
-        compute_shard_sizes diff export_safetensors flat_shard_metadata import_safetensors latest
-        load load_distributed read reshard rewrite save save_distributed steps verify
+        ArrayBox AsyncCheckpointer AsyncDistributedCheckpointer Box BoxShard CheckpointFuture
+        Cleaned DcpLoaded Difference Exported Latest Loaded PerRank Problem Range Retention Saved
+        ShardMetadata TensorShardSpec Verified clean compute_shard_sizes diff export_safetensors
+        flat_shard_metadata flat_shard_sizes import_dcp import_safetensors latest load load_dcp
+        load_distributed metrics read read_dcp reshard rewrite save save_distributed steps verify
     """,
     "fsdpcore.parallel": """
         BlockTraffic ColumnParallelLinear GatherSequence LayerNorm ParallelAttention ParallelBlock
@@ -52,15 +55,16 @@ MODULES = {
     "fsdpcore.adapters": "arrays autograd jax",
     "fsdpcore.adapters.arrays": "from_numpy function layer to_numpy",
     "fsdpcore.adapters.autograd": "layer loss loss_and_grads",
-    "fsdpcore.adapters.jax": "layer loss loss_and_grads",
+    "fsdpcore.adapters.jax": "fold_in layer loss loss_and_grads",
     "fsdpcore.data": "Batch Stream",
     "fsdpcore.initializers": """
         Constant Initializer Normal Ones Uniform Zeros constant normal ones uniform zeros
     """,
     "fsdpcore.optim": """
-        Adafactor Adagrad Adam AdamW Lion Optimizer OptimizerRange ParamGroups PieceSpec RMSprop
-        Reduce SGD Schedule ShardPiece WholeParameterOptimizer elementwise_ranges resolve schedules
-        whole_parameter_specs
+        Adafactor Adagrad Adam AdamW Average Lion Muon NAdam Optax Optimizer OptimizerRange
+        ParamGroups PieceSpec RAdam RMSprop Ranks Reduce SGD Schedule ShardPiece Torch
+        WholeParameterOptimizer
+        elementwise_ranges resolve schedules whole_parameter_specs
     """,
     "fsdpcore.optim.schedules": "Constant Cosine InverseSqrt Linear Schedule Step",
 }
@@ -71,23 +75,26 @@ BACKEND = """
     rank ranks recv root send sendrecv shared_window split sub timeout world_size
 """
 ENGINE = """
-    algorithm all_windowed backend close device evaluation everyone full_params gathered
-    gathered_peak has_pending_prefetch held host_algorithm load_full load_info load_state_dict
-    loss_scale offload offload_stats partially_updated plan precision prefetch prefetching report
-    state_dict stats step steps strategy tensor units update_shards windowed writing_state xp
+    algorithm all_windowed averaged backend close device evaluation everyone full_params
+    full_tree gathered gathered_peak has_pending_prefetch held host_algorithm load_full load_info
+    load_state_dict loss_scale num_parameters offload offload_stats partially_updated plan precision
+    prefetch prefetching release report reshard state_dict stats step steps strategy tensor tree
+    units unshard
+    update_shards windowed writing_state xp
 """
 UNIT = """
-    begin_gradients device drop_gradients dtype dtypes frozen gathered_bytes grad_shard grad_state
-    has_pending_prefetch ignored keep_gradients layout load name names optimizer_state params
-    reduce_gradients reshard shard shard_rank state ties trainable trained unshard update
-    update_shards valid_size writing
+    begin_gradients build device drop_gradients dtype dtypes frozen gathered_bytes grad_shard
+    grad_state has_pending_prefetch ignored keep_gradients layout load name names
+    optimizer_state params reduce_gradients reshard shard shard_rank split state ties trainable
+    trained unshard update update_shards valid_size writing
 """
 OBJECTS = {
     "engine": ENGINE,
     "unit": UNIT,
     "declared unit": UNIT,
     "step": """
-        backward divisor forward ignored keeps_params no_sync skipped training update whole
+        backward clip_grad_norm divisor forward grad_norm gradients ignored keeps_params no_sync
+        nonfinite skipped training update whole
     """,
     "backend": BACKEND,
     "group": BACKEND,
@@ -218,7 +225,8 @@ def test_repr_says_what_it_is_in_a_line():
 
 
 def _engine(backend):
-    unit = fc.Unit("a", {"w": np.ones((4, 2), np.float32)})
+    params = {"w": np.ones((4, 2), np.float32), "v": np.ones(2000, np.float32)}
+    unit = fc.Unit("a", params, frozen="v")
     texts = [repr(unit)]
     engine = fc.FSDP([unit], backend, optimizer=fc.optim.SGD(lr=0.1), window=False)
     texts.append(repr(engine))
@@ -240,10 +248,11 @@ def _engine(backend):
 
 def test_repr_of_an_engine_says_how_far_it_is():
     for rank, found in enumerate(spmd.run_on(SimBackend, _engine, world_size=2)):
-        name, sharded = "<FSDP 'full_shard' of 1 units, after", "<Unit 'a' sharded, gradients none>"
+        name, sharded = "<FSDP of 1 unit, 2,008 parameters:", "<Unit 'a' sharded, gradients none>"
+        name += " full_shard over 2 ranks, SGD, step"
         assert found == [
             sharded,
-            f"{name} 0 steps, on <SimBackend sim rank {rank} of 2>>",
+            f"{name} 0, on <SimBackend sim rank {rank} of 2>>",
             "<Step: training step, not entered>",
             "<Step: training step, open>",
             "<Step: training step, inside the context of unit 'a'>",
@@ -251,7 +260,7 @@ def test_repr_of_an_engine_says_how_far_it_is():
             "<Step: training step, updated>",
             "<Step: training step, ended>",
             sharded,
-            f"{name} 1 steps, on <SimBackend sim rank {rank} of 2, closed>>",
+            f"{name} 1, on <SimBackend sim rank {rank} of 2, closed>>",
         ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import queue
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ import fsdpcore as fc
 from fsdpcore.core.clock import WALL
 from fsdpcore.core.text import name_ranks, rank_list
 from fsdpcore.diagnostics.recorder import Recorder
+from fsdpcore.diagnostics.stack import where
 from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status, ordinal
 from fsdpcore.launch.config import resolve
 
@@ -41,6 +43,9 @@ class Backend:
         self.rank, self.world_size, self.failure = rank, 4, None
         self.clock = WALL
         self.capabilities = fc.Capabilities("fake", 1, 1, 1)
+
+    def called(self, sequence):
+        return None
 
 
 @pytest.fixture
@@ -174,6 +179,67 @@ def test_status_between_operations(recorder, world):
     assert status.text.startswith("finished all_reduce #1 of all ranks 0.")
     assert status.text.endswith("busy elsewhere since")
     assert (status.entered, status.waits) == (1, ())
+
+
+def calling(inner, module, name, file="/work/app/train.py"):
+    """A function of a module that calls another one in its second line."""
+    namespace = {"__name__": module, "inner": inner}
+    exec(compile(f"def {name}():\n    inner()", file, "exec"), namespace)
+    return namespace[name]
+
+
+@pytest.mark.parametrize(
+    ("modules", "shown"),
+    [
+        (["fsdpcore.fsdp", *["user"] * 7], ["f1", "f2", "f3", "f4", "f5"]),
+        (["user", "fsdpcore.fsdp", "user", "fsdpcore.launch.rank", "user"], ["f0", "f2"]),
+        (["fsdpcore.fsdp", "fsdpcore.launch.rank", "user"], ["f0"]),
+    ],
+)
+def test_status_between_operations_has_the_stack_of_the_program(recorder, world, modules, shown):
+    """Up to five calls of it, the innermost first; of the package only if there are no others."""
+    gate = queue.SimpleQueue()
+    call = gate.get
+    for number, module in enumerate(modules):
+        call = calling(call, module, f"f{number}")
+    inside = "".join(
+        f"app/train.py:2 in {name}{', called from ' if not number and shown[1:] else ', '}"
+        for number, name in enumerate(shown)
+    ).removesuffix(", ")
+
+    def program():
+        recorder.begin_program("train")
+        ready.put(None)
+        call()
+        recorder.end_program()
+
+    ready = queue.SimpleQueue()
+    thread = threading.Thread(target=program, daemon=True)
+    thread.start()
+    ready.get()
+    finished(recorder, world, 1)
+    end = time.monotonic() + 10
+    while not (text := recorder.status(0).text).endswith(f"elsewhere since (at {inside})"):
+        assert time.monotonic() < end, text
+    assert recorder.status(0, 1).text.endswith("busy elsewhere since"), "only a call was asked for"
+    gate.put(None)
+    thread.join()
+    assert recorder.status(0).text.endswith("ago, has returned from train")
+
+
+def test_a_stack_is_short_and_printable():
+    gate = queue.SimpleQueue()
+    call = calling(gate.get, "user", "f" * 300, "/a/b\n\x1b[31m/c.py")
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    end = time.monotonic() + 10
+    while "fff, called from" not in (text := where(thread.ident)):
+        assert time.monotonic() < end, text
+    gate.put(None)
+    thread.join()
+    assert text.isprintable()
+    assert len(text) < 500
+    assert where(thread.ident) == ""
 
 
 def test_status_after_a_failure_says_where(recorder, world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -134,3 +135,56 @@ def test_a_network_has_places_for_so_many_ranks():
     Flows(network((2, 1.0), (3, 1.0)), 6)
     with pytest.raises(ConfigError, match="places for 6 ranks, not for 7"):
         Flows(network((2, 1.0), (3, 1.0)), 7)
+
+
+def bursting(burst: int, *levels: tuple[int, float]) -> Network:
+    """Of which only the last level's links let some bytes pass at once."""
+    made = network(*levels)
+    last = dataclasses.replace(made.levels[-1], burst=burst)
+    return dataclasses.replace(made, levels=(*made.levels[:-1], last))
+
+
+def ends(flows: Flows) -> list[float]:
+    return [moment for moment, count in drain(flows).items() if count]
+
+
+def test_a_link_that_rested_lets_some_bytes_pass_at_once():
+    flows = Flows(bursting(50, (0, 100.0)), 3)
+    flows.start(0.0, 0, 1, 100)
+    assert ends(flows) == pytest.approx([0.5])  # 50 at once, and 50 at 100 a second
+    flows.start(0.5, 0, 1, 100)  # there is nothing left
+    assert ends(flows) == pytest.approx([1.5])
+    flows.ended(1.6)
+    flows.start(1.6, 0, 1, 100)  # what came back meanwhile: 10
+    assert ends(flows) == pytest.approx([2.5])
+    flows.ended(90.0)
+    flows.start(90.0, 0, 1, 100)  # as much as there may be
+    assert ends(flows) == pytest.approx([90.5])
+
+
+def test_two_flows_share_what_passes_at_once():
+    flows = Flows(bursting(100, (0, 100.0)), 3)
+    flows.start(0.0, 1, 0, 100)
+    flows.start(0.0, 2, 0, 200)
+    # Up to when they have moved 200 in all, half each, 100 have passed at once.
+    assert ends(flows) == pytest.approx([1.0, 2.0])
+
+
+def test_what_a_slower_link_keeps_back_is_not_let_pass():
+    flows = Flows(bursting(50, (4, 40.0), (0, 100.0)), 8)
+    flows.start(0.0, 0, 4, 100)
+    assert ends(flows) == pytest.approx([2.5])
+    assert flows._bursts.next_end() == math.inf
+
+
+def test_what_comes_back_while_little_moves_is_there_for_the_next():
+    flows = Flows(bursting(50, (4, 60.0), (0, 100.0)), 8)
+    for src in range(4):
+        flows.start(0.0, src, src + 4, 60)  # 240 a second at first, 100 once 50 more have passed
+    (first,) = ends(flows)
+    assert first == pytest.approx(50 / 140 + (240 - 50 - 50 / 1.4) / 100)
+    flows.start(first, 0, 4, 60)  # moves at 60, and 40 come back
+    assert ends(flows) == pytest.approx([first + 1])
+    for src in range(4):
+        flows.start(first + 1, src, src + 4, 60)
+    assert ends(flows) == pytest.approx([first + 1 + 40 / 140 + (240 - 40 - 40 / 1.4) / 100])

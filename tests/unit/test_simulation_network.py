@@ -25,19 +25,23 @@ name = "rack"
 size = 3
 rate = "100Mbit"
 latency = "20ms"
+burst = "125KB"
 
 [[level]]
 name = "site"
 size = 0
 rate = "inf"
 latency = 0.5
+cores = 4
 
 [[link]]
 member = "host 1"
 rate = 5e6
 latency = "30ms"
+burst = 500
 
 [compute]
+copy = "1GB/s"
 flops = 1e12
 message = "3us"
 reduce = "inf"
@@ -59,12 +63,13 @@ def test_a_file_says_all(read):
     assert read(FILE) == Network(
         levels=(
             Level("host", 2, 1e10, 1e-6),
-            Level("rack", 3, 12.5e6, 0.02),
-            Level("site", 0, math.inf, 0.5),
+            Level("rack", 3, 12.5e6, 0.02, burst=125_000),
+            Level("site", 0, math.inf, 0.5, cores=4),
         ),
-        links={"host 1": Link(5e6, 0.03)},
+        links={"host 1": Link(5e6, 0.03, 500)},
         flops=1e12,
         message=3e-6,
+        copy=1e9,
         reduce=math.inf,
         eager=4096,
     )
@@ -92,6 +97,8 @@ def test_a_route_goes_up_to_where_both_are_under_and_down(read):
     assert (far.route(3, 7)[1], far.route(7, 2)[1], far.route(2, 3)[1]) == (0.9, 0.9, 1e-6)
     rates = [network.rate(link) for link in network.route(3, 7)[0]]
     assert rates == [1e10, 5e6, math.inf, math.inf, 12.5e6, 1e10]
+    bursts = [network.burst(link) for link in network.route(3, 7)[0]]
+    assert bursts == [0, 500, 0, 0, 125_000, 0]
 
 
 def test_hosts_are_the_members_of_the_level_called_host(read):

@@ -180,6 +180,14 @@ def test_a_collective_that_fell_out_of_the_ring_had_begun(trace):
     assert line.endswith("PeerFailedError: rank 1 died")
 
 
+def test_a_file_that_is_too_old_to_tell(trace):
+    """A file written on request, before the collective."""
+    stuck = operation(start=10.0, state="failed", end=12.0, error="CommunicationError: x")
+    result = trace(dump(0, [stuck], failure="CommunicationError: x"), dump(1, [], written=9.0))
+    assert finding(result, "too early").startswith("rank 0 stopped in all_reduce #1 of all ranks; ")
+    assert "every rank had begun" not in result.output
+
+
 def test_a_rank_without_a_file(trace):
     stuck = operation(start=10.0)
     result = trace(dump(0, [stuck], size=3), dump(2, [stuck], size=3))
@@ -510,6 +518,28 @@ def test_a_job_that_hung(transport, tmp_path):
     line = finding(CliRunner().invoke(app, ["trace", str(tmp_path)]), "never began")
     assert line.startswith("rank 1 never began all_reduce #2 of all ranks (ranks 0, 2 wait in it")
     assert "its last operation was barrier #1 of all ranks" in line
+
+
+def _returns(backend):
+    for _ in range(3 if backend.rank else 4):
+        fc.all_reduce(np.ones(3), backend, label="unit l")
+
+
+@pytest.mark.parametrize("transport", ["sim", "zmq"])
+def test_a_rank_that_returned_early(transport, tmp_path):
+    with pytest.raises(fc.RankFailedError) as failed:
+        fc.launch(_returns, world_size=2, transport=transport, trace=str(tmp_path))
+    call = "all_reduce #4 of all ranks (unit l)"
+    assert (
+        "rank 1 has left the job (it has returned from _returns) while rank 0 waits in "
+        f"{call}" in str(failed.value)
+    )
+    result = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert finding(result, "never began").startswith(
+        f"rank 1 returned from _returns after 3 collectives of all ranks and never began {call}, "
+        "in which rank 0 waited since "
+    )
+    assert "every rank had begun" not in result.output
 
 
 def _crosses(backend):

@@ -132,6 +132,61 @@ def test_what_is_sent_before_it_is_asked_for(tmp_path: Path, ahead: int) -> None
     assert took == pytest.approx(LATENCY + 800_000 / RATE + 2 * MESSAGE, rel=1e-6)
 
 
+def test_messages_wait_for_the_cores_that_ranks_share(tmp_path: Path) -> None:
+    """Four ranks of one host send a message each to one of the other host, at the same time."""
+    text = NETWORK.replace("size = 1", "size = 4\ncores = 2").replace('"100MB/s"', '"inf"')
+    path = network_file(tmp_path, text)
+
+    def main(backend: fc.Backend) -> float:
+        if backend.rank < 4:
+            backend.send(np.empty(1), backend.rank + 4)
+        else:
+            backend.recv(np.empty(1), backend.rank - 4)
+        return backend.clock.now()
+
+    ends = launch(main, 8, network=path)
+    # Two at a time, where they are sent and where they are received.
+    assert ends[:4] == pytest.approx([MESSAGE, MESSAGE, 2 * MESSAGE, 2 * MESSAGE])
+    assert ends[4:] == pytest.approx([LATENCY + MESSAGE + end for end in ends[:4]])
+
+
+def test_cores_move_the_bytes_of_all_that_share_them(tmp_path: Path) -> None:
+    """Four ranks send to four others; one core does all of it, or one of each host half of it."""
+    nbytes, rate = 64 * 128 * 1024, 1e9
+    one = 128 * 1024 / rate  # a part of a message, of 64
+
+    def main(backend: fc.Backend) -> float:
+        array = np.zeros(nbytes, np.uint8)
+        if backend.rank < 4:
+            backend.send(array, backend.rank + 4)
+        else:
+            backend.recv(array, backend.rank - 4)
+        return backend.clock.now()
+
+    def seconds(old: str, new: str, link: str = '"inf"') -> float:
+        text = NETWORK.replace("size = 1", "size = 4").replace("10us", "0us")
+        text = text.replace('"100MB/s"', link).replace(old, new) + f"copy = {rate}\n"
+        return max(launch(main, 8, network=network_file(tmp_path, text)))
+
+    # Offered and asked for; the sender's parts; the way of the last one, and its being taken in.
+    whole = 4 * 64 * one
+    assert seconds("size = 4", "size = 4\ncores = 1") == pytest.approx(3e-3 + whole + one)
+    assert seconds("size = 4", "size = 4\ncores = 2") == pytest.approx(3e-3 + whole / 2 + one)
+    both = seconds("size = 0", "size = 0\ncores = 1")
+    assert both == pytest.approx(2e-3 + 2 * whole, rel=2e-3)
+    # Where the link is slower, all is hidden but the first part and the last.
+    slow = seconds("size = 4", "size = 4\ncores = 1", "100e6")
+    assert slow == pytest.approx(3e-3 + 4 * nbytes / 100e6 + 4 * one, rel=2e-3)
+
+
+def test_ranks_share_the_cores_of_one_level(tmp_path: Path) -> None:
+    text = NETWORK.replace("size = 1", "size = 1\ncores = 1").replace(
+        "size = 0", "size = 0\ncores = 2"
+    )
+    with pytest.raises(ConfigError, match="cores of 'host' and of 'switch': a rank has those"):
+        launch(print, 2, network=network_file(tmp_path, text))
+
+
 @pytest.mark.parametrize("shm", ["auto", "off"])
 def test_ranks_of_a_host_share_memory(tmp_path: Path, shm: str) -> None:
     """Two hosts of two ranks: what ranks of a host read in memory crosses no link of theirs."""

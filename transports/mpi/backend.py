@@ -33,7 +33,6 @@ from fsdpcore.core.errors import (
     CommunicationError,
     ConfigError,
     MismatchError,
-    PeerFailedError,
     ProtocolError,
     RendezvousError,
     in_words,
@@ -66,6 +65,9 @@ if TYPE_CHECKING:
 
 # How long a rank that fails, or closes, waits until its last words are on their way.
 _FAILED_SECONDS, _CLOSING_SECONDS = 0.5, 5.0
+_BETWEEN_HOSTS = (
+    "MPI does not say who may send to a rank over the network between hosts: use zmq, which does"
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class MpiBackend(MpiTransport):
             comm.rank, comm.size, config.timeout, hosts=number(hosts), policy=config.policy
         )
         self.comm = comm
+        # Within a host, MPI moves bytes through memory of the user's own.
+        self.unauthenticated = _BETWEEN_HOSTS if len(set(self.hosts)) > 1 else ""
         self.memory = memory_sharing(options.shm)
         self._eager_bytes = options.eager_bytes
         self.guard = BlockedCallGuard(self.rank, lambda: self.failure)
@@ -111,6 +115,7 @@ class MpiBackend(MpiTransport):
         self._queries: dict[int, StatusQuery] = {}
         # Peers that post no more messages; peers that know that the job has failed.
         self._left: set[int] = set()
+        self._returned: set[int] = set()  # those of them whose program has
         self._aware: set[int] = set()
         self._told = False  # the peers, by this rank, why it fails
         self._leaving = False
@@ -195,6 +200,9 @@ class MpiBackend(MpiTransport):
     def departed(self, rank: int) -> bool:
         return rank in self._left
 
+    def has_returned(self, rank: int) -> bool:
+        return rank in self._returned
+
     def progress(self) -> None:
         self.engine.poll()
 
@@ -231,6 +239,8 @@ class MpiBackend(MpiTransport):
             self.engine.control(peer, pack(MpiFrameKind.SEEN, self.rank))
             self._note_failure(frame)
         elif kind is MpiFrameKind.BYE:
+            if frame.number:
+                self._returned.add(peer)
             self._note_leaving(peer)
         elif kind is MpiFrameKind.SEEN:
             self._aware.add(peer)
@@ -251,7 +261,7 @@ class MpiBackend(MpiTransport):
 
     def _miss(self, peer: int) -> None:
         """Break the backend because something was needed of a rank that has left."""
-        self.fail(PeerFailedError(f"rank {peer} has left the job", peer), tell=True)
+        self.fail(self.missed(peer), tell=True)
 
     def _fail_pending(self, error: CommunicationError) -> None:
         self.engine.fail_all(error)
@@ -288,7 +298,8 @@ class MpiBackend(MpiTransport):
             if leaves:
                 # Said first, so that nobody waits for a receive that will never be posted, while
                 # this rank waits until what it has sent is taken.
-                self._to_all(pack(MpiFrameKind.BYE, self.rank))
+                returned = int(self.recorder.returned)
+                self._to_all(pack(MpiFrameKind.BYE, self.rank, number=returned))
                 self._leaving = True
         if leaves:
             self.progress_thread.until(

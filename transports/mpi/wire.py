@@ -9,7 +9,8 @@ EAGER   a whole small message
 OFFER   a large message is ready to be sent: its size and signature
 GRANT   the receiver has posted room for it: the data is to come on the tag of its number
 FAIL    the sender's job has failed: JSON with the reason, and the rank that is to blame if known
-BYE     no new messages from the sender, all is well; it still sends what it has offered
+BYE     no new messages from the sender, all is well; it still sends what it has offered. The
+        number is 1 if its program has returned
 QUERY   what are you doing?
 STATUS  the answer: JSON
 SEEN    the answer to FAIL; also said by who heard of the failure from another, and leaves

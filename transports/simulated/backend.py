@@ -8,26 +8,25 @@ up to ``eager_bytes`` is copied at once instead, so that it never waits for its 
 from __future__ import annotations
 
 import importlib
-import math
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from fsdpcore.comm.config import TransportConfig
 from fsdpcore.comm.envelope import Envelope
 from fsdpcore.comm.matching import Key, MatchTable, fit
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.capabilities import Capabilities
+from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import (
     ClosedError,
     CommunicationError,
     ConfigError,
     MissingDependencyError,
-    PeerFailedError,
 )
 from fsdpcore.core.policy import Policy
 from fsdpcore.core.wildcard import ANY_NUMBER
@@ -36,84 +35,7 @@ from fsdpcore.diagnostics.status import Status
 
 from .faults import FaultInjector, Faults, InjectedCrash
 from .memory import SimMemory, ThreadWorld
-
-if TYPE_CHECKING:
-    from fsdpcore.comm.config import TransportConfig
-
-
-_CHOICES = {
-    "shm": ("auto", "off"),
-    "clock": ("wall", "virtual"),
-    "played": ("all", "one"),
-    "arrays": ("real", "abstract"),
-    "compute": ("free", "measured"),
-}
-
-
-@dataclass(frozen=True)
-class SimOptions:
-    """Options of ``sim://`` URLs.
-
-    Attributes:
-        clock: "wall" for ranks that are threads, or "virtual": they are carried by one thread, on
-            a clock that jumps to what happens next (``simulated.virtual``).
-        network: of ``clock=virtual``, the file that describes what messages travel over
-            (``simulation.network``); without one they take no time, or "default".
-        played: of ``clock=virtual``, "all" ranks or "one", which stands for all: a collective takes
-            as long as it would between all of them (``simulated.lone``).
-        arrays: of ``clock=virtual``, "real", or "abstract" for arrays without values, which take no
-            memory and no time (``simulation.abstract``).
-        compute: of ``clock=virtual``, "free" if what Python computes takes no time, or "measured"
-            if it takes as long as this thread's processor did.
-        eager_bytes: sends up to this size are copied at once and never wait.
-        hosts: the ranks are treated as if they ran on so many hosts, in equal blocks.
-        seed, max_delay: random delays in every post of a message, to shake out races. In virtual
-            time every seed but 0 is also another order of what could go on next.
-        faults: a whole plan of faults (from Python only); replaces the two above.
-        shm: "auto" lets collectives use the arrays of all ranks of a host where they are, unless
-            faults are planned that only messages can have, or there is a network whose ranks share
-            no memory; "off" has them send messages.
-    """
-
-    clock: str = "wall"
-    network: str = ""
-    played: str = "all"
-    arrays: str = "real"
-    compute: str = "free"
-    eager_bytes: int = 4096
-    hosts: int = 1
-    seed: int = 0
-    max_delay: float = 0.0
-    faults: Faults | None = None
-    shm: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                words = " or ".join(map(repr, known))
-                raise ConfigError(f"sim: {name} must be {words}, got {getattr(self, name)!r}")
-        if self.clock == "wall":
-            for name in ("network", "played", "arrays", "compute"):
-                if getattr(self, name) != getattr(SimOptions, name):
-                    raise ConfigError(f"sim: {name}= is for ranks in virtual time: clock=virtual")
-        elif self.seed < 0:
-            raise ConfigError(f"sim: seed= of a schedule must not be negative, got {self.seed}")
-        if self.network:
-            for name in ("hosts", "eager_bytes"):
-                if getattr(self, name) != getattr(SimOptions, name):
-                    raise ConfigError(f"sim: {name}= is what the file of network= says")
-        if not (self.max_delay >= 0 and math.isfinite(self.max_delay)) or self.eager_bytes < 0:
-            raise ConfigError(
-                "sim: max_delay must be a finite number of seconds >= 0, and eager_bytes >= 0; got "
-                f"{self.max_delay:g} and {self.eager_bytes}"
-            )
-        if self.played == "one" and (self.max_delay or self.faults):
-            raise ConfigError("sim: delays and faults need all ranks (played=all)")
-        if self.played == "one" and self.compute == "measured":
-            raise ConfigError(
-                "sim: compute=measured needs all ranks (played=all): one that stands for all does "
-                "some of what the others would"
-            )
+from .options import SimOptions
 
 
 class PostedSend(Pending):
@@ -174,6 +96,7 @@ class SimBackend(Transport):
 
     posts_take_time = False
     ranks_are_threads = True
+    unauthenticated = ""
     options: ClassVar[type[SimOptions]] = SimOptions
     transport_capabilities = Capabilities("sim", alpha=20e-6, beta=0.1e-9, gamma=0.1e-9)
 
@@ -222,6 +145,43 @@ class SimBackend(Transport):
         for rank in range(world_size):
             world.append(cls(rank, world, world_size, config.timeout, options, config.policy))
         return list(world)
+
+    @classmethod
+    def create_group(
+        cls, world_size: int, *, timeout: float = 60.0, **options: Any
+    ) -> list[SimBackend]:
+        """Make the ranks of a job for threads of your own, one for each; does not block.
+
+        They are those of ``fc.launch``, but nobody runs or ends them: a rank is a context manager,
+        whose end closes it; an exception that leaves the block aborts the job. ::
+
+            def work(backend):
+                with backend:
+                    return fc.all_reduce(backend.rank, backend)
+
+            ranks = SimBackend.create_group(4)
+            with ThreadPoolExecutor(len(ranks)) as pool:
+                print(list(pool.map(work, ranks)))   # [6, 6, 6, 6]
+
+        Args:
+            world_size: how many ranks.
+            timeout: seconds that an operation may take where the call does not say.
+            **options: those of ``SimOptions`` that are not for virtual time.
+
+        Returns:
+            The backends, in rank order.
+
+        Raises:
+            ConfigError: there is no such option, or no such value.
+        """
+        size = as_int(world_size, "create_group: world_size", minimum=1, error=ConfigError)
+        given = SimOptions.named(options, "create_group")
+        if given.clock != "wall":
+            raise ConfigError(
+                "create_group: threads of your own have no virtual time; use launch() for that"
+            )
+        config = TransportConfig(timeout=timeout, transport_options=given)
+        return [rank for rank in cls.threads(size, config) if isinstance(rank, cls)]
 
     def post_send(self, data: Bytes, dst: int, envelope: Envelope) -> Pending:
         self._before_post()
@@ -307,7 +267,7 @@ class SimBackend(Transport):
         """Raise if this rank is broken or ``peer`` has left; under the receiver's lock."""
         self.check_usable()
         if how := self._how_gone(peer):
-            raise PeerFailedError(f"rank {peer.rank} {how}", peer.rank)
+            raise self.missed(peer.rank, how)
 
     def _how_gone(self, peer: SimBackend) -> str:
         """In which way a rank has left, as far as this one can know; empty if it has not."""
@@ -339,6 +299,9 @@ class SimBackend(Transport):
 
     def departed(self, rank: int) -> bool:
         return bool(self._how_gone(self._world[rank]))
+
+    def has_returned(self, rank: int) -> bool:
+        return self._world[rank].recorder.returned
 
     def _tell(self, error: CommunicationError) -> None:
         if isinstance(self._failure, InjectedCrash):
@@ -374,7 +337,7 @@ class SimBackend(Transport):
         with self.inbox.lock:
             senders = {send.backend for send in self.inbox.table.messages() if not send.finished}
         for sender in senders:
-            sender.fail(self._parting(), tell=True)
+            sender.fail(sender.missed(self.rank, self.gone), tell=True)
 
     def _take_leave(self, peer: SimBackend) -> None:
         """Let a peer's receives fail that wait for this rank, once it can know that it is gone."""
@@ -386,13 +349,9 @@ class SimBackend(Transport):
             waits = table.awaits(self.rank) or (died and table.open_channels())
             lonely = peer.lonely(table.open_channels())
         if waits:
-            peer.fail(self._parting(), tell=True)
+            peer.fail(peer.missed(self.rank, self.gone), tell=True)
         elif lonely is not None:
             peer.fail(lonely, tell=True)
-
-    def _parting(self) -> PeerFailedError:
-        """What ranks are told that wait for this one, which is gone."""
-        return PeerFailedError(f"rank {self.rank} {self.gone}", self.rank)
 
 
 def refused(send: PostedSend, receive: PostedReceive) -> bool:

@@ -21,7 +21,8 @@ from fsdpcore.simulation.abstract import AbstractDevice
 from fsdpcore.simulation.fibers import VirtualClock
 from fsdpcore.simulation.network import Network
 
-from .backend import PostedReceive, PostedSend, SimBackend, SimOptions, refused
+from .backend import PostedReceive, PostedSend, SimBackend, refused
+from .options import SimOptions
 from .wire import Wire
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ class VirtualBackend(SimBackend):
         network, drawn = self._wire.network, self.clock.random
         if network is not None:
             moving = nbytes / network.memory if nbytes and not self.clock.computing else 0.0
-            self.clock.sleep(network.message + moving)
+            now = self.clock.now()
+            done = self._wire.processed(self.rank, now, network.message + moving)
+            self.clock.sleep(done - now)
         else:  # never nothing, or who looks for messages in a loop would for ever
             self.clock.sleep(
                 _POST_SECONDS if drawn is None else drawn.uniform(0, 2 * _POST_SECONDS)
@@ -133,7 +136,7 @@ class VirtualBackend(SimBackend):
                 if receive is not None:
                     self._move(send, receive)
             elif not send.finished:
-                sender.fail(self._parting(), tell=True)
+                sender.fail(sender.missed(self.rank, self.gone), tell=True)
         if sender.gone and not self._wire.under_way(sender.rank, self.rank):
             sender._take_leave(self)
 
@@ -178,7 +181,8 @@ class VirtualBackend(SimBackend):
             self._finish(receive)
             return
         self._receiving[receive] = None
-        self._taken_in = max(self._taken_in, self.clock.now()) + network.message
+        begin = max(self._taken_in, self.clock.now())
+        self._taken_in = self._wire.processed(self.rank, begin, network.message)
         self.clock.at(self._taken_in, lambda: self._finish(receive))
 
     def _finish(self, receive: PostedReceive) -> None:

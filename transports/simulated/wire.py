@@ -8,6 +8,7 @@ is drawn for it.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from fsdpcore.simulation.network import Network
 
 # The longest time that is drawn for a message where there is no network.
 _LONGEST = 1e-3
+# As many bytes of a message as a core moves before it does something else.
+_PART = 128 * 1024
 
 
 @dataclass(eq=False)
@@ -77,8 +80,10 @@ class Wire:
             self.costs = _costs(network, world_size)
         self.hosts = tuple(network.hosts(world_size)) if network is not None else ()
         self.flows = None if network is None else Flows(network, world_size)
+        self._copy_seconds = 1 / network.copy if network is not None and network.cores else 0.0
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._moving: dict[Flow, tuple[_Stream, _Parcel]] = {}
+        self._free: dict[int, list[float]] = {}  # when each of the cores that ranks share is
         self._alarms = itertools.count()
         self._alarm = -1
         self._settling = False
@@ -89,6 +94,22 @@ class Wire:
             return self.network.route(src, dst)[1]
         drawn = self.clock.random
         return 0.0 if drawn is None else drawn.uniform(0, _LONGEST)
+
+    def processed(self, rank: int, begin: float, seconds: float) -> float:
+        """Have a rank's processor do something; when that is done.
+
+        Args:
+            begin: when the rank has done what it had to do before, if it has a core of its own.
+                What is done on cores that ranks share begins when one of these is free.
+        """
+        network = self.network
+        assert network is not None
+        if not network.cores:
+            return begin + seconds
+        free = self._free.setdefault(network.processor(rank), [0.0] * network.cores)
+        end = max(self.clock.now(), free[0]) + seconds
+        heapq.heapreplace(free, end)
+        return end
 
     def send(self, src: int, dst: int, nbytes: int, arrived: Callable[[], None]) -> None:
         """Send a message; ``arrived`` is called when it has come, and all that was sent before.
@@ -116,10 +137,36 @@ class Wire:
             stream.coming.append(parcel)
         if nbytes == 0 or self.flows is None:
             self.clock.at(ready, lambda: self._hand_over(src, dst, stream, parcel))
-            return
+        elif self._copy_seconds:
+            self._copy(src, dst, stream, parcel, nbytes)
+        else:
+            self._flow(src, dst, stream, parcel)
+
+    def _flow(self, src: int, dst: int, stream: _Stream, parcel: _Parcel) -> None:
+        """Let the bytes of a parcel move behind those before it."""
         stream.flowing.append(parcel)
         if len(stream.flowing) == 1:
             self._start(src, dst, stream)
+
+    def _copy(self, src: int, dst: int, stream: _Stream, parcel: _Parcel, left: int) -> None:
+        """Have cores move what is left of a parcel, part by part: out where it is, in there."""
+        nbytes = min(left, _PART)
+        seconds = nbytes * self._copy_seconds
+        latency = self.latency(src, dst)
+
+        def is_out() -> None:
+            part = _Parcel(nbytes, self.clock.now() + latency, has_come, in_order=False)
+            stream.parcels += 1
+            self._flow(src, dst, stream, part)
+            if left > nbytes:
+                self._copy(src, dst, stream, parcel, left - nbytes)
+
+        def has_come() -> None:
+            end = self.processed(dst, self.clock.now(), seconds)
+            if left == nbytes:
+                self.clock.at(end, lambda: self._hand_over(src, dst, stream, parcel))
+
+        self.clock.at(self.processed(src, self.clock.now(), seconds), is_out)
 
     def under_way(self, src: int, dst: int) -> bool:
         """Whether something from one rank has not come to another yet."""

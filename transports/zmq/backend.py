@@ -60,6 +60,7 @@ class ZmqBackend(Transport):
     """One rank; made by ``join``."""
 
     takes_address = True
+    unauthenticated = ""  # of a rank that is alone
     options: ClassVar[type[ZmqOptions]] = ZmqOptions
     transport_capabilities = Capabilities("zmq", alpha=60e-6, beta=0.5e-9, gamma=0.1e-9)
 
@@ -118,6 +119,7 @@ class ZmqBackend(Transport):
         options, keys = self._options, JobKeys(place.token, place.job)
         joined = joining.meet(self._context, place, keys, address, options, deadline)
         self.hosts = joined.hosts
+        self.unauthenticated = joined.unauthenticated
         with self.lock:
             with joined.listener:  # which is ZeroMQ's once it listens
                 self._open(keys, joined)
@@ -268,6 +270,9 @@ class ZmqBackend(Transport):
     def departed(self, rank: int) -> bool:
         peer = self.control.peers.get(rank)
         return peer is not None and peer.closed_or_failed
+
+    def has_returned(self, rank: int) -> bool:
+        return rank in self.control.watch.returned
 
     def _tell(self, error: CommunicationError) -> None:
         with self.lock:

@@ -17,7 +17,6 @@ from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import (
     CommunicationError,
     ConfigError,
-    PeerFailedError,
     ProtocolError,
     in_words,
 )
@@ -258,15 +257,14 @@ class Control:
 
     def miss(self, peer: Peer) -> None:
         """Break the backend because something was needed of a rank that has left."""
-        error = PeerFailedError(f"rank {peer.rank} has left the job", peer.rank)
-        self.fail(error)
+        self.fail(self._backend.missed(peer.rank))
 
     # What this rank says.
 
     def say_bye(self) -> None:
         """Tell each peer that no more comes than what is on its way."""
         self.leaving = True
-        self.watch.leave()
+        self.watch.leave(self._backend.recorder.returned)
         for peer in list(self.peers.values()):
             if not peer.link_broken:
                 peer.told, peer.has_seen = True, False

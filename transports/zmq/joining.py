@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,7 @@ class Joined:
         sources: addresses from which the ranks connect.
         nonce: what rank 0 has drawn.
         encrypted: what travels between the ranks is encrypted.
+        unauthenticated: as of ``Job``.
     """
 
     hosts: tuple[int, ...]
@@ -61,6 +63,7 @@ class Joined:
     sources: list[str]
     nonce: bytes
     encrypted: bool
+    unauthenticated: str
 
 
 def meeting_point(place: RankPlace, config: TransportConfig, scheme: str) -> Address:
@@ -169,6 +172,8 @@ def _joined(
     sources |= {str(card["seen"]) for card in cards if card.get("seen")}
     if any(is_loopback(source) for source in sources):
         sources |= {"127.0.0.1", "::1"}
+    # A rank may listen where others reach it that meets the rest at the loopback address.
+    encrypted = any(card.get("encrypted") for card in cards)
     return Joined(
         number(identities),
         addresses,
@@ -176,8 +181,27 @@ def _joined(
         listener.dup(),
         [source.partition("%")[0] for source in sources if (":" in source) == (":" in own[0])],
         met.nonce,
-        # A rank may listen where others reach it that meets the rest at the loopback address.
-        any(card.get("encrypted") for card in cards),
+        encrypted,
+        _unauthenticated(place.token, [host for host, _ in addresses], encrypted),
+    )
+
+
+def _unauthenticated(token: str, hosts: Iterable[str], encrypted: bool) -> str:
+    """Why somebody else could send in the name of a rank; empty if nobody can.
+
+    Who connects to a rank gives a name that follows from the secret. On the way between hosts it is
+    seen and taken over, unless it is encrypted.
+    """
+    if len(token) < MIN_SECRET_CHARACTERS:
+        return (
+            "the job has no secret, so that others could take part: let fsdpcore start the ranks, "
+            "or put a secret into FSDPCORE_TOKEN"
+        )
+    if encrypted or all(map(is_loopback, hosts)):
+        return ""
+    return (
+        "with security=none whoever reaches the ranks' network can send in their name: leave that "
+        "option out"
     )
 
 

@@ -44,8 +44,9 @@ _STANDSTILL_LOOK, _STANDSTILL = 0.25, 0.8
 _CLOSE_UP_SECONDS = 1.0
 
 # What a rank says of itself.
-ALIVE, LEFT = "alive", "left"
-_FINDINGS = (ENDED, STOPPED, SILENT, CUT, ALIVE, LEFT)
+ALIVE, LEFT, RETURNED = "alive", "left", "returned"
+_LEAVES = (LEFT, RETURNED)
+_FINDINGS = (ENDED, STOPPED, SILENT, CUT, ALIVE, *_LEAVES)
 _VERDICTS = (ENDED, STOPPED, SILENT, CUT)
 
 
@@ -137,6 +138,7 @@ class Watch:
     Attributes:
         neighbours: of this rank.
         leavers: the ranks that have told all others that they leave.
+        returned: those of them whose program has returned.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Watch:
     ) -> None:
         self.neighbours = neighbours(rank, range(len(addresses)))
         self.leavers: set[int] = set()
+        self.returned: set[int] = set()
         self._rank, self._hosts, self._addresses = rank, hosts, addresses
         self._heartbeat = heartbeat
         self._owner, self._clock = owner, clock
@@ -196,8 +199,10 @@ class Watch:
             return
         self._reports.add(report)
         self._owner.spread(report._asdict(), source)
-        if report.found == LEFT:
+        if report.found in _LEAVES:
             self.leavers.add(report.rank)
+            if report.found == RETURNED:
+                self.returned.add(report.rank)
             if self._close_up_at is None:
                 self._close_up_at = self._clock.now() + _CLOSE_UP_SECONDS
             self._owner.note_left(report.rank)
@@ -217,10 +222,10 @@ class Watch:
         if self._close_up_at is not None:
             self._close_up()
 
-    def leave(self) -> None:
-        """Tell all ranks that this one leaves."""
+    def leave(self, returned: bool = False) -> None:
+        """Tell all ranks that this one leaves, and whether since its program has returned."""
         self.close_gaps()
-        self._note(Report(self._rank, self._rank, LEFT))
+        self._note(Report(self._rank, self._rank, RETURNED if returned else LEFT))
 
     def tick(self) -> float | None:
         """Do what is due; return after how many seconds to be called again, if ever."""

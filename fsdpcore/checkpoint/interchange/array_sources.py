@@ -19,11 +19,12 @@ from fsdpcore.checkpoint.memory.shards import Part
 from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.read_plan import WantedPart, plan_reads
 from fsdpcore.checkpoint.storage.opening import StoragePath
+from fsdpcore.checkpoint.storage.ranking import Step
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import CheckpointError, in_words
-from fsdpcore.core.geometry.regions import Range
+from fsdpcore.core.geometry.regions import Box, Range, Region, regions_inside
 
 WINDOW_BYTES = 8 << 20
 """What is in memory of a stream at a time; whole blocks of checksums of every dtype."""
@@ -51,19 +52,18 @@ class ArraySpec(NamedTuple):
         return self.size * self.dtype.itemsize
 
 
-class ArrayRange(NamedTuple):
-    """Elements ``[start, stop)``, in C order, of the array ``name``."""
+class ArrayRegion(NamedTuple):
+    """A region of the array ``name``, its elements in C order."""
 
     name: str
-    start: int
-    stop: int
+    region: Region
 
 
 class FillTarget(NamedTuple):
-    """Elements that are to be read, and the flat memory they go to."""
+    """A region of an array that is to be read, and the memory it goes to; see ``Part``."""
 
     name: str
-    start: int
+    region: Region
     array: Array
 
 
@@ -72,11 +72,18 @@ class ArraySource(ABC):
 
     Attributes:
         what: where they are, for messages.
+        name: the last part of that.
+        step: of a checkpoint of ours; else None.
         arrays: dtype and shape by name.
     """
 
     what: str
     arrays: Mapping[str, ArraySpec]
+    step: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.what.rstrip("/").rpartition("/")[2]
 
     @abstractmethod
     def check(self, names: Iterable[str]) -> None:
@@ -86,7 +93,7 @@ class ArraySource(ABC):
     def fill(self, parts: Sequence[FillTarget]) -> None:
         """Read parts, none of them empty; blocks."""
 
-    def stream(self, wants: Iterable[ArrayRange]) -> Iterator[tuple[int, Array]]:
+    def stream(self, wants: Iterable[ArrayRegion]) -> Iterator[tuple[int, Array]]:
         """Read ``wants``, of any size, one behind the other; blocks.
 
         Yields:
@@ -99,26 +106,38 @@ class ArraySource(ABC):
             CheckpointError: it could not be read.
         """
         memory = np.empty(WINDOW_BYTES, np.uint8)
-        batch: list[tuple[int, FillTarget]] = []
+        batch: list[tuple[int, Array]] = []
+        parts: list[FillTarget] = []
         used = 0
-        for index, (name, first, last) in enumerate(wants):
-            dtype = self.arrays[name].dtype
+        for index, (name, region) in enumerate(wants):
+            dtype, shape = self.arrays[name]
             step = WINDOW_BYTES // dtype.itemsize
-            for start in range(first, last, step):
-                nbytes = (min(start + step, last) - start) * dtype.itemsize
+            for start in range(0, region.size, step):
+                stop = min(start + step, region.size)
+                nbytes = (stop - start) * dtype.itemsize
                 if used + nbytes > WINDOW_BYTES:
-                    yield from self._read(batch)
-                    batch, used = [], 0
+                    self.fill(parts)
+                    yield from batch
+                    batch, parts, used = [], [], 0
                 array = memory[used : used + nbytes].view(dtype)
-                batch.append((index, FillTarget(name, start, array)))
+                batch.append((index, array))
+                parts += _targets(name, region, Range(start, stop), shape, array)
                 used += -(-nbytes // _ALIGN) * _ALIGN
         if batch:
-            yield from self._read(batch)
+            self.fill(parts)
+            yield from batch
 
-    def _read(self, batch: list[tuple[int, FillTarget]]) -> Iterator[tuple[int, Array]]:
-        self.fill([part for _, part in batch])
-        for index, part in batch:
-            yield index, part.array
+
+def _targets(
+    name: str, region: Region, run: Range, shape: tuple[int, ...], array: Array
+) -> Iterator[FillTarget]:
+    """Give what fills flat memory with a run of the elements of a region."""
+    if isinstance(region, Range):
+        yield FillTarget(name, Range(region.start + run.start, region.start + run.stop), array)
+        return
+    for part in regions_inside(region, run, shape):
+        here, array = array[: part.size], array[part.size :]
+        yield FillTarget(name, part, here.reshape(part.shape) if isinstance(part, Box) else here)
 
 
 class StepSource(ArraySource):
@@ -134,8 +153,8 @@ class StepSource(ArraySource):
     def __init__(
         self, storage: Storage, name: str, metadata: Metadata, files: FileSet, catalog: Catalog
     ) -> None:
-        self.name = name
         self.metadata = metadata
+        self.step = metadata.step
         self.what = f"{storage.path}/{name}"
         self.arrays = {
             each.name: ArraySpec(each.dtype, each.shape) for each in metadata.tensors.values()
@@ -154,10 +173,7 @@ class StepSource(ArraySource):
 
     def fill(self, parts: Sequence[FillTarget]) -> None:
         number = self._catalog.number
-        wanted = [
-            WantedPart(number[name], Part(Range(start, start + array.size), array))
-            for name, start, array in parts
-        ]
+        wanted = [WantedPart(number[name], Part(region, array)) for name, region, array in parts]
         plan = plan_reads(self._catalog, wanted)
         if plan.uncovered:
             raise CheckpointError(
@@ -169,13 +185,13 @@ class StepSource(ArraySource):
 
 @contextmanager
 def opened_step(
-    path: StoragePath, step: int | None = None, threads: int | None = None
+    path: StoragePath, step: Step = None, threads: int | None = None
 ) -> Iterator[StepSource]:
     """Open a checkpoint; nobody removes it until the exit, as far as the storage has locks. Blocks.
 
     Args:
         path: a folder of steps, of which the newest valid one is taken; or that of a step.
-        step: take this one.
+        step: take this one, see ``load``.
         threads: that read.
 
     Raises:

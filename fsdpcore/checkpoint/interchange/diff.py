@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpcore.checkpoint.interchange.array_sources import (
-    ArrayRange,
+    ArrayRegion,
     ArraySource,
     ArraySpec,
     ProgressCallback,
-    opened_step,
 )
+from fsdpcore.checkpoint.interchange.entries import other_entries
+from fsdpcore.checkpoint.interchange.opening import opened_source
 from fsdpcore.checkpoint.interchange.patterns import refuse_idle
-from fsdpcore.checkpoint.interchange.safetensors_source import ENDING, SafetensorsSource
 from fsdpcore.checkpoint.interchange.streaming import ProgressCounter
 from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen
 from fsdpcore.checkpoint.storage.opening import StoragePath
 from fsdpcore.core.buffers import Array, byte_view
+from fsdpcore.core.geometry.regions import whole
 
 _Dtype = np.dtype[Any]
 
@@ -62,6 +62,8 @@ class Difference:
         only_one, only_other: names that the other does not have.
         changed: arrays of another dtype or shape.
         values: arrays of other values.
+        entries: names of what is no array, such as numbers and random generators, and differs, or
+            is in one only; what engines remember, such as the number of steps, is not compared.
         compared: how many arrays are in both, with the same dtype and shape.
         nbytes: of these, in one of the two.
     """
@@ -72,11 +74,13 @@ class Difference:
     values: tuple[Values, ...]
     compared: int
     nbytes: int
+    entries: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs, bit for bit."""
-        return not (self.only_one or self.only_other or self.changed or self.values)
+        arrays = self.only_one or self.only_other or self.changed or self.values
+        return not (arrays or self.entries)
 
 
 def diff(
@@ -91,10 +95,12 @@ def diff(
 ) -> Difference:
     """Compare the arrays of two checkpoints, however each is sharded; blocks.
 
-    Streamed, in less than 64 MiB beyond what the names of all arrays take; every byte is verified.
+    Streamed, in less than 64 MiB beyond what the names of all arrays take; every byte of our own
+    checkpoints is verified.
 
     Args:
-        one: a folder of steps, or that of one; or a ``.safetensors`` file or ``.json`` index.
+        one: a folder of steps, or that of one; a ``.safetensors`` file or ``.json`` index; or the
+            folder of a distributed checkpoint of PyTorch.
         other: the same.
         step: of ``one``; by default the newest that is valid.
         other_step: of ``other``; likewise.
@@ -110,8 +116,8 @@ def diff(
     """
     patterns = checked_patterns(names)
     with ExitStack() as stack:
-        first = stack.enter_context(_opened(one, step, threads))
-        second = stack.enter_context(_opened(other, other_step, threads))
+        first = stack.enter_context(opened_source(one, step, threads))
+        second = stack.enter_context(opened_source(other, other_step, threads))
         of_both = [*first.arrays, *second.arrays]
         refuse_idle(patterns, of_both, f"{first.what} or {second.what}")
         ours, theirs = (chosen(list(each.arrays), patterns) for each in (first, second))
@@ -133,30 +139,20 @@ def diff(
             values,
             len(same),
             nbytes,
+            tuple(chosen(other_entries(first, second), patterns)),
         )
-
-
-@contextmanager
-def _opened(path: StoragePath, step: int | None, threads: int | None) -> Iterator[ArraySource]:
-    if isinstance(path, (str, os.PathLike)):
-        text = os.fspath(path)
-        if isinstance(text, str) and text.endswith((ENDING, ".json")) and os.path.isfile(text):
-            yield SafetensorsSource(text)
-            return
-    with opened_step(path, step, threads) as source:
-        yield source
 
 
 def _compared(
     first: ArraySource, second: ArraySource, names: list[str], counting: ProgressCounter
 ) -> Iterator[Values]:
     """Give the arrays that differ; both have the same dtypes and shapes."""
-    wants = [ArrayRange(name, 0, first.arrays[name].size) for name in names]
+    wants = [ArrayRegion(name, whole(first.arrays[name].shape)) for name in names]
     found: dict[int, Values] = {}
     for (index, one), (_, other) in zip(first.stream(wants), second.stream(wants), strict=True):
         count, largest = compare(one, other)
         if count:
-            before = found.get(index) or Values(names[index], 0, wants[index].stop, None)
+            before = found.get(index) or Values(names[index], 0, wants[index].region.size, None)
             found[index] = before._replace(
                 elements=before.elements + count, max_abs=_larger(before.max_abs, largest)
             )

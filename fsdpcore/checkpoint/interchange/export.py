@@ -15,13 +15,16 @@ from numpy.typing import DTypeLike
 from fsdpcore.checkpoint.format.dtypes import CODES, stored_as
 from fsdpcore.checkpoint.format.header import METADATA_KEY, TensorEntry, build_header
 from fsdpcore.checkpoint.format.strict_json import short
-from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback, StepSource, opened_step
+from fsdpcore.checkpoint.interchange.array_sources import ArraySource, ProgressCallback
+from fsdpcore.checkpoint.interchange.opening import opened_source
 from fsdpcore.checkpoint.interchange.safetensors_files import PartialFile, place_all, sync_directory
 from fsdpcore.checkpoint.interchange.selection import Renaming, SelectedArray, Selection
 from fsdpcore.checkpoint.interchange.streaming import ProgressCounter, WriteBuffer, streamed
 from fsdpcore.checkpoint.storage.opening import StoragePath
+from fsdpcore.checkpoint.storage.ranking import Step
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
+from fsdpcore.core.geometry.regions import whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,14 +39,14 @@ class Exported:
     """What was written.
 
     Attributes:
-        step: of the checkpoint.
+        step: of the checkpoint; None if it is none of ours.
         name: of its folder.
         files: paths, the index last if there is one.
         tensors: how many.
         nbytes: of all of them.
     """
 
-    step: int
+    step: int | None
     name: str
     files: tuple[str, ...]
     tensors: int
@@ -54,7 +57,7 @@ def export_safetensors(
     path: StoragePath,
     target: str | os.PathLike[str],
     *,
-    step: int | None = None,
+    step: Step = None,
     names: str | Iterable[str] | None = None,
     optimizer: bool = False,
     rename: Renaming | None = None,
@@ -74,7 +77,7 @@ def export_safetensors(
     names of the result is whole. A parameter that is tied to another one is not written twice.
 
     Args:
-        path: a folder of steps, or that of one.
+        path: a folder of steps, or that of one; or that of a distributed checkpoint of PyTorch.
         target: the file; with ``max_shard_size`` a folder, made if need be, in which the files
             and their index have the names that Hugging Face's libraries look for.
         step: which one; by default the newest that is valid.
@@ -103,7 +106,7 @@ def export_safetensors(
     if max_shard_size is not None:
         limit = as_int(max_shard_size, "max_shard_size", minimum=1)
     choice = Selection(names, optimizer, rename, strip_prefix, add_prefix, dtype)
-    with opened_step(path, step, threads) as source:
+    with opened_source(path, step, threads) as source:
         taken = choice.of(source)
         _check_dtypes(taken)
         files = {goal: list(taken)} if limit is None else _shards(goal, taken, limit)
@@ -116,7 +119,7 @@ def export_safetensors(
         except OSError as error:
             raise CheckpointError(f"{goal}: {in_words(error)}") from error
         nbytes = sum(each.array.nbytes for each in taken.values())
-        return Exported(source.metadata.step, source.name, written, len(taken), nbytes)
+        return Exported(source.step, source.name, written, len(taken), nbytes)
 
 
 def _check_dtypes(taken: Mapping[str, SelectedArray]) -> None:
@@ -186,7 +189,7 @@ def _stale(goal: Path, *, folder: bool, overwrite: bool) -> list[Path]:
 
 
 def _write(
-    source: StepSource,
+    source: ArraySource,
     taken: Mapping[str, SelectedArray],
     files: Mapping[Path, Sequence[str]],
     headers: Mapping[Path, bytes],
@@ -212,7 +215,7 @@ def _write(
             partial.append(writer)
             writer.write(headers[file])
             gathering = WriteBuffer(writer.write)
-            arrays = [(taken[name], 0, taken[name].array.size) for name in inside]
+            arrays = [(taken[name], whole(taken[name].array.shape)) for name in inside]
             for data in streamed(source, arrays, counting):
                 gathering.write(data)
             gathering.flush()

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.checkpoint.format.generators import states_of
+from fsdpcore.checkpoint.format.nodes import leaves, tag_of
 from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback, opened_step
 from fsdpcore.checkpoint.interchange.selection import Selection
-from fsdpcore.checkpoint.interchange.splitting import by_rank
+from fsdpcore.checkpoint.interchange.splitting import Axes, by_axis, by_rank
 from fsdpcore.checkpoint.interchange.step_writer import StepInfo, StepWriter
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
+from fsdpcore.checkpoint.storage.ranking import Step
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 
@@ -24,7 +26,8 @@ def rewrite(
     target: StoragePath,
     world_size: int,
     *,
-    step: int | None = None,
+    axis: Axes | None = None,
+    step: Step = None,
     names: str | Iterable[str] | None = None,
     overwrite: bool = False,
     threads: int | None = None,
@@ -34,23 +37,34 @@ def rewrite(
 
     No load needs this: each takes what was saved on any number of ranks. It is for copies that go
     elsewhere, for one file in place of many (``world_size=1``), and for readers that want a file
-    for each rank. Streamed, in less than 64 MiB beyond what the names of all arrays take.
+    for each rank. Streamed, in less than 64 MiB beyond what the names of all arrays take. ::
 
-    Step, info, extra and metrics stay as they are. A generator of a rank that there was not gets
-    the state that ``load`` would give it; those of ranks that there are no more are dropped.
+        rewrite("run", "copy", 4, axis=1)
+        rewrite("run", "copy", 4, axis={"*norm*": None, "*.weight": 1, "*.bias": 0})
+
+    Step, values, extra and metrics stay as they are, and so does what each rank has of its own by
+    ``PerRank``: ``load`` gives what it would have given before. Of what ``save`` has as
+    ``generators=`` a rank that there was not gets the state that ``load`` would give it; those of
+    ranks that there are no more are dropped.
 
     Args:
         path: a folder of steps, or that of one.
         target: another folder of steps.
         world_size: number of ranks; those that would have nothing get no file.
-        step: which one; by default the newest that is valid.
+        axis: cut arrays along this axis, each rank getting ``ceil(extent / world_size)`` of it, the
+            last ones what is left; a negative one counts from the end. Arrays that do not have it
+            are shared flat, as an engine does it, which is the default for all. Or axes by patterns
+            (of the shell) of names, of which the first that fits counts; None, or no pattern, is
+            for flat.
+        step: which one, see ``load``; by default the newest that is valid.
         names: patterns (of the shell) of the arrays to take; by default all.
         overwrite: replace the step if ``target`` has it.
         threads: that read.
         progress: called with the bytes that are written and those in all.
 
     Raises:
-        ArgumentError: something makes no sense, or the step is in ``target``.
+        ArgumentError: something makes no sense, the step is in ``target``, or arrays do not have
+            the axis that they are to be cut along.
         CheckpointNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: it is damaged. ``target`` is as it was.
         CheckpointError: it could not be read or written; likewise.
@@ -64,10 +78,12 @@ def rewrite(
             )
         metadata = source.metadata
         taken = Selection(names).of(source)
-        files = by_rank({name: each.array for name, each in taken.items()}, ranks)
+        arrays = {name: each.array for name, each in taken.items()}
+        files = by_rank(arrays, ranks) if axis is None else by_axis(arrays, ranks, axis)
         info = copy.deepcopy(metadata.info)
-        if "world_size" in info:
-            info["world_size"] = ranks
+        for _, node in leaves(info.get("state", ["engine", info])):
+            if tag_of(node) == "engine" and "world_size" in node[1]:
+                node[1]["world_size"] = ranks
         rank_states = spread(metadata.ranks, ranks)
         about = StepInfo(info, metadata.extra, metadata.metrics, rank_states)
         writing = StepWriter(storage, metadata.step, source, taken, overwrite=overwrite)

@@ -8,11 +8,8 @@ memory as a whole. Tests compare what is read and written with it.
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +18,13 @@ from fsdpcore.checkpoint.format.header import Header, read_header
 from fsdpcore.checkpoint.format.metadata_builder import MAX_DIMENSIONS
 from fsdpcore.checkpoint.format.strict_json import decode, short
 from fsdpcore.checkpoint.interchange.array_sources import ArraySource, ArraySpec, FillTarget
-from fsdpcore.core.buffers import byte_view
-from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError, in_words
+from fsdpcore.checkpoint.interchange.foreign_files import (
+    StridedBox,
+    opened_file,
+    read_common,
+    read_into,
+)
+from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError
 
 INDEX_ENDING = ".safetensors.index.json"
 ENDING = ".safetensors"
@@ -101,10 +103,11 @@ class SafetensorsSource(ArraySource):
         for part in parts:
             by_file.setdefault(self._places[part.name].path, []).append(part)
         for file, here in by_file.items():
-            with _opened(file) as fd:
-                for name, start, array in here:
-                    offset = self._places[name].offset + start * array.itemsize
-                    _read_into(fd, offset, byte_view(array).data, file)
+            with opened_file(file) as fd:
+                for name, region, array in here:
+                    shape = self._found[name].shape
+                    stored = StridedBox.whole(shape, self._places[name].offset)
+                    read_common(fd, file, stored, shape, region, array)
 
 
 def _files_of(path: Path) -> tuple[dict[str, str] | None, list[Path]]:
@@ -129,12 +132,12 @@ def _files_of(path: Path) -> tuple[dict[str, str] | None, list[Path]]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    with _opened(path) as fd:
+    with opened_file(path) as fd:
         size = os.fstat(fd).st_size
         if size > _MAX_INDEX_BYTES:
             raise CorruptCheckpointError(f"{path} has {size} bytes, too many for an index")
         data = bytearray(size)
-        _read_into(fd, 0, memoryview(data), path)
+        read_into(fd, 0, memoryview(data), path)
     content = decode(bytes(data), str(path))
     index = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(index, dict) or not index:
@@ -150,42 +153,14 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _header_of(file: Path) -> Header:
-    with _opened(file) as fd:
+    with opened_file(file) as fd:
 
         def read_at(offset: int, count: int) -> bytes:
             data = bytearray(count)
-            _read_into(fd, offset, memoryview(data), file)
+            read_into(fd, offset, memoryview(data), file)
             return bytes(data)
 
         try:
             return read_header(read_at, os.fstat(fd).st_size)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{file}: {error}") from None
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    try:
-        # NONBLOCK: opening a FIFO would wait for somebody at its other end.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise ArgumentError(f"there is no file {path}") from None
-        raise CheckpointError(f"{path} cannot be read: {in_words(error)}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ArgumentError(f"{path} is no regular file")
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _read_into(fd: int, offset: int, data: memoryview, path: Path) -> None:
-    while data.nbytes:
-        try:
-            count = os.preadv(fd, [data], offset)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {in_words(error)}") from error
-        if not count:
-            raise CorruptCheckpointError(f"{path} was cut off while it was read")
-        data, offset = data[count:], offset + count

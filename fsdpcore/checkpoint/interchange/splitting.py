@@ -1,14 +1,20 @@
-"""How arrays are cut into files: as an engine of so many ranks shares them, or by size. Pure."""
+"""How arrays are cut into files: as an engine shares them, along axes, or by size. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
+from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import ArraySpec
+from fsdpcore.checkpoint.interchange.patterns import refuse_idle
 from fsdpcore.checkpoint.plan.save_plan import Rows, WrittenPiece
 from fsdpcore.checkpoint.plan.shard_specs import flat_cuts
+from fsdpcore.checkpoint.plan.targets import checked_patterns
+from fsdpcore.core.checks import as_int
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.layout import FlatLayout
-from fsdpcore.core.geometry.regions import Range
+from fsdpcore.core.geometry.regions import Box, Range, as_range
 from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX
 
 _NONE = Rows(0, 0, 0)
@@ -30,6 +36,71 @@ def by_rank(arrays: Mapping[str, ArraySpec], ranks: int) -> list[list[WrittenPie
         for rank, name, region in flat_cuts(layout):
             files[rank].append(WrittenPiece(name, dtype, unit[name].shape, region, _NONE))
     return files
+
+
+Axes = int | Mapping[str, int | None]
+"""An axis for all arrays that have it; or axes by patterns of names, the first that fits counts."""
+
+
+def by_axis(arrays: Mapping[str, ArraySpec], ranks: int, axes: Axes) -> list[list[WrittenPiece]]:
+    """Return what each rank has where arrays are cut along axes, some ranks maybe nothing.
+
+    Each has as many rows, columns or blocks of an array as the others, ``ceil(extent / ranks)``;
+    only the last ranks have fewer. Arrays without an axis are shared as ``by_rank`` does it.
+
+    Raises:
+        ArgumentError: an array does not have the axis of its pattern, no array has the one that is
+            for all, or a pattern fits no name.
+    """
+    if isinstance(axes, Mapping):
+        cut = _by_patterns(arrays, axes)
+    else:
+        along = as_int(axes, "axis")
+        cut = {name: _axis_of(array, along) for name, array in arrays.items()}
+        if arrays and all(axis is None for axis in cut.values()):
+            raise ArgumentError(f"no array has the axis {along}")
+    files = by_rank({name: arrays[name] for name, axis in cut.items() if axis is None}, ranks)
+    for name, axis in cut.items():
+        if axis is None:
+            continue
+        dtype, shape = arrays[name]
+        start, stop = [0] * len(shape), list(shape)
+        share = -(-shape[axis] // ranks)
+        for rank in range(ranks):
+            start[axis], stop[axis] = rank * share, min((rank + 1) * share, shape[axis])
+            if start[axis] < stop[axis] and arrays[name].size:
+                box = Box(tuple(start), tuple(stop))
+                region = as_range(box, shape) or box
+                files[rank].append(WrittenPiece(name, dtype.name, shape, region, _NONE))
+    return files
+
+
+def _by_patterns(
+    arrays: Mapping[str, ArraySpec], axes: Mapping[str, int | None]
+) -> dict[str, int | None]:
+    """Return the axis that each array is cut along; None for flat."""
+    patterns = checked_patterns(axes.keys())
+    for each, axis in axes.items():
+        if axis is not None:
+            as_int(axis, f"the axis of {each!r}")
+    refuse_idle(patterns, arrays, "what is written")
+    cut: dict[str, int | None] = {}
+    for name, array in arrays.items():
+        pattern = next((each for each in axes if each == name or fnmatchcase(name, each)), None)
+        axis = None if pattern is None else axes[pattern]
+        cut[name] = None if axis is None else _axis_of(array, axis)
+        if cut[name] is None and axis is not None:
+            raise ArgumentError(
+                f"{short(name)} of shape {array.shape} does not have the axis {axis} that "
+                f"{pattern!r} gives it; put a pattern for it in front, with another axis or None"
+            )
+    return cut
+
+
+def _axis_of(array: ArraySpec, axis: int) -> int | None:
+    """Return an axis, counted from the end if it is negative; None if there is no such axis."""
+    ndim = len(array.shape)
+    return axis % ndim if -ndim <= axis < ndim else None
 
 
 def by_size(arrays: Mapping[str, ArraySpec], nbytes: int) -> list[list[WrittenPiece]]:

@@ -26,7 +26,6 @@ from fsdpcore.checkpoint.storage.removal import remove_claimed, remove_supersede
 from fsdpcore.checkpoint.storage.steps import StepName, committed
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
-from fsdpcore.core.geometry.regions import Range
 
 
 @dataclass(frozen=True)
@@ -137,10 +136,7 @@ class StepWriter:
         return Saved(self._step, name.name, total)
 
     def _write_file(self, name: str, layout: FileLayout, counting: ProgressCounter) -> FileSums:
-        wanted = []
-        for piece in layout.places.pieces:
-            assert isinstance(piece.region, Range)
-            wanted.append((self._taken[piece.name], piece.region.start, piece.region.stop))
+        wanted = [(self._taken[piece.name], piece.region) for piece in layout.places.pieces]
         sums = bytearray()
         with self._storage.writer(name) as writer:
             gathering = WriteBuffer(writer.write)

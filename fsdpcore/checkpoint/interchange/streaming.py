@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fsdpcore.checkpoint.interchange.array_sources import ArrayRange, ArraySource, ProgressCallback
+from fsdpcore.checkpoint.interchange.array_sources import ArrayRegion, ArraySource, ProgressCallback
 from fsdpcore.checkpoint.interchange.selection import SelectedArray
 from fsdpcore.checkpoint.memory.rounding import rounded
 from fsdpcore.core.buffers import byte_view
+from fsdpcore.core.geometry.regions import Region
 
 _SMALL = 64 << 10
 _GATHERED = 1 << 20
@@ -63,14 +64,14 @@ class ProgressCounter:
 
 
 def streamed(
-    source: ArraySource, taken: Sequence[tuple[SelectedArray, int, int]], counting: ProgressCounter
+    source: ArraySource, taken: Sequence[tuple[SelectedArray, Region]], counting: ProgressCounter
 ) -> Iterator[memoryview]:
-    """Give the bytes of elements ``[start, stop)`` of each array, with the dtype that it takes.
+    """Give the bytes of a region of each array, in C order, with the dtype that it takes.
 
     They are little-endian and overwritten when the next ones are asked for. Of each array all but
     the last bytes given are whole blocks of checksums.
     """
-    wants = [ArrayRange(each.source, start, stop) for each, start, stop in taken]
+    wants = [ArrayRegion(each.source, region) for each, region in taken]
     for index, array in source.stream(wants):
         data = byte_view(rounded(array, taken[index][0].array.dtype)).data
         yield data

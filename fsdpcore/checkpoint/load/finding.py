@@ -11,13 +11,16 @@ from typing import NamedTuple
 
 from fsdpcore.checkpoint.format.metadata import Metadata
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
+from fsdpcore.checkpoint.storage.ranking import Best, Step
 from fsdpcore.checkpoint.storage.steps import (
     FoundStep,
     Skipped,
     StepName,
+    Which,
     candidates,
     check_step,
     directories,
+    metrics_in,
     read_marker,
 )
 from fsdpcore.checkpoint.storage.storage import Storage
@@ -33,9 +36,6 @@ from fsdpcore.core.errors import (
 _TRIES = 5  # for directories that come and go while they are looked at
 _SHOWN = 8  # directories in a message
 _SLASHES = re.compile(r"/+$")
-
-Which = StepName | int | None
-"""One save, the newest valid save of a step, or the newest one of all."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def locate(path: StoragePath, step: int | None = None) -> tuple[Storage, StepNam
         ArgumentError: the path names another step than ``step``.
     """
     if step is not None:
-        as_int(step, "step", minimum=0)
+        step = as_int(step, "step", minimum=0)
     if isinstance(path, Storage):
         return path, None
     storage = open_storage(path)  # which refuses what is no path
@@ -89,15 +89,27 @@ def locate(path: StoragePath, step: int | None = None) -> tuple[Storage, StepNam
     return open_storage(above), name
 
 
-def chosen_step(path: StoragePath, step: int | None) -> tuple[Storage, Which]:
+def chosen_step(path: StoragePath, step: Step) -> tuple[Storage, Which]:
     """Return the storage of a path, and which checkpoint is wanted of it.
 
     Raises:
         ArgumentError: ``step`` is none, or the path names another one.
     """
+    if isinstance(step, str) and step != "latest":
+        best = Best.parse(step)
+        storage, name = locate(path)
+        if name is not None:
+            raise ArgumentError(f"{name.name} is the folder of one step, but step is {step!r}")
+        return storage, best
+    step = None if isinstance(step, str) else step
     number = None if step is None else check_step(step)  # an int, of whatever type it was
     storage, name = locate(path, number)
     return storage, number if name is None else name
+
+
+def goes_on(which: Which) -> bool:
+    """Whether another checkpoint will do where one is damaged."""
+    return which is None or isinstance(which, Best)
 
 
 def latest(path: StoragePath) -> Latest:
@@ -159,7 +171,11 @@ def _age(skipped: Skipped) -> tuple[int, int]:
 
 def _none_found(storage: Storage, which: Which, skipped: Sequence[Skipped]) -> CheckpointError:
     where, what = storage.path, "no checkpoint"
-    if which is not None:
+    if isinstance(which, Best):
+        what = f"{what} with the metric {which.metric!r:.80}"
+        there = sorted({name for each in metrics_in(storage).values() for name in each})
+        where += f", where the metrics are {', '.join(there)}" if there else ""
+    elif which is not None:
         what = f"no {which.name}" if isinstance(which, StepName) else f"{what} of step {which}"
     more = len(skipped) - _SHOWN
     reasons = "".join(f"\n  {each.name}: {each.reason}" for each in skipped[:_SHOWN])

@@ -53,11 +53,12 @@ class Gaps(NamedTuple):
             )
 
 
-def check_info(what: str, info: Mapping[str, Any], ending: str) -> None:
-    """Raise ArgumentError unless an engine can go on from what a checkpoint says of one."""
+def check_info(what: str, name: str, info: Mapping[str, Any], ending: str) -> None:
+    """Raise ArgumentError unless an engine, of this name, can go on from what was saved of it."""
     if not info:
+        it = f"{name!r:.80}" if name else "it"
         raise ArgumentError(
-            f"{what}: it was not saved from an engine, so that it has no number of steps; "
+            f"{what}: {it} was not saved from an engine, so that it has no number of steps; "
             f"optimizer=False loads its parameters. {ending}"
         )
     try:

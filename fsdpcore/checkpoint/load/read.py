@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.checkpoint.load.finding import Finder, chosen_step
+from fsdpcore.checkpoint.load.finding import Finder, chosen_step, goes_on
 from fsdpcore.checkpoint.load.local_reads import read_alone
 from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.memory.rounding import rounding_dtype
@@ -16,6 +16,7 @@ from fsdpcore.checkpoint.plan.catalog import Catalog
 from fsdpcore.checkpoint.plan.read_plan import WantedPart, is_covered, plan_reads
 from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen
 from fsdpcore.checkpoint.storage.opening import StoragePath
+from fsdpcore.checkpoint.storage.ranking import Step
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int, rounds_into
@@ -27,7 +28,7 @@ def read(
     path: StoragePath,
     names: str | Iterable[str] | None = None,
     *,
-    step: int | None = None,
+    step: Step = None,
     dtype: DTypeLike | None = None,
     threads: int | None = None,
 ) -> dict[str, Array]:
@@ -38,7 +39,8 @@ def read(
     Args:
         path: where ``save`` put it; or the folder of one step.
         names: patterns (of the shell) of the arrays to read; by default all.
-        step: which checkpoint; by default the newest that is valid, its arrays included.
+        step: which checkpoint: its number, "latest" or "best:METRIC", see ``load``; by default the
+            newest that is valid, its arrays included.
         dtype: floating arrays are rounded to it, a real floating one; the others keep theirs.
         threads: that read, at most 64; by default as many as there are cores, at most 4.
 
@@ -67,7 +69,7 @@ def read(
                 catalog = Catalog(metadata)
                 return _read(storage, name, catalog, patterns, wanted, count)
             except CorruptCheckpointError as error:
-                if which is not None:
+                if not goes_on(which):
                     raise
                 finder.skip(name, str(error))
 

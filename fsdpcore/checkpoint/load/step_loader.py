@@ -6,22 +6,24 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from fsdpcore.checkpoint.format.generators import Generators, restore, states_of
 from fsdpcore.checkpoint.load.batches import LoadBatch, planned
-from fsdpcore.checkpoint.load.finding import Finder, Which, chosen_step
+from fsdpcore.checkpoint.load.finding import Finder, chosen_step, goes_on
 from fsdpcore.checkpoint.load.finding_together import SharedCandidate, find_together
 from fsdpcore.checkpoint.load.gaps import Gaps, check_info
+from fsdpcore.checkpoint.load.leaves import Fitted, Stored
 from fsdpcore.checkpoint.load.reading import FileSet, usual_threads
 from fsdpcore.checkpoint.load.shared_reads import read_all
+from fsdpcore.checkpoint.load.target import Target
 from fsdpcore.checkpoint.memory.overlaps import check_disjoint
-from fsdpcore.checkpoint.memory.shards import Shard, State, checked_state
+from fsdpcore.checkpoint.memory.shards import checked_state
 from fsdpcore.checkpoint.plan.catalog import Catalog
-from fsdpcore.checkpoint.plan.describe import StatefulEngine, check_ranks, is_engine
+from fsdpcore.checkpoint.plan.stored_state import StoredState
 from fsdpcore.checkpoint.plan.targets import (
     TargetMatch,
     checked_patterns,
@@ -30,7 +32,8 @@ from fsdpcore.checkpoint.plan.targets import (
     match,
 )
 from fsdpcore.checkpoint.storage.opening import StoragePath
-from fsdpcore.checkpoint.storage.steps import Skipped, StepName
+from fsdpcore.checkpoint.storage.ranking import Step
+from fsdpcore.checkpoint.storage.steps import Skipped, StepName, Which
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.collectives import all_reduce
 from fsdpcore.collectives.consensus import LocalAttempt, agree
@@ -54,14 +57,18 @@ class Loaded:
         step: of the checkpoint.
         name: of its directory.
         extra, metrics: what the user saved with it.
-        info: what the engine saved; its number of steps and loss scale.
-        missing: arrays of the target that are not in the checkpoint; they stayed as they were.
-        unexpected: arrays of the checkpoint that no rank has.
+        info: what the engine saved; its number of steps and loss scale. By the names of the
+            entries where engines are entries of a state.
+        missing: arrays and values of the target that are not in the checkpoint; they stayed as they
+            were.
+        unexpected: arrays and values of the checkpoint that no rank has.
         uncovered: arrays of which elements are not in the checkpoint; these stayed as they were.
         skipped: newer checkpoints that are not valid, with the reasons.
         bytes_read: of arrays, by this rank, from files.
         bytes_needed: of arrays, for this rank.
         bytes_beside: of headers and checksums, by this rank.
+        state: the target, with new values in place of those that cannot be changed: numbers, text,
+            tuples, arrays of JAX. Containers in which nothing is new are the target's own.
     """
 
     step: int
@@ -76,13 +83,14 @@ class Loaded:
     bytes_read: int
     bytes_needed: int
     bytes_beside: int
+    state: Any = None
 
 
 @dataclass(frozen=True)
 class LoadRequest:
     """The arguments of ``load``."""
 
-    step: int | None
+    step: Step
     strict: bool
     optimizer: bool
     cast: bool
@@ -101,6 +109,8 @@ class _Fit:
         matched: to which tensors the arrays belong.
         uncovered: names of arrays of which elements are not stored.
         generators: as they were saved.
+        stored: values, and the rest that is not arrays.
+        leaves: how each leaf of the target is loaded.
     """
 
     catalog: Catalog
@@ -108,6 +118,8 @@ class _Fit:
     matched: TargetMatch
     uncovered: tuple[str, ...]
     generators: Mapping[str, np.random.Generator]
+    stored: StoredState
+    leaves: list[Fitted]
 
 
 class StepLoader:
@@ -125,10 +137,8 @@ class StepLoader:
         self._timeout = timeout
         self._which: Which = None
         self._patterns: list[str] | None = None
-        self._state: dict[str, Shard] = {}
-        self._ties: Mapping[str, str] = {}
-        self._engine: StatefulEngine | None = None
-        self._was_partial = False
+        self._target: Target
+        self._chosen: set[str] = set()
         self._left: set[str] | None = None
         self._read_last = ""
         self._threads = 1
@@ -137,31 +147,29 @@ class StepLoader:
     def _ending(self) -> str:
         return _TORN if self._read_last else _UNTOUCHED
 
-    def run(self, path: StoragePath, target: StatefulEngine | State) -> Loaded:
+    def run(self, path: StoragePath, given: object) -> Loaded:
         """Load; a collective, which blocks. The errors are those of ``load``."""
         with ExitStack() as stack:
-            storage = self._begin(path, target, stack)
+            storage = self._begin(path, given, stack)
             finder = None
             if self._backend.rank == 0:
                 finder = stack.enter_context(Finder(storage, self._which))
             found, fit, loaded = self._newest(storage, finder)
             with LocalAttempt() as attempt:
                 stack.close()  # which writes what an engine keeps in files
+                state = self._target.result(fit.leaves, {*loaded.missing})
         self._agree(f"load of {found.name}", attempt)
         self._finish(loaded, fit)
-        return loaded
+        return replace(loaded, state=state)
 
     # Before anything is read.
 
-    def _begin(
-        self, path: StoragePath, target: StatefulEngine | State, stack: ExitStack
-    ) -> Storage:
+    def _begin(self, path: StoragePath, given: object, stack: ExitStack) -> Storage:
         """Check the arguments, on all ranks, and open the engine for writing."""
-        storage = self._checked(path, target)
+        storage, self._target = self._checked(path, given)
         fitting = ""
         with LocalAttempt() as attempt:
-            self._open(target, stack)
-            names = list(self._state)
+            names = self._open(stack)
             fitting = json.dumps([each for each in self._patterns or () if chosen(names, [each])])
         replies = self._agree("load", attempt, fitting)
         fits = {pattern for reply in replies for pattern in json.loads(reply)}
@@ -172,12 +180,13 @@ class StepLoader:
             )
         return storage
 
-    def _checked(self, path: StoragePath, target: StatefulEngine | State) -> Storage:
+    def _checked(self, path: StoragePath, given: object) -> tuple[Storage, Target]:
         """Check the arguments, before the engine is opened, in which ranks wait for each other."""
         request, options = self._request, ""
         storage: Storage | None = None
+        target: Target | None = None
         with LocalAttempt() as attempt:
-            check_ranks(target, self._backend)
+            target = Target(given, self._backend)
             storage, self._which = chosen_step(path, request.step)
             if request.generators is not None:
                 states_of(request.generators)  # for the types
@@ -189,43 +198,42 @@ class StepLoader:
         different = sorted(set(self._agree("load", attempt, options)))
         if len(different) > 1:
             raise ArgumentError(
-                f"load: the ranks differ in step, strict, optimizer, cast, names or the kind of "
-                f"target: {' and '.join(different[:2])}. {_UNTOUCHED}"
+                f"load: the ranks differ in step, strict, optimizer, cast, names or the engines "
+                f"of the target: {' and '.join(different[:2])}. {_UNTOUCHED}"
             )
         assert storage is not None
-        return storage
+        assert target is not None
+        return storage, target
 
-    def _open(self, target: StatefulEngine | State, stack: ExitStack) -> None:
-        state: object = target
-        if is_engine(target):
-            state = stack.enter_context(target.writing_state(optimizer=self._request.optimizer))
-            self._engine, self._was_partial = target, target.partially_updated
-        scalars = isinstance(state, Mapping) and [
-            name for name, each in state.items() if isinstance(each, np.generic)
-        ]
-        if scalars:
-            raise ArgumentError(
-                f"{listed(scalars)} are scalars, which cannot be filled; give 0-d arrays"
-            )
-        device = self._backend.device
-        arrays = checked_state(state, device)
-        self._ties = getattr(state, "info", {}).get("ties") or {}
-        self._state = {name: arrays[name] for name in chosen(list(arrays), self._patterns)}
+    def _open(self, stack: ExitStack) -> list[str]:
+        """Open the engines, and check the arrays; return all names that patterns may choose."""
+        target, device = self._target, self._backend.device
+        target.open(stack, optimizer=self._request.optimizer)
+        arrays = checked_state(target.arrays(), device)
+        names = target.names
+        self._chosen = {*chosen(names, self._patterns)}
+        ties = target.ties
         check_disjoint(
-            {name: each for name, each in self._state.items() if not is_tied(name, self._ties)},
+            {
+                name: each
+                for name, each in arrays.items()
+                if name in self._chosen and not is_tied(name, ties)
+            },
             device,
         )
+        return names
 
     def _agree(self, what: str, attempt: LocalAttempt, value: str = "") -> list[str]:
         backend, error = self._backend, attempt.error
         return agree(backend, what, error, value, timeout=self._timeout, ending=self._ending)
 
-    def _options(self, target: StatefulEngine | State) -> str:
+    def _options(self, target: Target) -> str:
         request = self._request
         flags = [bool(each) for each in (request.strict, request.optimizer, request.cast)]
+        engines = [leaf.name for leaf in target.engines]
         which = self._which
         step = which.name if isinstance(which, StepName) else which
-        return json.dumps([step, *flags, self._patterns, is_engine(target)])
+        return json.dumps([step, *flags, self._patterns, engines])
 
     # One checkpoint after the other.
 
@@ -248,7 +256,8 @@ class StepLoader:
         lacking = ""
         with LocalAttempt() as attempt:
             fit = self._fit(found)
-            lacking = json.dumps([fit.matched.missing, fit.uncovered])
+            values = itertools.chain.from_iterable(each.missing for each in fit.leaves)
+            lacking = json.dumps([[*fit.matched.missing, *values], fit.uncovered])
         replies = self._agree(what, attempt, lacking)
         every = [json.loads(reply) for reply in replies]
         missing, uncovered = (
@@ -257,20 +266,36 @@ class StepLoader:
         )
         gaps = Gaps(missing, self._unexpected(fit), uncovered)
         if self._request.strict:
-            foreign = self._engine is not None and not found.metadata.info
-            beside = "; it was not saved from an engine" if foreign else ""
-            gaps.check_none(what, beside, self._ending)
+            gaps.check_none(what, self._beside(fit.stored), self._ending)
         self._check_mixed(what, gaps)
-        if self._moves_on(found):
-            check_info(what, found.metadata.info, self._ending)
+        for name in self._moving(fit.stored):
+            check_info(what, name, fit.stored.engines.get(name, {}), self._ending)
         return fit, gaps
+
+    def _beside(self, stored: StoredState) -> str:
+        """Say where engines are, if the target has them elsewhere."""
+        wanted, there = {leaf.name for leaf in self._target.engines}, stored.engines
+        if wanted <= there.keys():
+            return ""
+        if not there:
+            return "; it was not saved from an engine"
+        if "" in there:
+            return "; it was saved from an engine alone, not from a mapping with one"
+        return f"; its engines are {listed(sorted(there))}"
 
     def _fit(self, found: SharedCandidate) -> _Fit:
         catalog = Catalog(found.metadata)
-        matched = match(catalog, self._state, self._ties, cast=self._request.cast)
+        stored = StoredState.of(found.metadata)
+        leaves = self._target.fit(Stored(stored, catalog), self._chosen)
+        state = checked_state(
+            {name: array for each in leaves for name, array in each.arrays.items()},
+            self._backend.device,
+        )
+        ties, cast = self._target.ties, self._request.cast
+        matched = match(catalog, state, ties, stored=stored.ties, cast=cast)
         batches, lacking = planned(catalog, matched.wanted, self._backend.device)
         uncovered = tuple(dict.fromkeys(matched.names[position] for position in lacking))
-        return _Fit(catalog, batches, matched, uncovered, self._restored(found))
+        return _Fit(catalog, batches, matched, uncovered, self._restored(found), stored, leaves)
 
     def _restored(self, found: SharedCandidate) -> Mapping[str, np.random.Generator]:
         """Return generators as they were saved; those of the caller stay as they are."""
@@ -287,18 +312,30 @@ class StepLoader:
             )
         return {name: each for name, each in made.items() if name not in lacking}
 
-    def _moves_on(self, found: SharedCandidate) -> bool:
-        """Whether an engine takes over the number of steps."""
-        whole = self._engine is not None and self._request.optimizer and self._patterns is None
-        return whole and (self._request.strict or bool(found.metadata.info))
+    def _moving(self, stored: StoredState) -> list[str]:
+        """Return the names of the engines that take over the number of steps."""
+        if not (self._request.optimizer and self._patterns is None):
+            return []
+        engines = [leaf.name for leaf in self._target.engines if leaf.engine is not None]
+        return [name for name in engines if self._request.strict or name in stored.engines]
 
     def _unexpected(self, fit: _Fit) -> tuple[str, ...]:
         """Return what is stored, and no rank has; a collective."""
+        entries = list(fit.stored.values())
+        mine = {name for each in fit.leaves for name in each.used}
+        own = np.array([name in mine for name, _ in entries], np.uint8)
+        for name, arrays in entries:
+            numbers = [fit.catalog.number.get(each) for each in arrays] if name in mine else []
+            fit.matched.used[[each for each in numbers if each is not None]] = 1
         used = all_reduce(
-            fit.matched.used, self._backend, op="max", timeout=self._timeout, label="load, names"
+            np.concatenate([fit.matched.used, own]),
+            self._backend,
+            op="max",
+            timeout=self._timeout,
+            label="load, names",
         )
-        tensors = fit.catalog.tensors
-        names = [tensors[index].name for index in np.flatnonzero(used == 0).tolist()]
+        every = [*(tensor.name for tensor in fit.catalog.tensors), *(name for name, _ in entries)]
+        names = [every[index] for index in np.flatnonzero(used == 0).tolist()]
         if not self._request.optimizer:
             names = [name for name in names if not name.startswith(OPTIMIZER_PREFIX)]
         return tuple(chosen(names, self._patterns))
@@ -318,8 +355,9 @@ class StepLoader:
 
     def _read(self, files: FileSet, fit: _Fit, gaps: Gaps, found: SharedCandidate) -> str | None:
         """Read; return why this is no valid checkpoint where another one may be loaded."""
-        if self._engine is not None:
-            self._engine.partially_updated = True
+        for leaf in self._target.engines:
+            if leaf.engine is not None:
+                leaf.engine.partially_updated = True
         self._read_last = found.name
         missing = set(gaps.missing)
         self._left = missing if self._left is None else self._left & missing
@@ -328,7 +366,7 @@ class StepLoader:
         try:
             agree(self._backend, f"load of {found.name}", error, timeout=self._timeout)
         except CheckpointError as agreed:
-            if self._which is None and isinstance(agreed, CorruptCheckpointError):
+            if goes_on(self._which) and isinstance(agreed, CorruptCheckpointError):
                 return str(agreed)
             raise type(agreed)(f"{agreed}. {_TORN}") from agreed
         return None
@@ -340,7 +378,7 @@ class StepLoader:
             found.name,
             metadata.extra,
             metadata.metrics,
-            metadata.info,
+            fit.stored.engines.get("", fit.stored.engines),
             gaps.missing,
             gaps.unexpected,
             gaps.uncovered,
@@ -352,14 +390,13 @@ class StepLoader:
 
     def _finish(self, loaded: Loaded, fit: _Fit) -> None:
         """Take over what is no array, now that all ranks have theirs."""
-        request, engine = self._request, self._engine
+        request = self._request
         for name, each in fit.generators.items():
             assert request.generators is not None
             request.generators[name].bit_generator.state = each.bit_generator.state
-        if engine is None:
-            return
         whole = request.optimizer and self._patterns is None
-        if whole and (request.strict or loaded.info):
-            engine.load_info(loaded.info)
-        complete = whole and not loaded.missing and not loaded.uncovered
-        engine.partially_updated = self._was_partial and not complete
+        moving = self._moving(fit.stored)
+        left = {*loaded.missing, *loaded.uncovered}
+        for leaf in self._target.engines:
+            info = fit.stored.engines.get(leaf.name, {}) if leaf.name in moving else None
+            leaf.finish(left, whole=whole, info=info)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
@@ -51,9 +50,9 @@ class StatefulEngine(Protocol):
         """Take over the number of steps, and what else is in ``EngineState.info``."""
 
 
-def is_engine(state: object) -> TypeGuard[StatefulEngine]:
-    """Whether it is an engine, not a mapping."""
-    return hasattr(state, "state_dict") and not isinstance(state, (Mapping, type))
+def is_engine(value: object) -> TypeGuard[StatefulEngine]:
+    """Whether it is an engine, not an object with a state of any other kind."""
+    return hasattr(value, "writing_state") and not isinstance(value, (Mapping, type))
 
 
 def check_ranks(state: object, backend: Backend) -> None:
@@ -79,34 +78,28 @@ def check_ranks(state: object, backend: Backend) -> None:
         )
 
 
-@dataclass(frozen=True)
-class HeldState:
+class HeldState(NamedTuple):
     """What this rank holds.
 
     Attributes:
         arrays: in plain values.
         sources: the pieces of all arrays, one after the other; views.
-        info: what the engine remembers; empty for a mapping.
     """
 
     arrays: tuple[HeldArray, ...]
     sources: tuple[Array, ...]
-    info: Mapping[str, Any]
 
 
 def holding_of(state: object, device: Device = HOST) -> HeldState:
     """Return what this rank has of a state.
 
     Args:
-        state: an engine, or a mapping from names to arrays, ``ShardedArray``, ``BoxShard``.
+        state: a mapping from names to arrays, ``ShardedArray``, ``BoxShard``.
         device: whose arrays may be in it, beside NumPy's.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: it is none.
     """
-    if is_engine(state):
-        state = state.state_dict()
-    info = dict(state.info) if isinstance(state, EngineState) else {}
     arrays, sources = [], []
     for name, shard in checked_state(state, device).items():
         held = []
@@ -116,7 +109,7 @@ def holding_of(state: object, device: Device = HOST) -> HeldState:
         dtype, shape = _dtype(name, dtype_of(shard)), shape_of(shard)
         check_shape(shape, dtype_of(shard).itemsize, name, ArgumentError)
         arrays.append(HeldArray(name, dtype, shape, tuple(held), replica_of(shard)))
-    return HeldState(tuple(arrays), tuple(sources), info)
+    return HeldState(tuple(arrays), tuple(sources))
 
 
 def _dtype(name: str, dtype: np.dtype[Any]) -> str:

@@ -19,18 +19,40 @@ from fsdpcore.checkpoint.format.metadata_builder import check_shape
 from fsdpcore.checkpoint.format.strict_json import check_json, check_text
 from fsdpcore.checkpoint.plan.held import HeldArray, held_piece, holding
 from fsdpcore.checkpoint.plan.save_plan import SavePlan, plan
+from fsdpcore.core.buffers import split_sizes
 from fsdpcore.core.checks import as_dtype, as_int, as_rank, as_shape
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
-from fsdpcore.core.geometry.regions import Range, Region, check_region, regions_inside
+from fsdpcore.core.geometry.regions import Range, Region, as_region, regions_inside
 
 
 def compute_shard_sizes(total: int, world_size: int) -> list[int]:
+    """Return sizes of ``total`` items over the ranks that differ by one at most, larger ones first.
+
+    The rule of ``numpy.array_split``, and of ``reduce_scatter`` where axis 0 does not divide. The
+    engine cuts its flat buffers by another one: ``flat_shard_sizes``. ::
+
+        compute_shard_sizes(10, 3)  # [4, 3, 3]
+
+    Args:
+        total: items; may be 0.
+        world_size: number of ranks.
+
+    Raises:
+        ArgumentError: ``total`` is negative, ``world_size`` is below 1, or they are no integers.
+    """
+    total = as_int(total, "total", minimum=0)
+    return split_sizes(total, as_int(world_size, "world_size", minimum=1))
+
+
+def flat_shard_sizes(total: int, world_size: int) -> list[int]:
     """Return how many elements of a flat buffer each rank has, padding left out.
 
     The rule of the engine: ``ceil(total / world_size)`` for each rank as long as there are any, so
-    that only the last ranks have fewer, or none. With padding all shards have the first's size.
+    that only the last ranks have fewer, or none. With padding all shards have the first's size. ::
+
+        flat_shard_sizes(10, 3)  # [4, 4, 2]
 
     Args:
         total: elements of the buffer; may be 0.
@@ -86,11 +108,11 @@ class TensorShardSpec:
             raise ArgumentError(f"regions of {what} must be a tuple, got {self.regions!r:.80}")
         self._check_copy(shape, what)
         of = shape if self.box is None else self.box.shape
-        for region in self.regions:
-            check_region(region, of, f"a region of {what}")
+        given = tuple(as_region(region, of, f"a region of {what}") for region in self.regions)
+        for region in given:
             if self.box is not None and not isinstance(region, Range):
                 raise ArgumentError(f"regions of {what} are ranges of its box, got {region}")
-        regions = tuple(region for region in self.regions if region.size)
+        regions = tuple(region for region in given if region.size)
         _check_ascending(regions, what)
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "shape", shape)
@@ -99,8 +121,10 @@ class TensorShardSpec:
     def _check_copy(self, shape: tuple[int, ...], what: str) -> None:
         if self.box is not None and getattr(self.box, "whole", None) != shape:
             raise ArgumentError(f"the box of {what} of shape {shape} is none of it: {self.box!r}")
-        as_int(self.replicas, f"replicas of {what}", minimum=1)
-        if as_int(self.replica, f"replica of {what}", minimum=0) >= self.replicas:
+        for name, minimum in (("replicas", 1), ("replica", 0)):
+            number = as_int(getattr(self, name), f"{name} of {what}", minimum=minimum)
+            object.__setattr__(self, name, number)
+        if self.replica >= self.replicas:
             raise ArgumentError(
                 f"replica {self.replica} of {what} does not exist; there are {self.replicas}, "
                 "counted from 0"
@@ -242,7 +266,7 @@ def flat_shard_metadata(
     """Describe arrays that lie in one flat buffer, of which each rank has an equal share.
 
     The arrays lie one behind the other in the mapping's order, C order inside each, and the buffer
-    is cut by ``compute_shard_sizes``. Arrays of another dtype lie in a buffer of their own. What a
+    is cut by ``flat_shard_sizes``. Arrays of another dtype lie in a buffer of their own. What a
     rank has of a buffer are the regions of the specs of that dtype in ``shards[rank]``, in order.
 
     Args:

@@ -39,7 +39,12 @@ class TargetMatch:
 
 
 def match(
-    catalog: Catalog, state: Mapping[str, Shard], ties: Mapping[str, str], *, cast: bool
+    catalog: Catalog,
+    state: Mapping[str, Shard],
+    ties: Mapping[str, str],
+    *,
+    cast: bool,
+    stored: Mapping[str, str] | None = None,
 ) -> TargetMatch:
     """Find the tensor for each array.
 
@@ -48,6 +53,7 @@ def match(
         state: arrays to be filled, by name.
         ties: of the target: for each tied parameter the name of its owner.
         cast: values may be rounded to the dtypes of the arrays.
+        stored: the same as ``ties``, of the checkpoint.
 
     Raises:
         ArgumentError: an array has another shape, another dtype, or is read-only.
@@ -57,7 +63,7 @@ def match(
     missing: list[str] = []
     problems: list[str] = []
     used = np.zeros(len(catalog.tensors), np.uint8)
-    aliases = _Aliases(catalog, ties)
+    aliases = _Aliases(catalog, ties, stored or {})
     for name, shard in state.items():
         number = catalog.number.get(name)
         if number is None:
@@ -108,10 +114,11 @@ def _safe(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 class _Aliases:
     """Finds arrays of parameters that were tied differently when they were saved."""
 
-    def __init__(self, catalog: Catalog, ties: Mapping[str, str]) -> None:
+    def __init__(
+        self, catalog: Catalog, ties: Mapping[str, str], stored: Mapping[str, str]
+    ) -> None:
         self._number = catalog.number
-        stored = catalog.metadata.info.get("ties")
-        self._stored = stored if isinstance(stored, dict) else {}
+        self._stored = stored
         self._tied: dict[str, list[str]] = {}
         for name, owner in ties.items():
             self._tied.setdefault(owner, []).append(name)

@@ -30,7 +30,7 @@ from fsdpcore.checkpoint.storage.retention import Retention, prune
 from fsdpcore.checkpoint.storage.steps import StepName, directories
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.collectives.consensus import LocalAttempt, agree
-from fsdpcore.collectives.lines import gather_lines
+from fsdpcore.collectives.objects import gather_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
@@ -132,7 +132,7 @@ class Commit:
     def _write(self) -> Saved:
         attempt = LocalAttempt()
         summary = attempt.value(self._write_own, "null")
-        summaries = gather_lines(summary, self._backend, timeout=self._timeout)
+        summaries = gather_object(summary, self._backend, timeout=self._timeout)
         if summaries is not None and "null" not in summaries:
             with attempt:
                 self._commit([json.loads(each) for each in summaries])
@@ -169,6 +169,7 @@ class Commit:
         assert prepared.plan is not None
         files = written_files(prepared.plan, summaries)
         self._nbytes = sum(file.table - file.data_start for file in files)
+        ranks = [rank_state for *_, rank_state in summaries]
         metadata = make_metadata(
             save_id=self._save_id,
             step=prepared.step,
@@ -177,9 +178,9 @@ class Commit:
             files=files,
             arrays=prepared.plan.arrays,
             pieces=prepared.plan.table,
-            info=prepared.info,
+            info=with_own(prepared.info, ranks),
             extra=prepared.extra,
-            ranks=[rank_state for *_, rank_state in summaries],
+            ranks=ranks,
             metrics=prepared.metrics,
         )
         commit(self._storage, self._name.name, metadata)
@@ -199,6 +200,16 @@ class Commit:
                 self._notes += prune(storage, self._retention, protect=(self._name,)).notes()
         except Exception as error:
             self._notes.append(f"old checkpoints could not be removed: {in_words(error)}")
+
+
+def with_own(info: dict[str, Any], ranks: Sequence[Any]) -> dict[str, Any]:
+    """Return what the metadata says of a state, with what each rank has of its own.
+
+    That is taken out of ``ranks``. It belongs to the state: it stays as it is when the checkpoint
+    is written anew for another number of ranks.
+    """
+    own = [each.pop("state", {}) for each in ranks]
+    return {**info, "per_rank": own} if any(own) else info
 
 
 def written_files(plan: SavePlan, summaries: Sequence[Sequence[Any]]) -> list[StoredFile]:

@@ -14,6 +14,8 @@ is named like one. A ``path`` here is the folder of one checkpoint, which has an
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fsdpcore.checkpoint.memory.shards import State, checked_state
 from fsdpcore.checkpoint.plan.shard_specs import ShardMetadata, check_rank_of
@@ -22,6 +24,7 @@ from fsdpcore.checkpoint.save.shard_sources import sources_of
 from fsdpcore.checkpoint.storage.opening import open_folder
 from fsdpcore.checkpoint.storage.steps import StepName
 from fsdpcore.checkpoint.storage.storage import Storage
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
 
 
@@ -75,26 +78,57 @@ def _save(
     world_size: int,
     metadata: ShardMetadata,
 ) -> bool:
-    rank, world_size = check_rank_of(rank, world_size)
-    if not isinstance(metadata, ShardMetadata):
-        raise ArgumentError(f"metadata must be a ShardMetadata, got {type(metadata).__name__}")
-    if metadata.world_size != world_size:
-        raise ArgumentError(
-            f"metadata is of {metadata.world_size} ranks, but world_size is {world_size}"
-        )
-    step = StepName.parse(directory)
-    if step is not None and step.step != metadata.step:
-        raise ArgumentError(
-            f"the folder {directory} is for step {step.step}, but metadata is of {metadata.step}; "
-            f"{StepName(metadata.step).name} would be for that"
-        )
-    sources = sources_of(checked_state(state), metadata, rank)
-    joining = RankSave(storage, directory, metadata, rank)
-    try:
-        joining.write(sources)
-        return joining.commit()
-    except (OSError, EOFError) as error:
-        raise CheckpointError(
-            f"save of rank {rank} to {storage.path}/{directory}: {in_words(error)}; nothing was "
-            "committed by it"
-        ) from error
+    return PreparedPart.of(storage, directory, state, rank, world_size, metadata).write()
+
+
+@dataclass(frozen=True)
+class PreparedPart:
+    """A rank's part that makes sense, and of which nothing is written.
+
+    Attributes:
+        saving: what writes it.
+        sources: the elements of every region of this rank, one after the other.
+        what: is saved, for messages.
+    """
+
+    saving: RankSave
+    sources: Sequence[Array]
+    what: str
+
+    @classmethod
+    def of(
+        cls,
+        storage: Storage,
+        directory: str,
+        state: State,
+        rank: int,
+        world_size: int,
+        metadata: ShardMetadata,
+    ) -> PreparedPart:
+        """Check the arguments of ``save_distributed``; raises as that does."""
+        rank, world_size = check_rank_of(rank, world_size)
+        if not isinstance(metadata, ShardMetadata):
+            raise ArgumentError(f"metadata must be a ShardMetadata, got {type(metadata).__name__}")
+        if metadata.world_size != world_size:
+            raise ArgumentError(
+                f"metadata is of {metadata.world_size} ranks, but world_size is {world_size}"
+            )
+        step = StepName.parse(directory)
+        if step is not None and step.step != metadata.step:
+            raise ArgumentError(
+                f"the folder {directory} is for step {step.step}, but metadata is of "
+                f"{metadata.step}; {StepName(metadata.step).name} would be for that"
+            )
+        sources = sources_of(checked_state(state), metadata, rank)
+        what = f"save of rank {rank} to {storage.path}/{directory}"
+        return cls(RankSave(storage, directory, metadata, rank), sources, what)
+
+    def write(self) -> bool:
+        """Write it, and commit if all parts are there; blocks. As ``save_distributed``."""
+        try:
+            self.saving.write(self.sources)
+            return self.saving.commit()
+        except (OSError, EOFError) as error:
+            raise CheckpointError(
+                f"{self.what}: {in_words(error)}; nothing was committed by it"
+            ) from error

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdpcore.checkpoint.format.generators import Generators
-from fsdpcore.checkpoint.memory.shards import State
 from fsdpcore.checkpoint.plan.describe import StatefulEngine
+from fsdpcore.checkpoint.plan.kinds import Stateful
 from fsdpcore.checkpoint.save.saver import Saver, refuse
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
@@ -18,7 +18,7 @@ from fsdpcore.core.checks import as_instance
 
 def save(
     path: StoragePath,
-    state: StatefulEngine | State,
+    state: StatefulEngine | Stateful | Mapping[str, Any],
     backend: Backend,
     *,
     step: int | None = None,
@@ -36,21 +36,39 @@ def save(
 
         saved = fc.checkpoint.save("run", engine, backend, extra={"position": 12})
 
+        state = {"model": engine, "ema": {"w": average}, "epoch": 3, "rng": PerRank(rng)}
+        saved = fc.checkpoint.save("run", state, backend)
+
     Args:
         path: a folder that all ranks see, or a URL of fsspec. It may hold other steps; saving a
             step again replaces it once that is done.
-        state: an engine; or a mapping from names to arrays (of which each rank has all),
-            ``ShardedArray`` (flat ranges, of all or of a box) and ``BoxShard`` (boxes). The arrays
-            are NumPy's, or those of ``backend.device``, as they are after all that this thread has
-            enqueued there. Only read. What several ranks have must be equal there, which is not
-            checked: one of them writes it. They have the same parts, or none that overlap; those of
-            different replicas of a ``ShardedArray`` may: then the first replica's are written.
+        state: an engine, or a mapping from names to anything of these:
+
+            - engines, several too;
+            - arrays of NumPy, JAX, PyTorch, or of ``backend.device``, of which each rank has all,
+              as they are after all that this thread has enqueued there. Only read, and stored as
+              arrays;
+            - ``ShardedArray`` (flat ranges, of all or of a box) and ``BoxShard`` (boxes). Ranks
+              have the same parts, or none that overlap; those of different replicas of a
+              ``ShardedArray`` may: then the first replica's are written;
+            - random generators: ``np.random.Generator``, ``np.random.RandomState``,
+              ``random.Random``, ``torch.Generator``, keys of JAX;
+            - None, bool, int, float, str: at most 16 MiB of them as JSON;
+            - objects with ``state_dict`` and ``load_state_dict``, whose state is made of these;
+            - containers of these: dicts (with keys of str or int), lists, tuples, dataclasses, and
+              what JAX's users have registered;
+            - ``PerRank(value)`` for what each rank has of its own, at most 1 MiB of it as JSON.
+
+            All but engines, parts of arrays and ``PerRank`` is equal on all ranks, which is
+            checked: each rank reads its whole arrays once, and compares a digest.
         backend: all ranks that call; with a mesh those of all its axes, the tensor-parallel ones
             included.
-        step: by default the engine's number of updates.
+        step: by default the number of updates of the engine, or of all engines.
         extra: anything that JSON can hold, equal on all ranks: the position in the data, options.
-        generators: random generators by name, whose states are saved for each rank. ``load``
-            gives those that were equal on all ranks to every rank; of others each rank its own.
+            ``load`` returns it; what is to be found by its name belongs into ``state``.
+        generators: generators of NumPy by name, beside an engine that is all of ``state``. Each
+            rank's is saved; ``load`` gives those that were equal on all ranks to every rank, and of
+            others each rank its own, as those in a ``PerRank``.
         metrics: numbers by name, equal on all ranks, for ``Retention(best=...)``. One that is NaN
             or infinite is not kept, so that the checkpoint is not among the best.
         retention: which steps to keep; without it, all.
@@ -62,7 +80,8 @@ def save(
     Raises:
         ArgumentError: the state makes no sense, or the ranks disagree about an array. Nothing was
             written. On all ranks.
-        MismatchError: the ranks give different ``extra``, ``step`` or ``metrics``; likewise.
+        MismatchError: the ranks give different ``extra``, ``step`` or ``metrics``, or values that
+            should be equal, with the entry's name; likewise.
         CheckpointError: a rank could not write. On all ranks. Earlier checkpoints are intact.
         CommunicationError: a rank is gone.
     """

@@ -12,7 +12,8 @@ import numpy as np
 
 from fsdpcore.checkpoint.format.generators import Generators, states_of
 from fsdpcore.checkpoint.format.strict_json import check_json
-from fsdpcore.checkpoint.plan.describe import HeldState, check_ranks, holding_of, rows_of
+from fsdpcore.checkpoint.plan.contents import Contents, contents_of
+from fsdpcore.checkpoint.plan.describe import HeldState, holding_of, rows_of
 from fsdpcore.checkpoint.plan.held import HeldArray, HeldTable, RankHolding, decode, holding
 from fsdpcore.checkpoint.plan.save_plan import (
     SavePlan,
@@ -20,13 +21,14 @@ from fsdpcore.checkpoint.plan.save_plan import (
     decode_written,
     plan_table,
 )
+from fsdpcore.checkpoint.save.alike import check_alike, in_one, said_of
 from fsdpcore.checkpoint.save.commit import Commit, PreparedSave
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath, open_storage
 from fsdpcore.checkpoint.storage.retention import Retention
 from fsdpcore.checkpoint.storage.steps import check_step
 from fsdpcore.collectives.consensus import LocalAttempt, agree, receive
-from fsdpcore.collectives.lines import gather_lines
+from fsdpcore.collectives.objects import gather_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.checks import as_instance, as_positive
 from fsdpcore.core.digests import hex_digest
@@ -78,27 +80,30 @@ class Saver:
         described = ""
         with LocalAttempt() as attempt:
             checked = _checked(state, self._backend, step, extra, generators, metrics)
+            said = said_of(checked.contents, self._backend)
             known = checked.holding.arrays == self._arrays
             if not known:
                 self._told = holding(checked.holding.arrays)
-            about = [checked.step, checked.metrics, _digest(extra), known]
+            about = [checked.step, checked.metrics, _digest(extra), in_one(said), known]
             described = json.dumps([*about, hex_digest(self._told.names.encode())])
         # No disk is involved yet: the ranks wait for one another as in any collective.
         replies = refuse(self._backend, attempt.error, described)
         everyone = [json.loads(reply) for reply in replies]
         _check_same(everyone, self._backend)
-        held = checked.holding
+        held, contents = checked.holding, checked.contents
         if not all(known for *_, known, _ in everyone):
             self._arrays = None
             self._agree(held.arrays, [names for *_, names in everyone])
             self._arrays = held.arrays
+        if len({alike for *_, alike, _, _ in everyone}) > 1:
+            check_alike(said, self._backend, _UNWRITTEN)
         sources = [rows_of(held.sources[each.rows.piece], each.rows) for each in self._pieces]
         return PreparedSave(
             checked.step,
             self._pieces,
             tuple(sources),
             self._plan,
-            dict(held.info),
+            contents.info,
             copy.deepcopy(extra),  # the caller's may change before it is written
             checked.metrics,
             checked.rank_state,
@@ -115,7 +120,7 @@ class Saver:
         backend, pieces = self._backend, None
         named = names.index(names[backend.rank]) == backend.rank
         told = self._told.encode(named=named)
-        texts = gather_lines(told, backend, timeout=backend.timeout)
+        texts = gather_object(told, backend)
         with LocalAttempt() as attempt:
             if texts is not None:
                 held = HeldTable.of(decode(texts, names))
@@ -140,11 +145,13 @@ class _SaveRequest(NamedTuple):
     """What a rank has been given to save, and that makes sense.
 
     Attributes:
-        holding: the arrays.
+        contents: the state, taken apart.
+        holding: its arrays.
         step, metrics: see ``save``.
         rank_state: what of the metadata is this rank's own.
     """
 
+    contents: Contents
     holding: HeldState
     step: int
     metrics: dict[str, float]
@@ -160,22 +167,33 @@ def _checked(
     metrics: Mapping[str, float] | None,
 ) -> _SaveRequest:
     """Check the arguments of ``save`` as far as a rank can by itself."""
-    check_ranks(state, backend)
-    holding = holding_of(state, backend.device)
-    number, numbers = _step_of(step, holding), _checked_metrics(metrics)
+    contents = contents_of(state, backend)
+    holding = holding_of(contents.arrays, backend.device)
+    number, numbers = _step_of(step, contents), _checked_metrics(metrics)
     check_json(extra, "extra")
     rank_state: dict[str, Any] = {}
     if generators:
         rank_state = {"generators": states_of(generators)}
         check_json(rank_state, "the states of generators")
-    return _SaveRequest(holding, number, numbers, rank_state)
+    if contents.own:
+        rank_state["state"] = contents.own
+    return _SaveRequest(contents, holding, number, numbers, rank_state)
 
 
-def _step_of(step: int | None, holding: HeldState) -> int:
+def _step_of(step: int | None, contents: Contents) -> int:
     if step is None:
-        step = holding.info.get("step")
+        steps = {name: info.get("step") for name, info in contents.engines.items()}
+        if len({*steps.values()}) > 1:
+            told = ", ".join(f"{name!r} {each}" for name, each in steps.items())
+            raise ArgumentError(
+                f"save() needs step=, the number to find it by: the engines have made different "
+                f"numbers of steps, {told}"
+            )
+        step = next(iter(steps.values()), None)
         if step is None:
-            raise ArgumentError("save() of a mapping needs step=, the number to find it by")
+            raise ArgumentError(
+                "save() of a mapping without an engine needs step=, the number to find it by"
+            )
     return check_step(step)
 
 

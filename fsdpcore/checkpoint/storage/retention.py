@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from fsdpcore.checkpoint.storage.ranking import Best, best_first
 from fsdpcore.checkpoint.storage.removal import Removal, removable, remove_steps
 from fsdpcore.checkpoint.storage.steps import StepName, committed, directories, read_step
 from fsdpcore.checkpoint.storage.storage import Storage
@@ -60,14 +60,8 @@ class Retention:
         if self.every is not None:
             kept.update(step for step in order if step % self.every == 0)
         if self.best is not None and self.metric is not None:
-            sign = 1 if self.mode == "min" else -1
-            rated = [
-                (sign * metrics[self.metric], -step)
-                for step, metrics in known
-                if self.metric in metrics
-            ]
-            rated = sorted(each for each in rated if not math.isnan(each[0]))
-            kept.update(-step for _, step in rated[: self.best])
+            by = Best(self.metric, largest=self.mode == "max")
+            kept.update(best_first(known, by)[: self.best])
         return kept
 
 

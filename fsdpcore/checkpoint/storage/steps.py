@@ -17,6 +17,7 @@ from fsdpcore.checkpoint.format.marker import MARKER_NAME, MAX_MARKER_BYTES, Mar
 from fsdpcore.checkpoint.format.metadata import MAX_STEP, METADATA_NAME, Metadata, StoredFile
 from fsdpcore.checkpoint.storage.many import for_many
 from fsdpcore.checkpoint.storage.opening import StoragePath, open_storage
+from fsdpcore.checkpoint.storage.ranking import Best, best_first
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import (
@@ -60,6 +61,9 @@ class StepName(NamedTuple):
         # One name for each: digits without need would make two directories the same step.
         return found if found.name == name and found.step <= MAX_STEP else None
 
+
+Which = StepName | int | Best | None
+"""One save, the newest valid save of a step, the best one of all, or the newest."""
 
 Kind = Literal["unfinished", "damaged", "unreachable"]
 
@@ -212,21 +216,23 @@ def _checked(storage: Storage, name: StepName) -> Committed:
     return found
 
 
-def candidates(
-    storage: Storage, which: StepName | int | None = None
-) -> Iterator[FoundStep | Skipped]:
-    """Look at the directories, the newest first, as far as the caller goes; blocks.
+def candidates(storage: Storage, which: Which = None) -> Iterator[FoundStep | Skipped]:
+    """Look at the directories, the newest or the best first, as far as the caller goes; blocks.
 
     Args:
         storage: where.
-        which: look at the saves of this step only, or at this save only.
+        which: look at the saves of this step only, at this save only, or at those that have a
+            metric.
 
     Yields:
         ``FoundStep`` for a committed checkpoint, of which all but the contents of the files was
         checked; ``Skipped`` for what is none, or cannot be read.
     """
-    for name in directories(storage):
-        if which is not None and which not in (name, name.step):
+    names = directories(storage)
+    if isinstance(which, Best):
+        names = best_first(metrics_in(storage).items(), which)
+    for name in names:
+        if not (which is None or isinstance(which, Best) or which in (name, name.step)):
             continue
         # The marker first: one that is cut off now may be whole a moment later.
         if _unfinished(storage, name):
@@ -262,6 +268,28 @@ def committed(storage: Storage) -> dict[StepName, Marker]:
                 found[name] = _marker_of(name, data)
                 done.add(name.step)
     return found
+
+
+def metrics_in(storage: Storage) -> dict[StepName, dict[str, float]]:
+    """Return the metrics of all committed checkpoints, the newest first; blocks."""
+    return {name: marker.metrics for name, marker in committed(storage).items()}
+
+
+def metrics(path: StoragePath) -> dict[int, dict[str, float]]:
+    """Return the metrics of each step that has a committed checkpoint, in ascending order; blocks.
+
+    As ``steps``, which returns the numbers alone. ::
+
+        {10: {"loss": 2.5}, 20: {"loss": 1.25}}
+
+    Args:
+        path: a folder of steps, or a URL of fsspec.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    found = metrics_in(open_storage(path))
+    return {name.step: found[name] for name in sorted(found)}
 
 
 def steps(path: StoragePath) -> list[int]:

@@ -13,8 +13,7 @@ from fsdpcore.collectives.arguments import operand, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import carry_out, perform
-from fsdpcore.collectives.operations.rows import check_rows
-from fsdpcore.collectives.output import Output
+from fsdpcore.collectives.operations.rows import check_rows, check_unsized_out, sized_output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.spec import CallSpec, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
@@ -124,7 +123,8 @@ def all_to_all_v(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all, at the latest in their next call.
+        MismatchError: the ranks called different things, or what they send does not fit into
+            ``out``; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 
@@ -139,6 +139,9 @@ def all_to_all_v(
     expected = None
     if recv_counts is not None:
         expected = as_counts(recv_counts, ranks, "all_to_all_v: recv_counts")
+        if out is not None:
+            backend.moves.check_out(out, (sum(expected), *source.shape[1:]), source.dtype)
+    check_unsized_out(out, backend.moves, source.shape, source.dtype)
 
     def body(context: CollectiveContext) -> Array | None:
         receiving = _tell_counts(context, sending)
@@ -148,7 +151,8 @@ def all_to_all_v(
                 f"(recv_counts), but the ranks send {receiving}"
             )
         row = row_size(source.shape)
-        output = Output(out, (sum(receiving), *source.shape[1:]), source.dtype, backend.moves)
+        joined = (sum(receiving), *source.shape[1:])
+        output = sized_output(context, out, joined, source.dtype, backend.moves)
         layout = Layout(bounds=bounds_of(sending, row), arriving=bounds_of(receiving, row))
         choice = context.choose(_UNKNOWN)
         return carry_out(context, ALL_TO_ALL, choice, layout, source, output)

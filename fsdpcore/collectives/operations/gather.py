@@ -113,7 +113,8 @@ def gather_v(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all, at the latest in their next call.
+        MismatchError: the ranks called different things, or what they send does not fit into
+            ``out``; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 

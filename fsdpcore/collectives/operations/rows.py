@@ -18,10 +18,10 @@ from fsdpcore.collectives.output import Output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.spec import CallSpec, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import Array
+from fsdpcore.core.buffers import DTYPES, Array
 from fsdpcore.core.checks import as_rank
 from fsdpcore.core.device import Device
-from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.errors import ArgumentError, MismatchError
 
 _SIZED = 64  # of one kind of call
 
@@ -47,13 +47,13 @@ def join_rows(
     )
     gives = definition.gives(backend.rank, spec.layout)
     if gives:
-        _check_out(out, source, backend.moves)
+        check_unsized_out(out, backend.moves, source.shape, source.dtype)
 
     def body(context: CollectiveContext) -> Array | None:
         layout, joined = sized(context, definition, source.shape, tuple(context.rows), root)
         output = None
         if gives:
-            output = Output(out, joined, source.dtype, backend.moves)
+            output = sized_output(context, out, joined, source.dtype, backend.moves)
         choice = context.choose(layout.bounds[-1] * source.dtype.itemsize)
         return carry_out(context, definition, choice, layout, source, output)
 
@@ -116,8 +116,49 @@ def check_rows(shape: Shape, operation: str) -> None:
         raise ArgumentError(f"{operation} works on rows (axis 0), which a 0-d array does not have")
 
 
-def _check_out(out: Array | None, source: Array, device: Device) -> None:
-    """Check all of ``out`` but the number of rows, which is not known yet."""
-    if out is not None:
-        rows = tuple(getattr(out, "shape", ()))[:1] or (0,)
-        device.check_out(out, rows + source.shape[1:], source.dtype)
+def check_unsized_out(
+    out: object, device: Device, shape: Shape | None = None, dtype: np.dtype[Any] | None = None
+) -> None:
+    """Check as much of ``out`` as is known before the ranks have told each other their sizes.
+
+    Args:
+        out: what the caller passed, or None.
+        device: where it must be.
+        shape: of the result, but for axis 0; None if that is for another rank to tell.
+        dtype: likewise.
+
+    Raises:
+        ArgumentError: no result could fit into it.
+    """
+    if out is None:
+        return
+    own = tuple(getattr(out, "shape", ()))
+    wanted = own if shape is None else (own[:1] or (0,)) + shape[1:]
+    kind: Any = getattr(out, "dtype", None) if dtype is None else dtype
+    found = device.check_out(out, wanted, kind)
+    if found.dtype not in DTYPES:
+        raise ArgumentError(f"out has the dtype {found.dtype}, of which no array is sent")
+    if not own:
+        raise ArgumentError("out must have rows (axis 0), which a 0-d array does not have")
+
+
+def sized_output(
+    context: CollectiveContext,
+    out: Array | None,
+    shape: Shape,
+    dtype: np.dtype[Any],
+    device: Device,
+) -> Output:
+    """Return the ``Output`` of a result whose size the ranks have told each other in the call.
+
+    Raises:
+        MismatchError: ``out`` does not fit what the others send.
+    """
+    try:
+        return Output(out, shape, dtype, device)
+    except ArgumentError as error:
+        raise MismatchError(
+            f"{context.name}: what the ranks send does not fit into out of rank "
+            f"{context.global_rank(context.rank)}: {error}. The sizes are known only inside of the "
+            "call: pass no out, or agree on them before"
+        ) from None

@@ -12,11 +12,10 @@ from fsdpcore.collectives.algorithms import tree
 from fsdpcore.collectives.arguments import check_backend, operand, remembered, spec_for
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import Move, inputs, outputs
-from fsdpcore.collectives.on_device import device_twin
+from fsdpcore.collectives.on_device import device_twin, mover
 from fsdpcore.collectives.operations.broadcast import broadcast
 from fsdpcore.collectives.operations.perform import carry_out
-from fsdpcore.collectives.operations.rows import check_rows, sized
-from fsdpcore.collectives.output import Output
+from fsdpcore.collectives.operations.rows import check_rows, check_unsized_out, sized, sized_output
 from fsdpcore.collectives.run import run
 from fsdpcore.collectives.spec import CallSpec, Layout, Operation, Shape
 from fsdpcore.comm.backend import Backend
@@ -76,7 +75,8 @@ def scatter(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all, at the latest in their next call.
+        MismatchError: the ranks called different things, or what they send does not fit into
+            ``out``; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 
@@ -125,7 +125,8 @@ def scatter_v(
 
     Raises:
         ArgumentError: this rank's arguments are wrong. Nothing was sent.
-        MismatchError: the ranks called different things; on all, at the latest in their next call.
+        MismatchError: the ranks called different things, or what they send does not fit into
+            ``out``; on all, at the latest in their next call.
         CommTimeoutError: the deadline passed; names the ranks that are missing.
         PeerFailedError: another rank failed, was lost or left.
 
@@ -156,6 +157,11 @@ def _scatter(
     given = [0] * backend.world_size
     if backend.rank == root:
         source, given = _given(operation, array, backend, counts, root)
+        if out is not None:
+            moves = mover(backend, source).moves
+            moves.check_out(out, (given[root], *source.shape[1:]), source.dtype)
+    else:
+        check_unsized_out(out, mover(backend, out).moves)
     backend = _mover_of_root(array, backend, root)
     spec = remembered(backend, _spec, operation, root, algorithm, label)
 
@@ -168,7 +174,7 @@ def _scatter(
         else:
             sizes = SCATTER.sizes(shape, context.size)
         layout, chunk = sized(context, SCATTER, shape, tuple(sizes), root)
-        output = Output(out, chunk, dtype, backend.moves)
+        output = sized_output(context, out, chunk, dtype, backend.moves)
         choice = context.choose(layout.bounds[-1] * dtype.itemsize)
         return carry_out(context, SCATTER, choice, layout, source, output)
 

@@ -41,7 +41,7 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import INPUT
 from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
-from fsdpcore.core.errors import CommunicationError, PeerFailedError
+from fsdpcore.core.errors import CommunicationError
 
 STAGING = 256 * 1024  # bytes: the buffer of one rank and what it copies from fit a core's cache
 _FLAG = 64  # bytes: a cache line, so that ranks do not disturb each other
@@ -277,8 +277,7 @@ class SharedRegion:
         if self.flags[at] == step:  # looked at last: a rank may leave once it has set its flag
             return True
         if gone:
-            left = context.global_rank(rank)
-            raise PeerFailedError(f"rank {left} has left the job", left)
+            raise context.missed(rank)
         return False
 
     def rank_of(self, at: int) -> int:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fsdpcore.checkpoint.format.dtypes import named_dtype
 from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import ArraySpec
+from fsdpcore.checkpoint.interchange.dcp.source import is_dcp
 from fsdpcore.checkpoint.interchange.diff import Changed, Difference, Values
 from fsdpcore.checkpoint.interchange.diff import diff as compare
 from fsdpcore.checkpoint.interchange.export import export_safetensors
-from fsdpcore.checkpoint.interchange.importing import import_safetensors
+from fsdpcore.checkpoint.interchange.importing import import_dcp, import_safetensors
 from fsdpcore.checkpoint.interchange.rewrite import rewrite
 from fsdpcore.checkpoint.interchange.verify import Verified
 from fsdpcore.checkpoint.interchange.verify import verify as verify_step
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.cleaning import clean as clean_folder
 from fsdpcore.commands.ckpt.inspect import inspect
+from fsdpcore.commands.ckpt.options import axes_of, nbytes_of, renaming, rounding
 from fsdpcore.commands.ckpt.progress import DIFFERENT, bar, ending, print_json, size
-from fsdpcore.commands.plan import parse_memory
 from fsdpcore.core.errors import ArgumentError
 
 app = typer.Typer(
@@ -32,17 +31,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_SHORT = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp64": "float64",
-    "fp8": "float8_e4m3fn",
-}
-
 _Path = Annotated[str, typer.Argument(help="A folder of steps, or that of one.")]
+
+
+def _step_of(text: str) -> int | str:
+    """Read a number, or leave words to ``chosen_step``."""
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
 _Step = Annotated[
-    int | None, typer.Option(help="Which step; by default the newest that is complete.")
+    Any,
+    typer.Option(
+        parser=_step_of,
+        metavar="STEP",
+        help="A number, 'latest', 'best:loss' (the smallest), 'best:-accuracy' (the largest); by "
+        "default the newest that is complete.",
+    ),
 ]
 _Names = Annotated[
     list[str] | None,
@@ -103,13 +107,20 @@ def reshard(
     path: _Path,
     target: Annotated[str, typer.Argument(help="Another folder of steps.")],
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.")],
+    axis: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Cut arrays along this axis; PATTERN=AXIS for some (repeatable; the first that "
+            "fits counts; PATTERN=flat for none). By default all are cut flat."
+        ),
+    ] = None,
     step: _Step = None,
     names: _Names = None,
     overwrite: _Overwrite = False,
     threads: _Threads = None,
     json: _Json = False,
 ) -> None:
-    """Write a step anew, as that many ranks would have saved it.
+    """Write a step anew, as that many ranks would have saved it, or cut along axes.
 
     A load takes a checkpoint of any number of ranks; this is for copies that go elsewhere.
 
@@ -120,6 +131,7 @@ def reshard(
             path,
             target,
             ranks,
+            axis=axes_of(axis),
             step=step,
             names=names,
             overwrite=overwrite,
@@ -143,7 +155,7 @@ def consolidate(
 
     Exit codes: 0 done; 1 the checkpoint is damaged; 2 wrong usage, or it could not be written.
     """
-    reshard(path, target, 1, step, names, overwrite, threads, json)
+    reshard(path, target, 1, None, step, names, overwrite, threads, json)
 
 
 def _report(saved: Saved, target: str, *, as_json: bool) -> None:
@@ -188,11 +200,11 @@ def export(
             step=step,
             names=names,
             optimizer=optimizer,
-            rename=_renaming(rename, rename_file),
+            rename=renaming(rename, rename_file),
             strip_prefix=strip_prefix,
             add_prefix=add_prefix,
-            dtype=_dtype(dtype),
-            max_shard_size=None if max_shard_size is None else _bytes(max_shard_size),
+            dtype=rounding(dtype),
+            max_shard_size=None if max_shard_size is None else nbytes_of(max_shard_size),
             overwrite=overwrite,
             threads=threads,
             progress=progress,
@@ -208,7 +220,10 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[
-        str, typer.Argument(help="A safetensors file, an index, or a folder with them.")
+        str,
+        typer.Argument(
+            help="A safetensors file, an index, a folder with them, or with a PyTorch DCP."
+        ),
     ],
     path: Annotated[str, typer.Argument(help="A folder of steps.")],
     step: Annotated[int, typer.Option(help="Step to give the checkpoint.")] = 0,
@@ -227,22 +242,25 @@ def import_(
     overwrite: _Overwrite = False,
     json: _Json = False,
 ) -> None:
-    """Make a checkpoint of the arrays in safetensors files; an engine loads it without optimizer.
+    """Make a checkpoint of the arrays in safetensors files, or in a distributed one of PyTorch.
+
+    An engine loads it without optimizer. PyTorch is not needed.
 
     Exit codes: 0 done; 1 a file is damaged; 2 wrong usage, or it could not be written.
     """
     with ending(), bar("import") as progress:
-        saved = import_safetensors(
+        imported = import_dcp if is_dcp(source) else import_safetensors
+        saved = imported(
             source,
             path,
             step,
             world_size=ranks,
-            max_file_size=None if max_file_size is None else _bytes(max_file_size),
+            max_file_size=None if max_file_size is None else nbytes_of(max_file_size),
             names=names,
-            rename=_renaming(rename, rename_file),
+            rename=renaming(rename, rename_file),
             strip_prefix=strip_prefix,
             add_prefix=add_prefix,
-            dtype=_dtype(dtype),
+            dtype=rounding(dtype),
             overwrite=overwrite,
             progress=progress,
         )
@@ -252,7 +270,10 @@ def import_(
 @app.command("diff")
 def diff(
     one: Annotated[
-        str, typer.Argument(help="A folder of steps, that of one, a .safetensors, or an index.")
+        str,
+        typer.Argument(
+            help="A folder of steps, that of one, a .safetensors, an index, or a PyTorch DCP."
+        ),
     ],
     other: Annotated[str | None, typer.Argument(help="Likewise; by default the same.")] = None,
     step: Annotated[int | None, typer.Option(help="Step of the first.")] = None,
@@ -293,6 +314,7 @@ def _lines(found: Difference) -> list[str]:
     for each in found.values:
         gap = "" if each.max_abs is None else f", by at most {each.max_abs:.6g}"
         lines.append(f"{_shown(each.name)}: {each.elements} of {each.size} elements differ{gap}")
+    lines += [f"{_shown(name)}: the values differ" for name in found.entries]
     equal = found.compared - len(found.values)
     return [*lines, f"{equal} arrays are equal; {size(found.nbytes)} compared"]
 
@@ -320,6 +342,7 @@ def _as_dict(found: Difference) -> dict[str, Any]:
         "only_other": list(found.only_other),
         "changed": [changed(each) for each in found.changed],
         "values": [values(each) for each in found.values],
+        "entries": list(found.entries),
         "compared": found.compared,
         "nbytes": found.nbytes,
     }
@@ -349,36 +372,6 @@ def clean(
         if not (done.removed or done.failed):
             typer.echo("there was nothing to remove")
     raise typer.Exit(DIFFERENT if done.failed else 0)
-
-
-def _renaming(pairs: list[str] | None, file: Path | None) -> dict[str, str] | None:
-    """Return new names by old ones from the options."""
-    found: dict[str, str] = {}
-    if file is not None:
-        try:
-            content = json_format.loads(file.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ArgumentError(f"--rename-file {file} cannot be read: {error}") from None
-        if not isinstance(content, dict) or not all(
-            isinstance(each, str) for each in content.values()
-        ):
-            raise ArgumentError(f"--rename-file {file} is no JSON object of names")
-        found |= content
-    for pair in pairs or ():
-        old, sign, new = pair.partition("=")
-        if not sign:
-            raise ArgumentError(f"--rename takes OLD=NEW, got {pair!r}")
-        found[old] = new
-    return found or None
-
-
-def _dtype(name: str | None) -> Any:
-    return None if name is None else named_dtype(_SHORT.get(name, name), ArgumentError)
-
-
-def _bytes(text: str) -> int:
-    """Read a number of bytes: 5GB, 500MiB, 1000000."""
-    return int(text) if text.isdecimal() else parse_memory(text)
 
 
 def _shown(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -10,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdpcore.checkpoint.format.metadata import Metadata
+from fsdpcore.checkpoint.format.nodes import leaves, name_of, tag_of, value_of
 from fsdpcore.checkpoint.format.stored import StoredTensor
 from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import opened_step
 from fsdpcore.checkpoint.interchange.patterns import refuse_idle
 from fsdpcore.checkpoint.load.finding import locate
+from fsdpcore.checkpoint.plan.stored_state import StoredState
 from fsdpcore.checkpoint.plan.targets import chosen
 from fsdpcore.checkpoint.storage.steps import FoundStep, StepName, candidates
 from fsdpcore.checkpoint.storage.storage import Storage
@@ -80,7 +83,8 @@ def _summary(metadata: Metadata) -> dict[str, Any]:
 
 
 def _steps_table(rows: list[dict[str, Any]]) -> None:
-    table = Table("step", "generation", "when", "ranks", "tensors", "size", "state", box=None)
+    columns = ("step", "generation", "when", "ranks", "tensors", "size", "state", "metrics")
+    table = Table(*columns, box=None)
     for row in rows:
         content = ["", "", "", "", "not valid: " + row.get("reason", "")]
         if row["valid"]:
@@ -90,6 +94,7 @@ def _steps_table(rows: list[dict[str, Any]]) -> None:
                 str(row["tensors"]),
                 size(row["nbytes"]),
                 "complete",
+                ", ".join(f"{_printable(n)}={value:g}" for n, value in row["metrics"].items()),
             ]
         table.add_row(str(row["step"]), str(row["generation"]), *map(Text, content))
     _print(table)
@@ -104,6 +109,7 @@ def _show_step(
         about = {"name": name.name, "step": name.step, "generation": name.generation}
         content: dict[str, Any] = {**about, **_summary(metadata), "save_id": metadata.save_id}
         content |= {"info": metadata.info, "extra": metadata.extra}
+        content["values"] = dict(_values(metadata))
         content["arrays"] = [_array(tensor) for tensor in shown]
         print_json(content)
         return
@@ -114,6 +120,9 @@ def _show_step(
     )
     for metric, value in metadata.metrics.items():
         typer.echo(f"  {short(metric)} = {value:g}")
+    if names is None:
+        for entry, words in _values(metadata):
+            typer.echo(f"  {_printable(entry)}: {words}")
     table = Table("name", "dtype", "shape", "size", "pieces", box=None)
     for tensor in shown:
         array = _array(tensor)
@@ -126,6 +135,23 @@ def _show_step(
             f"{array['pieces']}{missing}",
         )
     _print(table)
+
+
+def _values(metadata: Metadata) -> Iterator[tuple[str, str]]:
+    """Give the entries that are more than arrays, each with what it is, in short."""
+    stored = StoredState.of(metadata)
+    for path, node in leaves(stored.node):
+        tag = tag_of(node)
+        if tag == "engine":
+            yield name_of(path) or "engine", f"an engine after {short(node[1].get('step'))} steps"
+        elif tag == "per rank":
+            yield name_of(path), f"of each of {len(stored.own)} ranks its own"
+        elif tag == "generator":
+            yield name_of(path), f"a random generator, {short(node[1])}"
+        elif tag == "stateful":
+            yield name_of(path), "the state of an object"
+        elif tag != "array":
+            yield name_of(path), short(value_of(node, path, {}) if tag != "key" else "a key of JAX")
 
 
 def _array(tensor: StoredTensor) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def _collectives(
             if more := known[_SHOWN:]:
                 yield Finding(f"{name_ranks(more)} never began {op} either")
         elif not late and all(by_rank[rank].failure for rank, _ in waiters):
-            yield Finding(_all_began(waiters, op))
+            early = [r for r in op.group.ranks if by_rank[r].entered.get(key[0], 0) < key[1]]
+            yield Finding(_too_early(waiters, op, early) if early else _all_began(waiters, op))
         elif late:
             who = name_ranks([rank for rank, _ in waiters])
             yield Finding(f"{who} stopped in {op}; {name_ranks(late)} left no file that says more")
@@ -119,7 +120,7 @@ def _is_late(dump: TraceDump | None, key: tuple[int, int], op: TracedOperation) 
     if dump.entered.get(channel, 0) >= sequence:
         return False
     # A file written on request may simply be older than the collective.
-    return bool(dump.failure) or dump.written > op.start + _SLOW_SECONDS
+    return bool(dump.failure) or dump.closed or dump.written > op.start + _SLOW_SECONDS
 
 
 def _never_began(
@@ -129,6 +130,14 @@ def _never_began(
     stuck: Sequence[TracedOperation],
 ) -> str:
     ranks = [rank for rank, _ in waiters]
+    if dump.closed and not dump.failure:
+        how = f"returned from {dump.returned}" if dump.returned else "left the job"
+        called = dump.entered.get(op.group.channel, 0)
+        calls = f"{called} collective{'' if called == 1 else 's'} of {op.group}"
+        return (
+            f"rank {dump.rank} {how} after {calls} and never began {op}, in which "
+            f"{name_ranks(ranks)} waited since {_clock(op.start)}"
+        )
     verb = "waits" if len(ranks) == 1 else "wait"
     text = f"rank {dump.rank} never began {op} ({name_ranks(ranks)} {verb} in it since "
     text += f"{_clock(op.start)}); {_last_words(dump, op.start, stuck)}"
@@ -165,6 +174,16 @@ def _last_words(dump: TraceDump, since: float, stuck: Sequence[TracedOperation])
 def _apart(moment: float, other: float) -> str:
     seconds = other - moment
     return f"{abs(seconds):.1f} s {'before' if seconds >= 0 else 'after'}"
+
+
+def _too_early(
+    waiters: Sequence[tuple[int, TracedOperation]], op: TracedOperation, early: Sequence[int]
+) -> str:
+    files = "the file was" if len(early) == 1 else "the files were"
+    return (
+        f"{name_ranks([rank for rank, _ in waiters])} stopped in {op}; whether "
+        f"{name_ranks(early)} began it is not known: {files} written too early"
+    )
 
 
 def _all_began(waiters: Sequence[tuple[int, TracedOperation]], op: TracedOperation) -> str:

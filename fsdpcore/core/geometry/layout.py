@@ -84,8 +84,8 @@ class FlatLayout:
     block: int = 1
 
     def __post_init__(self) -> None:
-        as_int(self.world_size, "world_size", minimum=1)
-        as_int(self.block, "block", minimum=1)
+        for field in ("world_size", "block"):
+            object.__setattr__(self, field, as_int(getattr(self, field), field, minimum=1))
         expected = 0
         names: set[str] = set()
         for param in self.params:
@@ -121,12 +121,7 @@ class FlatLayout:
             param = ParamRange(name, as_shape(shape, f"parameter {name!r}"), offset)
             params.append(param)
             offset = param.stop
-        return cls(
-            tuple(params),
-            as_dtype(dtype, "the flat buffer"),
-            as_int(world_size, "world_size", minimum=1),
-            block,
-        )
+        return cls(tuple(params), as_dtype(dtype, "the flat buffer"), world_size, block)
 
     @functools.cached_property
     def size(self) -> int:

@@ -3,7 +3,8 @@
 A sharded array is stored in pieces and asked for in pieces, each of them a region of the whole: a
 ``Box`` is what slices cut out (tensor parallelism), a ``Range`` is a run of the flattened array
 (ZeRO). Coordinates are Python ints without a limit, so that nothing overflows, whatever a file
-claims. ``check_region`` refuses others; every function here relies on regions that it passed.
+claims. ``check_region`` refuses others, ``as_region`` takes NumPy's from a caller; every function
+here relies on regions that passed one of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, FsdpcoreError
 from fsdpcore.core.geometry.overlaps import overlapping_boxes, overlapping_ranges
 
@@ -49,6 +51,26 @@ class Range:
 
 
 Region = Box | Range
+
+
+def as_region(region: Region, shape: Sequence[int], what: str) -> Region:
+    """Return a region that a caller has passed, with Python ints as bounds.
+
+    Raises ArgumentError where ``check_region`` does, which it calls.
+    """
+    if type(region) is Range:
+        region = Range(
+            *(as_int(each, f"a bound of {what}") for each in (region.start, region.stop))
+        )
+    elif type(region) is Box and type(region.start) is type(region.stop) is tuple:
+        region = Box(
+            *(
+                tuple(as_int(bound, f"a bound of {what}") for bound in bounds)
+                for bounds in (region.start, region.stop)
+            )
+        )
+    check_region(region, shape, what)
+    return region
 
 
 def check_region(

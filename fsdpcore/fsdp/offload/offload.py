@@ -55,7 +55,8 @@ class Offload:
             object.__setattr__(self, "directory", path)
         if self.what not in ("parameters", "all"):
             raise ConfigError(f"Offload: what must be 'parameters' or 'all', got {self.what!r}")
-        as_int(self.ahead, "ahead of Offload (in units)", minimum=0, error=ConfigError)
+        ahead = as_int(self.ahead, "ahead of Offload (in units)", minimum=0, error=ConfigError)
+        object.__setattr__(self, "ahead", ahead)
         if not isinstance(self.evict, bool):
             raise ConfigError(f"evict of Offload must be True or False, got {self.evict!r}")
 

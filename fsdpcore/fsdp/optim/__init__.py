@@ -4,7 +4,10 @@ from fsdpcore.fsdp.optim import schedules
 from fsdpcore.fsdp.optim.adafactor import Adafactor
 from fsdpcore.fsdp.optim.adagrad import Adagrad
 from fsdpcore.fsdp.optim.adam import Adam, AdamW
+from fsdpcore.fsdp.optim.average import Average
 from fsdpcore.fsdp.optim.base import Optimizer
+from fsdpcore.fsdp.optim.from_optax import Optax
+from fsdpcore.fsdp.optim.from_torch import Torch
 from fsdpcore.fsdp.optim.groups import (
     OptimizerRange,
     ParamGroups,
@@ -13,7 +16,10 @@ from fsdpcore.fsdp.optim.groups import (
     whole_parameter_specs,
 )
 from fsdpcore.fsdp.optim.lion import Lion
-from fsdpcore.fsdp.optim.pieces import PieceSpec, Reduce, ShardPiece
+from fsdpcore.fsdp.optim.muon import Muon
+from fsdpcore.fsdp.optim.nadam import NAdam
+from fsdpcore.fsdp.optim.pieces import PieceSpec, Ranks, Reduce, ShardPiece
+from fsdpcore.fsdp.optim.radam import RAdam
 from fsdpcore.fsdp.optim.rmsprop import RMSprop
 from fsdpcore.fsdp.optim.schedules import Schedule
 from fsdpcore.fsdp.optim.sgd import SGD
@@ -25,15 +31,22 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Average",
     "Lion",
+    "Muon",
+    "NAdam",
+    "Optax",
     "Optimizer",
     "OptimizerRange",
     "ParamGroups",
     "PieceSpec",
+    "RAdam",
     "RMSprop",
+    "Ranks",
     "Reduce",
     "Schedule",
     "ShardPiece",
+    "Torch",
     "WholeParameterOptimizer",
     "elementwise_ranges",
     "resolve",

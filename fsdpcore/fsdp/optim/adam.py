@@ -14,7 +14,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.fsdp.optim import kernels
 from fsdpcore.fsdp.optim.base import Optimizer, Scratch, State, decayed, ema
-from fsdpcore.fsdp.optim.formulas import ADAM, Update
+from fsdpcore.fsdp.optim.formulas import ADAM, AMSGRAD, Update
 from fsdpcore.fsdp.optim.schedules import Schedule
 
 
@@ -29,12 +29,14 @@ class _TwoMoments(Optimizer):
     eps: float = 1e-8
     weight_decay: float = 0.0
     fused: bool | Literal["auto"] = False
+    amsgrad: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._set_positive("eps", "a zero gradient would give 0 / 0")
         self._set_finite("weight_decay", minimum=0.0)
         self._set_betas()
+        self._set_flag("amsgrad")
         if self.fused != "auto":
             if not isinstance(self.fused, bool):
                 raise ConfigError(
@@ -46,8 +48,9 @@ class _TwoMoments(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """First and second moment."""
-        return ("exp_avg", "exp_avg_sq")
+        """First and second moment, and with ``amsgrad`` the largest of the second so far."""
+        names = ("exp_avg", "exp_avg_sq")
+        return (*names, "max_exp_avg_sq") if self.amsgrad else names
 
     def resolved(self) -> _TwoMoments:
         """Return the same policy with ``fused`` decided: True where numba is installed."""
@@ -62,13 +65,17 @@ class _TwoMoments(Optimizer):
         mean, square, work = state["exp_avg"], state["exp_avg_sq"], scratch[1]
         numbers = self._numbers(step, lr)
         if on_host(param) and (kernels.available() if self.fused == "auto" else self.fused):
-            kernels.adam()(param, grad, mean, square, *map(param.dtype.type, numbers))
+            kernel = kernels.amsgrad if self.amsgrad else kernels.adam
+            arrays = [state[name] for name in self.state_names]
+            kernel()(param, grad, *arrays, *map(param.dtype.type, numbers))
             return
         coupled, beta1, _, beta2, _, eps, size, keep = numbers
         direction = decayed(grad, param, coupled, scratch)
         ema(mean, beta1, direction, work)
         np.multiply(direction, direction, out=work)
         ema(square, beta2, work, work)
+        if self.amsgrad:
+            square = np.maximum(square, state["max_exp_avg_sq"], out=state["max_exp_avg_sq"])
         np.sqrt(square, out=work)
         np.add(work, eps, out=work)
         np.divide(mean, work, out=work)
@@ -79,7 +86,7 @@ class _TwoMoments(Optimizer):
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
         """See ``Optimizer.gpu_update``."""
-        return ADAM, self._numbers(step, lr)
+        return AMSGRAD if self.amsgrad else ADAM, self._numbers(step, lr)
 
     def _numbers(self, step: int, lr: float) -> tuple[float, ...]:
         """Return what kernels take: the scalars of ``ADAM``."""
@@ -105,8 +112,8 @@ class Adam(_TwoMoments):
         p = p - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps)
 
     The decay is a part of the gradient (L2), as PyTorch documents it for ``torch.optim.Adam``; for
-    one that is not, take ``AdamW``. ``betas`` are beta1 and beta2. State, ``fused`` and what is
-    raised: as there.
+    one that is not, take ``AdamW``. ``betas`` are beta1 and beta2. State, ``amsgrad``, ``fused``
+    and what is raised: as there.
     """
 
     decoupled: ClassVar[bool] = False
@@ -124,6 +131,10 @@ class AdamW(_TwoMoments):
 
     The decay is scaled by the learning rate, and both by a schedule, as in PyTorch. State:
     ``exp_avg`` (m) and ``exp_avg_sq`` (v).
+
+    ``amsgrad=True`` divides by the largest v so far in place of v (Reddi, Kale & Kumar, "On the
+    convergence of Adam and beyond", ICLR 2018), which it keeps as ``max_exp_avg_sq``; of v before
+    its bias correction, as PyTorch does.
 
     ``fused=True`` computes all of it in one pass with a kernel that numba compiles (``pip install
     'fsdpcore[numba]'``); ``"auto"`` does so where numba is installed. Numba is imported and the

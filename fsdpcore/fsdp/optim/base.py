@@ -66,6 +66,12 @@ class Optimizer(ABC):
     takes_boxes: ClassVar[bool] = False
     """Whether ``update_pieces`` understands pieces of a box; does not matter if elementwise."""
 
+    has_owners: ClassVar[bool] = False
+    """Whether ``reduce`` of ``update_pieces`` has to be a ``Ranks``; not if elementwise."""
+
+    takes_lr: ClassVar[bool] = True
+    """Whether ``lr`` of an update may replace its learning rate."""
+
     lr: float | Schedule
 
     def __post_init__(self) -> None:
@@ -121,6 +127,13 @@ class Optimizer(ABC):
         smaller, and every rank holds all of it.
         """
         return dict.fromkeys(self.state_names, tuple(shape))
+
+    def check_parameter(self, name: str, shape: Sequence[int]) -> None:  # noqa: B027 - most take all
+        """Raise ArgumentError for a parameter that this optimizer cannot update.
+
+        ``name`` is ``unit.parameter``, ``shape`` that of the whole parameter. The engine asks for
+        each of them when it is made.
+        """
 
     def initial_state(self, name: str) -> float:
         """Return the value that the state array of this name begins with."""
@@ -231,6 +244,7 @@ class Optimizer(ABC):
                 order on all ranks, also where this rank holds nothing of it.
             step: counts from 1.
             reduce: sums over the ranks; called only where the optimizer is not ``elementwise``.
+                A ``Ranks``, which can do more, where it ``has_owners``.
             lr: as in ``update``.
             grad_scale: as in ``update``.
 

@@ -47,15 +47,54 @@ _DECAYED = """
 if (weight_decay != 0) grad = grad + param * weight_decay;
 """
 
-ADAM = Update(
-    name="adam",
-    state=("exp_avg", "exp_avg_sq"),
-    scalars=("weight_decay", "beta1", "rest1", "beta2", "rest2", "eps", "rate", "keep"),
-    body=_DECAYED
+_BETAS = ("beta1", "rest1", "beta2", "rest2")
+_MOMENTS = (
+    _DECAYED
     + """
 exp_avg = exp_avg * beta1 + grad * rest1;
 exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rest2;
+"""
+)
+
+ADAM = Update(
+    name="adam",
+    state=("exp_avg", "exp_avg_sq"),
+    scalars=("weight_decay", *_BETAS, "eps", "rate", "keep"),
+    body=_MOMENTS
+    + """
 param = param * keep - exp_avg / (sqrt(exp_avg_sq) + eps) * rate;
+""",
+)
+
+AMSGRAD = Update(
+    name="amsgrad",
+    state=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    scalars=("weight_decay", *_BETAS, "eps", "rate", "keep"),
+    body=_MOMENTS
+    + """
+if (!(exp_avg_sq <= max_exp_avg_sq) && max_exp_avg_sq == max_exp_avg_sq)  // nan stays
+    max_exp_avg_sq = exp_avg_sq;
+param = param * keep - exp_avg / (sqrt(max_exp_avg_sq) + eps) * rate;
+""",
+)
+
+NADAM = Update(
+    name="nadam",
+    state=("exp_avg", "exp_avg_sq"),
+    scalars=("weight_decay", *_BETAS, "eps", "ahead", "rate", "keep"),
+    body=_MOMENTS
+    + """
+param = param * keep - (grad * ahead + exp_avg * rate) / (sqrt(exp_avg_sq) + eps);
+""",
+)
+
+RADAM_WARMUP = Update(
+    name="radam_warmup",
+    state=("exp_avg", "exp_avg_sq"),
+    scalars=("weight_decay", *_BETAS, "rate", "keep"),
+    body=_MOMENTS
+    + """
+param = param * keep - exp_avg * rate;
 """,
 )
 
@@ -161,7 +200,8 @@ param = param - step * rate;
 
 
 ALL = (
-    *(ADAM, SGD, SGD_MOMENTUM, SGD_NESTEROV, ADAGRAD, LION),
+    *(ADAM, AMSGRAD, NADAM, RADAM_WARMUP),
+    *(SGD, SGD_MOMENTUM, SGD_NESTEROV, ADAGRAD, LION),
     *(rmsprop(centered=c, momentum=m) for c in (False, True) for m in (False, True)),
 )
 """Every one of them, for what checks them all."""

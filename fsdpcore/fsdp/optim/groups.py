@@ -5,14 +5,18 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, Piece
 from fsdpcore.core.text import nearest
 from fsdpcore.fsdp.optim.base import Optimizer
+from fsdpcore.fsdp.optim.from_optax import Optax, Transformation, is_transformation
 from fsdpcore.fsdp.optim.pieces import PieceSpec
+
+Given = Optimizer | Transformation | Mapping[str, "Optimizer | Transformation"]
+"""One optimizer for all parameters, or by patterns of their names."""
 
 _ALL = "*"
 _SHOWN = 5
@@ -30,7 +34,7 @@ class ParamGroups:
     rules: tuple[tuple[str, Optimizer], ...]
 
     @classmethod
-    def of(cls, optimizers: Optimizer | Mapping[str, Optimizer] | ParamGroups) -> ParamGroups:
+    def of(cls, optimizers: Given | ParamGroups) -> ParamGroups:
         """Return the groups that ``optimizers`` is: a mapping from patterns, or one for all.
 
         What depends on what is installed is decided (``Optimizer.resolved``). Raises ConfigError
@@ -38,29 +42,23 @@ class ParamGroups:
         """
         if isinstance(optimizers, ParamGroups):
             return optimizers
-        if isinstance(optimizers, Optimizer):
-            optimizers = {_ALL: optimizers}
-        if not isinstance(optimizers, Mapping) or not optimizers:
+        given: Any = optimizers
+        if isinstance(optimizers, Optimizer) or is_transformation(optimizers):
+            given = {_ALL: optimizers}
+        if not isinstance(given, Mapping) or not given:
             raise ConfigError(
                 "optimizers must be one of fc.optim, such as fc.optim.AdamW(), or a mapping from "
-                f"patterns of parameter names to those, got {optimizers!r}"
+                f"patterns of parameter names to those, got {optimizers!r}{_of_torch(optimizers)}"
             )
-        for pattern, optimizer in optimizers.items():
-            if not isinstance(pattern, str) or not pattern:
-                raise ConfigError(f"a pattern must be a string such as '*.bias', got {pattern!r}")
-            if not isinstance(optimizer, Optimizer):
-                raise ConfigError(
-                    f"the optimizer for {pattern!r} must be one of fc.optim, such as "
-                    f"fc.optim.AdamW(), got {optimizer!r}"
-                )
-        patterns = list(optimizers)
+        found = {pattern: _optimizer(pattern, each) for pattern, each in given.items()}
+        patterns = list(found)
         if _ALL in patterns[:-1]:
             behind = patterns[patterns.index(_ALL) + 1]
             raise ConfigError(
                 f"the pattern {behind!r} is never reached, as '*' before it matches every name; "
                 "put '*' last"
             )
-        return cls(tuple((name, opt.resolved()) for name, opt in optimizers.items()))
+        return cls(tuple((name, opt.resolved()) for name, opt in found.items()))
 
     def resolve(self, names: Sequence[str]) -> dict[str, Optimizer]:
         """Return the optimizer of each parameter.
@@ -109,6 +107,28 @@ class ParamGroups:
             f"the pattern {pattern!r} matches no parameter{nearest(pattern, first)}; they are "
             "named 'unit.parameter'"
         )
+
+
+def _optimizer(pattern: object, given: object) -> Optimizer:
+    """Return the optimizer for a pattern; ConfigError if one of them is of another kind."""
+    if not isinstance(pattern, str) or not pattern:
+        raise ConfigError(f"a pattern must be a string such as '*.bias', got {pattern!r}")
+    if is_transformation(given):
+        return Optax(given)
+    if not isinstance(given, Optimizer):
+        raise ConfigError(
+            f"the optimizer for {pattern!r} must be one of fc.optim, such as fc.optim.AdamW(), got "
+            f"{given!r}{_of_torch(given)}"
+        )
+    return given
+
+
+def _of_torch(value: object) -> str:
+    """Return what to do with an optimizer of PyTorch; empty for anything else."""
+    kind = value if isinstance(value, type) else type(value)
+    if not (hasattr(kind, "zero_grad") and hasattr(kind, "add_param_group")):
+        return ""
+    return f"; PyTorch's are given as fc.optim.Torch(torch.optim.{kind.__name__}, lr=...)"
 
 
 def resolve(

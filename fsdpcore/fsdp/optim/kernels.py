@@ -41,12 +41,18 @@ def adam() -> Kernel:
 
     Raises MissingDependencyError without numba.
     """
-    if not available():
-        raise _missing("Adam and AdamW")
     return _compiled(_adam)
 
 
+@functools.cache
+def amsgrad() -> Kernel:
+    """Return the same with the largest second moment, an array that stands behind the second."""
+    return _compiled(_amsgrad)
+
+
 def _compiled(function: Kernel) -> Kernel:
+    if not available():
+        raise _missing("Adam and AdamW")
     import numba
 
     # Division by zero gives inf as in NumPy. No fastmath: the order of operations stays.
@@ -83,3 +89,34 @@ def _adam(
         mean[i] = m
         square[i] = v
         param[i] = value * keep - m / (math.sqrt(v) + eps) * size
+
+
+def _amsgrad(
+    param: NDArray[Any],
+    grad: NDArray[Any],
+    mean: NDArray[Any],
+    square: NDArray[Any],
+    largest: NDArray[Any],
+    coupled: Any,
+    beta1: Any,
+    rest1: Any,
+    beta2: Any,
+    rest2: Any,
+    eps: Any,
+    size: Any,
+    keep: Any,
+) -> None:
+    for i in range(param.size):
+        value = param[i]
+        g = grad[i]
+        if coupled != 0.0:
+            g += coupled * value
+        m = mean[i] * beta1 + g * rest1
+        v = square[i] * beta2 + (g * g) * rest2
+        top = largest[i]
+        if not v <= top and top == top:  # nan stays
+            top = v
+        mean[i] = m
+        square[i] = v
+        largest[i] = top
+        param[i] = value * keep - m / (math.sqrt(top) + eps) * size

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdpcore.core.errors import UnsupportedError
 from fsdpcore.core.geometry.boxes import ArrayBox
 
 Reduce = Callable[[NDArray[np.float64]], None]
@@ -70,3 +73,65 @@ class ShardPiece:
     def size(self) -> int:
         """Elements that this rank holds."""
         return self.stop - self.start
+
+
+Give = Callable[[ShardPiece, NDArray[Any]], None]
+"""Writes what a rank has for a piece of a parameter to a flat array of the piece's size."""
+
+Make = Callable[[NDArray[Any]], None]
+"""Changes, in place, a whole array in the parameter's shape."""
+
+
+class Ranks(ABC):
+    """The ranks that share parameters, as an optimizer gets them that ``has_owners``: a ``Reduce``.
+
+    Called with an array it sums that, as any ``Reduce`` does.
+    """
+
+    @abstractmethod
+    def __call__(self, array: NDArray[np.float64]) -> None:
+        """See ``Reduce``."""
+
+    @abstractmethod
+    def by_owners(
+        self, pieces: Sequence[ShardPiece], *, give: Give, make: Make, take: Give
+    ) -> None:
+        """Have something made of whole arrays, each on one rank; a collective.
+
+        Args:
+            pieces: of all parameters, as of ``update_pieces``.
+            give: called for each piece with an array to be filled, of the dtype of ``param``.
+            make: called on one rank for each parameter, with what all ranks gave, in its shape.
+            take: called for each piece with what was made of it, which may be overwritten. In an
+                engine ``make`` and ``take`` are called after ``update_pieces`` has returned.
+        """
+
+
+class Alone(Ranks):
+    """One rank that has all of each parameter.
+
+    Args:
+        reduce: what it sums with.
+    """
+
+    def __init__(self, reduce: Reduce) -> None:
+        self._reduce = reduce
+
+    def __call__(self, array: NDArray[np.float64]) -> None:
+        self._reduce(array)
+
+    def by_owners(
+        self, pieces: Sequence[ShardPiece], *, give: Give, make: Make, take: Give
+    ) -> None:
+        """See ``Ranks.by_owners``; raises UnsupportedError for a piece that is not whole."""
+        for piece in pieces:
+            if piece.size != math.prod(piece.shape):
+                raise UnsupportedError(
+                    f"{piece.name!r} is cut over ranks, but has to be whole on one; pass a reduce "
+                    "that is a fc.optim.Ranks, as the engine does"
+                )
+        for piece in pieces:
+            whole = np.empty_like(piece.param)
+            give(piece, whole)
+            make(whole.reshape(piece.shape))
+            take(piece, whole)

@@ -21,7 +21,8 @@ class WholeParameterOptimizer(Optimizer):
     It is used through ``init_pieces`` and ``update_pieces``; ``init_state`` and ``update`` raise
     UnsupportedError, as a range of a shard does not say what it belongs to. One of its own gives
     ``state_names``, ``state_shapes`` and ``update_pieces``. ``lr`` is the learning rate, or a
-    ``Schedule`` of it.
+    ``Schedule`` of it. One that ``has_owners`` gets a ``Ranks`` as ``reduce``, which brings each
+    whole parameter to one rank and back.
     """
 
     elementwise: ClassVar[bool] = False

@@ -15,10 +15,11 @@ from fsdpcore.fsdp.plan.memory import HeldMemory
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import MeasuredStep, Report
 from fsdpcore.fsdp.plan.sizes import Persistent
-from fsdpcore.fsdp.plan.step_log import PlannedCollective
+from fsdpcore.fsdp.plan.step_log import Live, PlannedCollective
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.units.model import ShardedModel
+from fsdpcore.fsdp.units.owners import together
 from fsdpcore.fsdp.units.unit import Unit
 
 
@@ -63,6 +64,7 @@ def plan_of(
         costs=functools.partial(_seconds, model.groups),
         compute_seconds=compute_seconds,
     )
+    plan = _with_owners(plan, model)
     # By the optimizers themselves: not all have as many arrays for each parameter.
     state = Persistent.of(each for unit in model.units for each in unit.store.persistent).optimizer
     persistent = replace(plan.persistent, optimizer=state)
@@ -70,10 +72,36 @@ def plan_of(
     return replace(plan, persistent=persistent, pinned=away)
 
 
+def _with_owners(plan: Plan, model: ShardedModel) -> Plan:
+    """Add how parameters go to their owners and back in the update."""
+    groups, operations, live = model.groups, list(plan.operations), plan.peak_live
+    for units in together(model.units, groups.shards.world_size):
+        updates = [(unit.name, unit.updater) for unit in units if unit.updater is not None]
+        room = sum(update.room for _, update in updates)
+        live = max(live, Live(room, 0), key=lambda each: each.total)
+        for name, nbytes, sent in ((n, *each) for n, up in updates for each in up.exchanges):
+            exchange = PlannedCollective(
+                phase="update",
+                kind="all_to_all",
+                unit=name,
+                microbatch=plan.microbatches - 1,
+                group_size=groups.shards.world_size,
+                nbytes=nbytes,
+                padding=0,
+                bytes_sent=sent,
+                live_bytes=room,
+                background=False,
+            )
+            operations.append(replace(exchange, seconds=_seconds(groups, exchange)))
+    return replace(plan, operations=tuple(operations), peak_live=live)
+
+
 def _seconds(groups: ProcessGroups, collective: PlannedCollective) -> float:
     """What a collective takes in the group that carries it out."""
     placement = groups.placement
-    if collective.phase == "update":
+    if collective.kind == "all_to_all":
+        group = groups.shards
+    elif collective.phase == "update":
         group = groups.everyone
     elif collective.kind == "all_reduce":
         group = groups.replicas if placement.reduces_twice else groups.whole
@@ -88,17 +116,18 @@ def _seconds(groups: ProcessGroups, collective: PlannedCollective) -> float:
 def report_of(
     units: Sequence[Unit], executor: StepExecutor, held: HeldMemory, *, windowed: bool
 ) -> Report:
-    """Compare the last step with the plan for as many microbatches as it had.
+    """Compare the last training step with the plan for as many microbatches as it had.
 
     Args:
         units: as for ``plan_of``, and ``windowed``.
         executor: of the steps.
         held: what this rank holds.
     """
-    stats, model = executor.stats, executor.model
-    if not stats.reductions:
+    model = executor.model
+    if executor.trained is None:
         raise StateError("report() compares the last training step with its plan; make one first")
-    passes = Counter(unit for phase, unit in executor.events if phase == "backward")
+    stats, events = executor.trained
+    passes = Counter(unit for phase, unit in events if phase == "backward")
     microbatches = max(passes.values(), default=1)
     reduced = sum(count for unit, count in passes.items() if model.units[unit].trainable)
     sync: Sync = "each" if stats.reductions >= reduced else "last"

@@ -56,7 +56,8 @@ def make_plan(
         world_size: number of ranks.
         strategy: a ``Strategy``, or the name of one.
         precision: by default, everything has the dtype of the units.
-        optimizer_states: arrays that the optimizer keeps for each parameter; Adam has 2.
+        optimizer_states: arrays that the optimizer keeps for each parameter; Adam has 2, with
+            ``amsgrad`` 3, Muon 1.
         prefetch: how many units are gathered ahead of their use.
         prefetch_bytes: how many bytes at most; a unit that is larger alone is fetched nevertheless.
         overlap: gradients are reduced while the backward pass goes on.

@@ -198,7 +198,7 @@ class SizedUnit:
         """Memory that a gathering takes."""
         return self._sizes.gathered if self._storage.takes_buffer else 0
 
-    def unshard(self, *, async_op: bool = False) -> None:
+    def unshard(self, *, async_op: bool = False, what: str = "unshard") -> None:
         """Gather the parameters."""
         if self.state is ParamState.SHARDED:
             self._log.take(parameters=self.gathered_bytes)

@@ -50,18 +50,25 @@ class UnitSize:
         what = f"of unit {self.name!r}"
         object.__setattr__(self, "size", as_int(self.size, f"the size {what}", minimum=0))
         object.__setattr__(self, "dtype", as_dtype(self.dtype, f"the dtype {what}"))
-        given = self.frozen if isinstance(self.frozen, tuple) else ((self.frozen, self.dtype),)
-        for size, dtype in given:
-            as_int(size, f"the frozen size {what}", minimum=0)
-            as_dtype(dtype, f"the frozen dtype {what}")
-        for *_, size in self.ties:
-            as_int(size, f"the size of a tie {what}", minimum=0)
+        words = f"the frozen size {what}"
+        frozen: int | tuple[tuple[int, DTypeLike], ...]
+        if isinstance(self.frozen, tuple):
+            frozen = tuple(
+                (as_int(size, words, minimum=0), as_dtype(dtype, f"the frozen dtype {what}"))
+                for size, dtype in self.frozen
+            )
+        else:
+            frozen = as_int(self.frozen, words, minimum=0)
+        object.__setattr__(self, "frozen", frozen)
+        words = f"the size of a tie {what}"
+        ties = tuple((unit, name, as_int(n, words, minimum=0)) for unit, name, n in self.ties)
+        object.__setattr__(self, "ties", ties)
 
     @property
     def frozen_parts(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
         """Elements and dtype of each flat buffer of frozen parameters; no empty ones."""
         given = self.frozen if isinstance(self.frozen, tuple) else ((self.frozen, self.dtype),)
-        return tuple((int(size), np.dtype(dtype)) for size, dtype in given if size)
+        return tuple((size, np.dtype(dtype)) for size, dtype in given if size)
 
     @property
     def elements(self) -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 from fsdpcore.fsdp.plan.times import Compute, Event, Issue, WaitFor
 
 StepPhase = Literal["forward", "backward", "update"]
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.text import nearest
 from fsdpcore.fsdp.sharding.placement import Keep, Placement
 
 
@@ -77,11 +78,12 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in STRATEGIES:
-            raise ArgumentError(
-                f"unknown strategy {self.name!r}; known: {', '.join(map(repr, STRATEGIES))}"
-            )
+            known = ", ".join(map(repr, STRATEGIES))
+            hint = nearest(self.name, STRATEGIES) if isinstance(self.name, str) else ""
+            raise ArgumentError(f"unknown strategy {self.name!r}{hint}; known: {known}")
         if self.shard_group_size is not None:
-            as_int(self.shard_group_size, "shard_group_size", minimum=1)
+            size = as_int(self.shard_group_size, "shard_group_size", minimum=1)
+            object.__setattr__(self, "shard_group_size", size)
         if self._kind.grouped is (self.shard_group_size is None):
             raise ArgumentError(
                 f"{self.name} needs shard_group_size, the number of neighbouring ranks that share "
@@ -91,7 +93,8 @@ class Strategy:
                 f"not to {self.name!r}"
             )
         if not isinstance(self.reshard_after_forward, bool):
-            as_int(self.reshard_after_forward, "reshard_after_forward", minimum=1)
+            kept = as_int(self.reshard_after_forward, "reshard_after_forward", minimum=1)
+            object.__setattr__(self, "reshard_after_forward", kept)
         if self._kind.keep is not None and self.reshard_after_forward is not True:
             raise ArgumentError(
                 f"{self.name!r} keeps its parameters; reshard_after_forward belongs to "

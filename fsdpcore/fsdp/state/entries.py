@@ -11,7 +11,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
-from fsdpcore.fsdp.offload.arrays import WRITTEN, ArrayKind
+from fsdpcore.fsdp.offload.arrays import GRADIENTS, WRITTEN, ArrayKind
 from fsdpcore.fsdp.state.state import optimizer_name
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.updates import ShardUpdate
@@ -96,6 +96,17 @@ def param_entries(unit: ShardedUnit) -> Iterator[StateEntry]:
             name = f"{unit.name}.{param.name}"
             entry = _entry(name, unit, param.shape, bounds, part.rank, data, WRITTEN)
             yield _boxed(entry, unit, param.name)
+
+
+def gradient_entries(unit: ShardedUnit) -> Iterator[StateEntry]:
+    """Give the reduced gradients of a unit; zeros where nothing was reduced in this step."""
+    shard, layout, rank = unit.gradients.zeros(), unit.layout, unit.shard_rank
+    for param in layout.params:
+        bounds = bounds_in(layout, param)
+        data = _cut(shard, layout, param, bounds, rank)
+        name = f"{unit.name}.{param.name}"
+        entry = _entry(name, unit, param.shape, bounds, rank, data, GRADIENTS)
+        yield _boxed(entry, unit, param.name)
 
 
 def optimizer_entries(unit: ShardedUnit) -> Iterator[StateEntry]:

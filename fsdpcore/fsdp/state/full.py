@@ -6,6 +6,7 @@ import fnmatch
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +18,16 @@ from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.core.text import name_ranks, nearest
-from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries
-from fsdpcore.fsdp.state.save import gathered
+from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries, ties_of
+from fsdpcore.fsdp.state.save import full_state, gathered
 from fsdpcore.fsdp.units.model import ShardedModel
+from fsdpcore.fsdp.units.param_tree import ParamTree
 from fsdpcore.fsdp.units.sharded_unit import ParamState, ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import ClosingArrays, UnknownParameterError, read_only
 
 
-class FullParams(ClosingArrays):
+class FullParams(ClosingArrays[Array]):
     """Whole parameters by ``unit.param``, until the end of ``engine.full_params()``.
 
     With ``write=True`` they are written in place, as in ``params["u.w"][...] = 0``, or assigned:
@@ -87,6 +89,8 @@ def full_params(
     chosen = _chosen(model, names, unit)
     what = f"full_params(write={write})"
     model.status.check_idle(what)
+    if write:
+        model.status.check_own(what)
     hashed = hex_digest(repr(chosen).encode(), 8)
     barrier(model.groups.everyone, label=f"{what} of {len(chosen)} parameters, {hashed}")
     model.status.full_params_open = True
@@ -102,7 +106,8 @@ def full_params(
         params = FullParams(found, model.device, writable)
         yield params
         if write:
-            _check_same(model, what, own, arrays)
+            names = [entry.name for entry in _entries(model.units, own)]
+            check_written_alike(model, what, names, arrays)
             _keep(model.units, own, arrays)
     finally:
         if params is not None:
@@ -111,6 +116,20 @@ def full_params(
         for each in opened:
             each.reshard()
         model.status.full_params_open = False
+
+
+def full_tree(model: ShardedModel, tree: ParamTree | None, to: int | str) -> Any:
+    """Return whole parameters in a tree; see ``FSDP.full_tree``."""
+    if tree is None:
+        raise StateError(
+            "full_tree() needs an engine that was made of a tree; this one was made of units: "
+            "state_dict(full=True) has their parameters by name"
+        )
+    state = full_state(model, optimizer=False, to=to)
+    if not state.arrays:
+        return None
+    owners = ties_of(model.units)
+    return tree.build({name: state[owners.get(name, name)] for name in tree.names})
 
 
 def _chosen(
@@ -170,9 +189,17 @@ def _is_there(model: ShardedModel, unit: ShardedUnit) -> bool:
     return not unit.gathered_bytes and not any(part.mixed for part in unit.flat_parameters)
 
 
-def _check_same(model: ShardedModel, what: str, own: set[str], arrays: Mapping[str, Array]) -> None:
-    """Raise MismatchError on all ranks if they have written different values."""
-    names = [entry.name for entry in _entries(model.units, own)]
+def check_written_alike(
+    model: ShardedModel, what: str, names: Sequence[str], arrays: Mapping[str, Array]
+) -> None:
+    """Raise MismatchError on all ranks if they have written different values; a collective.
+
+    Args:
+        model: of the engine.
+        what: they were written in.
+        names: of those that are compared, in the same order on all ranks.
+        arrays: by name.
+    """
     digests = []
     for name in names:
         data = byte_view(model.device.to_host(arrays[name])).data

@@ -103,6 +103,7 @@ class _StateLoader:
 
     def __init__(self, model: ShardedModel, what: str, *, optimizer: bool, src: int | None) -> None:
         model.status.check_idle(what)
+        model.status.check_own(what)
         self._model = model
         self._device = model.device
         self._everyone = model.groups.everyone

@@ -19,6 +19,8 @@ from fsdpcore.fsdp.units.views import read_only
 def sharded_state(model: ShardedModel, *, optimizer: bool) -> EngineState:
     """Return views of what this rank holds; does not communicate, and copies nothing."""
     model.status.check_whole()
+    if optimizer:
+        model.status.check_own("the state of the optimizer, which has the weights now,")
     arrays: dict[str, ShardedArray | Array] = {}
     for entry in entries_of(model.units, optimizer=optimizer):
         arrays[entry.name] = sharded(model.groups, entry, read_only(entry.data))
@@ -51,6 +53,8 @@ def full_state(model: ShardedModel, *, optimizer: bool, to: int | str) -> Engine
             at this rank of the model's backend.
     """
     model.status.check_whole()
+    if optimizer:
+        model.status.check_own("the state of the optimizer, which has the weights now,")
     groups, device = model.groups, model.device
     backend = groups.whole
     root = None

@@ -39,6 +39,14 @@ class ArrayPiece(NamedTuple):
     array: Array
 
 
+def _piece(start: int, stop: int, array: Array) -> ArrayPiece:
+    return ArrayPiece(
+        as_int(start, "start of a piece", minimum=0),
+        as_int(stop, "stop of a piece", minimum=0),
+        array,
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedArray:
     """An array of which this rank has some ranges, and others the rest.
@@ -71,15 +79,16 @@ class ShardedArray:
         object.__setattr__(self, "shape", as_shape(self.shape, "a ShardedArray"))
         object.__setattr__(self, "dtype", as_dtype(self.dtype, "a ShardedArray"))
         try:
-            pieces = tuple(ArrayPiece(*piece) for piece in self.pieces)
+            pieces = tuple(_piece(*piece) for piece in self.pieces)
         except TypeError:
             raise ArgumentError(
                 "the pieces of a ShardedArray are (start, stop, array), for instance "
                 f"fc.ArrayPiece(0, 3, array); got {self.pieces!r:.80}"
             ) from None
         object.__setattr__(self, "pieces", pieces)
-        as_int(self.replicas, "replicas of a ShardedArray", minimum=1)
-        as_int(self.replica, "replica of a ShardedArray", minimum=0)
+        for field, minimum in (("replicas", 1), ("replica", 0)):
+            number = as_int(getattr(self, field), f"{field} of a ShardedArray", minimum=minimum)
+            object.__setattr__(self, field, number)
         if self.replica >= self.replicas:
             raise ArgumentError(
                 f"replica {self.replica} of a ShardedArray does not exist; there are "
@@ -92,8 +101,6 @@ class ShardedArray:
         size = self.size if self.box is None else self.box.size
         behind = 0
         for start, stop, array in self.pieces:
-            as_int(start, "start of a piece", minimum=0)
-            as_int(stop, "stop of a piece", minimum=0)
             if not behind <= start < stop <= size:
                 raise ArgumentError(
                     f"a piece [{start}, {stop}) of an array of {size} elements, behind "

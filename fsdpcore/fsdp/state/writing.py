@@ -37,6 +37,7 @@ def set_progress(model: ShardedModel, progress: Progress) -> None:
 def writing_state(model: ShardedModel, *, optimizer: bool) -> Iterator[EngineState]:
     """Give this rank's parts to be written in place; see ``FSDP.writing_state``."""
     model.status.check_idle("writing_state")
+    model.status.check_own("writing_state")
     arrays: dict[str, ShardedArray | Array] = {}
     with ExitStack() as stack:
         for unit in model.units:
@@ -61,6 +62,7 @@ def update_shards(model: ShardedModel, shards: Mapping[str, Array]) -> None:
     """Replace this rank's shards of some units; see ``FSDP.update_shards``."""
     what = "update_shards"
     model.status.check_idle(what)
+    model.status.check_own(what)
     found = {}
     with LocalAttempt() as attempt:
         if not isinstance(shards, Mapping):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.collectives import all_gather
-from fsdpcore.collectives.lines import share_lines
+from fsdpcore.collectives.objects import all_gather_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.digests import digest
 from fsdpcore.core.disagreement import check_same
@@ -53,6 +53,7 @@ def compare_updates(
     local: Sequence[float],
     *,
     algorithm: str,
+    what: str = "update",
 ) -> NDArray[np.float64]:
     """Compare what the ranks want and have done; tell all of them the numbers of each.
 
@@ -63,6 +64,7 @@ def compare_updates(
         names: of the units.
         local: numbers of this rank.
         algorithm: of the collective.
+        what: the ranks have called.
 
     Returns:
         ``local`` of every rank, of shape ``(world_size, len(local))``.
@@ -73,7 +75,7 @@ def compare_updates(
     hashed = digest(repr(events).encode(), 8)
     mine = [getattr(arguments, field.name) for field in fields(UpdateArguments)]
     row = np.array([*mine, *np.frombuffer(hashed, np.uint32), *local], np.float64)
-    rows = all_gather(row, backend, algorithm=algorithm, label="update")
+    rows = all_gather(row, backend, algorithm=algorithm, label=what)
     table = rows.reshape(backend.world_size, -1)
     bits = table.view(np.uint64)
     compared = len(mine) + 2
@@ -82,20 +84,20 @@ def compare_updates(
             bits[:, : len(mine)].tolist(),  # a nan is one like the other
             backend.ranks,
             lambda found: (
-                f"update: {fields(UpdateArguments)[found.position].name} is {found.sentence}; give "
+                f"{what}: {fields(UpdateArguments)[found.position].name} is {found.sentence}; give "
                 "all ranks the same"
             ),
             words=lambda word: f"{np.uint64(word).view(np.float64):g}",
         )
-        _refuse_orders(backend, events, names)
+        _refuse_orders(backend, events, names, what)
     values: NDArray[np.float64] = table[:, compared:]
     return values
 
 
-def _refuse_orders(backend: Backend, events: Events, names: Sequence[str]) -> None:
+def _refuse_orders(backend: Backend, events: Events, names: Sequence[str], what: str) -> None:
     """Say where the ranks' ways through the units part, and raise; a collective."""
     used = [f"{phase} of unit {names[unit]!r}" for phase, unit in events]
-    texts = share_lines(json.dumps(used), backend, label="update, order of units")
+    texts = all_gather_object(json.dumps(used), backend, label=f"{what}, order of units")
     check_same(
         [json.loads(text) for text in texts],
         backend.ranks,

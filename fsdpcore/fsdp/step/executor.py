@@ -6,7 +6,10 @@ from collections import Counter
 
 from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.offload.arrays import GATHERED
+from fsdpcore.fsdp.step.nonfinite import NonFiniteSearch
 from fsdpcore.fsdp.step.passes import UnitPasses
+from fsdpcore.fsdp.step.schedule import Phase
+from fsdpcore.fsdp.step.stats import StepStats
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.make_model import ModelMemory
 from fsdpcore.fsdp.units.model import ShardedModel
@@ -23,6 +26,8 @@ class StepExecutor(UnitPasses):
     Attributes:
         model: as given.
         keeps_params: see ``Step.keeps_params``.
+        trained: ``stats`` and ``events`` of the last step that reduced gradients.
+        nonfinite: finds out where gradients are inf or nan.
     """
 
     def __init__(self, model: ShardedModel, pool: BufferPool, memory: ModelMemory) -> None:
@@ -37,8 +42,10 @@ class StepExecutor(UnitPasses):
         )
         self.model = model
         self.keeps_params = memory.all_windowed or _keeps_params(model)
+        self.nonfinite = NonFiniteSearch(model, pool)
         self._pool = pool
         self._file = memory.file
+        self.trained: tuple[StepStats, list[tuple[Phase, int]]] | None = None
 
     def begin(self, awaiting: Counter[str]) -> None:
         """Begin a step.
@@ -55,6 +62,7 @@ class StepExecutor(UnitPasses):
             self._file.restart()
             self.model.units[0].store.ahead(GATHERED)
         self._pool.reset_peak()
+        self.nonfinite.begin()
         status.in_step = True
         self.begin_passes(awaiting)
 
@@ -72,6 +80,8 @@ class StepExecutor(UnitPasses):
             for unit in self.model.units:
                 unit.store.forget()
         self.stats.peak_buffers = self._pool.peak_bytes
+        if self.stats.reductions:
+            self.trained = self.stats, self.events
 
 
 def _keeps_params(model: ShardedModel) -> bool:

@@ -32,12 +32,9 @@ class LeafPasses:
         leaves: of the engine.
         training: whether there are backward passes.
 
-    Attributes:
-        idle: the rank has no leaf left, and makes passes for the others' sake.
     """
 
     def __init__(self, leaves: Leaves, training: bool) -> None:
-        self.idle = False
         self._leaves = leaves
         self._training = training
         self._round = -1
@@ -93,10 +90,10 @@ class LeafPasses:
             )
         self._log += made
 
-    def check_ended(self) -> None:
-        """Refuse an update before the passes of all virtual ranks were made."""
+    def check_ended(self, what: str) -> None:
+        """Refuse what needs all gradients before the passes of all virtual ranks were made."""
         if self.virtual and not self._ended:
             raise StateError(
-                "update() before all virtual ranks were computed; go through step.leaves() to its "
+                f"{what} before all virtual ranks were computed; go through step.leaves() to its "
                 "end first"
             )

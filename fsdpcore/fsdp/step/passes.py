@@ -93,8 +93,8 @@ class PassUnit(Protocol):
     def gathered_bytes(self) -> int:
         """Memory that a gathering takes."""
 
-    def unshard(self, *, async_op: bool = False) -> object:
-        """Gather the parameters."""
+    def unshard(self, *, async_op: bool = False, what: str = "unshard") -> object:
+        """Gather the parameters; ``what`` is the user's word for it."""
 
     def reshard(self, *, again: bool = False) -> None:
         """End the use of the gathered parameters."""
@@ -188,9 +188,9 @@ class UnitPasses:
         with self.waiting():
             for member in members:
                 self._count(member)
-                member.unshard()
+                member.unshard(what=phase)
         self._ahead = [each for each in following if each.has_pending_prefetch]
-        self._fetch(following)
+        self._fetch(following, phase)
         last = len(following) + unit.store.depth
         for number in upcoming[len(following) : last] if unit.store.depth else ():
             if self._units[number].state is ParamState.SHARDED:
@@ -200,7 +200,7 @@ class UnitPasses:
         """Take note of a pass of a unit for which nothing has to be gathered."""
         self._order.enter(phase, self._number[unit.name])
 
-    def _fetch(self, following: Sequence[PassUnit]) -> None:
+    def _fetch(self, following: Sequence[PassUnit], phase: Phase) -> None:
         limit = self._prefetch.max_bytes
         nbytes = sum(unit.gathered_bytes for unit in self._ahead)
         for unit in following:
@@ -210,7 +210,7 @@ class UnitPasses:
             if self._ahead and limit is not None and nbytes > limit:
                 return
             self._count(unit)
-            unit.unshard(async_op=True)
+            unit.unshard(async_op=True, what=phase)
             self._ahead.append(unit)
 
     def _count(self, unit: PassUnit) -> None:

@@ -10,6 +10,7 @@ from fsdpcore.fsdp.step.schedule import Phase
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
 NO_BACKWARD = "an evaluation has no backward pass; use engine.step()"
+_OUTSIDE = "{} outside of the step; use it inside 'with engine.step()'"
 
 
 class StepState:
@@ -26,6 +27,7 @@ class StepState:
         whole: it is inside of ``whole()``.
         reduced: gradients were reduced, or kept.
         updated: ``update`` was called.
+        shown: it is inside of ``gradients()``.
     """
 
     def __init__(self, training: bool) -> None:
@@ -36,6 +38,7 @@ class StepState:
         self.whole = False
         self.reduced = False
         self.updated = False
+        self.shown = False
         self._training = training
         self._entered = False
 
@@ -87,16 +90,18 @@ class StepState:
             raise StateError(NO_BACKWARD)
         if not self._context and self.active and not self.forwards[unit.name]:
             raise StateError(
-                f"backward of unit {unit.name!r} without a forward pass in this step; call "
-                "step.forward(unit) first, once for each backward"
+                f"backward of unit {unit.name!r} without a forward pass in this step; go through "
+                "'with step.forward(unit)' first, once for each backward"
             )
 
     def check_entering(self, what: str, which: str = "") -> None:
         """Refuse passes outside of the step, after its update, and inside of others."""
         if not self.active:
-            raise StateError(f"{what} outside of the step; use it inside 'with engine.step()'")
+            raise StateError(_OUTSIDE.format(what))
         if self.updated:
             raise StateError(f"{what} after update(); begin a new step")
+        if self.shown:
+            raise StateError(f"{what}{which} inside of step.gradients(); leave that block first")
         if self._context:
             raise StateError(
                 f"{what}{which} inside the context of {self._context}; leave that one first"
@@ -119,17 +124,26 @@ class StepState:
 
     # The end.
 
-    def check_update(self, units: Iterable[ShardedUnit]) -> None:
-        """Refuse an update that has nothing to apply, or not yet, or not any more."""
+    def check_gradients(self, units: Iterable[ShardedUnit], what: str = "update()") -> None:
+        """Refuse what needs all gradients where there are none, not all yet, or no more of them."""
         if self.updated:
-            raise StateError("update() was called already in this step; begin a new step")
+            after = "was called already in this step" if what == "update()" else "after update()"
+            raise StateError(f"{what} {after}; begin a new step")
+        if self.shown:
+            raise StateError(f"{what} inside of step.gradients(); leave that block first")
         if self._context:
-            raise StateError(f"update() inside the context of {self._context}; leave it first")
-        if not self.active or not self.reduced:
+            raise StateError(f"{what} inside the context of {self._context}; leave it first")
+        if not self.active:
+            raise StateError(_OUTSIDE.format(what))
+        if not self._training:
+            raise StateError(f"an evaluation has no {what}; use engine.step()")
+        if not self.reduced:
             raise StateError(
-                "update() without gradients; run step.forward and step.backward of the units first"
+                f"{what} without gradients; run step.forward and step.backward of the units "
+                "first, on every rank: one that has no rows in this step goes through the same "
+                "passes, and leaves its gradients as zeros"
             )
-        self.check_passes("update()")
+        self.check_passes(what)
         kept = [unit.name for unit in units if unit.gradients.kept]
         if kept:
             raise StateError(

@@ -11,6 +11,7 @@ import numpy as np
 from fsdpcore.core.array_module import address
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.fsdp.units.param_tree import ParamTree
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.views import Gradients, UnknownParameterError, check_gradient
 
@@ -22,11 +23,12 @@ class Whole(NamedTuple):
     """What the block of ``Step.whole`` gets.
 
     Attributes:
-        params: by unit and name, read-only; plain dictionaries, which are empty after the block.
+        params: by unit and name, read-only; plain dictionaries, which are empty after the block. Or
+            nested as the tree that the engine was made of; not to be used after the block.
         grads: to be given in the block.
     """
 
-    params: dict[str, dict[str, Array]]
+    params: Any
     grads: WholeGradients
 
 
@@ -42,11 +44,19 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
     Args:
         units: that have gradients, in order.
         refusal: why none can be given; empty if they can.
+        tree: that the engine was made of: ``update`` takes what is nested like it.
     """
 
-    def __init__(self, units: Iterable[ShardedUnit], refusal: str = "") -> None:
+    def __init__(
+        self, units: Iterable[ShardedUnit], refusal: str = "", tree: ParamTree | None = None
+    ) -> None:
+        self._tree = tree
         self._units = {unit.name: _CollectedGradients(unit) for unit in units}
         self._refusal = refusal
+
+    def update(self, found: Any, /, **named: Any) -> None:  # type: ignore[override]
+        """Give the gradients that a function has found; see the class."""
+        super().update(found if self._tree is None else self._tree.split(found), **named)
 
     def __getitem__(self, unit: str) -> MutableMapping[str, Array]:
         return self._of(unit)

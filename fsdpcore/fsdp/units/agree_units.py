@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from fsdpcore.collectives import all_gather
 from fsdpcore.collectives.consensus import LocalAttempt, agree, compare
 from fsdpcore.comm.backend import Backend
+from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.device import Device
 from fsdpcore.core.digests import DIGEST_BYTES, digest, hex_digest
@@ -23,6 +24,15 @@ from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.spec import Spec
 
 _OPTIONS = "the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"
+_SHOWN = 200  # characters
+_GENERATOR = (
+    "draw them from a generator of the rank's own that has the same seed on all, as "
+    "np.random.default_rng(seed) or torch.Generator().manual_seed(seed)"
+)
+_SHARED = (
+    ". These ranks are threads of one process, which share the states of np.random, random and "
+    "torch: what one rank seeds or draws changes what another one gets"
+)
 
 
 def check_same(
@@ -36,63 +46,105 @@ def check_same(
         everyone: these and others, whose boxes of the same parameters are different ones; see
             ``tensor_group.everyone_of``.
         options: of the engine, in words.
+
+    Raises:
+        MismatchError: they differ; on all ranks. It says which unit and parameter does, in what,
+            and on which ranks.
     """
-    found = [_Digests.of(unit, backend.device) for unit in units]
-    hashed = hex_digest(options.encode())
-    same = [f"{_OPTIONS}|{hashed}", f"the number of units differs|{len(units)}"]
-    own = [
-        f"unit {unit.name!r} differs in names, shapes or initial values|{each.own.hex()}"
-        for unit, each in zip(units, found, strict=True)
+    same = [
+        _Said(_OPTIONS, hex_digest(options.encode()), shown=False),
+        _Said("the number of units differs", str(len(units))),
     ]
+    hashes = [
+        {name: digest_of(value, backend.device) for name, value in (unit.initial or {}).items()}
+        for unit in units
+    ]
+    own, common = (
+        [each for unit, told in zip(units, hashes, strict=True) for each in say(unit, told)]
+        for say in (_own, _common)
+    )
     if everyone is backend:  # and nobody has other boxes
         _compare(backend, [*same, *own])
         return
-    common = [
-        f"unit {unit.name!r} differs in names, whole shapes or initial values|{each.common.hex()}"
-        for unit, each in zip(units, found, strict=True)
-    ]
     _compare(everyone, [*same, *common])
     with LocalAttempt() as attempt:
         _compare(backend, own)  # the ranks of one tensor rank, which have the same boxes
     agree(everyone, "initial values", attempt.error)
 
 
-def _compare(backend: Backend, digests: list[str]) -> None:
-    """Compare digests, each behind what is wrong if it differs."""
-
-    def message(found: Disagreement) -> str:
-        cause = found.groups[0][0].rpartition("|")[0]
-        return f"{cause} between {found.ranks}; give all ranks the same"
-
-    compare(backend, "initial values", digests, message)
-
-
-class _Digests(NamedTuple):
-    """Hashes of a unit.
+class _Said(NamedTuple):
+    """One thing that a rank says of its units. What comes after it is about the same things.
 
     Attributes:
-        own: of all that the ranks that shard must have alike.
-        common: of what the ranks with other boxes must have, too.
+        what: differs, if ranks say different values.
+        value: of this rank.
+        shown: people can read the value.
+        drawn: it stands for values that may come from a random generator.
     """
 
-    own: bytes
-    common: bytes
+    what: str
+    value: str
+    shown: bool = True
+    drawn: bool = False
 
-    @classmethod
-    def of(cls, unit: UnitDeclaration, device: Device) -> _Digests:
-        """Hash a unit that has its initial values still."""
-        ignored = sorted((name, a.shape, a.dtype.name) for name, a in unit.ignored.items())
-        fixed = repr((unit.ties, sorted(unit.frozen), ignored)).encode()
-        first = unit.name.encode(errors="backslashreplace")
-        own, common = (bytearray(first + fixed) for _ in range(2))
-        for name, value in (unit.initial or {}).items():
-            box, dtype = unit.boxes.get(name), value.dtype.name
-            hashed = digest_of(value, device)
-            own += repr((name, value.shape, dtype, box)).encode() + hashed
-            shape = value.shape if box is None else box.whole
-            common += repr((name, shape, dtype, box is None, isinstance(value, Spec))).encode()
-            common += hashed if box is None or isinstance(value, Spec) else b""
-        return cls(digest(own), digest(common))
+
+def _compare(backend: Backend, said: Sequence[_Said]) -> None:
+    """Compare what the ranks say, one thing after the other."""
+
+    def message(found: Disagreement) -> str:
+        item = said[found.position]
+        how = f": {found.sentence}" if item.shown else f" between {found.ranks}"
+        text = f"{item.what}{how}; give all ranks the same"
+        if item.drawn:
+            threads = transport_of(backend).ranks_are_threads
+            text += f", and {_GENERATOR}{_SHARED if threads else ''}"
+        return text
+
+    compare(backend, "initial values", [each.value for each in said], message)
+
+
+def _own(unit: UnitDeclaration, hashes: Mapping[str, bytes]) -> Iterator[_Said]:
+    """What the ranks that shard a unit must have alike."""
+    yield from _names(unit)
+    for name, value in (unit.initial or {}).items():
+        of, box = f"unit {unit.name!r} differs in", unit.boxes.get(name)
+        where = "" if box is None else f" at {box.start} of {box.whole}"
+        yield _Said(f"{of} the shape or dtype of {name}", f"{value.dtype} {value.shape}{where}")
+        yield _values(f"{of} the initial values of {name}", value, hashes[name])
+
+
+def _common(unit: UnitDeclaration, hashes: Mapping[str, bytes]) -> Iterator[_Said]:
+    """What ranks with other boxes must have like these, too."""
+    yield from _names(unit)
+    for name, value in (unit.initial or {}).items():
+        of, box = f"unit {unit.name!r} differs in", unit.boxes.get(name)
+        shape, cut = (value.shape, "") if box is None else (box.whole, ", of which it has a box")
+        yield _Said(f"{of} the whole shape or dtype of {name}", f"{value.dtype} {shape}{cut}")
+        if box is None or isinstance(value, Spec):
+            yield _values(f"{of} the initial values of {name}", value, hashes[name])
+
+
+def _names(unit: UnitDeclaration) -> Iterator[_Said]:
+    yield _Said("the name of a unit differs", repr(unit.name))
+    of = f"unit {unit.name!r} differs in"
+    yield _Said(f"{of} names", _short([*(unit.initial or ()), *unit.ignored, *unit.ties]))
+    yield _Said(f"{of} what is tied", _short(sorted(unit.ties.items())))
+    yield _Said(f"{of} what is frozen", _short(sorted(unit.frozen)))
+    ignored = sorted((name, a.dtype.name, a.shape) for name, a in unit.ignored.items())
+    yield _Said(f"{of} what is ignored", _short(ignored))
+
+
+def _short(values: Sequence[object]) -> str:
+    """Values in words, and in a hash where they are too many to be read."""
+    text = str(list(values))
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]} ... ({hex_digest(text.encode(errors='backslashreplace'))})"
+
+
+def _values(what: str, value: Array | Spec, hashed: bytes) -> _Said:
+    spec = isinstance(value, Spec)
+    return _Said(what, f"{'made by' if spec else 'given'} {hashed.hex()}", False, not spec)
 
 
 def digest_of(value: Array | Spec, device: Device) -> bytes:

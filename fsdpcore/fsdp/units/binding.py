@@ -22,6 +22,7 @@ class Binding:
         algorithm: of the collectives.
         seed: of the initialisers.
         leaves: whose gradients are summed.
+        loads: by rank of a shard, what it has to do for parameters that it owns in updates.
     """
 
     groups: ProcessGroups
@@ -31,3 +32,4 @@ class Binding:
     algorithm: str
     seed: int
     leaves: Leaves
+    loads: list[int]

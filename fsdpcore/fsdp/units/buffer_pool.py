@@ -31,6 +31,7 @@ class BufferPool:
         self._backend = backend
         self._spare: list[Array] = []  # of bytes, the smallest first
         self._used: dict[int, Array] = {}  # by the id of what was handed out
+        self._left: dict[int, tuple[str, Array]] = {}  # by the id of what is spare
         self._most = 0
         self.live_bytes = 0
         self.spare_bytes = 0
@@ -53,19 +54,37 @@ class BufferPool:
         """Take a spare buffer for ``nbytes``; None if one has to be allocated: there is room."""
         for number, spare in enumerate(self._spare):
             if spare.nbytes * _SNUG <= nbytes <= spare.nbytes:
-                self.spare_bytes -= spare.nbytes
-                return self._spare.pop(number)
+                return self._taken_out(number)
         while self._spare and self.live_bytes + self.spare_bytes + nbytes > self._most:
-            self.spare_bytes -= self._spare.pop().nbytes  # the largest
+            self._taken_out(-1)  # the largest
         return None
 
-    def give(self, buffer: Array) -> None:
-        """Take back what ``take`` has returned; it may be handed out again at once."""
+    def _taken_out(self, number: int) -> Array:
+        memory = self._spare.pop(number)
+        self.spare_bytes -= memory.nbytes
+        self._left.pop(id(memory), None)
+        return memory
+
+    def give(self, buffer: Array, content: str = "") -> None:
+        """Take back what ``take`` has returned; it may be handed out again at once.
+
+        Until it is, ``left_of`` finds it by its ``content``.
+        """
         memory = self._used.pop(id(buffer))
         self.live_bytes -= memory.nbytes
         self.spare_bytes += memory.nbytes
         self._spare.append(memory)
         self._spare.sort(key=_nbytes)
+        if content:
+            self._left[id(memory)] = content, buffer
+
+    def left_of(self, content: str) -> Array | None:
+        """Return a buffer that was given back with this content, if nobody has got it since."""
+        return next((buffer for what, buffer in self._left.values() if what == content), None)
+
+    def forget(self) -> None:
+        """Find no content any more."""
+        self._left.clear()
 
     def reset_peak(self) -> None:
         """Begin a new measurement of the peak."""
@@ -74,6 +93,7 @@ class BufferPool:
     def clear(self) -> None:
         """Free what is not handed out."""
         self._spare.clear()
+        self._left.clear()
         self.spare_bytes = 0
 
 

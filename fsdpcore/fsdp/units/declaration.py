@@ -14,6 +14,7 @@ from fsdpcore.core.checks import as_instance, as_name
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import as_numpy
 from fsdpcore.core.geometry.boxes import ArrayBox, BoxShard
+from fsdpcore.fsdp.units.leaves import nested
 from fsdpcore.fsdp.units.spec import Spec
 from fsdpcore.fsdp.units.special import Tied, chosen
 from fsdpcore.fsdp.units.views import read_only
@@ -27,6 +28,7 @@ class UnitDeclaration:
     Attributes:
         name: of the unit.
         names: of all parameters, in order.
+        skeleton: of the containers that they came in; None for a plain mapping.
         initial: arrays and specs of its own parameters; None once an engine has taken them over.
         frozen: names of those that are not trained.
         ignored: arrays that are left as they are, read-only.
@@ -46,15 +48,9 @@ class UnitDeclaration:
         ignored: str | Iterable[str],
     ) -> None:
         as_name(name, "a unit's name")
+        params, self.skeleton = nested(name, params)
         what = f"the parameters of unit {name!r}"
         as_instance(params, Mapping, what, "a mapping from names to arrays")
-        for key, value in params.items():
-            if isinstance(value, Mapping):
-                first = next(iter(value), "w")
-                raise ArgumentError(
-                    f"{name}.{key} is a {type(value).__name__}, and a unit's parameters are flat: "
-                    f"name them '{key}.{first}' and so on, or make it a unit of its own"
-                )
         self.name = name
         self.names = tuple(params)
         self.ties = {key: value for key, value in params.items() if isinstance(value, Tied)}

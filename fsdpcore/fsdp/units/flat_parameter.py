@@ -115,6 +115,10 @@ class FlatParameter:
         """The master shard, read-only."""
         return read_only(self.master) if self.mixed else self.storage.shard
 
+    def free(self) -> None:
+        """Let go of all arrays, for good."""
+        del self.storage, self.master
+
     def publish(self) -> None:
         """Round the master shard into what is gathered, after it was written."""
         if self.mixed:

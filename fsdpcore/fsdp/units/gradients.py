@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,6 +80,7 @@ class UnitGradients:
 
     Attributes:
         sends: bytes that this rank sends in a reduction, at the least that is possible.
+        watch: called with the full gradients of this rank before they are reduced, if it is set.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class UnitGradients:
         self._range = slice(0, places.layout.padded_size) if whole else shard
         self._kept_size = self._range.stop - self._range.start
         self._shard = shard if whole else slice(None)
+        self.watch: Callable[[Places, Array], None] | None = None
         self._algorithm = binding.algorithm
         self._pool = binding.pool
         self._dtypes = dtypes
@@ -272,6 +274,8 @@ class UnitGradients:
         else:
             flat = self._finish()
         self._add_tied_to(flat)
+        if self.watch is not None:
+            self.watch(self._places, flat)
         return flat
 
     def _of_leaves(self) -> list[Array]:
@@ -287,11 +291,15 @@ class UnitGradients:
         for _ in range(self._missing):
             self._sums.push(self._zeros())
         self._missing = 0
-        return self._sums.take()
+        flats = self._sums.take()
+        if self.watch is not None:
+            for flat in flats:
+                self.watch(self._places, flat)
+        return flats
 
-    def _free(self, flats: list[Array]) -> None:
+    def _free(self, flats: list[Array], unit: str = "") -> None:
         for flat in flats:
-            self._pool.give(flat)
+            self._pool.give(flat, unit)
 
     def _begin(
         self, flats: list[Array], own: Array, divisor: float | None, label: str, async_op: bool
@@ -332,7 +340,7 @@ class UnitGradients:
                 own,
                 groups.replicas,
                 out=own,
-                label=f"unit {self._places.unit}, over replicas",
+                label=f"gradients of unit {self._places.unit}, over replicas",
                 **options,
             )
 
@@ -421,7 +429,9 @@ class UnitGradients:
                 reduced = self._conclude(reducing.own, reducing.divisor)
             self._reduced = reduced
         finally:
-            self._free(reducing.flats)
+            # Where the sum went elsewhere, the full gradients are what this rank has written.
+            intact = reducing.own is self._buffer and len(reducing.flats) == 1
+            self._free(reducing.flats, self._places.unit if intact else "")
 
     def _conclude(self, own: Array, divisor: float | None) -> Array:
         """Divide the sum, and add it to what is kept; return that."""
@@ -453,6 +463,13 @@ class UnitGradients:
             self._reduced[:] = 0
         return self._reduced[self._shard]
 
+    def scale(self, factor: float) -> None:
+        """Multiply the reduced gradients of this rank's shard by a number."""
+        if self._reduced is not None:
+            self._store.begin(GRADIENTS, write=True)
+            _divide(self._reduced[self._shard], 1.0 / factor)
+            self._store.end(GRADIENTS, written=True)
+
     # Forgetting.
 
     def drop_open(self) -> None:
@@ -480,6 +497,10 @@ class UnitGradients:
         if self._reduced is not None:
             self._store.discard(GRADIENTS)
         self._kept = self._reduced = None
+
+    def free(self) -> None:
+        """Let go of the memory, too; after ``drop``, for good."""
+        self._buffer = None
 
 
 def check_divisor(divisor: float | None) -> float | None:

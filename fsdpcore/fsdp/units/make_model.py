@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdpcore.collectives import all_gather
@@ -11,7 +11,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.fsdp.offload.offload_store import OffloadFile
 from fsdpcore.fsdp.offload.stores import open_stores
-from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.optim.groups import Given
 from fsdpcore.fsdp.sharding.leaves import LEAF_BLOCK, Leaves
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.tensor_group import checked_tensor, everyone_of
@@ -33,7 +33,7 @@ def make_model(
     units: Sequence[Unit],
     backend: Backend,
     options: EngineOptions,
-    optimizer: Optimizer | Mapping[str, Optimizer] | None,
+    optimizer: Given | None,
     tensor: Backend | None,
 ) -> ShardedModel:
     """Lay units out that all ranks have alike, without memory; a collective.
@@ -110,6 +110,7 @@ def make_memory(model: ShardedModel, units: Sequence[Unit], pool: BufferPool) ->
         options.algorithm,
         options.seed,
         model.leaves,
+        [0] * groups.shards.world_size,
     )
     for unit, sharded, store in zip(units, model.units, stores.each, strict=True):
         sharded.bind(binding, [next(flats) for _ in sharded.flat_parameters], store)

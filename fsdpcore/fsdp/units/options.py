@@ -40,13 +40,14 @@ class Prefetch:
     reductions: int | None = None
 
     def __post_init__(self) -> None:
-        as_int(self.units, "prefetch (in units)", minimum=0)
-        if self.max_bytes is not None:
-            as_int(self.max_bytes, "max_bytes of Prefetch", minimum=1)
-        if self.reductions not in (None, 0, 1):
-            raise ArgumentError(
-                f"reductions of Prefetch must be 0, 1 or None, got {self.reductions!r}"
-            )
+        units = as_int(self.units, "prefetch (in units)", minimum=0)
+        object.__setattr__(self, "units", units)
+        for field, bounds in (("max_bytes", (1, None)), ("reductions", (0, 1))):
+            value = getattr(self, field)
+            if value is not None:
+                what = f"{field} of Prefetch"
+                number = as_int(value, what, minimum=bounds[0], maximum=bounds[1])
+                object.__setattr__(self, field, number)
 
     @classmethod
     def of(cls, given: Prefetch | int) -> Prefetch:

@@ -46,7 +46,8 @@ class LossScale:
         for field in ("initial", "growth", "backoff", "minimum", "maximum"):
             value = as_finite(getattr(self, field), f"{field} of LossScale", minimum=0.0)
             object.__setattr__(self, field, value)
-        as_int(self.interval, "interval of LossScale", minimum=1)
+        interval = as_int(self.interval, "interval of LossScale", minimum=1)
+        object.__setattr__(self, "interval", interval)
         if not 0.0 < self.minimum <= self.initial <= self.maximum:
             raise ArgumentError(
                 f"a LossScale needs 0 < minimum <= initial <= maximum, got {self.minimum:g}, "

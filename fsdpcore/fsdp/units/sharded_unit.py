@@ -149,14 +149,27 @@ class ShardedUnit:
         return self.trained_parameter.valid_size
 
     @property
+    def has_owners(self) -> bool:
+        """Whether whole parameters are updated by their owners."""
+        return self.updater is not None and self.updater.has_owners
+
+    @property
+    def update_sends(self) -> int:
+        """Bytes of parameters that this rank sends in an update."""
+        return 0 if self.updater is None else sum(sent for _, sent in self.updater.exchanges)
+
+    @property
     def shard_rank(self) -> int:
         """Which of the shards this rank has."""
         return self.trained_parameter.rank
 
     # Parameters.
 
-    def unshard(self, *, async_op: bool = False) -> Work | None:
-        """Gather the parameters of all ranks; does nothing if they are gathered already."""
+    def unshard(self, *, async_op: bool = False, what: str = "unshard") -> Work | None:
+        """Gather the parameters of all ranks; does nothing if they are gathered already.
+
+        ``what`` is the user's word for it, for errors and traces; the same on all ranks.
+        """
         if self.state is ParamState.SHARDED:
             if self._in_writing:
                 raise StateError(f"unshard() of unit {self.name!r} while it is being written")
@@ -164,7 +177,7 @@ class ShardedUnit:
             self.store.begin(GATHERED, write=self._filled)
             for part in self.flat_parameters:
                 if part.layout.params:
-                    started = part.storage.gather(async_op=async_op)
+                    started = part.storage.gather(what, async_op=async_op)
                     if started is not None:
                         self._gathers.append(started)
             self.state = ParamState.GATHERING if self._gathers else ParamState.UNSHARDED
@@ -176,22 +189,9 @@ class ShardedUnit:
         return AllOf(self._gathers) if async_op else None
 
     def prefetch(self) -> None:
-        """Begin to gather by hand; see ``FSDP.prefetch``."""
-        if self.has_pending_prefetch:
-            raise StateError(
-                f"unit {self.name!r} is being gathered already; one prefetch is enough"
-            )
-        if self.state is ParamState.UNSHARDED:
-            raise StateError(f"unit {self.name!r} is gathered already; nothing is left to prefetch")
-        if not self.fetched:
-            gathers = self._binding.groups.placement.gathers
-            windowed = gathers and self.trained_parameter.storage.windowed
-            where = "in a window of the host" if windowed else "on every rank"
-            raise StateError(
-                f"there is nothing to prefetch of unit {self.name!r}: with strategy "
-                f"{self._binding.strategy!r} its parameters are {where} already"
-            )
-        self.unshard(async_op=True)
+        """Begin to gather by hand, if that takes something; see ``FSDP.prefetch``."""
+        if self.fetched:
+            self.unshard(async_op=True)
 
     @property
     def has_pending_prefetch(self) -> bool:
@@ -271,6 +271,17 @@ class ShardedUnit:
         self.state = ParamState.SHARDED
         for part in self.flat_parameters:
             part.storage.free(again=again)
+
+    def free(self) -> None:
+        """Let go of all arrays; the unit is of no use after that."""
+        self.reshard()
+        self.drop_gradients()
+        self.updater = None
+        self.ignored = {}
+        self.gradients.free()
+        for part in self.flat_parameters:
+            part.free()
+        del self.store
 
     # Writing.
 
@@ -366,7 +377,7 @@ class ShardedUnit:
             gradients.drop_open()
             return
         sharded = self.state is ParamState.SHARDED
-        label = f"unit {self.name}" if sharded else f"unit {self.name}, before reshard"
+        label = f"gradients of unit {self.name}{'' if sharded else ', before reshard'}"
         gradients.reduce(divisor, label=label, async_op=async_op)
         if sharded:  # frozen parameters are written by ``load`` alone, which claims them
             self.trained_parameter.storage.reduced()
@@ -396,6 +407,25 @@ class ShardedUnit:
         """Forget all gradients."""
         self.drop_local_gradients()
         self.gradients.drop()
+        if self.updater is not None:
+            self.updater.drop()
+
+    def begin_update(self, *, step: int, lr: float | None, grad_scale: float) -> None:
+        """Send what the owners of whole parameters need for ``update``, if there are such."""
+        if self.updater is None or not self.updater.has_owners:
+            return
+        kinds = (ArrayKind.STATE,)
+        self.store.begin(GRADIENTS)
+        self.store.begin(kinds, write=True)
+        grad = self.gradients.zeros()
+        self.updater.begin(grad, step=step, lr=lr, grad_scale=grad_scale)
+        self.store.end(kinds, written=True)
+        self.store.end(GRADIENTS)
+
+    def make_update(self) -> None:
+        """Have what this rank owns updated; after ``begin_update``."""
+        if self.updater is not None:
+            self.updater.make()
 
     def update(self, *, step: int, lr: float | None, grad_scale: float) -> None:
         """Apply the optimizer to this rank's shard; reshards the unit and forgets the gradients."""
@@ -404,6 +434,9 @@ class ShardedUnit:
             raise StateError("the engine has no optimizer; pass one: FSDP(..., optimizer=...)")
         if self.updater is None:
             return
+        if not self.updater.begun:
+            self.begin_update(step=step, lr=lr, grad_scale=grad_scale)
+            self.make_update()
         self.store.begin(GRADIENTS)
         # What is gathered is about to be out of date.
         with self._claimed(self.trained_parameter, kinds=UPDATED):

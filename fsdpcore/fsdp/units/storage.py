@@ -100,13 +100,14 @@ class ParameterStorage(ABC):
         return self._shards
 
     @abstractmethod
-    def gather(self, *, async_op: bool) -> Work | None:
+    def gather(self, what: str, *, async_op: bool) -> Work | None:
         """Have all parameters readable; a collective, maybe in the background.
 
         On a GPU it always is: so all that an engine moves there goes one after the other through
         one stream, and groups of ranks need not wait for each other in two orders at once.
 
         Args:
+            what: the user's word for it, which the ranks compare.
             async_op: do not wait for the end.
 
         Returns:

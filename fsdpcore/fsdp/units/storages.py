@@ -97,9 +97,9 @@ class ShardedStorage(_PooledStorage):
     def _group(self) -> Backend:
         return self._shards if self._kept_part is None else self._regather_group
 
-    def gather(self, *, async_op: bool) -> Work | None:
+    def gather(self, what: str, *, async_op: bool) -> Work | None:
         source, group = self.own, self._shards
-        label = f"unit {self.places.unit}"
+        label = f"{what} of unit {self.places.unit}"
         if self._kept_part is not None:
             source, group, label = self._kept_part, self._regather_group, f"{label}, again"
         away = self._away and self._kept_part is None
@@ -144,10 +144,10 @@ class ReplicatedStorage(ParameterStorage):
     def shown(self) -> Array | None:
         return self._flat
 
-    def gather(self, *, async_op: bool) -> Work | None:
+    def gather(self, what: str, *, async_op: bool) -> Work | None:
         if not self.stale:
             return None
-        label = f"unit {self.places.unit}"
+        label = f"{what} of unit {self.places.unit}"
         started = _gathering(
             self.own, self._shards, self._flat, None, self._algorithm, label, async_op=async_op
         )
@@ -178,8 +178,8 @@ class PinnedReplicaStorage(_PooledStorage):
         self._algorithm = binding.algorithm
         self._home = home
 
-    def gather(self, *, async_op: bool) -> Work:
-        label = f"unit {self.places.unit}"
+    def gather(self, what: str, *, async_op: bool) -> Work:
+        label = f"{what} of unit {self.places.unit}"
 
         def bring() -> None:
             if not self.stale:
@@ -214,17 +214,17 @@ class SharedWindowStorage(ParameterStorage):
         super().__init__(kind, shards, places, place_of(flat, places.layout, shards.rank))
         self.exposed = False
         self._flat = flat
-        self._label = f"unit {places.unit}"
         self._params = Params(flat, places)
 
     @property
     def shown(self) -> Array | None:
         return self._flat
 
-    def gather(self, *, async_op: bool) -> Work | None:
+    def gather(self, what: str, *, async_op: bool) -> Work | None:
         if self.exposed:  # nobody can have written since
             return None
-        started: Work | None = barrier(self._shards, async_op=async_op, label=self._label)
+        label = f"{what} of unit {self.places.unit}"
+        started: Work | None = barrier(self._shards, async_op=async_op, label=label)
         self.exposed = True
         return started
 
@@ -237,7 +237,7 @@ class SharedWindowStorage(ParameterStorage):
 
     def claim(self) -> None:
         if self.exposed:
-            barrier(self._shards, label=f"{self._label}, to be written")
+            barrier(self._shards, label=f"writing of unit {self.places.unit}")
             self.exposed = False
 
     def reduced(self) -> None:

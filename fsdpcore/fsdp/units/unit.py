@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import Device
@@ -40,7 +41,8 @@ class Unit(UnitDeclaration):
             that was cut, is the box that a tensor-parallel rank has of a parameter: for all that
             computes it is the parameter, and the engine needs the ranks with the other boxes.
             The trained ones are all float32 or all float64. An array that occurs again in the
-            engine is tied to where it occurs first.
+            engine is tied to where it occurs first. What is nested gets the keys that lead to it as
+            its name, joined by dots: ``{"attn": {"w": w}}`` has ``attn.w``; see ``build``.
         frozen: names, or patterns of the shell such as ``"*.bias"``, of parameters that are sharded
             like others, but have no gradients and no optimizer state; of any dtype.
         ignored: the same of arrays that are left as they are, whole, on every rank. On a GPU they
@@ -69,6 +71,33 @@ class Unit(UnitDeclaration):
         super().__init__(name, params, frozen, ignored)
         self._sharded: ShardedUnit | None = None
 
+    def build(self, params: Mapping[str, Any]) -> Any:
+        """Return parameters nested as they were given to the unit.
+
+        Args:
+            params: by name, as ``unit.params`` or a pass has them; used as they are, not copied.
+        """
+        if self.skeleton is None:
+            return {name: params[name] for name in self.names}
+        return self.skeleton([params[name] for name in self.names])
+
+    def split(self, tree: Any) -> dict[str, Any]:
+        """Return by name what a tree has that is nested as the parameters were, such as gradients.
+
+        Where it has None, or nothing, the name is left out. ::
+
+            with step.backward(unit) as (params, grads):
+                grads.update(unit.split(gradients(unit.build(params), x)))
+
+        Raises:
+            ArgumentError: it is nested in another way.
+        """
+        if self.skeleton is None:
+            return {name: leaf for name, leaf in tree.items() if leaf is not None}
+        leaves = self.skeleton.find(tree, f"what was given for unit {self.name!r}")
+        named = zip(self.names, leaves, strict=True)
+        return {name: leaf for name, leaf in named if leaf is not None}
+
     def __dir__(self) -> list[str]:
         # What is public; the rest of what was declared is for the engine.
         attributes = ["dtype", "frozen", "ignored", "name", "names", "ties"]
@@ -77,6 +106,8 @@ class Unit(UnitDeclaration):
     @property
     def _taken(self) -> ShardedUnit:
         if self._sharded is None:
+            if self.initial is None:
+                raise StateError(f"unit {self.name!r} is of no use: its engine was released")
             raise StateError(f"unit {self.name!r} belongs to no engine yet: pass it to FSDP(...)")
         return self._sharded
 
@@ -257,7 +288,9 @@ class Unit(UnitDeclaration):
         Args:
             grads: gradients by name, where ``begin_gradients`` was not used; those that are
                 missing count as zeros.
-            divisor: the sum is divided by it; by default the number of ranks, for their mean.
+            divisor: the sum over the ranks is divided by it; by default the number of ranks, for
+                their mean. What is reduced M times before an update is added up: for the mean of
+                all, divide by M times the number of ranks each time.
             async_op: begin only; ``grad_shard`` and ``update`` wait for the end.
 
         Raises:
@@ -296,6 +329,11 @@ class Unit(UnitDeclaration):
 def hand_over(unit: Unit, sharded: ShardedUnit) -> None:
     """Have a unit take note that an engine has its parameters now."""
     unit._sharded, unit.initial = sharded, None
+
+
+def let_go(unit: Unit) -> None:
+    """Have a unit take note that its engine, and its parameters with it, are gone."""
+    unit._sharded = None
 
 
 def sharded_of(unit: Unit) -> ShardedUnit | None:

@@ -22,6 +22,7 @@ from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
 from fsdpcore.fsdp.optim.pieces import PieceSpec, ShardPiece
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.flat_parameter import FlatParameter
+from fsdpcore.fsdp.units.owners import Dealing, ShardRanks
 
 
 class ShardUpdate:
@@ -32,6 +33,8 @@ class ShardUpdate:
         state: of elementwise optimizers: arrays by name, flat, as large as the shard without
             padding; what an optimizer has no state for stays as it is.
         whole_state: of the others: by parameter, then by name.
+        exchanges: of parameters that have owners: bytes of this rank, and how many it sends.
+        room: bytes of the buffers for that.
     """
 
     def __init__(
@@ -53,6 +56,21 @@ class ShardUpdate:
         self.ranges = elementwise_ranges(part.layout.pieces(part.rank), found)
         self.specs = whole_parameter_specs(part.layout, part.rank, found, boxes)
         dtype, size = part.master.dtype, part.valid_size
+        dealings = {
+            policy: Dealing.of(part.layout, specs, binding.loads)
+            for policy, specs in self.specs.items()
+            if policy.has_owners
+        }
+        self._owning = {
+            policy: ShardRanks(groups.shards, dealing, binding.pool, self._sum, self._label)
+            for policy, dealing in dealings.items()
+        }
+        self.exchanges = [
+            (size * dtype.itemsize, sent * dtype.itemsize)
+            for dealing in dealings.values()
+            for size, sent in dealing.exchanges(part.rank)
+        ]
+        self.room = sum(each.room(part.rank) for each in dealings.values()) * dtype.itemsize
         self.state: dict[str, Array] = {}
         allocate = store.allocate(ArrayKind.STATE)
         for name in _elementwise_names(found):
@@ -91,8 +109,45 @@ class ShardUpdate:
                 f"{names} name all that init_pieces makes"
             )
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether whole parameters are updated by their owners."""
+        return bool(self._owning)
+
+    @property
+    def begun(self) -> bool:
+        """Whether ``begin`` was called, and not ``apply`` since."""
+        return any(ranks.begun for ranks in self._owning.values())
+
+    def begin(self, grad: Array, *, step: int, lr: float | None, grad_scale: float) -> None:
+        """Send what owners need; changes state only."""
+        out = self._part.storage.own if self._part.mixed else None
+        for policy, ranks in self._owning.items():
+            policy.update_pieces(
+                self._pieces(self.specs[policy], grad, out),
+                step=step,
+                reduce=ranks,
+                lr=lr,
+                grad_scale=grad_scale,
+            )
+
+    def make(self) -> None:
+        """Have what this rank owns updated; after ``begin``."""
+        for ranks in self._owning.values():
+            ranks.make()
+
+    def drop(self) -> None:
+        """Forget an update that was begun."""
+        for ranks in self._owning.values():
+            ranks.drop()
+
     def apply(self, grad: Array, *, step: int, lr: float | None, grad_scale: float) -> None:
-        """Update the master shard by ``grad``, and what is gathered by that."""
+        """Update the master shard by ``grad``, and what is gathered by that.
+
+        After ``begin`` and ``make`` with the same arguments, where parameters have owners.
+        """
+        for ranks in self._owning.values():
+            ranks.give_back()
         part = self._part
         out = part.storage.own if part.mixed else None
         for start, stop, policy in self.ranges:
@@ -106,6 +161,8 @@ class ShardUpdate:
                 out=None if out is None else out[start:stop],
             )
         for policy, specs in self.specs.items():
+            if policy in self._owning:
+                continue
             for boxed, reduce in ((False, self._sum), (True, self._sum_boxes)):
                 chosen = [spec for spec in specs if (spec.box is not None) is boxed]
                 if chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.device import HOST, Device
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.core.geometry.layout import FlatLayout
+
+Shown = TypeVar("Shown")
 
 
 class UnknownParameterError(ArgumentError, KeyError):
@@ -118,13 +120,13 @@ class Joined(Mapping[str, Array]):
         return len(self._sources)
 
 
-class ClosingArrays(Mapping[str, Array]):
+class ClosingArrays(Mapping[str, Shown]):
     """Arrays by name until ``close``; who asks for one after that gets an error."""
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays: Mapping[str, Array] | None = arrays
+    def __init__(self, arrays: Mapping[str, Shown]) -> None:
+        self._arrays: Mapping[str, Shown] | None = arrays
 
-    def __getitem__(self, name: str) -> Array:
+    def __getitem__(self, name: str) -> Shown:
         return self._open()[name]
 
     def __contains__(self, name: object) -> bool:
@@ -140,7 +142,7 @@ class ClosingArrays(Mapping[str, Array]):
         """Let go of the arrays."""
         self._arrays = None
 
-    def _open(self) -> Mapping[str, Array]:
+    def _open(self) -> Mapping[str, Shown]:
         if self._arrays is None:
             raise StateError(self._closed())
         return self._arrays
@@ -150,7 +152,7 @@ class ClosingArrays(Mapping[str, Array]):
         """Return what the error says."""
 
 
-class ScopedParams(ClosingArrays):
+class ScopedParams(ClosingArrays[Array]):
     """A unit's parameters for a ``with`` block; who asks for one after its end gets an error.
 
     Without that, what is used too late would be right where parameters are in a window or stay
@@ -304,12 +306,17 @@ def check_gradient(
         dtype: of its gradient.
         computed: another dtype that it may have.
     """
-    if value.shape != shape or value.dtype not in (dtype, computed):
+    fits = value.shape == shape
+    if not fits or value.dtype not in (dtype, computed):
         also = f" (or {computed})" if computed not in (None, dtype) else ""
+        advice = (
+            "convert it with astype, or write into the array that grads[name] gives"
+            if fits
+            else "a gradient has the shape of its parameter, and is summed over the batch"
+        )
         raise ArgumentError(
             f"gradient of {where} must have shape {shape} and dtype {dtype}{also}, got "
-            f"{value.shape} and {value.dtype}; convert it with astype, or write into the array "
-            "that grads[name] gives"
+            f"{value.shape} and {value.dtype}; {advice}"
         )
 
 

@@ -143,9 +143,7 @@ class Lab:
 
     def set_rate(self, host: int, rate: float) -> None:
         """Limit a host's link, both ways, to so many bits per second."""
-        # What may pass at once: a millisecond's worth, a few packets at the least.
-        burst = max(16_000, int(rate / 8 * 0.001))
-        limit = f"root tbf rate {int(rate)} burst {burst} limit 1000000\n"
+        limit = f"root tbf rate {int(rate)} burst {burst(rate)} limit 1000000\n"
         self._ask("run", at=host + 1, program="tc", lines=f"qdisc replace dev eth0 {limit}")
         self._ask("run", at=0, program="tc", lines=f"qdisc replace dev p{host + 1} {limit}")
 
@@ -248,6 +246,14 @@ class Lab:
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self.hosts)
+
+
+def burst(rate: float) -> int:
+    """The bytes that a link of so many bits per second lets pass at once.
+
+    That is a millisecond's worth, a few packets at the least.
+    """
+    return max(16_000, int(rate / 8 * 0.001))
 
 
 def _mac(number: int, kind: int = 2) -> str:

@@ -1,0 +1,1 @@
+"""PyTorch's distributed checkpoints, ``.metadata`` and ``.distcp``, read without PyTorch."""

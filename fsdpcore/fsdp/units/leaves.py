@@ -1,0 +1,83 @@
+"""What in a tree is a parameter, and which array an engine takes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.foreign import as_numpy, is_foreign
+from fsdpcore.core.geometry.boxes import BoxShard
+from fsdpcore.core.skeleton import Skeleton
+from fsdpcore.core.trees import branch
+from fsdpcore.fsdp.units.spec import Spec
+from fsdpcore.fsdp.units.special import Tied
+
+
+def is_param(leaf: Any) -> bool:
+    """Whether it is an array, or stands for one; random keys of JAX, which are no numbers, not."""
+    if isinstance(leaf, (Spec, Tied, BoxShard)):
+        return True
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSUMm"
+    return is_foreign(leaf) and hasattr(leaf, "shape") and not _is_key(leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether it is an array of random keys of JAX, which are no numbers."""
+    return str(getattr(leaf, "dtype", "")).startswith("key<")
+
+
+def own_values(skeleton: Skeleton) -> list[Any]:
+    """Return the parameters as the engine takes them; the skeleton lets go of them."""
+    leaves, seen = skeleton.leaves, set()
+    skeleton.forget()
+    for number, (leaf, path) in enumerate(zip(leaves, skeleton.paths, strict=True)):
+        if isinstance(leaf, (Spec, Tied, BoxShard)) or hasattr(leaf, "__cuda_array_interface__"):
+            continue
+        array = as_numpy(leaf, f"parameter {'.'.join(map(str, path))}")
+        if is_foreign(leaf) and not array.flags.writeable:  # a value, that has no identity
+            place = array.ctypes.data
+            array = array.copy() if place in seen else array
+            seen.add(place)
+        leaves[number] = array
+    return leaves
+
+
+def nested(name: str, params: Any) -> tuple[Any, Skeleton | None]:
+    """Return the parameters of a unit by name; and its skeleton if there are containers among them.
+
+    Args:
+        name: of the unit, for messages.
+        params: a mapping from names to parameters, or to containers of them; or such a container.
+            A list of numbers is an array.
+
+    Raises:
+        ArgumentError: two get the same name.
+    """
+    inside = branch(params)
+    if inside is None or not (any(map(has_params, inside.children)) or inside.kind == "object"):
+        return params, None
+    if isinstance(params, Mapping):  # what is no container in it, but None, is an array
+        params = {
+            key: value if _stays(value) else as_numpy(value, f"parameter {name}.{key}")
+            for key, value in params.items()
+        }
+    skeleton = Skeleton(params, is_param)
+    names = [".".join(map(str, path)) for path in skeleton.paths]
+    twice = next((each for at, each in enumerate(names) if each in set(names[:at])), None)
+    if twice is not None:
+        raise ArgumentError(f"two parameters of unit {name!r} are named {twice!r}; rename one")
+    return dict(zip(names, own_values(skeleton), strict=True)), skeleton
+
+
+def has_params(value: Any) -> bool:
+    """Whether it is a container with parameters somewhere in it."""
+    inside = None if is_param(value) else branch(value)
+    return inside is not None and any(is_param(c) or has_params(c) for c in inside.children)
+
+
+def _stays(value: Any) -> bool:
+    return value is None or is_param(value) or has_params(value)
