@@ -134,7 +134,7 @@ def equal_bits(states: list[dict[str, Any]]) -> None:
     "optimizer",
     [
         fc.optim.AdamW(lr=1e-2),
-        fc.optim.Adafactor(lr=1e-2),
+        fc.optim.Average(fc.optim.NAdam(lr=1e-2), ema=0.9),
         fc.optim.Lion(lr=1e-3),
         fc.optim.RMSprop(lr=1e-3, momentum=0.9),
     ],
@@ -159,3 +159,55 @@ def test_bits_are_those_of_threads_on_every_transport(transport: str) -> None:
     for strategy in ("full_shard", "no_shard"):
         found = spmd.run(train_few, transport=transport, world_size=3, args=(strategy,))
         equal_bits([alone, *found])
+
+
+def refused(words: str, **options: Any) -> None:
+    def main(backend: fc.Backend) -> None:
+        program = LeafProgram(**{**vars(FEW), **options})
+        with pytest.raises((fc.ArgumentError, fc.StateError), match=words):
+            program.train(backend)
+
+    fc.launch(main, world_size=3)
+
+
+def test_what_would_depend_on_the_ranks_is_refused() -> None:
+    refused("2 virtual ranks are too few for 3 ranks", leaves=2)
+    refused("virtual_ranks with Adafactor for u0.w", optimizer=fc.optim.Adafactor(lr=1e-2))
+    refused("virtual_ranks must be an integer", leaves=1.5)
+
+    def main(backend: fc.Backend) -> None:
+        params = {"w": np.zeros(4, np.float32)}
+        half = fc.Precision(np.float16)
+        with pytest.raises(fc.ArgumentError, match=r"reduce_dtype=np\.float32"):
+            fc.FSDP([fc.Unit("u", params)], backend, precision=half, virtual_ranks=4)
+        engine = fc.FSDP(
+            [fc.Unit("u", params)], backend, virtual_ranks=4, optimizer=fc.optim.SGD(lr=1.0)
+        )
+        assert list(engine.leaves) == [[0, 1], [2], [3]][backend.rank]
+        with engine.step() as step:
+            with (
+                pytest.raises(fc.StateError, match=r"for leaf in step\.leaves"),
+                step.forward("u"),
+            ):
+                pass
+            leaves = step.leaves()
+            next(leaves)
+            with step.forward("u"):
+                pass
+            with pytest.raises(fc.StateError, match="without its backward"):
+                next(leaves)
+        with engine.step() as step:
+            for _ in step.leaves():
+                with step.forward("u"):
+                    pass
+                with step.backward("u") as (_, grads):
+                    grads["w"] = np.ones(4, np.float32)
+                with pytest.raises(fc.StateError, match="before all virtual ranks"):
+                    step.update()
+            with pytest.raises(fc.StateError, match="gone through once"):
+                next(step.leaves())
+            step.update()
+        with engine.evaluation() as step, step.forward("u") as found:
+            np.testing.assert_array_equal(found["w"], -1.0)
+
+    fc.launch(main, world_size=3)

@@ -129,3 +129,16 @@ def check_optimizers(units: Sequence[UnitDeclaration], optimizers: Optimizers | 
                     f"{unit.name}.{name} is cut over the ranks of tensor, but "
                     f"{type(policy).__name__} updates whole parameters; give it another optimizer"
                 )
+
+
+def check_order(units: Sequence[UnitDeclaration], optimizers: Optimizers | None) -> None:
+    """Raise ArgumentError for an optimizer whose sums depend on which rank has which part."""
+    for unit in units:
+        found = {} if optimizers is None else optimizers.of_unit(unit.name)
+        for name, policy in found.items():
+            if not (policy.elementwise or policy.has_owners):
+                raise ArgumentError(
+                    f"virtual_ranks with {type(policy).__name__} for {unit.name}.{name}: its sums "
+                    "over a parameter are made in another order on other numbers of ranks; give it "
+                    "another optimizer"
+                )

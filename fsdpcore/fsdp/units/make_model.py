@@ -18,7 +18,7 @@ from fsdpcore.fsdp.sharding.tensor_group import checked_tensor, everyone_of
 from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
-from fsdpcore.fsdp.units.check_units import check_optimizers, check_units
+from fsdpcore.fsdp.units.check_units import check_optimizers, check_order, check_units
 from fsdpcore.fsdp.units.model import EngineStatus, ShardedModel
 from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.options import EngineOptions
@@ -51,6 +51,8 @@ def make_model(
         exchange_tilings(units, tensor, backend.device)
         check_optimizers(units, optimizers)
     virtual = options.virtual_ranks is not None
+    if virtual:
+        check_order(units, optimizers)
     tree = LeafTree(options.virtual_ranks or backend.world_size)
     leaves = Leaves(tree, placement, backend.rank, virtual)
     shards, block = groups.shards.world_size, LEAF_BLOCK if virtual else 1
