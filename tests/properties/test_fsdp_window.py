@@ -146,7 +146,7 @@ def test_ranks_must_agree_on_whether_reading_ends_before_the_reduction(kind):
             unit.reshard()
         unit.reduce_gradients(grads)
 
-    with pytest.raises(RanksFailed, match="for unit u0, before reshard") as caught:
+    with pytest.raises(RanksFailed, match="for gradients of unit u0, before reshard") as caught:
         run_on(kind, body, world_size=2)
     assert "MismatchError" in str(caught.value)
 
