@@ -37,7 +37,7 @@ class Torch(Foreign):
 
     Example::
 
-        rate = fc.optim.schedules.Cosine(3e-4, 1000, warmup=100)
+        rate = fc.optim.schedules.Cosine(3e-4, warmup=100, total=1000)
         engine = fc.FSDP(units, backend, optimizer=fc.optim.Torch(torch.optim.AdamW, lr=rate))
     """
 

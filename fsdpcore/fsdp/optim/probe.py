@@ -236,7 +236,7 @@ class _Trial:
         self.numbers.append(found[0])
         others = [path for at, path in enumerate(self._rule.paths()) if at not in self._places]
         for path, number in zip(others, found[0], strict=True):
-            whole = np.asarray(number).dtype.kind in "iu" or str(path[-1]) == "step"
+            whole = np.asarray(number).dtype.kind in "iu" or path[-1:] == ("step",)
             self._counted &= whole and np.shape(number) == () and bool(number == step)
 
     def found(self, updates: str) -> Probed:
