@@ -171,10 +171,37 @@ def test_what_makes_no_tree_is_refused():
         fc.ParamTree({"a": ones(1)}, frozen="*.z")
     with pytest.raises(fc.ArgumentError, match="returns the name of a unit; for 'a' it returned 3"):
         fc.ParamTree({"a": ones(1)}, lambda names: 3)
+    mixed = [fc.Unit("u", {"w": ones(1)}), {"w": ones(1)}]
+    with pytest.raises(fc.RankFailedError, match="units must be Unit objects, got dict"):
+        launch(lambda b: fc.FSDP(mixed, b), 1)
     with pytest.raises(
         fc.RankFailedError, match=r"full_tree\(\) needs an engine that was made of a"
     ):
         launch(lambda b: fc.FSDP([fc.Unit("u", {"w": ones(1)})], b).full_tree(), 1)
+
+
+def test_aux_comes_back_beside_the_loss():
+    from fsdpcore.adapters import jax as adapter
+
+    def body(backend):
+        engine = fc.FSDP({"a": {"w": ones(2)}, "f": len}, backend, optimizer=fc.optim.SGD(1.0))
+
+        def loss_fn(params, x):
+            return (params["a"]["w"] * x).sum(), {"x": x + 1, "same": params["a"]["w"]}
+
+        function = adapter.loss_and_grads(loss_fn, has_aux=True)
+        loss, aux = fc.train_step(engine, function, np.float32(backend.rank))
+        assert loss == 2 * backend.rank
+        assert type(aux["x"]) is np.ndarray
+        assert aux["x"] == backend.rank + 1
+        assert_array_equal(aux["same"], ones(2))  # as it was before the update
+        assert_array_equal(engine.full_tree()["a"]["w"], ones(2) / 2)
+        with pytest.raises(
+            fc.ArgumentError, match=r"with has_aux the function returns \(loss, aux\)"
+        ):
+            fc.train_step(engine, adapter.loss_and_grads(lambda p: p["a"]["w"].sum(), has_aux=True))
+
+    launch(body, 2)
 
 
 LEAVES = st.one_of(st.none(), st.integers(0, 9), st.just(len), st.just(ones(1)))
