@@ -29,7 +29,7 @@ _SILENT = (
 )
 _MAX_STEPS = 8
 _MAX_FOLLOWED = 3
-_MAX_CHARACTERS = 1000
+_MAX_CHARACTERS = 600
 MAX_SHOWN = 8
 """Of the ranks that are missing, or that may send a message which any of them may."""
 _CYCLE = (
