@@ -40,6 +40,10 @@ class Branch(NamedTuple):
 def branch(value: object) -> Branch | None:
     """Return what is in a container; None for a leaf."""
     if isinstance(value, Mapping):
+        if not isinstance(value, dict):  # of a kind that stays, such as Flax's FrozenDict
+            known = _registered(value)
+            if known is not None:
+                return known._replace(kind="dict")
         keys = tuple(value)
         children = tuple(value[key] for key in keys)
         return Branch("dict", keys, children, lambda new: _mapping(value, keys, new))

@@ -7,6 +7,7 @@ back to where it began: then the ranks call their operations in different orders
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fsdpcore.core.text import name_ranks, rank_list
@@ -28,6 +29,7 @@ _SILENT = (
 )
 _MAX_STEPS = 8
 _MAX_FOLLOWED = 3
+_MAX_CHARACTERS = 600
 MAX_SHOWN = 8
 """Of the ranks that are missing, or that may send a message which any of them may."""
 _CYCLE = (
@@ -54,9 +56,10 @@ def missing(me: int, group: Group, sequence: int, ask: Ask) -> str:
     late = [rank for rank in ranks if rank not in known or known[rank].entered < sequence]
     if not late:
         return SLOW
-    lines = [f"  rank {rank} is missing: {_text(known, rank)}" for rank in late[:MAX_SHOWN]]
-    if more := late[MAX_SHOWN:]:
-        lines.append(f"  and so {'is' if len(more) == 1 else 'are'} {name_ranks(more)}")
+    said, more = _said(late, known)
+    lines = [f"  {name_ranks(ranks)} {_are(ranks)} missing: {text}" for text, ranks in said]
+    if more:
+        lines.append(f"  and so {_are(more)} {name_ranks(more)}")
     causes = [
         chains.other_group(rank, group) or chains.follow(rank) for rank in late[:_MAX_FOLLOWED]
     ]
@@ -77,13 +80,32 @@ def unmatched(me: int, peers: Sequence[int], channel: int, ask: Ask) -> str:
         return f": nobody but rank {me} itself can send it"
     chains = _Chains(me, ask)
     known = chains.ask(peers, channel)
-    lines = [f"  rank {peer}: {_text(known, peer)}" for peer in peers[:MAX_SHOWN]]
-    if peers[MAX_SHOWN:]:
-        lines.append(f"  and {len(peers) - MAX_SHOWN} more ranks")
+    said, more = _said(peers, known)
+    lines = [f"  {name_ranks(ranks)}: {text}" for text, ranks in said]
+    if more:
+        lines.append(f"  and {len(more)} more rank{'s' * (len(more) > 1)}")
     causes = []
     if not any(chains.meet(me, peer) for peer in peers) and chains.all_wait(peers):
         causes = [chains.follow(peer) for peer in peers[:_MAX_FOLLOWED]]
     return "\n".join([":", *lines, *_listed(causes)])
+
+
+def _said(
+    ranks: Sequence[int], known: Mapping[int, Status]
+) -> tuple[list[tuple[str, list[int]]], list[int]]:
+    """Return what ranks do, those together that do the same; and the ranks that are too many."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(_text(known, rank), []).append(rank)
+    ends = itertools.accumulate(map(len, groups))
+    shown = max(1, sum(end <= _MAX_CHARACTERS for end in ends))
+    said = list(groups.items())[: min(shown, MAX_SHOWN)]
+    told = {rank for _, together in said for rank in together}
+    return said, [rank for rank in ranks if rank not in told]
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
 
 
 def _text(known: Mapping[int, Status], rank: int) -> str:

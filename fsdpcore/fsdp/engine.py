@@ -288,6 +288,7 @@ class FSDP:
                 done, or it was released already.
             MismatchError: the ranks want different things; the engine goes on.
         """
+        self._model.status.check_own("release()")
         arrays = release(self._model, self._pool, full=full, to=to)
         for unit in self.units:
             let_go(unit)

@@ -58,7 +58,7 @@ def test_a_large_message_that_nobody_receives_fails_when_its_receiver_leaves() -
     def sender(backend: ZmqBackend) -> str:
         return caught(lambda: backend.send(np.ones(LARGE, np.uint8), 1))
 
-    assert both(sender, lambda backend: None)[0] == LEFT
+    assert both(sender, lambda backend: None)[0].startswith(LEFT)
 
 
 def test_two_that_leave_with_large_messages_for_each_other_do_not_wait_for_ever() -> None:

@@ -127,7 +127,7 @@ def test_nobody_reads_before_all_have_written():
 
 
 def test_without_a_collective_in_unshard_a_reader_would_come_too_early(monkeypatch):
-    monkeypatch.setattr(SharedWindowStorage, "gather", lambda self, *, async_op: None)
+    monkeypatch.setattr(SharedWindowStorage, "gather", lambda self, what, *, async_op: None)
     args = (FOR_SURE, threading.Event())
     (passed, _), (_, theirs) = run_on(
         WithWindow, reads_before_a_peer_has_written, world_size=2, args=args
@@ -146,7 +146,7 @@ def test_ranks_must_agree_on_whether_reading_ends_before_the_reduction(kind):
             unit.reshard()
         unit.reduce_gradients(grads)
 
-    with pytest.raises(RanksFailed, match="for unit u0, before reshard") as caught:
+    with pytest.raises(RanksFailed, match="for gradients of unit u0, before reshard") as caught:
         run_on(kind, body, world_size=2)
     assert "MismatchError" in str(caught.value)
 

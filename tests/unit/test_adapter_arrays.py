@@ -517,7 +517,7 @@ def test_a_loss_that_is_a_parameter_outlives_it():
     params["u"]["w"][0] = 5
     assert loss == 1
     assert grads == {"u": {"w": None}}
-    with pytest.raises(fc.ArgumentError, match="must return the loss, and a mapping"):
+    with pytest.raises(fc.ArgumentError, match="must return the loss, and gradients nested like"):
         arrays.function(lambda params: 1.0, array_api_strict)(params)
 
 

@@ -261,6 +261,10 @@ def test_each_ranks_own_on_other_numbers_of_ranks(tmp_path: Path) -> None:
         assert [words(each) for each in every["own"]] == [words(own(each)) for each in range(3)]
 
     on(4, more)
+    fewer_keys = {"own": PerRank({"rng": None, "name": ""}), "rng": PerRank(None)}
+    text = same_error(1, fc.ArgumentError, lambda backend: load(tmp_path, fewer_keys, backend))
+    assert "'own' has more in the checkpoint, 'own/rank_0/a'" in text
+    on(1, lambda backend: load(tmp_path, fewer_keys, backend, strict=False))
     text = same_error(
         4,
         fc.ArgumentError,

@@ -98,12 +98,12 @@ def test_a_unit_computes_while_the_next_is_gathered(
     fetch = StepExecutor._fetch
     ahead: list[fc.Unit] = []
 
-    def held(self: StepExecutor, following: list[fc.Unit]) -> None:
+    def held(self: StepExecutor, following: list[fc.Unit], phase: Any) -> None:
         device = self._units[0].device
         device.synchronize()
         machine.freeze(device.stream)  # type: ignore[attr-defined]
         ahead.extend(following)
-        fetch(self, following)
+        fetch(self, following, phase)
 
     def body(backend: fc.Backend) -> bool:
         device = backend.device

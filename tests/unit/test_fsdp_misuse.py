@@ -235,7 +235,7 @@ def misuse_update_without_an_optimizer(engine):
         (misuse_no_sync_for_one_unit_too_many, r"units \['u1'\] were kept by no_sync"),
         (misuse_no_sync_twice, r"no_sync\(\) inside of no_sync\(\); one is enough"),
         (misuse_evaluation_in_a_step, "a step is open already; leave it"),
-        (misuse_update_in_evaluation, r"an evaluation has no update; use engine\.step"),
+        (misuse_update_in_evaluation, r"an evaluation has no update\(\); use engine\.step"),
         (misuse_gradients_begun_by_hand_in_backward, "unit 'u0' has gradients that were not"),
         (misuse_forward_with_open_gradients, "unit 'u0' has gradients that were not reduced"),
         (misuse_params_too_early, r"of unit 'u0' are sharded; call unshard\(\) first"),

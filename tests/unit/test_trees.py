@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from typing import Any
 
 import pytest
@@ -61,3 +61,22 @@ def test_what_jax_knows_keeps_what_is_no_child() -> None:
     assert type(map_tree(lambda path, leaf: leaf + 1, state)[0]) is type(state[0])
     for leaf in (model.weight, jax.random.key(1), None, Pair, object()):
         assert branch(leaf) is None
+
+
+def test_mappings_that_jax_knows_stay_of_their_kind() -> None:
+    """As Flax's FrozenDict does; others become dicts."""
+    jax = pytest.importorskip("jax")
+
+    class Kept(UserDict):
+        pass
+
+    jax.tree_util.register_pytree_with_keys(
+        Kept,
+        lambda m: ([(jax.tree_util.DictKey(key), m[key]) for key in m], tuple(m)),
+        lambda keys, values: Kept(zip(keys, values, strict=True)),
+    )
+    assert flat(Kept(a=1, b=[2])) == {("a",): 1, ("b", 0): 2}
+    for kind, found in ((Kept, Kept), (UserDict, dict)):
+        made = map_tree(lambda path, leaf: leaf + 1, kind(a=1, b=[2]))
+        assert type(made) is found
+        assert made == {"a": 2, "b": [3]}

@@ -1,4 +1,4 @@
-"""The states of random generators, as JSON, and back."""
+"""The states of generators by name, as ``generators=`` of ``save`` and ``load`` takes them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.checkpoint.format.random_states import check, jumped, set_state, state_of
 from fsdpcore.core.errors import ArgumentError
 
 Generators = Mapping[str, np.random.Generator]
@@ -23,24 +24,13 @@ def states_of(generators: Generators) -> dict[str, Any]:
         raise ArgumentError(
             "generators maps names to np.random.Generator, got " + type(generators).__name__
         )
-    states = {}
     for name, generator in generators.items():
         if not isinstance(name, str) or not isinstance(generator, np.random.Generator):
             raise ArgumentError(
                 f"generators maps names to np.random.Generator, got {name!r}: "
-                f"{type(generator).__name__}"
+                f"{type(generator).__name__}; others go into the state"
             )
-        states[name] = _plain(generator.bit_generator.state)
-    return states
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of nested dicts with arrays and NumPy's integers replaced."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return value.item() if isinstance(value, np.generic) else value
+    return {name: state_of(generator) for name, generator in generators.items()}
 
 
 def restore(generators: Generators, ranks: Sequence[Any], rank: int) -> list[str]:
@@ -63,20 +53,16 @@ def restore(generators: Generators, ranks: Sequence[Any], rank: int) -> list[str
     """
     states_of(generators)  # for the types
     saved = _saved(ranks[rank % len(ranks)]) if ranks else {}
-    found = {name: each for name, each in generators.items() if name in saved}
-    jumps = {name: 0 if _equal(name, ranks) else rank // len(ranks) for name in found}
-    for name, generator in found.items():
-        _check_kind(name, generator, saved[name], jumps[name])
-    for name, generator in found.items():
-        bits: Any = generator.bit_generator
+    found = {name: saved[name] for name in generators if name in saved}
+    for name, state in found.items():
+        jumps = 0 if _equal(name, ranks) else rank // len(ranks)
         try:
-            bits.state = saved[name]
-        except (TypeError, ValueError, KeyError, OverflowError) as error:
-            raise ArgumentError(
-                f"the saved state of generator {name!r} is none: {error}"
-            ) from error
-        if jumps[name]:
-            bits.state = bits.jumped(jumps[name]).state
+            check(generators[name], "Generator", state)
+            found[name] = jumped("Generator", state, jumps)
+        except ArgumentError as error:
+            raise ArgumentError(f"generator {name!r} {error}") from error
+    for name, state in found.items():
+        set_state(generators[name], state)
     return sorted(set(generators) - set(found))
 
 
@@ -90,17 +76,3 @@ def _saved(rank: Any) -> Mapping[str, Any]:
     """Return what the metadata has of a rank's generators; nothing if that is no mapping."""
     states = rank.get("generators") if isinstance(rank, Mapping) else None
     return states if isinstance(states, Mapping) else {}
-
-
-def _check_kind(name: str, generator: np.random.Generator, state: Any, jumps: int) -> None:
-    bits = generator.bit_generator
-    kind = state.get("bit_generator") if isinstance(state, Mapping) else None
-    if kind != type(bits).__name__:
-        raise ArgumentError(
-            f"generator {name!r} is a {type(bits).__name__}, but what was saved is a {kind}"
-        )
-    if jumps and not hasattr(bits, "jumped"):
-        raise ArgumentError(
-            f"generator {name!r} cannot be restored on more ranks than there were: a {kind} "
-            "cannot jump ahead; seed it anew for each rank, and load without it"
-        )

@@ -50,9 +50,9 @@ def state_of(generator: Any) -> Any:
     """
     kind = kind_of(generator)
     if kind == "Generator":
-        return plain(generator.bit_generator.state)
+        return _plain(generator.bit_generator.state)
     if kind == "RandomState":
-        return plain(generator.get_state(legacy=False))
+        return _plain(generator.get_state(legacy=False))
     if kind == "torch.Generator":
         data = generator.get_state().numpy().tobytes()
         return [generator.device.type, base64.b64encode(data).decode()]
@@ -65,10 +65,10 @@ def state_of(generator: Any) -> Any:
     return [version, list(numbers), gauss]
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Return a value of nested dicts with arrays and NumPy's integers replaced."""
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, np.ndarray):
         return value.tolist()
     return value.item() if isinstance(value, np.generic) else value
@@ -142,8 +142,10 @@ def jumped(kind: str, state: Any, jumps: int) -> Any:
     bits = _bits(state) if kind == "Generator" else None
     if bits is None or not hasattr(bits, "jumped"):
         name = state.get("bit_generator") if isinstance(state, Mapping) else kind
-        raise ArgumentError(f"a {name} cannot jump ahead")
-    return plain(bits.jumped(jumps).state)
+        raise ArgumentError(
+            f"cannot be restored on more ranks than there were: a {name} cannot jump ahead"
+        )
+    return _plain(bits.jumped(jumps).state)
 
 
 def _bits(state: Any) -> Any:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
-from fsdpcore.checkpoint.format.generators import states_of
 from fsdpcore.checkpoint.format.nodes import leaves, tag_of
+from fsdpcore.checkpoint.format.random_states import jumped
 from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback, opened_step
 from fsdpcore.checkpoint.interchange.selection import Selection
 from fsdpcore.checkpoint.interchange.splitting import Axes, by_axis, by_rank
@@ -108,14 +106,7 @@ def spread(ranks: Sequence[Any], world_size: int) -> list[Any]:
 
 
 def _jumped(name: str, state: Any, jumps: int) -> Any:
-    kind = state.get("bit_generator") if isinstance(state, Mapping) else None
-    maker = getattr(np.random, kind, None) if isinstance(kind, str) else None
-    if not hasattr(maker, "jumped"):
-        raise ArgumentError(
-            f"generator {name!r} is a {kind}, which cannot jump ahead, so that there is no state "
-            "for more ranks than there were"
-        )
-    assert maker is not None
-    bits = maker()
-    bits.state = state
-    return states_of({name: np.random.Generator(bits.jumped(jumps))})[name]
+    try:
+        return jumped("Generator", state, jumps)
+    except ArgumentError as error:
+        raise ArgumentError(f"generator {name!r} {error}") from error

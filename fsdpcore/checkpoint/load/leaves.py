@@ -54,10 +54,12 @@ class Stored:
     Attributes:
         state: of the checkpoint.
         catalog: of its arrays.
+        strict: see ``load``.
     """
 
     state: StoredState
     catalog: Catalog
+    strict: bool = True
 
 
 @dataclass(frozen=True)

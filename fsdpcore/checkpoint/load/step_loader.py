@@ -286,7 +286,7 @@ class StepLoader:
     def _fit(self, found: SharedCandidate) -> _Fit:
         catalog = Catalog(found.metadata)
         stored = StoredState.of(found.metadata)
-        leaves = self._target.fit(Stored(stored, catalog), self._chosen)
+        leaves = self._target.fit(Stored(stored, catalog, self._request.strict), self._chosen)
         state = checked_state(
             {name: array for each in leaves for name, array in each.arrays.items()},
             self._backend.device,

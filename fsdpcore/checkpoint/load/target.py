@@ -5,9 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fsdpcore.checkpoint.format.nodes import Node, Path, name_of, scalar_node, tag_of, what_is
+from fsdpcore.checkpoint.format.nodes import (
+    Node,
+    Path,
+    leaves,
+    name_of,
+    scalar_node,
+    tag_of,
+    what_is,
+)
 from fsdpcore.checkpoint.format.random_states import jumped
 from fsdpcore.checkpoint.load.leaves import (
     ArrayLeaf,
@@ -30,6 +39,7 @@ from fsdpcore.checkpoint.plan.kinds import PerRank, kind_of
 from fsdpcore.checkpoint.plan.stored_state import StoredState
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.text import listed
 from fsdpcore.core.trees import Branch, branch
 
 _AS_ONE = (list, tuple)
@@ -170,14 +180,15 @@ class PerRankLeaf(Leaf):
         try:
             return [["generator", node[1], jumped(node[1], node[2], rank // saved)]]
         except ArgumentError as error:
-            raise ArgumentError(f"{what} has none, for {error}; {advice}") from error
+            raise ArgumentError(f"{what} has none: it {error}; {advice}") from error
 
     def _fit_own(self, found: list[Node], stored: Stored) -> Fitted:
         (node,) = found
         for key in reversed(self._own_path):
             node = {str(key): node}
-        here = Stored(StoredState(node, ()), stored.catalog)
+        here = replace(stored, state=StoredState(node, ()))
         fitted = [leaf.fit(here) for leaf in self._leaves()]
+        self._check_all(here, fitted)
         inside = self._inside
         assert inside is not None
 
@@ -187,6 +198,16 @@ class PerRankLeaf(Leaf):
         arrays = {name: array for each in fitted for name, array in each.arrays.items()}
         missing = tuple(itertools.chain.from_iterable(each.missing for each in fitted))
         return Fitted(finish, arrays, missing, (self.name,))
+
+    def _check_all(self, stored: Stored, fitted: Sequence[Fitted]) -> None:
+        """Raise if this rank has saved more than it loads."""
+        there = {name_of(path) for path, _ in leaves(stored.state.node)}
+        more = there.difference(*([*each.arrays, *each.used] for each in fitted))
+        if more and stored.strict:
+            raise ArgumentError(
+                f"{self.name!r:.80} has more in the checkpoint, {listed(sorted(more))} "
+                "(strict=False loads what fits)"
+            )
 
     def _every(self, stored: Stored) -> Fitted:
         fitted = [

@@ -28,6 +28,7 @@ MAX_SHARED_BYTES = 16 << 20
 
 MAX_OWN_BYTES = 1 << 20
 """Of those that a rank has of its own: the metadata has them of all ranks."""
+
 _MAX_PATH = 20  # a container may take three levels of JSON
 
 
@@ -74,7 +75,7 @@ def contents_of(state: object, backend: Backend) -> Contents:
     found = Contents()
     taking = _Taker(found, backend)
     node = taking.taken(state, ())
-    if not is_plain(node):
+    if not _is_told_by_arrays(node):
         found.node = node
         check_size(node, MAX_SHARED_BYTES, "the values of a state")
         check_size(found.own, MAX_OWN_BYTES, "the values that are a rank's own")
@@ -95,7 +96,7 @@ def check_root(state: object) -> None:
             raise ArgumentError(f"the name of an entry is a non-empty string, got {name!r:.80}")
 
 
-def is_plain(node: Node) -> bool:
+def _is_told_by_arrays(node: Node) -> bool:
     """Whether it is that of an engine, or of a mapping from names to arrays, which need none."""
     tag = tag_of(node)
     return tag == "engine" or (

@@ -26,10 +26,6 @@ class Stateful(Protocol):
         """Go on from what ``state_dict`` gave; arrays may be new ones."""
 
 
-def _nothing() -> Any:
-    return _nothing
-
-
 class PerRank:
     """Marks a value in a state that each rank has of its own; see ``save`` and ``load``.
 
@@ -37,7 +33,8 @@ class PerRank:
     of ranks than had saved it, a rank that there was takes its own; those of ranks that there are
     no more are left alone. A rank that there was not takes ``default``. Without one a generator of
     NumPy goes on from the state of rank ``r % saved``, jumped ahead ``r // saved`` times, so that
-    no two ranks draw the same numbers, and anything else is an error. ::
+    no two ranks draw the same numbers, and anything else is an error. ``Loaded.state`` has the
+    value itself in its place. ::
 
         state = {"model": engine, "noise": fc.checkpoint.PerRank(rng)}
 
@@ -51,8 +48,8 @@ class PerRank:
         ArgumentError: ``every`` goes with another argument.
     """
 
-    def __init__(self, value: Any = None, *, default: Any = _nothing, every: bool = False) -> None:
-        if every and not (value is None and default is _nothing):
+    def __init__(self, value: Any = None, *, default: Any = ..., every: bool = False) -> None:
+        if every and not (value is None and default is ...):
             raise ArgumentError("PerRank(every=True) gives new values: it takes no others")
         self.value = value
         self.default = default
@@ -61,7 +58,7 @@ class PerRank:
     @property
     def has_default(self) -> bool:
         """Whether there is one."""
-        return self.default is not _nothing
+        return self.default is not ...
 
     def __repr__(self) -> str:
         if self.every:

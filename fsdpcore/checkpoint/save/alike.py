@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from xxhash import xxh3_128
 
 from fsdpcore.checkpoint.format.nodes import leaves, name_of, tag_of
 from fsdpcore.checkpoint.format.strict_json import encode, short
-from fsdpcore.checkpoint.memory.fetching import WINDOW_BYTES
-from fsdpcore.checkpoint.memory.shards import Shard
+from fsdpcore.checkpoint.memory.fetching import WINDOW_BYTES, fetch
 from fsdpcore.checkpoint.plan.contents import Contents
 from fsdpcore.checkpoint.save.writing import chunks
 from fsdpcore.collectives.objects import all_gather_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.array_module import on_host
+from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.device import Device
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import grouped
@@ -41,8 +41,9 @@ def said_of(contents: Contents, backend: Backend) -> Said:
     for path, node in () if contents.node is None else leaves(contents.node):
         if tag_of(node) not in _SHARED_OUT:
             found[f"value:{name_of(path)}"] = (hex_digest(encode(node).encode()), short(node))
-    for name in contents.alike:
-        found[f"array:{name}"] = (_array_digest(contents.arrays[name], backend.device), "")
+    arrays: list[Any] = [contents.arrays[name] for name in contents.alike]
+    for name, digest in zip(contents.alike, _digests(arrays, backend.device), strict=True):
+        found[f"array:{name}"] = (digest, "")
     return found
 
 
@@ -51,21 +52,30 @@ def in_one(said: Said) -> str:
     return hex_digest(json.dumps(list(said.items())).encode())
 
 
-def _array_digest(array: Shard, device: Device) -> str:
-    found = xxh3_128()
-    for piece in _in_pieces(array, device):
-        found.update(piece)
-    return found.hexdigest()
+def _digests(arrays: Sequence[Array], device: Device) -> Iterator[str]:
+    """Give a digest of each array; those of a device come by way of one window of memory."""
+    window = None if all(map(on_host, arrays)) else device.page_locked(WINDOW_BYTES)
+    for array in arrays:
+        found = xxh3_128()
+        if window is None or on_host(array):
+            parts: Iterable[Array] = [array]
+        else:
+            parts = _fetched(array, window, device)
+        for part in parts:
+            for chunk in chunks(part):
+                found.update(chunk)
+        yield found.hexdigest()
 
 
-def _in_pieces(array: Any, device: Device) -> Iterator[memoryview]:
-    if on_host(array):
-        yield from chunks(array)
-        return
+def _fetched(array: Array, window: Bytes, device: Device) -> Iterator[Array]:
+    """Give an array of a device in parts, each of which overwrites the one before."""
     flat = device.xp.ascontiguousarray(array).reshape(-1)
     step = WINDOW_BYTES // flat.itemsize
     for start in range(0, flat.size, step):
-        yield from chunks(device.to_host(flat[start : start + step]))
+        part = flat[start : start + step]
+        room = window[: part.nbytes].view(part.dtype)
+        fetch([(room, part)], device)
+        yield room
 
 
 def check_alike(said: Said, backend: Backend, ending: str) -> None:

@@ -86,8 +86,10 @@ class Saver:
                 self._told = holding(checked.holding.arrays)
             about = [checked.step, checked.metrics, _digest(extra), in_one(said), known]
             described = json.dumps([*about, hex_digest(self._told.names.encode())])
-        # No disk is involved yet: the ranks wait for one another as in any collective.
-        replies = refuse(self._backend, attempt.error, described)
+        # No disk is involved yet: the ranks wait for one another as in any collective. But for what
+        # a GPU has to do before its arrays can be compared.
+        patience = None if self._backend.device.on_host else self._timeout
+        replies = refuse(self._backend, attempt.error, described, patience)
         everyone = [json.loads(reply) for reply in replies]
         _check_same(everyone, self._backend)
         held, contents = checked.holding, checked.contents
@@ -136,9 +138,12 @@ class Saver:
         return Commit(self._storage, backend, prepared, self._retention, self._timeout).run()
 
 
-def refuse(backend: Backend, error: Exception | None, value: str = "") -> list[str]:
+def refuse(
+    backend: Backend, error: Exception | None, value: str = "", timeout: float | None = None
+) -> list[str]:
     """Begin a save together, or have all ranks raise what one of them found; a collective."""
-    return agree(backend, "save", error, value, timeout=backend.timeout, ending=_UNWRITTEN)
+    limit = backend.timeout if timeout is None else timeout
+    return agree(backend, "save", error, value, timeout=limit, ending=_UNWRITTEN)
 
 
 class _SaveRequest(NamedTuple):

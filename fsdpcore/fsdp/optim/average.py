@@ -72,6 +72,11 @@ class Average(Optimizer):
             inner = Optax(inner)
         if not isinstance(inner, Optimizer):
             raise ConfigError(f"Average takes an optimizer of fc.optim, got {inner!r:.80}")
+        if inner.has_owners:
+            raise ConfigError(
+                f"Average cannot follow {type(inner).__name__}, which writes a parameter after the "
+                "update of a rank has ended; average the others, by patterns of their names"
+            )
         self._set_flag("mean")
         if self.ema is None and not self.mean:
             raise ConfigError("Average keeps no average: give ema=0.999, mean=True, or both")
@@ -83,7 +88,7 @@ class Average(Optimizer):
         as_int(self.start, "start of Average (an update, from 1)", minimum=1, error=ConfigError)
         object.__setattr__(self, "optimizer", inner)
         object.__setattr__(self, "lr", inner.lr)
-        for name in ("elementwise", "takes_boxes", "has_owners", "takes_lr"):
+        for name in ("elementwise", "takes_boxes", "takes_lr"):
             object.__setattr__(self, name, getattr(inner, name))
 
     @property

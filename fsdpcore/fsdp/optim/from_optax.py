@@ -72,6 +72,9 @@ class Optax(Foreign):
             )
         self._settle(_OptaxRule(self.transformation), "the optax transformation")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Optax, (self.transformation,)
+
     def __repr__(self) -> str:
         return f"Optax(state={list(self.state_names)}, updates=[{self._probed.updates}])"
 

@@ -37,7 +37,7 @@ class Torch(Foreign):
 
     Example::
 
-        rate = fc.optim.schedules.Cosine(3e-4, 1000, warmup=100)
+        rate = fc.optim.schedules.Cosine(3e-4, warmup=100, total=1000)
         engine = fc.FSDP(units, backend, optimizer=fc.optim.Torch(torch.optim.AdamW, lr=rate))
     """
 
@@ -62,10 +62,18 @@ class Torch(Foreign):
         self.__post_init__()
         self._settle(_TorchRule(optimizer, options), f"{optimizer.__name__} of PyTorch")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.optimizer, self.lr, dict(self.options))
+
     def __repr__(self) -> str:
         kind = f"{self.optimizer.__module__}.{self.optimizer.__qualname__}"
         options = "".join(f", {name}={value!r}" for name, value in self.options)
         return f"Torch({kind}, lr={self.lr!r}{options})"
+
+
+def _made(optimizer: type, lr: float | Schedule, options: dict[str, Any]) -> Torch:
+    """Make one again, in another process."""
+    return Torch(optimizer, lr=lr, **options)
 
 
 class _TorchRule(Rule):

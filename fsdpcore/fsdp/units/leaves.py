@@ -67,8 +67,8 @@ def nested(name: str, params: Any) -> tuple[Any, Skeleton | None]:
         }
     skeleton = Skeleton(params, is_param)
     names = [".".join(map(str, path)) for path in skeleton.paths]
-    twice = next((each for at, each in enumerate(names) if each in set(names[:at])), None)
-    if twice is not None:
+    if len(set(names)) < len(names):
+        twice = next(each for at, each in enumerate(names) if each in names[:at])
         raise ArgumentError(f"two parameters of unit {name!r} are named {twice!r}; rename one")
     return dict(zip(names, own_values(skeleton), strict=True)), skeleton
 

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.core.text import nearest
 from fsdpcore.fsdp.sharding.leaves import Leaves
 from fsdpcore.fsdp.sharding.placement import Keep, Placement
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
@@ -118,9 +117,8 @@ class ShardedModel:
         name = unit.name if isinstance(unit, Unit) else unit
         found = self._by_name.get(name)
         if found is None or (isinstance(unit, Unit) and found.declaration is not unit):
-            hint = nearest(name, self._by_name) if isinstance(name, str) else ""
             raise ArgumentError(
-                f"this engine has no unit {name!r}{hint}; it has {', '.join(self._by_name)}"
+                f"this engine has no unit {name!r}; it has {', '.join(self._by_name)}"
             )
         return found
 

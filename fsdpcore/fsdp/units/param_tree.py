@@ -162,7 +162,7 @@ def as_units(units: Any) -> tuple[tuple[Unit, ...], ParamTree | None]:
     if isinstance(units, ParamTree):
         return units.units, units
     found = branch(units)
-    if found is None:
+    if found is None or any(isinstance(child, Unit) for child in found.children):
         return tuple(units), None
     nested = any(is_param(child) or branch(child) is not None for child in found.children)
     if isinstance(units, Mapping) or nested:
