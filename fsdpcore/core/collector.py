@@ -1,4 +1,4 @@
-"""Python's collector of garbage, kept away from where millions of objects are made that stay."""
+"""Python's collector of garbage, kept away from where it would do harm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def collector_paused() -> Iterator[None]:
     """Keep the collector off until the exit; it stays off if it was off before.
 
     It looks at all objects again and again while their number grows, which takes more time than to
-    make them. Pauses may be nested, and those of several threads may overlap.
+    make them, where millions are made that stay. Pauses may be nested, and those of several threads
+    may overlap.
     """
     _pause.begin()
     try:

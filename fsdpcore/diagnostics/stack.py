@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import PurePath
 
+from fsdpcore.core.collector import collector_paused
+
 _SHOWN = 5  # calls
 _WIDTH = 100  # characters of a call
 _DEEPEST = 1000
@@ -25,7 +27,10 @@ def where(thread: int) -> str:
     Returns:
         One line without control characters; empty if no such thread runs.
     """
-    frame = sys._current_frames().get(thread)
+    # A collection in the middle of this call lets other threads run while it holds a lock of the
+    # interpreter that they may want: then nobody goes on.
+    with collector_paused():
+        frame = sys._current_frames().get(thread)
     outside: list[str] = []
     inside: list[str] = []
     for _ in range(_DEEPEST):
