@@ -63,6 +63,7 @@ class Options:
     precision: str = "fp32"
     evaluate_every: int = 50
     evaluation_batches: int = 4
+    virtual_ranks: int | None = None
     sample_bytes: int = 300
 
 
@@ -70,9 +71,11 @@ class Trainer:
     """The model on one rank."""
 
     def __init__(self, backend: fc.Backend, options: Options) -> None:
-        if options.batch < backend.world_size:
+        # A batch is dealt to virtual ranks where there are such, else to ranks.
+        self.leaves = options.virtual_ranks or backend.world_size
+        if options.batch < self.leaves:
             raise fc.ArgumentError(
-                f"a batch of {options.batch} sequences is too small for {backend.world_size} ranks"
+                f"a batch of {options.batch} sequences is too small for {self.leaves} ranks"
             )
         self.backend = backend
         self.options = options
@@ -87,6 +90,7 @@ class Trainer:
             optimizer=fc.optim.AdamW(learning_rate(options), betas=(0.9, 0.95), weight_decay=0.1),
             prefetch=options.prefetch,
             algorithm=options.algorithm,
+            virtual_ranks=options.virtual_ranks,
         )
 
     def step(self, number: int) -> float:
@@ -94,29 +98,32 @@ class Trainer:
 
         Where gradients do not fit float16, it is made again, with the loss scaled by less.
         """
-        x, y = self._rows(self.train, number, self.options.seed)
         while True:
             scale = self.engine.loss_scale
-            loss, skipped = self._update(x, y)
+            losses, skipped = self._update(number)
             if not skipped:
-                return self._mean(loss * len(x))
+                return self._mean(losses)
             if self.engine.loss_scale == scale:
                 raise fc.NonFiniteGradientError(
                     f"gradients of step {number} are inf or nan with a loss scale of {scale:g}, "
                     "which gets no smaller; lower the learning rate, or use --precision bf16"
                 )
 
-    def _update(self, x: Any, y: Any) -> tuple[float, bool]:
-        """Forward, backward and update; the loss in nats, and whether the update was left out."""
+    def _update(self, number: int) -> tuple[dict[int, Any], bool]:
+        """Forward, backward and update; the losses, and whether the update was left out."""
         # Gradients are summed over the sequences of all ranks and divided by their number, so
         # that it does not matter how many ranks there are, or whether they get equally many.
+        losses = {}
         with self.engine.step(divisor=self.options.batch) as step, self._overflow():
-            logits, saved = self.stack.forward(step, x)
-            loss, dlogits = cross_entropy(logits, y, self.xp)
-            dlogits *= len(x) * self.engine.loss_scale
-            self.stack.backward(step, saved, dlogits)
+            for leaf in step.leaves():
+                x, y = self._rows(self.train, number, self.options.seed, leaf)
+                logits, saved = self.stack.forward(step, x)
+                loss, dlogits = cross_entropy(logits, y, self.xp)
+                losses[leaf] = loss * len(x)
+                dlogits *= len(x) * self.engine.loss_scale
+                self.stack.backward(step, saved, dlogits)
             step.update(clip=1.0)
-        return float(loss), step.skipped  # a GPU is waited for here, and for the norm
+        return losses, step.skipped
 
     def _overflow(self) -> np.errstate:
         """NumPy need not warn of what the scaling of the loss is there for."""
@@ -125,13 +132,14 @@ class Trainer:
 
     def evaluate(self) -> float:
         """The loss on the same few batches of unseen files each time, in bits per byte."""
-        total: Any = 0.0
+        losses: dict[int, Any] = dict.fromkeys(self.engine.leaves, 0.0)
         for number in range(self.options.evaluation_batches):
-            x, y = self._rows(self.validation, number, seed=0)
             with self.engine.evaluation() as step:
-                logits, _ = self.stack.forward(step, x)
-            total = total + cross_entropy(logits, y, self.xp)[0] * len(x)
-        return self._mean(float(total) / self.options.evaluation_batches)
+                for leaf in step.leaves():
+                    x, y = self._rows(self.validation, number, 0, leaf)
+                    logits, _ = self.stack.forward(step, x)
+                    losses[leaf] += cross_entropy(logits, y, self.xp)[0] * len(x)
+        return self._mean(losses) / self.options.evaluation_batches
 
     def generate(self) -> str:
         """Continue a prompt on rank 0, with all parameters gathered; the other ranks return ''."""
@@ -151,8 +159,8 @@ class Trainer:
                 text = b"def " + sample(forward, b"def ", length, context, rng, 0.8)
         return text.decode("utf-8", "replace")
 
-    def _rows(self, data: NDArray[Any], number: int, seed: int) -> tuple[Any, Any]:
-        """This rank's rows of a global batch, which every rank draws alike, where it computes."""
+    def _rows(self, data: NDArray[Any], number: int, seed: int, leaf: int) -> tuple[Any, Any]:
+        """A leaf's rows of a global batch, which every rank draws alike, where it computes."""
         x, y = batch(
             data,
             step=number,
@@ -160,15 +168,17 @@ class Trainer:
             batch_size=self.options.batch,
             context=self.options.model.context,
         )
-        rows = np.array_split(np.arange(self.options.batch), self.backend.world_size)
-        mine = rows[self.backend.rank]
+        mine = np.array_split(np.arange(self.options.batch), self.leaves)[leaf]
         return self.xp.asarray(x[mine]), self.xp.asarray(y[mine])
 
-    def _mean(self, summed: float) -> float:
-        """Bits per byte, from this rank's sum over its sequences of their losses in nats."""
-        algorithm = self.engine.host_algorithm
-        total = fc.all_reduce(np.float64(summed), self.backend, algorithm=algorithm)
-        return float(total) / self.options.batch * BITS_PER_NAT
+    def _mean(self, losses: dict[int, Any]) -> float:
+        """Bits per byte, from the sums of this rank's leaves over sequences, in nats."""
+        row = np.zeros(self.leaves)
+        for leaf, loss in losses.items():
+            row[leaf] = float(loss)  # a GPU is waited for here, and for the norm
+        # Nobody else has a number where one rank has: this sum has no order.
+        fc.all_reduce(row, self.backend, out=row, algorithm=self.engine.host_algorithm)
+        return float(row.sum()) / self.options.batch * BITS_PER_NAT
 
 
 @dataclass
@@ -341,6 +351,9 @@ def cli(
     ] = "fp32",
     prefetch: Annotated[int, typer.Option(min=0, help="Units gathered ahead.")] = 1,
     algorithm: Annotated[str, typer.Option(help="auto, or one such as direct.")] = "auto",
+    virtual_ranks: Annotated[
+        int | None, typer.Option(help="Shares of a batch: the bits are the same on any ranks.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the loss curve goes.")] = Path("runs/train_gpt"),
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 100,
@@ -372,6 +385,7 @@ def cli(
             every=every,
             resume=resume,
             precision=precision,
+            virtual_ranks=virtual_ranks,
         )
         fc.launch(main, world_size=ranks, transport=transport, args=(options,))
     except (fc.ConfigError, fc.ArgumentError) as error:

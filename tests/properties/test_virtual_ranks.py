@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import spmd
+from support.counting import CountingSim
 from support.leaf_programs import LeafProgram
 
 import fsdpcore as fc
@@ -161,11 +162,66 @@ def test_bits_are_those_of_threads_on_every_transport(transport: str) -> None:
         equal_bits([alone, *found])
 
 
-def refused(words: str, **options: Any) -> None:
+def bytes_of_a_step(backend: fc.Backend, size: int, strategy: Any, leaves: int) -> tuple[int, int]:
+    """What a rank has sent, and what the engine says of that."""
+    units = [fc.Unit("u", {"w": fc.Spec((size,))})]
+    engine = fc.FSDP(
+        units,
+        backend,
+        strategy=strategy,
+        optimizer=fc.optim.SGD(lr=1.0),
+        window=False,
+        virtual_ranks=leaves,
+        algorithm="direct",
+    )
+    before = sum(backend.sent)  # type: ignore[attr-defined]
+    with engine.step() as step:
+        for _ in step.leaves():
+            with step.forward("u"):
+                pass
+            with step.backward("u"):
+                pass
+        step.update()
+    return sum(backend.sent) - before, engine.stats.bytes_sent  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "leaves", "formula"),
+    [
+        # Powers of two: what is sent without virtual ranks.
+        ("full_shard", 4, 8, lambda n, rank: 2 * 2 * 3 * n // 4 + 3 * n // 4),
+        ("no_shard", 4, 16, lambda n, rank: 2 * 3 * n // 4),
+        # Runs of 3, 3 and 2 leaves, which are 2, 2 and 1 nodes of the tree.
+        ("full_shard", 3, 8, lambda n, rank: 3 * 2 * 2 * n // 3 + [2, 2, 1][rank] * 2 * n // 3),
+        ("no_shard", 3, 8, lambda n, rank: [2, 2, 1][rank] * 2 * n // 3 + 2 * n // 3),
+        # Groups of 4 and 3 leaves, each of which is a node.
+        (
+            fc.Strategy("hybrid_shard", shard_group_size=2),
+            4,
+            7,
+            lambda n, rank: 2 * 2 * n // 2 + n // 2 + n // 4 + n // 4,
+        ),
+    ],
+)
+def test_a_step_sends_what_the_formulas_say(
+    strategy: Any, ranks: int, leaves: int, formula: Any
+) -> None:
+    size = 12 * LEAF_BLOCK
+
+    def run(elements: int) -> list[Any]:
+        args = (elements, strategy, leaves)
+        return spmd.run_on(CountingSim, bytes_of_a_step, world_size=ranks, args=args, shm="off")
+
+    control, found = run(0), run(size)
+    for rank, ((sent, told), (agreed, told_too)) in enumerate(zip(found, control, strict=True)):
+        assert sent - agreed == told - told_too == 4 * formula(size, rank), rank
+
+
+def refused(words: str, *, algorithm: str = "auto", **options: Any) -> None:
     def main(backend: fc.Backend) -> None:
         program = LeafProgram(**{**vars(FEW), **options})
         with pytest.raises((fc.ArgumentError, fc.StateError), match=words):
-            program.train(backend)
+            program.train(backend, algorithm=algorithm)
 
     fc.launch(main, world_size=3)
 
@@ -174,6 +230,7 @@ def test_what_would_depend_on_the_ranks_is_refused() -> None:
     refused("2 virtual ranks are too few for 3 ranks", leaves=2)
     refused("virtual_ranks with Adafactor for u0.w", optimizer=fc.optim.Adafactor(lr=1e-2))
     refused("virtual_ranks must be an integer", leaves=1.5)
+    refused("order of its own", algorithm="ring")
 
     def main(backend: fc.Backend) -> None:
         params = {"w": np.zeros(4, np.float32)}

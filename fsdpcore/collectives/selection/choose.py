@@ -43,6 +43,9 @@ from fsdpcore.core.policy import Costs
 
 Algorithms = dict[str, Algorithm]
 
+AUTOMATIC = ("auto", "canonical")
+"""Names for what is chosen here."""
+
 # Who sends on what it got is done when the receiver has asked for it: a trip more for each but the
 # first one. Up to about so many bytes nobody has to ask.
 _UNASKED = 64 * 1024
@@ -60,7 +63,8 @@ def choose(
 
     Args:
         collective: a key of ``ALGORITHMS``.
-        algorithm: one of its algorithms or of the transport's own, or "auto".
+        algorithm: one of its algorithms or of the transport's own, or "auto"; "canonical" is that
+            among those that reduce in the canonical order.
         nbytes: the n of the cost formulas.
         backend: gives the group, the transport's costs and its own algorithms, and the policy.
         dtype, op: of the call, where they are known; an algorithm may not support them.
@@ -72,8 +76,8 @@ def choose(
     own = state_of(backend).own_algorithms.get(collective, {})
     known = _known(collective, backend, own)
     publisher = None
-    if algorithm == "auto":
-        usable = _usable(known, backend, dtype, op)
+    if algorithm in AUTOMATIC:
+        usable = _usable(known, backend, dtype, op, canonical=algorithm == "canonical")
         algorithm = _overridden(collective, nbytes, backend, usable) or ""
         if not algorithm:
             allowed = _allowed(collective, usable, own)
@@ -110,7 +114,7 @@ def _in_words(dtype: np.dtype[Any] | None, op: str) -> str:
 
 def unknown(collective: str, algorithm: object, known: list[str]) -> ArgumentError:
     """The error of a call that asks for an algorithm that there is not."""
-    names = ", ".join(repr(name) for name in ["auto", *known])
+    names = ", ".join(repr(name) for name in [*AUTOMATIC, *known])
     return ArgumentError(f"{collective} has no algorithm {algorithm!r}; it has {names}")
 
 
@@ -194,10 +198,15 @@ def predict(
 
 
 def _usable(
-    known: Algorithms, backend: Backend, dtype: np.dtype[Any] | None, op: str
+    known: Algorithms,
+    backend: Backend,
+    dtype: np.dtype[Any] | None,
+    op: str,
+    *,
+    canonical: bool = False,
 ) -> Algorithms:
     """What can be used for a call at all, whoever asks for it."""
-    deterministic = backend.root.policy.deterministic
+    deterministic = canonical or backend.root.policy.deterministic
     return {
         name: algorithm
         for name, algorithm in known.items()

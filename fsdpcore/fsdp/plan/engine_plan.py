@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpcore.collectives.selection.choose import expected_seconds
-from fsdpcore.core.errors import StateError
+from fsdpcore.core.errors import StateError, UnsupportedError
 from fsdpcore.fsdp.plan.estimate import moved
 from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.memory import HeldMemory
@@ -40,7 +40,12 @@ def plan_of(
         model: what it has made of them.
         microbatches, sync, whole, compute_seconds: as of ``make_plan``.
         windowed: the parameters are in a window.
+
+    Raises:
+        UnsupportedError: the engine has virtual ranks.
     """
+    if model.leaves.virtual:
+        raise UnsupportedError("a step of virtual ranks is not planned yet; measure one instead")
     backend, everyone, options = model.groups.whole, model.groups.everyone, model.options
     updates = [unit.updater for unit in model.units if unit.updater is not None]
     ahead = options.prefetch

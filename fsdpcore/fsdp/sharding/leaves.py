@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from fsdpcore.core.buffers import split_sizes
+from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.fsdp.sharding.placement import Placement
 
@@ -79,7 +81,27 @@ class Leaves:
         joined = [tree.joined(group) for group in self.groups]
         return all(joined) and tree.joined(self.unions) is not None
 
-    def sent_parts(self) -> tuple[int, int]:
-        """How many sums this rank sends of its part to each other rank: in its group, beyond."""
+    def sends(self, layout: FlatLayout) -> int:
+        """Elements of a unit's gradients that this rank sends so that they are summed.
+
+        Where they are not summed as ever: its sums of the others' parts to each of them, and where
+        ranks keep the sum of a whole buffer, its part of that to all others of these. With k nodes
+        of the tree in this rank's run, and K in that of its group, that is::
+
+            k (n - n / s) + K (n / s - n / p) + n / p (p / s - 1)     s shards on p ranks
+            k (n - n / p) + n / p (p - 1)                             whole gradients
+        """
+        if self.direct:
+            return sum(each.sent for each in self.placement.reductions(layout, self.rank))
+        size, ranks = layout.padded_size, self.placement.world_size
         nodes = len(self.tree.cover(self.mine))
-        return nodes, len(self.tree.cover(self.unions[self.group]))
+        if self.placement.whole_gradients:
+            part = split_sizes(size, ranks)[self.rank]
+            return nodes * (size - part) + part * (ranks - 1)
+        shard, replicas = layout.shard_size, self.placement.replicas
+        part = split_sizes(shard, replicas)[self.group]
+        sent = nodes * (size - shard)
+        if replicas > 1:
+            union = len(self.tree.cover(self.unions[self.group]))
+            sent += union * (shard - part) + part * (replicas - 1)
+        return sent

@@ -97,8 +97,7 @@ class UnitGradients:
         self._placement = groups.placement
         shard = slice(*places.layout.shard_bounds(groups.shards.rank))
         whole = groups.placement.whole_gradients
-        reductions = groups.placement.reductions(places.layout, groups.whole.rank)
-        self.sends = sum(each.sent for each in reductions) * dtypes.grad.itemsize
+        self.sends = binding.leaves.sends(places.layout) * dtypes.grad.itemsize
         # Of the full gradients, what is kept; and of that, the shard.
         self._range = slice(0, places.layout.padded_size) if whole else shard
         self._kept_size = self._range.stop - self._range.start

@@ -16,6 +16,7 @@ from fsdpcore.fsdp.sharding.leaves import LEAF_BLOCK, Leaves
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.tensor_group import checked_tensor, everyone_of
 from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
+from fsdpcore.fsdp.units.arithmetic import agree_on_arithmetic
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.check_units import check_optimizers, check_order, check_units
@@ -53,6 +54,7 @@ def make_model(
     virtual = options.virtual_ranks is not None
     if virtual:
         check_order(units, optimizers)
+        agree_on_arithmetic(everyone)
     tree = LeafTree(options.virtual_ranks or backend.world_size)
     leaves = Leaves(tree, placement, backend.rank, virtual)
     shards, block = groups.shards.world_size, LEAF_BLOCK if virtual else 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpcore.collectives.device_transport import device_transport_of
+from fsdpcore.collectives.selection.choose import AUTOMATIC
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import transport_of
@@ -103,6 +104,9 @@ class EngineOptions:
         precision = Precision() if precision is None else precision
         _check_kinds(precision, offload, window)
         _check_algorithm(algorithm, backend)
+        if virtual_ranks is not None:
+            virtual_ranks = _leaves(virtual_ranks, backend, precision)
+            algorithm = _canonical(algorithm)
         return cls(
             strategy if isinstance(strategy, Strategy) else Strategy(strategy),
             precision,
@@ -111,7 +115,7 @@ class EngineOptions:
             offload,
             as_int(seed, "seed"),
             algorithm,
-            None if virtual_ranks is None else _leaves(virtual_ranks, backend, precision),
+            virtual_ranks,
         )
 
 
@@ -132,6 +136,17 @@ def _leaves(virtual_ranks: int, backend: Backend, precision: Precision) -> int:
     return leaves
 
 
+def _canonical(algorithm: str) -> str:
+    """Return the algorithm of an engine with virtual ranks."""
+    found = ALGORITHMS["reduce_scatter"].get(algorithm)
+    if algorithm not in AUTOMATIC and (found is None or not found.canonical):
+        raise ArgumentError(
+            f"virtual_ranks with algorithm={algorithm!r}, which reduces in an order of its own; "
+            "leave it at 'auto'"
+        )
+    return "canonical" if algorithm == "auto" else algorithm
+
+
 def _check_kinds(precision: object, offload: object, window: object) -> None:
     """Raise ArgumentError for an option that is of another type."""
     such = "a fc.Precision, such as fc.Precision(param_dtype=np.float16)"
@@ -146,8 +161,8 @@ def _check_algorithm(algorithm: str, backend: Backend) -> None:
     known = set.intersection(
         *(_algorithms(name, backend) for name in ("all_gather", "reduce_scatter", "all_reduce"))
     )
-    if algorithm != "auto" and algorithm not in known:
-        names = ", ".join(repr(name) for name in ["auto", *sorted(known)])
+    if algorithm not in AUTOMATIC and algorithm not in known:
+        names = ", ".join(repr(name) for name in [*AUTOMATIC, *sorted(known)])
         raise ArgumentError(f"an engine has no algorithm {algorithm!r}; it has {names}")
 
 

@@ -1,0 +1,44 @@
+"""What the bits of a computation depend on beside its numbers: the processor, and BLAS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from fsdpcore.collectives.consensus import compare
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.disagreement import Disagreement
+
+_THINGS = ("NumPy", "the processor's instructions", "BLAS")
+
+
+def agree_on_arithmetic(backend: Backend) -> None:
+    """Have all ranks compute alike: BLAS with one thread, on like processors; a collective.
+
+    How many threads there are changes the bits of a matrix product, and so do the instructions
+    that NumPy and BLAS choose by the processor. The limit is the process's, and stays.
+
+    Raises:
+        MismatchError: the ranks have other processors or libraries; says which.
+    """
+    controller = ThreadpoolController()
+    controller.limit(limits=1, user_api="blas")
+    libraries = [each for each in controller.info() if each["user_api"] == "blas"]
+    blas = sorted(
+        f"{each['internal_api']} {each['version']} for {each.get('architecture', 'any processor')}"
+        for each in libraries
+    )
+    simd: Any = np.show_config(mode="dicts")
+    found = simd["SIMD Extensions"]
+    instructions = [*found.get("baseline", []), *found.get("found", [])]
+    said = [np.__version__, " ".join(instructions), ", ".join(blas)]
+    compare(backend, "virtual_ranks", said, _message)
+
+
+def _message(found: Disagreement) -> str:
+    return (
+        f"virtual_ranks promises the same bits on any ranks, but {_THINGS[found.position]} is "
+        f"{found.sentence}; take hosts that are alike"
+    )
