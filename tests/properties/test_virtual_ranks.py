@@ -16,7 +16,7 @@ from support.leaf_programs import LeafProgram
 
 import fsdpcore as fc
 from fsdpcore.core.geometry.leaf_tree import LeafTree
-from fsdpcore.fsdp.sharding.leaves import LEAF_BLOCK
+from fsdpcore.fsdp.sharding.virtual_ranks import LEAF_BLOCK
 from fsdpcore.fsdp.step.norm import joined, local_part
 
 FEW = LeafProgram(

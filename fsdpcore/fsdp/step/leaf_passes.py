@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from fsdpcore.core.errors import StateError
-from fsdpcore.fsdp.sharding.leaves import Leaves
+from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
 from fsdpcore.fsdp.gpu.sums import Slots, SumKind
-from fsdpcore.fsdp.sharding.leaves import LEAF_BLOCK
+from fsdpcore.fsdp.sharding.virtual_ranks import LEAF_BLOCK
 
 _BLOCK = 32 * 1024
 # Squares that add up to less may have vanished. Those of float32 do not.

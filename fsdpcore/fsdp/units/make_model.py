@@ -12,9 +12,9 @@ from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.fsdp.offload.offload_store import OffloadFile
 from fsdpcore.fsdp.offload.stores import open_stores
 from fsdpcore.fsdp.optim.groups import Given
-from fsdpcore.fsdp.sharding.leaves import LEAF_BLOCK, Leaves
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.tensor_group import checked_tensor, everyone_of
+from fsdpcore.fsdp.sharding.virtual_ranks import LEAF_BLOCK, Leaves
 from fsdpcore.fsdp.units.agree_units import check_same, exchange_tilings
 from fsdpcore.fsdp.units.arithmetic import agree_on_arithmetic
 from fsdpcore.fsdp.units.binding import Binding

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.fsdp.sharding.leaves import Leaves
 from fsdpcore.fsdp.sharding.placement import Keep, Placement
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
+from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.optimizers import Optimizers
 from fsdpcore.fsdp.units.options import EngineOptions
 from fsdpcore.fsdp.units.persistent import persistent_of
