@@ -8,7 +8,6 @@ from typing import Any
 
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int
-from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.state.averaged import averaged
 from fsdpcore.fsdp.state.full import full_params, full_tree
 from fsdpcore.fsdp.state.load import load_params, load_state
@@ -95,9 +94,7 @@ class StateVerbs:
         """
         if full:
             return full_state(self._model, optimizer=optimizer, to=to)
-        if to != "all":
-            raise ArgumentError("to=... belongs to full=True; each rank has its own shards anyway")
-        return sharded_state(self._model, optimizer=optimizer)
+        return sharded_state(self._model, optimizer=optimizer, to=to)
 
     def load_state_dict(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.foreign import as_numpy, is_foreign
+from fsdpcore.core.foreign import as_numpy, is_foreign, is_random_key
 from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.core.skeleton import Skeleton
 from fsdpcore.core.trees import branch
@@ -17,17 +17,12 @@ from fsdpcore.fsdp.units.special import Tied
 
 
 def is_param(leaf: Any) -> bool:
-    """Whether it is an array, or stands for one; random keys of JAX, which are no numbers, not."""
+    """Whether it is an array of numbers, or stands for one; random keys of JAX are none."""
     if isinstance(leaf, (Spec, Tied, BoxShard)):
         return True
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUMm"
-    return is_foreign(leaf) and hasattr(leaf, "shape") and not _is_key(leaf)
-
-
-def _is_key(leaf: Any) -> bool:
-    """Whether it is an array of random keys of JAX, which are no numbers."""
-    return str(getattr(leaf, "dtype", "")).startswith("key<")
+    return is_foreign(leaf) and hasattr(leaf, "shape") and not is_random_key(leaf)
 
 
 def own_values(skeleton: Skeleton) -> list[Any]:
