@@ -33,7 +33,9 @@ def own_values(skeleton: Skeleton) -> list[Any]:
         if isinstance(leaf, (Spec, Tied, BoxShard)) or hasattr(leaf, "__cuda_array_interface__"):
             continue
         array = as_numpy(leaf, f"parameter {'.'.join(map(str, path))}")
-        if is_foreign(leaf) and not array.flags.writeable:  # a value, that has no identity
+        # Arrays of JAX are values: one that stands in two places is two parameters. Those of NumPy
+        # and PyTorch that share memory are one.
+        if is_foreign(leaf) and not array.flags.writeable:
             place = array.ctypes.data
             array = array.copy() if place in seen else array
             seen.add(place)
@@ -55,7 +57,7 @@ def nested(name: str, params: Any) -> tuple[Any, Skeleton | None]:
     inside = branch(params)
     if inside is None or not (any(map(has_params, inside.children)) or inside.kind == "object"):
         return params, None
-    if isinstance(params, Mapping):  # what is no container in it, but None, is an array
+    if isinstance(params, Mapping):  # a list of numbers in it is an array; None stays None
         params = {
             key: value if _stays(value) else as_numpy(value, f"parameter {name}.{key}")
             for key, value in params.items()
