@@ -20,6 +20,7 @@ import numpy as np
 
 from fsdpcore.core.array_module import address
 from fsdpcore.core.errors import UnsupportedError
+from fsdpcore.core.foreign import is_random_key
 from fsdpcore.core.jax_host import check_width, import_jax, on_host
 
 
@@ -99,9 +100,7 @@ def to_numpy(jax: Any, tree: Any) -> Any:
     """
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-            return leaf
-        return np.asarray(leaf)
+        return leaf if is_random_key(leaf) else np.asarray(leaf)
 
     return jax.tree_util.tree_map(one, tree)
 

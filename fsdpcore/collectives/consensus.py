@@ -111,6 +111,8 @@ def agree(
             other, which is a CheckpointError; on all ranks, with the same message. On the rank
             itself with the error as its cause.
     """
+    # As JSON, which is ASCII: the name of a file in an error may have half a surrogate pair, which
+    # objects refuse.
     line = json.dumps([*_packed(error), value])
     lines = all_gather_object(line, backend, label=what, timeout=timeout)
     rows = [json.loads(each) for each in lines]

@@ -98,6 +98,14 @@ def library_of(value: Any) -> str:
     return {"jaxlib": "jax"}.get(name := type(value).__module__.partition(".")[0], name)
 
 
+def is_random_key(value: Any) -> bool:
+    """Whether it is a typed key of JAX, or an array of them: these are no numbers."""
+    if library_of(value) != "jax" or not hasattr(value, "dtype"):
+        return False
+    jax: Any = sys.modules["jax"]
+    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
 def given_to(library: str, array: Array) -> Any:
     """Return a NumPy array as one of "jax" or "torch", on the host; itself for any other library.
 

@@ -130,10 +130,7 @@ def _same(one: Any, other: Any) -> bool:
     if mine is None or theirs is None:
         try:
             return mine is theirs and bool(one == other)
-        except (
-            TypeError,
-            ValueError,
-        ):  # arrays, for instance, that are compared element by element
+        except (TypeError, ValueError):  # of arrays, which are compared element by element
             return False
     if mine.keys != theirs.keys or mine.static != theirs.static:
         return False

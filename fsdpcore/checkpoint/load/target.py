@@ -43,7 +43,7 @@ from fsdpcore.core.text import listed
 from fsdpcore.core.trees import Branch, branch
 
 _AS_ONE = (list, tuple)
-"""What is loaded as one value if all in it is plain: what was saved may be longer."""
+"""These are loaded as one value if all in them is plain: what was saved may be longer."""
 
 
 class Planted(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -11,7 +10,7 @@ import numpy as np
 from fsdpcore.checkpoint.format.random_states import kind_of as generator_kind
 from fsdpcore.checkpoint.plan.describe import is_engine
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.foreign import is_foreign, library_of
+from fsdpcore.core.foreign import is_foreign, is_random_key
 from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.fsdp.state.state import EngineState, ShardedArray
 
@@ -83,7 +82,7 @@ def kind_of(value: object) -> Kind:
     if isinstance(value, (np.ndarray, np.generic)):
         return "array"
     if is_foreign(value):
-        return "key" if is_key(value) else "array"
+        return "key" if is_random_key(value) else "array"
     if generator_kind(value) is not None:
         return "generator"
     return "stateful" if is_stateful(value) else ""
@@ -96,11 +95,3 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
         and hasattr(value, "load_state_dict")
         and not (isinstance(value, (Mapping, type)))
     )
-
-
-def is_key(value: Any) -> bool:
-    """Whether it is a typed key of JAX, or an array of them."""
-    if library_of(value) != "jax":
-        return False
-    jax: Any = sys.modules["jax"]
-    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))

@@ -116,9 +116,16 @@ class BackgroundSaves(Generic[_T]):
             self._future.reported = reported
 
     def wait(self, timeout: float | None = None) -> _T | None:
-        """Wait for the last save and return what came of it; None if there was none.
+        """Block until the last save has ended.
 
-        Up to ``timeout`` seconds, if given. Raises what the future's ``wait`` raises.
+        Args:
+            timeout: seconds to wait; by default as long as it takes.
+
+        Returns:
+            What the ``wait`` of its future returns; None if there was no save.
+
+        Raises:
+            CommTimeoutError, CheckpointError, CommunicationError: as that ``wait``.
         """
         return None if self._future is None else self._future.wait(timeout)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fsdpcore.collectives import barrier
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.state.save import full_state, sharded_state
 from fsdpcore.fsdp.state.state import ArrayPiece, ShardedArray
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
@@ -18,11 +17,9 @@ def release(
     model.status.check_idle("release()")
     if full:
         state = full_state(model, optimizer=False, to=to)
-    elif to != "all":
-        raise ArgumentError("to=... belongs to full=True; each rank has its own shards anyway")
     else:
+        state = sharded_state(model, optimizer=False, to=to)
         barrier(model.groups.everyone, label="release(full=False)")
-        state = sharded_state(model, optimizer=False)
     arrays = {name: array if full else _copied(array) for name, array in state.arrays.items()}
     for name, owner in state.info["ties"].items():
         if owner in arrays:

@@ -16,8 +16,13 @@ from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.views import read_only
 
 
-def sharded_state(model: ShardedModel, *, optimizer: bool) -> EngineState:
-    """Return views of what this rank holds; does not communicate, and copies nothing."""
+def sharded_state(model: ShardedModel, *, optimizer: bool, to: int | str = "all") -> EngineState:
+    """Return views of what this rank holds; does not communicate, and copies nothing.
+
+    Raises ArgumentError where ``to`` names a single rank, as only ``full_state`` can.
+    """
+    if to != "all":
+        raise ArgumentError("to=... belongs to full=True; each rank has its own shards anyway")
     model.status.check_whole()
     if optimizer:
         model.status.check_own("the state of the optimizer, which has the weights now,")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -97,9 +96,8 @@ def compare_updates(
 def _refuse_orders(backend: Backend, events: Events, names: Sequence[str], what: str) -> None:
     """Say where the ranks' ways through the units part, and raise; a collective."""
     used = [f"{phase} of unit {names[unit]!r}" for phase, unit in events]
-    texts = all_gather_object(json.dumps(used), backend, label=f"{what}, order of units")
     check_same(
-        [json.loads(text) for text in texts],
+        all_gather_object(used, backend, label=f"{what}, order of units"),
         backend.ranks,
         lambda found: (
             f"the ranks went through the units in different orders: use {found.position + 1} of "

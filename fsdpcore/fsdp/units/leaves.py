@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.foreign import as_numpy, is_foreign
+from fsdpcore.core.foreign import as_numpy, is_foreign, is_random_key
 from fsdpcore.core.geometry.boxes import BoxShard
 from fsdpcore.core.skeleton import Skeleton
 from fsdpcore.core.trees import branch
@@ -17,17 +17,12 @@ from fsdpcore.fsdp.units.special import Tied
 
 
 def is_param(leaf: Any) -> bool:
-    """Whether it is an array, or stands for one; random keys of JAX, which are no numbers, not."""
+    """Whether it is an array of numbers, or stands for one; random keys of JAX are none."""
     if isinstance(leaf, (Spec, Tied, BoxShard)):
         return True
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUMm"
-    return is_foreign(leaf) and hasattr(leaf, "shape") and not _is_key(leaf)
-
-
-def _is_key(leaf: Any) -> bool:
-    """Whether it is an array of random keys of JAX, which are no numbers."""
-    return str(getattr(leaf, "dtype", "")).startswith("key<")
+    return is_foreign(leaf) and hasattr(leaf, "shape") and not is_random_key(leaf)
 
 
 def own_values(skeleton: Skeleton) -> list[Any]:
@@ -38,7 +33,9 @@ def own_values(skeleton: Skeleton) -> list[Any]:
         if isinstance(leaf, (Spec, Tied, BoxShard)) or hasattr(leaf, "__cuda_array_interface__"):
             continue
         array = as_numpy(leaf, f"parameter {'.'.join(map(str, path))}")
-        if is_foreign(leaf) and not array.flags.writeable:  # a value, that has no identity
+        # Arrays of JAX are values: one that stands in two places is two parameters. Those of NumPy
+        # and PyTorch that share memory are one.
+        if is_foreign(leaf) and not array.flags.writeable:
             place = array.ctypes.data
             array = array.copy() if place in seen else array
             seen.add(place)
@@ -60,7 +57,7 @@ def nested(name: str, params: Any) -> tuple[Any, Skeleton | None]:
     inside = branch(params)
     if inside is None or not (any(map(has_params, inside.children)) or inside.kind == "object"):
         return params, None
-    if isinstance(params, Mapping):  # what is no container in it, but None, is an array
+    if isinstance(params, Mapping):  # a list of numbers in it is an array; None stays None
         params = {
             key: value if _stays(value) else as_numpy(value, f"parameter {name}.{key}")
             for key, value in params.items()

@@ -104,7 +104,10 @@ class ParamTree(Iterable[Unit]):
 
         Args:
             params: by unit and then by name, as of ``step.whole()``; or by ``unit.param``, as of
-                ``engine.full_params()``. They are used as they are, not copied.
+                ``engine.full_params()``.
+
+        Returns:
+            A tree like the one that this was made of. It has these very arrays, not copies.
 
         Raises:
             ArgumentError: one is missing.
@@ -124,8 +127,12 @@ class ParamTree(Iterable[Unit]):
     def split(self, tree: Any) -> dict[str, dict[str, Any]]:
         """Return what a tree that is nested alike has for each parameter, by unit and name.
 
-        For gradients: None may stand for a parameter, or for a part of the tree; it is in the
-        result, too.
+        Args:
+            tree: gradients, for instance. None may stand for a parameter, or for a part of the
+                tree.
+
+        Returns:
+            The arrays themselves, not copies; None where the tree has None.
 
         Raises:
             ArgumentError: it is nested in another way.
@@ -139,7 +146,16 @@ class ParamTree(Iterable[Unit]):
     def named(self, tree: Any) -> dict[str, Any]:
         """Return the arrays of a tree that is nested alike by ``unit.param``.
 
-        For ``engine.load_full``. None is left out. Raises ArgumentError as ``split``.
+        It is what ``engine.load_full`` takes.
+
+        Args:
+            tree: as of ``split``.
+
+        Returns:
+            The arrays themselves, not copies; without those for which the tree has None.
+
+        Raises:
+            ArgumentError: it is nested in another way.
         """
         return {
             f"{unit}.{name}": leaf
