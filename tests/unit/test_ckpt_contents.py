@@ -211,6 +211,7 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, transport: str) -> None:
         ("list/0", lambda rank: {"list": [True if rank // 2 else 1]}),
         ("stream", lambda rank: {"stream": Stream(rank // 2, [])}),
         ("stream/window", lambda rank: {"stream": Stream(1, [float(rank // 2)])}),
+        ("w", lambda rank: {"own": PerRank(1), "w": np.full(2, rank // 2)}),
         ("zero", lambda rank: {"zero": np.array(-0.0 if rank // 2 else 0.0)}),
     ],
 )
