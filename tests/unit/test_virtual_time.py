@@ -13,8 +13,8 @@ from fsdpcore.transports.simulated.wire import _costs
 from support.virtual_time import LATENCY, MESSAGE, NETWORK, RATE, launch, network_file
 
 import fsdpcore as fc
-from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.collectives.objects import FIRST_BYTES
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.errors import ConfigError, StateError
 from fsdpcore.core.objects import pack

@@ -126,7 +126,6 @@ def _reversed(backend: fc.Backend) -> fc.Backend:
     return backend.sub(range(backend.world_size)[::-1])
 
 
-
 # What all ranks but the last call, what the last one does, and words of the error.
 DIFFERENCES: dict[str, tuple[Call, Call, tuple[str, ...]]] = {
     "root": (
