@@ -163,14 +163,22 @@ def test_ranks_compare_what_an_optimizer_does_and_lr_is_its_own():
         fc.optim.Optax(optax.adamw)
 
 
-def test_torch_optimizers_go_on_as_they_do_unsharded(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "array", "options"),
+    [
+        ("NAdam", "exp_avg", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+        # A number of its state follows the rate of the step before.
+        ("ASGD", "ax", {"weight_decay": 0.1, "t0": 2.0}),
+    ],
+)
+def test_torch_optimizers_go_on_as_they_do_unsharded(tmp_path, name, array, options):
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)
     rates = fc.optim.schedules.Linear(0.1, warmup=2, total=9)
-    options = {"weight_decay": 0.1, "decoupled_weight_decay": True}
+    kind = getattr(torch.optim, name)
     want = jax.tree.map(torch.from_numpy, arrays(0))
     tensors = jax.tree.leaves(want)
-    theirs = torch.optim.NAdam(tensors, **options)
+    theirs = kind(tensors, **options)
     for step in range(6):
         for tensor, grad in zip(tensors, jax.tree.leaves(grads_of(step)), strict=True):
             tensor.grad = torch.from_numpy(np.asarray(grad))
@@ -178,9 +186,9 @@ def test_torch_optimizers_go_on_as_they_do_unsharded(tmp_path):
         theirs.step()
 
     def optimizer():
-        return fc.optim.Torch(torch.optim.NAdam, lr=rates, **options)
+        return fc.optim.Torch(kind, lr=rates, **options)
 
-    assert optimizer().state_names == ("exp_avg", "exp_avg_sq")
+    assert optimizer().state_names[0] == array
     one = optimizer()
     assert repr(one) == repr(pickle.loads(pickle.dumps(one)))
     for ranks, steps in [(3, 3), (2, 6)]:
@@ -188,7 +196,7 @@ def test_torch_optimizers_go_on_as_they_do_unsharded(tmp_path):
         found = run(trained, transport="sim", world_size=ranks, args=args)
     for tree, saved in found:
         assert_as(tree, jax.tree.map(lambda tensor: tensor.numpy(), want))
-        assert_as(saved["optimizer/exp_avg/a.w"], theirs.state[want["a"]["w"]]["exp_avg"].numpy())
+        assert_as(saved[f"optimizer/{array}/a.w"], theirs.state[want["a"]["w"]][array].numpy())
 
 
 def test_torch_optimizers_that_are_not_elementwise_are_refused():
