@@ -177,5 +177,5 @@ def test_a_host_may_stand_above_other_levels():
 
 def test_a_link_of_its_own_may_let_nothing_pass_at_once():
     levels = (Level("host", 0, 100.0, 0.0, burst=50),)
-    network = Network(levels, links={"host 1": Link(burst=0)})
-    assert [network.burst(network.link(0, host)) for host in range(3)] == [50, 0, 50]
+    network = Network(levels, links={"rank 1": Link(burst=0)})
+    assert [network.burst(network.link(0, rank)) for rank in range(3)] == [50, 0, 50]
