@@ -12,6 +12,7 @@ from support.jobs import finished, python
 
 import fsdpcore as fc
 from fsdpcore.checkpoint import AsyncDistributedCheckpointer, flat_shard_metadata, latest, read
+from fsdpcore.checkpoint.memory.staging import Staging
 from fsdpcore.checkpoint.save import async_distributed
 from fsdpcore.checkpoint.storage.files import Files
 from fsdpcore.checkpoint.storage.local_storage import LocalStorage
@@ -122,7 +123,11 @@ def test_a_second_save_waits_or_is_refused(tmp_path, gate):
         AsyncDistributedCheckpointer(busy="never")
 
 
-def test_errors_at_once_and_of_the_background(tmp_path, caplog):
+def no_memory(*_):
+    raise MemoryError
+
+
+def test_errors_at_once_and_of_the_background(tmp_path, caplog, monkeypatch):
     with AsyncDistributedCheckpointer() as saver:
         with pytest.raises(fc.ArgumentError, match="the state lacks 'b'"):
             saver.save({"w": full(1)["w"]}, path_of(tmp_path), 0, 1, described())
@@ -136,6 +141,19 @@ def test_errors_at_once_and_of_the_background(tmp_path, caplog):
         assert "A checkpoint was not written" in record.message
     saver = AsyncDistributedCheckpointer()
     saver.save(full(3), path_of(tmp_path), 0, 1, replace(described(), save_id="three"))
+    with pytest.raises(fc.ArgumentError, match="is a committed checkpoint"):
+        saver.close()
+    # What ended the block is what is raised, and not what became of the save.
+    with pytest.raises(ZeroDivisionError), AsyncDistributedCheckpointer() as saver:
+        saver.save(full(3), path_of(tmp_path), 0, 1, described(save_id="three"))
+        _ = 1 / 0
+    # A failure is still told after a save for which there is no memory has waited for it.
+    saver = AsyncDistributedCheckpointer()
+    saver.save(full(3), path_of(tmp_path), 0, 1, described(save_id="three"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "copy", no_memory)
+        with pytest.raises(fc.CheckpointError, match="no memory for a copy"):
+            saver.save(full(4), path_of(tmp_path, 4), 0, 1, described(4))
     with pytest.raises(fc.ArgumentError, match="is a committed checkpoint"):
         saver.close()
     assert (read(tmp_path)["w"] == 1).all()

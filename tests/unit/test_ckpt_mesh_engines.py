@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -216,7 +218,9 @@ def test_a_damaged_file_makes_all_ranks_of_the_mesh_load_the_step_before(tmp_pat
 
 def test_written_anew_by_a_tool_it_is_loaded_by_a_mesh(run, tmp_path, reference):
     saved, path = run
-    rewrite(path, tmp_path, 3)
+    folder = tmp_path / rewrite(path, tmp_path, 3).name
+    told = json.loads((folder / "metadata.json").read_text("utf-8"))
+    assert told["info"]["world_size"] == told["world_size"] == 3
     assert diff(path, tmp_path).equal
     check_goes_on(Way(2, 3), saved, tmp_path, reference)
 

@@ -22,11 +22,11 @@ def _engine(backend: fc.Backend, **options: Any) -> fc.FSDP:
     return fc.FSDP(units, backend, optimizer=fc.optim.SGD(lr=0.1), **options)
 
 
-def _passes(step: fc.Step, bad: Bad, rank: int) -> None:
-    for name in UNITS:
+def _passes(step: fc.Step, bad: Bad, rank: int, units: str = UNITS) -> None:
+    for name in units:
         with step.forward(name):
             pass
-    for name in reversed(UNITS):
+    for name in reversed(units):
         with step.backward(name) as (_, grads):
             for param in ("w", "b"):
                 # The last element: it is in another rank's shard than the first.
@@ -75,6 +75,12 @@ def test_what_spreads_is_traced_to_its_rank_at_once(options: dict[str, Any]) -> 
         assert {rank for ranks in parameters.values() for rank in ranks} == {2}
         assert parameters["a.w"] == parameters["a.b"] == (2,)
         assert "gradients of 'b.w', 'a.w', 'a.b' are inf or nan; those of rank 2 were so" in words
+        # What was found before is not told again, nor is what still lies in memory.
+        assert _error(engine, {(1, "a", "w"): np.nan})[1] == {"a.w": (1,)}
+        with pytest.raises(fc.NonFiniteGradientError) as caught, engine.step() as step:
+            _passes(step, {(3, "a", "w"): np.nan}, backend.rank, "a")
+            step.update()
+        assert caught.value.parameters == {"a.w": (3,)}
         _update(engine, {})
         assert engine.steps == 2
 
@@ -98,7 +104,8 @@ def test_what_is_not_known_any_more_is_found_in_the_next_step(
         words, parameters = _error(engine, bad, rounds)
         assert parameters == {"c.b": (1, 2)}
         assert "those of ranks 1, 2 were so" in words
-        _update(engine, {}, rounds)
+        assert _error(engine, bad, rounds)[1] == {"c.b": ()}
+        _update(engine, {}, rounds)  # which ends the search
         assert all(unit.gradients.watch is None for unit in engine._model.units)
 
     fc.launch(main, world_size=3, transport="sim")

@@ -251,9 +251,12 @@ def test_gradients_are_seen_and_written_by_name(strategy, window):
             with pytest.raises(fc.StateError, match="has ended"):
                 found["a.w"]
             with step.gradients(write=True) as found:
-                for array in found.values():
-                    for piece in array.pieces:
-                        np.clip(piece.array, -0.5, 0.5, out=piece.array)
+                views = [piece.array for array in found.values() for piece in array.pieces]
+                for view in views:
+                    np.clip(view, -0.5, 0.5, out=view)
+            for view in views:
+                with pytest.raises(ValueError, match="read-only"):
+                    view[...] = 0
             with step.gradients(full=True, write=True) as found:
                 found["a.w"][1] = 0
                 found["unused.w"][:] = 3.0
@@ -383,13 +386,19 @@ def test_release_hands_back_the_parameters_and_frees_the_rest(strategy, to):
         unit = engine.units[0]
         held = [weakref.ref(array) for array in unit.optimizer_state.values()]
         held += [weakref.ref(engine._model.units[0].trained_parameter.master)]
+        groups = [engine._model.groups.shards, engine._model.groups.replicas]
+        groups = [group for group in groups if group is not backend]
         with engine.step(), pytest.raises(fc.StateError, match=r"release\(\) inside of a step"):
             engine.release()
         params = engine.release(full=False) if to is None else engine.release(to=to)
+        if to is None:  # copies, so that nothing larger lives on
+            sharded = [each for each in params.values() if isinstance(each, fc.ShardedArray)]
+            assert all(part.array.flags.owndata for each in sharded for part in each.pieces)
         gc.collect()
         assert [each() for each in held] == [None] * 3
         assert engine.held().total == 0
         assert engine.units == ()
+        assert all(group.order.closed for group in groups)
         for call in (engine.step().__enter__, engine.state_dict, engine.release, engine.unshard):
             with pytest.raises(fc.StateError, match="of an engine that was released"):
                 call()

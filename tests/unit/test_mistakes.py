@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import fsdpcore as fc
+from fsdpcore.collectives.consensus import agree
+from fsdpcore.core.errors import in_one_line
 
 ONES = np.ones((3, 4), np.float32)
 
@@ -99,3 +101,17 @@ def test_arrays_of_other_libraries_travel_without_their_history() -> None:
         assert (got == ONES).all()
 
     fc.launch(main, world_size=2, transport="sim")
+
+
+def test_an_error_in_one_line_has_the_list_that_it_announces() -> None:
+    error = ValueError("two things:\n  one\n  two\nand more, later\n  of it")
+    assert in_one_line(error).endswith("two things: one; two")
+
+
+def test_ranks_that_an_error_names_already_are_not_named_twice() -> None:
+    def body(backend: fc.Backend) -> None:
+        error = None if backend.rank == 2 else fc.ArgumentError("it is wrong (on rank 1)")
+        with pytest.raises(fc.ArgumentError, match=r"it is wrong \(on rank 1\)$"):
+            agree(backend, "a test", error)
+
+    fc.launch(body, world_size=3, transport="sim")

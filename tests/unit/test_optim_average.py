@@ -65,7 +65,11 @@ def train(backend, inner, strategy, folder):
         (fc.optim.SGD(lr=0.1), "no_shard", 2),
     ],
 )
-def test_averages_are_those_of_the_weights_after_each_update(inner, strategy, ranks, tmp_path):
+def test_averages_are_those_of_the_weights_after_each_update(
+    inner, strategy, ranks, tmp_path, monkeypatch
+):
+    for place in ("optim.average", "state.averaged"):  # some blocks in each shard
+        monkeypatch.setattr(f"fsdpcore.fsdp.{place}.BLOCK_ELEMENTS", 3)
     args = inner, strategy, str(tmp_path / "run")
     for weights, found in run(train, transport="sim", world_size=ranks, args=args):
         for unit in ("u", "v"):

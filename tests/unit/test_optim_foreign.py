@@ -30,6 +30,15 @@ def arrays(seed, scale=1.0):
     )
 
 
+def _sums():
+    """Keeps sums over elements, which change no parameter."""
+
+    def update(grads, state, params=None):
+        return grads, grads.reshape(-1).cumsum().reshape(grads.shape)
+
+    return optax.GradientTransformation(lambda params: params * 0, update)
+
+
 REFUSED = {
     "norm": lambda: optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(1e-9)),
     "later": lambda: optax.MultiSteps(
@@ -40,6 +49,7 @@ REFUSED = {
         1e-3, weight_decay=1e-7, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
     "factored": lambda: optax.adafactor(1e-3),
+    "sums": lambda: optax.chain(_sums(), optax.sgd(1e-3)),
     "center": lambda: optax.chain(optax.centralize(), optax.sgd(1e-9)),
 }
 
@@ -50,7 +60,7 @@ def test_what_is_not_elementwise_is_refused_with_the_reason(name):
         fc.optim.ParamGroups.of({"*": REFUSED[name]()})
     text = str(caught.value)
     assert "is not elementwise: step " in text
-    assert " differs in the " in text
+    assert f" differs in {'its state' if name == 'sums' else 'the'} " in text
     assert "step.update(clip=...)" in text
 
 
@@ -163,14 +173,22 @@ def test_ranks_compare_what_an_optimizer_does_and_lr_is_its_own():
         fc.optim.Optax(optax.adamw)
 
 
-def test_torch_optimizers_go_on_as_they_do_unsharded(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "array", "options"),
+    [
+        ("NAdam", "exp_avg", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+        # A number of its state follows the rate of the step before.
+        ("ASGD", "ax", {"weight_decay": 0.1, "t0": 2.0}),
+    ],
+)
+def test_torch_optimizers_go_on_as_they_do_unsharded(tmp_path, name, array, options):
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)
     rates = fc.optim.schedules.Linear(0.1, warmup=2, total=9)
-    options = {"weight_decay": 0.1, "decoupled_weight_decay": True}
+    kind = getattr(torch.optim, name)
     want = jax.tree.map(torch.from_numpy, arrays(0))
     tensors = jax.tree.leaves(want)
-    theirs = torch.optim.NAdam(tensors, **options)
+    theirs = kind(tensors, **options)
     for step in range(6):
         for tensor, grad in zip(tensors, jax.tree.leaves(grads_of(step)), strict=True):
             tensor.grad = torch.from_numpy(np.asarray(grad))
@@ -178,9 +196,9 @@ def test_torch_optimizers_go_on_as_they_do_unsharded(tmp_path):
         theirs.step()
 
     def optimizer():
-        return fc.optim.Torch(torch.optim.NAdam, lr=rates, **options)
+        return fc.optim.Torch(kind, lr=rates, **options)
 
-    assert optimizer().state_names == ("exp_avg", "exp_avg_sq")
+    assert optimizer().state_names[0] == array
     one = optimizer()
     assert repr(one) == repr(pickle.loads(pickle.dumps(one)))
     for ranks, steps in [(3, 3), (2, 6)]:
@@ -188,7 +206,22 @@ def test_torch_optimizers_go_on_as_they_do_unsharded(tmp_path):
         found = run(trained, transport="sim", world_size=ranks, args=args)
     for tree, saved in found:
         assert_as(tree, jax.tree.map(lambda tensor: tensor.numpy(), want))
-        assert_as(saved["optimizer/exp_avg/a.w"], theirs.state[want["a"]["w"]]["exp_avg"].numpy())
+        assert_as(saved[f"optimizer/{array}/a.w"], theirs.state[want["a"]["w"]][array].numpy())
+
+
+def test_an_optimizer_that_writes_to_gradients_writes_to_a_copy():
+    torch = pytest.importorskip("torch")
+
+    class Doubling(torch.optim.SGD):
+        def step(self):
+            for each in self.param_groups[0]["params"]:
+                each.grad.mul_(2)
+            super().step()
+
+    param, grad = np.ones(5, np.float32), np.arange(5, dtype=np.float32)
+    fc.optim.Torch(Doubling, lr=0.5).update(param, grad, {}, step=1)
+    assert_array_equal(grad, np.arange(5))
+    assert_array_equal(param, 1 - np.arange(5))
 
 
 def test_torch_optimizers_that_are_not_elementwise_are_refused():

@@ -98,13 +98,17 @@ def test_an_engine_takes_a_tree_and_gives_it_back(depth):
 
 
 def test_the_rule_of_units_may_be_a_function():
+    names = ("layer1.w", "layer1.b", "layer2.w", "layer2.g")
     tree = fc.ParamTree(
-        {"layer1.w": ones(2), "layer1.b": ones(2), "layer2.w": ones(2)},
+        {**{name: ones(2) for name in names}, "layer2.mask": np.ones(2, np.bool_)},
         lambda names: "last" if names[0] == "layer2" else "",
         frozen="*.layer1.b",
+        ignored="last.layer2.g",
     )
-    assert tree.names == ("params.layer1.w", "params.layer1.b", "last.layer2.w")
-    assert [unit.frozen for unit in tree] == [{"layer1.b"}, set()]
+    last = ("last.layer2.w", "last.layer2.g", "last.layer2.mask")
+    assert tree.names == ("params.layer1.w", "params.layer1.b", *last)
+    assert [unit.frozen for unit in tree] == [{"layer1.b"}, {"layer2.mask"}]
+    assert [set(unit.ignored) for unit in tree] == [set(), {"layer2.g"}]
     # As torch.nn.Module.named_parameters has names.
     assert fc.ParamTree({"0.weight": ones(1), "2.weight": ones(1)}).names == (
         "0.weight",

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import fsdpcore as fc
 from fsdpcore.core.clock import WALL
 from fsdpcore.core.text import name_ranks, rank_list
+from fsdpcore.diagnostics.deadlocks import _said
 from fsdpcore.diagnostics.recorder import Recorder
 from fsdpcore.diagnostics.stack import where
 from fsdpcore.diagnostics.status import MAX_WAITS, Group, Status, ordinal
@@ -331,6 +333,16 @@ def test_words_for_ranks():
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == (
         ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th"]
     )
+
+
+def test_ranks_that_do_the_same_are_told_together():
+    known = {rank: SimpleNamespace(text=text * 400) for rank, text in enumerate("abca")}
+    assert _said([0, 1, 2, 3], known) == ([("a" * 400, [0, 3])], [1, 2])
+    known = {rank: SimpleNamespace(text=text) for rank, text in enumerate("aba")}
+    said, more = _said([0, 1, 2, 5], known)
+    assert [ranks for _, ranks in said] == [[0, 2], [1], [5]]
+    assert [text for text, _ in said[:2]] == ["a", "b"]
+    assert more == []
 
 
 def test_words_for_groups():

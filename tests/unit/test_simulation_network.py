@@ -173,3 +173,9 @@ def test_the_examples_are_read():
 def test_a_host_may_stand_above_other_levels():
     numa = Level("numa", 4, 1.0, 0.0)
     assert Network((numa, Level("host", 2, 1.0, 0.0))).hosts(8) == [0] * 8
+
+
+def test_a_link_of_its_own_may_let_nothing_pass_at_once():
+    levels = (Level("host", 0, 100.0, 0.0, burst=50),)
+    network = Network(levels, links={"rank 1": Link(burst=0)})
+    assert [network.burst(network.link(0, rank)) for rank in range(3)] == [50, 0, 50]

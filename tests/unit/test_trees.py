@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from typing import Any
 
 import pytest
@@ -80,3 +80,20 @@ def test_mappings_that_jax_knows_stay_of_their_kind() -> None:
         made = map_tree(lambda path, leaf: leaf + 1, kind(a=1, b=[2]))
         assert type(made) is found
         assert made == {"a": 2, "b": [3]}
+
+
+class Tagged(tuple[int, ...]):
+    """A tuple with an attribute."""
+
+    tag = ""
+
+
+def test_attributes_of_containers_stay() -> None:
+    counts: dict[str, Any] = defaultdict(list, a=1)
+    values = Tagged((1, 2))
+    values.tag = "kept"
+    found = map_tree(lambda path, leaf: leaf + 1, {"counts": counts, "values": values})
+    assert found == {"counts": {"a": 2}, "values": (2, 3)}
+    assert found["counts"].default_factory is list
+    assert (type(found["values"]), found["values"].tag) == (Tagged, "kept")
+    assert counts == {"a": 1}

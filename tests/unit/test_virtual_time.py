@@ -13,9 +13,11 @@ from fsdpcore.transports.simulated.wire import _costs
 from support.virtual_time import LATENCY, MESSAGE, NETWORK, RATE, launch, network_file
 
 import fsdpcore as fc
+from fsdpcore.collectives.objects import FIRST_BYTES
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.errors import ConfigError, StateError
+from fsdpcore.core.objects import pack
 from fsdpcore.simulation.fibers import VirtualClock
 from fsdpcore.simulation.network import DEFAULT
 
@@ -46,6 +48,23 @@ def test_a_deadline_is_of_virtual_time() -> None:
         return backend.clock.now()
 
     assert launch(main, 2)[0] == pytest.approx(30, abs=0.1)
+
+
+def test_a_large_object_has_one_deadline() -> None:
+    """It takes two broadcasts, and the second one has the time that the first has left."""
+
+    def main(backend: fc.Backend) -> float:
+        if backend.rank == 0:
+            backend.clock.sleep(20)
+            first = pack(bytes(5000), "")[:FIRST_BYTES]
+            fc.broadcast(first, backend, label="broadcast_object")
+            backend.clock.sleep(1000)  # in place of the second one
+            return 0.0
+        with pytest.raises(fc.CommTimeoutError):
+            fc.broadcast_object(None, backend, timeout=30)
+        return backend.clock.now()
+
+    assert launch(main, 2)[1] == pytest.approx(30, abs=0.1)
 
 
 def test_waiting_for_what_cannot_happen() -> None:

@@ -32,6 +32,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+FINE = 0.25 + 2.0**-40  # which float32 does not have
 NAN = struct.unpack("<d", b"\1\0\0\0\0\0\xf4\xff")[0]  # with a payload
 
 
@@ -64,7 +65,9 @@ def collectives(backend: fc.Backend) -> None:
                 assert found is mine
             else:
                 found["array"][...] = 7  # nobody else's
-            assert same(fc.all_gather_object(mine, here, timeout=15), every)
+            found = fc.all_gather_object(mine, here, timeout=15)
+            assert same(found, every)
+            assert found[me] is mine
             gathered = fc.gather_object(mine, here, root=last)
             assert same(gathered, every if me == last else None)
             parts = every if me == 0 else None
@@ -117,6 +120,12 @@ def refusals(backend: fc.Backend) -> None:
 
 Call = Callable[[fc.Backend], Any]
 
+
+def _reversed(backend: fc.Backend) -> fc.Backend:
+    """The group of all ranks in which each has another number than in the job."""
+    return backend.sub(range(backend.world_size)[::-1])
+
+
 # What all ranks but the last call, what the last one does, and words of the error.
 DIFFERENCES: dict[str, tuple[Call, Call, tuple[str, ...]]] = {
     "root": (
@@ -140,8 +149,8 @@ DIFFERENCES: dict[str, tuple[Call, Call, tuple[str, ...]]] = {
         ("rank 0 has sent an object with pickle=True", "with pickle=False"),
     ),
     "an array for an object": (
-        lambda b: b.send(np.ones(20, np.uint8), b.world_size - 1),
-        lambda b: fc.recv_object(b, 0),
+        lambda b: _reversed(b).send(np.ones(20, np.uint8), 0),
+        lambda b: fc.recv_object(_reversed(b), b.world_size - 1),
         ("rank 0 has sent an array, uint8 of shape (20,)",),
     ),
     "metrics": (
@@ -180,6 +189,10 @@ FORGERIES: dict[str, tuple[Call, Call]] = {
         lambda b: b.send(_forged(b"?", 1, 13), 1),
         lambda b: fc.recv_object(b, 0),
     ),
+    "a message in a group": (
+        lambda b: _reversed(b).send(_forged(b"?", 1, 13), 0),
+        lambda b: fc.recv_object(_reversed(b), 1),
+    ),
     "a message of another size": (
         lambda b: b.send(_forged(b"N", 2**62, 13), 1),
         lambda b: fc.recv_object(b, 0),
@@ -217,7 +230,8 @@ def forgery(backend: fc.Backend, kind: str) -> None:
 
     wrong = fc.ProtocolError if backend.rank else fc.PeerFailedError
     words = "there is no memory" if "there is" in kind else "these bytes are no"
-    check_words(expect(wrong, calls), "from rank ", "" if "behind" in kind else words)
+    sender = "from rank 1: " if "behind" in kind else "from rank 0: "
+    check_words(expect(wrong, calls), sender, words)
     meet()
 
 
@@ -233,7 +247,7 @@ def metrics(backend: fc.Backend) -> None:
         return float(sum(parts) / total) if total else np.nan
 
     mine = {
-        "loss": 0.25 + me,
+        "loss": FINE + me,
         "hits": np.int32(me),
         "half": ml_dtypes.bfloat16(me),
         "wide": wide[me].astype(np.float32),
@@ -246,7 +260,7 @@ def metrics(backend: fc.Backend) -> None:
     found = fc.average_metrics({name: mine[name] for name in names}, backend, weight=weights[me])
     assert list(found) == names
     expected = {
-        "loss": average([0.25 + rank for rank in range(p)]),
+        "loss": average([FINE + rank for rank in range(p)]),
         "hits": average(list(range(p))),
         "half": average(list(range(p))),
         "0-d": 2.0 if p > 1 else np.nan,
