@@ -17,6 +17,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_choice, as_finite, as_instance, as_name, kind_of
 from fsdpcore.core.disagreement import Disagreement, grouped, in_short
 from fsdpcore.core.errors import ArgumentError, MismatchError
+from fsdpcore.core.foreign import as_numpy, is_foreign
 from fsdpcore.core.text import name_ranks
 from fsdpcore.core.work import Deadline
 
@@ -97,14 +98,17 @@ def _values(metrics: Mapping[str, Any], backend: Backend) -> dict[str, Array]:
         as_name(name, "average_metrics: a name")
         device = backend.device
         given = device.to_host(value) if not device.on_host and device.claims(value) else value
-        try:
-            array = np.asarray(given)
-        except (TypeError, ValueError):
-            array = np.empty(0, object)
+        what = f"average_metrics: {name!r}"
+        if is_foreign(given) or isinstance(given, np.ma.MaskedArray):
+            array = as_numpy(given, what)
+        else:
+            try:
+                array = np.asarray(given)
+            except (TypeError, ValueError):
+                array = np.empty(0, object)
         if array.dtype.kind not in "biuf" and array.dtype.isbuiltin != 2:  # 2: of ml_dtypes
             raise ArgumentError(
-                f"average_metrics: {name!r} must be a real number, or an array of such, got "
-                f"{kind_of(value)}"
+                f"{what} must be a real number, or an array of such, got {kind_of(value)}"
             )
         found[name] = array.astype(np.float64)
     return found

@@ -224,7 +224,7 @@ class _Writer:
         if kind.__module__ != "builtins":
             name = f"{kind.__module__}.{name}"
         if hasattr(kind, "__cuda_array_interface__"):
-            hint = "copy it to the host (CuPy: array.get())"
+            hint = "copy it to the host (CuPy: array.get(), PyTorch: tensor.numpy(force=True))"
         elif hasattr(kind, "__array__"):
             hint = "np.asarray() makes an array of it that can"
         else:

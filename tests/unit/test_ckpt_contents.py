@@ -229,6 +229,19 @@ def test_what_differs_between_ranks_is_refused(tmp_path: Path, name: str, make: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("a/1", {"a": {1: 2, "1": 3}}),
+        ("a/b", {"a/b": 2, "a": {"b": 3}}),
+        ("a/b", {"a/b": PerRank(2, default=0), "a": {"b": PerRank(3, default=0)}}),
+    ],
+)
+def test_entries_of_one_name_are_refused(tmp_path: Path, name: str, entries: Any) -> None:
+    text = same_error(2, fc.ArgumentError, lambda b: save(tmp_path, entries, b, step=1))
+    assert f"two entries of the state would be called {name!r}" in text
+
+
 def test_each_ranks_own_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     def own(rank: int) -> Any:
         return {"rng": np.random.default_rng(rank), "name": f"rank {rank}", "a": np.full(rank, 9)}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support.bodies.objects import same
 
+import fsdpcore as fc
 from fsdpcore.core.errors import ArgumentError, ProtocolError
 from fsdpcore.core.objects import HEADER_BYTES, MAX_DEPTH, pack, unpack
 
@@ -205,3 +206,29 @@ def test_nesting_has_a_limit() -> None:
 def test_what_is_refused(value: Any, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         pack(value, "here")
+
+
+class Tracked:
+    """An array that gives its numbers without its history only, as PyTorch's does."""
+
+    def __init__(self, kept: bool = True) -> None:
+        self._kept = kept
+
+    def detach(self) -> Tracked:
+        return Tracked(False)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        if self._kept:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad")
+        return np.array([0.5, 2.0], np.float32)
+
+
+def test_metrics_of_other_libraries() -> None:
+    def main(backend: fc.Backend) -> list[float]:
+        masked = np.ma.array([1.0, 2.0], mask=[False, True])
+        with pytest.raises(ArgumentError, match="'loss' is a masked array"):
+            fc.average_metrics({"loss": masked}, backend)
+        found: list[float] = fc.average_metrics({"loss": Tracked()}, backend)["loss"].tolist()
+        return found
+
+    assert fc.launch(main, world_size=1, transport="sim") == [[0.5, 2.0]]

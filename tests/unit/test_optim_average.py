@@ -129,6 +129,8 @@ def test_what_makes_no_sense_is_refused():
         fc.optim.Average(inner)
     with pytest.raises(fc.ConfigError, match="must be below 1"):
         fc.optim.Average(inner, ema=1.0)
+    with pytest.raises(fc.ConfigError, match="keeps the same one"):
+        fc.optim.Average(average(inner), ema=0.99)
     with pytest.raises(fc.ConfigError, match="takes an optimizer"):
         fc.optim.Average(3, ema=0.5)
 

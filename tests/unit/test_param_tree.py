@@ -152,7 +152,8 @@ def test_a_unit_takes_a_tree():
         ({"a": {"wrong": ones(2)}}, "at a: these have no 'wrong'"),
         ({"a": ones(2)}, "at a: these are a dict there, but it has a ndarray"),
         ({"a": {"w": ones(3)}}, r"gradient of a\.w must have shape \(2,\)"),
-        (None, "must return the loss, and gradients nested like the parameters"),
+        (None, "the gradients are None"),
+        ("only a loss", "must return the loss, and gradients nested like the parameters"),
     ],
 )
 def test_gradients_that_are_nested_otherwise_are_refused_before_anything_changes(gradients, words):
@@ -160,7 +161,7 @@ def test_gradients_that_are_nested_otherwise_are_refused_before_anything_changes
         engine = fc.FSDP(
             {"a": {"w": ones(2)}, "b": [1, None]}, backend, optimizer=fc.optim.SGD(1.0)
         )
-        result = "loss" if gradients is None else ("loss", gradients)
+        result = gradients if gradients == "only a loss" else ("loss", gradients)
         with pytest.raises(fc.ArgumentError, match=words):
             fc.train_step(engine, lambda params: result)
         assert_array_equal(engine.full_tree()["a"]["w"], ones(2))

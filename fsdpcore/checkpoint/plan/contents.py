@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpcore.checkpoint.format import random_states
 from fsdpcore.checkpoint.format.nodes import PER_RANK, Node, Path, name_of, scalar_node, tag_of
-from fsdpcore.checkpoint.format.strict_json import encode
+from fsdpcore.checkpoint.format.strict_json import check_text, encode
 from fsdpcore.checkpoint.memory.shards import Shard
 from fsdpcore.checkpoint.plan.describe import check_ranks, is_engine
 from fsdpcore.checkpoint.plan.kinds import PerRank, Stateful, kind_of
@@ -94,6 +94,7 @@ def check_root(state: object) -> None:
     for name in state:
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"the name of an entry is a non-empty string, got {name!r:.80}")
+        check_text(name, "the name of an entry")
 
 
 def _is_told_by_arrays(node: Node) -> bool:
@@ -158,6 +159,8 @@ def check_key(key: object, path: Path) -> None:
             f"{name_of(path)!r:.80} has the key {key!r:.80}; keys are integers, or strings that "
             "are not empty"
         )
+    if type(key) is str:
+        check_text(key, f"a key of {name_of(path)!r:.80}")
 
 
 class _Taker:
@@ -174,6 +177,7 @@ class _Taker:
         self._inside = ""  # of what: a PerRank, or an object's state
         self._refused: tuple[str, ...] = ("engine", "state", "shard", "per rank")  # there
         self._shared = True  # not a rank's own
+        self._names: set[str] = set()  # by which load finds what is in containers
 
     def taken(self, value: Any, path: Path) -> Node:
         """Return the node of a value."""
@@ -215,7 +219,7 @@ class _Taker:
         nodes = []
         for key, child in zip(found.keys, found.children, strict=True):
             check_key(key, path)
-            nodes.append((key, self.taken(child, (*path, key))))
+            nodes.append((key, self.taken(child, self._new_path(path, key))))
         if found.kind in ("list", "tuple"):
             return [found.kind, *(node for _, node in nodes)]
         if found.kind == "object":
@@ -225,6 +229,15 @@ class _Taker:
         if all(type(key) is str for key, _ in nodes):
             return dict(nodes)
         return ["map", [[key, node] for key, node in nodes]]
+
+    def _new_path(self, path: Path, key: Any) -> Path:
+        """Return the path of an entry; refuse one that another has by other keys."""
+        path = (*path, key)
+        name = name_of(path)
+        if name in self._names:
+            raise ArgumentError(f"two entries of the state would be called {name!r:.80}")
+        self._names.add(name)
+        return path
 
     def engine(self, value: Any, path: Path) -> Node:
         """Take an engine, or what its ``state_dict`` gave."""

@@ -49,7 +49,8 @@ class Average(Optimizer):
         start: number of the first update that counts.
 
     Raises:
-        ConfigError: neither ``ema`` nor ``mean`` is asked for; or a value is out of range.
+        ConfigError: neither ``ema`` nor ``mean`` is asked for; ``optimizer`` keeps one of the same
+            kind; or a value is out of range.
 
     Example::
 
@@ -72,6 +73,10 @@ class Average(Optimizer):
             inner = Optax(inner)
         if not isinstance(inner, Optimizer):
             raise ConfigError(f"Average takes an optimizer of fc.optim, got {inner!r:.80}")
+        if set(self._averages) & set(inner.state_names):
+            raise ConfigError(
+                "Average keeps one average of each kind, and the Average in it keeps the same one"
+            )
         if inner.has_owners:
             raise ConfigError(
                 f"Average cannot follow {type(inner).__name__}, which writes a parameter after the "

@@ -56,6 +56,11 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
 
     def update(self, found: Any, /, **named: Any) -> None:  # type: ignore[override]
         """Give the gradients that a function has found; see the class."""
+        if found is None:
+            raise ArgumentError(
+                "the gradients are None; give them nested like the parameters, with None in the "
+                "place of those that are zeros"
+            )
         super().update(found if self._tree is None else self._tree.split(found), **named)
 
     def __getitem__(self, unit: str) -> MutableMapping[str, Array]:
