@@ -200,7 +200,12 @@ def loss_and_grads(
         step = adapter.loss_and_grads(loss_fn, has_aux=True)
         key = adapter.fold_in(root, engine.steps, backend.rank)  # for each step and rank its own
         loss, stats = fc.train_step(engine, step, x, y, key, stats)
-        stats = jax.tree.map(lambda s: fc.all_reduce(np.asarray(s), backend, op="mean"), stats)
+
+        def mean(own):  # a count, which all ranks have, stays
+            own = np.asarray(own)
+            return fc.all_reduce(own, backend, op="mean") if own.dtype.kind == "f" else own
+
+        stats = jax.tree.map(mean, stats)
     """
     jax = import_jax()
     as_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")

@@ -527,7 +527,8 @@ class FSDP:
             The tree, with whole arrays of NumPy at full precision, which belong to the caller.
 
         Raises:
-            StateError: the engine was made of a list of units; or as ``state_dict``.
+            StateError: the engine was made of a list of units; inside of a step, or of
+                ``full_params``; or as ``state_dict``.
             ArgumentError: there is no such rank.
         """
         return full_tree(self._model, self.tree, to)

@@ -164,6 +164,23 @@ def test_gradients_that_are_nested_otherwise_are_refused_before_anything_changes
     launch(body, 1)
 
 
+def test_mistakes_with_the_tree_of_an_engine_say_what_to_do():
+    def body(backend):
+        engine = fc.FSDP({"enc": {"a": {"w": ones(2)}}, "b": ones(1)}, backend)
+        named = fc.FSDP(fc.ParamTree({"enc": {"a": {"w": ones(2)}}}, 2), backend)
+        with engine.step():
+            with pytest.raises(fc.StateError, match=r"full_tree\(\) inside of a step; leave that"):
+                engine.full_tree()
+        with (
+            pytest.raises(fc.ArgumentError, match=r"no such unit; it has enc\.a; .*grads\.update\(t"),
+            named.step() as step,
+            step.whole() as (_, grads),
+        ):
+            grads["enc"] = {"a": {"w": ones(2)}}
+
+    launch(body, 1)
+
+
 def test_what_makes_no_tree_is_refused():
     with pytest.raises(fc.ArgumentError, match=r"two parameters of the tree are named 'a\.b\.w'"):
         fc.ParamTree({"a": {"b.w": ones(1), "b": {"w": ones(1)}}})

@@ -125,6 +125,7 @@ def full_tree(model: ShardedModel, tree: ParamTree | None, to: int | str) -> Any
             "full_tree() needs an engine that was made of a tree; this one was made of units: "
             "state_dict(full=True) has their parameters by name"
         )
+    model.status.check_idle("full_tree()")
     state = full_state(model, optimizer=False, to=to)
     if not state.arrays:
         return None
