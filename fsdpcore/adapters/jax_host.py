@@ -20,6 +20,7 @@ import numpy as np
 
 from fsdpcore.core.array_module import address
 from fsdpcore.core.errors import UnsupportedError
+from fsdpcore.core.foreign import refuse_traced
 from fsdpcore.core.jax_host import check_width, import_jax, on_host
 
 
@@ -101,6 +102,7 @@ def to_numpy(jax: Any, tree: Any) -> Any:
     def one(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
             return leaf
+        refuse_traced(leaf)
         return np.asarray(leaf)
 
     return jax.tree_util.tree_map(one, tree)

@@ -446,17 +446,15 @@ class FSDP:
         """
         return load_state(self._model, state, strict=strict, optimizer=optimizer, src=src)
 
-    def load_full(
-        self, params: Mapping[str, Array] | None, *, strict: bool = True, src: int | None = None
-    ) -> LoadReport:
+    def load_full(self, params: Any, *, strict: bool = True, src: int | None = None) -> LoadReport:
         """Load whole parameters by ``unit.param``; a collective, outside of steps.
 
         Optimizer state and the number of steps stay. A tied parameter may have its own name, or
         that of its owner. Ignored arrays may be left out.
 
         Args:
-            params: whole arrays by name, equal on all ranks; or on ``src`` only. Rounded to the
-                dtypes of this engine.
+            params: whole arrays by name, or nested as ``full_tree`` gives them; equal on all
+                ranks, or on ``src`` only. Rounded to the dtypes of this engine.
             strict, src: as of ``load_state_dict``.
 
         Returns:
@@ -465,7 +463,7 @@ class FSDP:
         Raises:
             ArgumentError, MismatchError, StateError: as ``load_state_dict``.
         """
-        return load_params(self._model, params, strict=strict, src=src)
+        return load_params(self._model, self.tree, params, strict=strict, src=src)
 
     def writing_state(self, *, optimizer: bool = True) -> AbstractContextManager[EngineState]:
         """Give ``state_dict()`` to be written in place, without another copy; for all ranks.

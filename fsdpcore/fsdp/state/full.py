@@ -17,7 +17,7 @@ from fsdpcore.core.device import Device
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.core.text import name_ranks, nearest
+from fsdpcore.core.text import listed, name_ranks, nearest
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries, ties_of
 from fsdpcore.fsdp.state.save import full_state, gathered
 from fsdpcore.fsdp.units.model import ShardedModel
@@ -151,7 +151,7 @@ def _chosen(
         if not matching:
             raise ArgumentError(
                 f"names={pattern!r} matches no parameter{nearest(pattern, owners)}; they are named "
-                "'unit.param'"
+                f"'unit.param': {listed(list(owners))}"
             )
         found.update(matching)
     return {name: owner for name, owner in owners.items() if name in found}
