@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from fsdpcore.core.checks import as_callable, kind_of
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.foreign import refuse_traced
 from fsdpcore.fsdp.engine import FSDP
 from fsdpcore.fsdp.step.whole import Named
 
@@ -56,6 +57,7 @@ def train_step(
     if not isinstance(engine, FSDP):
         raise ArgumentError(f"{call} needs an FSDP engine, got {kind_of(engine)}")
     as_callable(loss_and_grads, call, "params, *batch")
+    refuse_traced(*batch)
     loss: Loss
     with engine.step(divisor=divisor) as step:
         with step.whole() as (params, grads):
@@ -91,6 +93,11 @@ def loss_and_found(result: Any, *, nested: bool = False) -> tuple[Any, Any]:
     gradients = "gradients nested like the parameters"
     if not nested:
         gradients = "a mapping from units to mappings from names to gradients"
+    alone = (
+        "; of a function of the loss alone, adapters.jax.loss_and_grads or jax.value_and_grad "
+        "makes one"
+    )
     raise ArgumentError(
         f"the function must return the loss, and {gradients}; got {type(result).__name__}"
+        f"{'' if isinstance(result, tuple) else alone}"
     )

@@ -49,7 +49,8 @@ from fsdpcore.adapters.jax_passes import (
 from fsdpcore.adapters.layers import Initials, as_initials, initials, of_tree
 from fsdpcore.adapters.trees import is_array, without_none
 from fsdpcore.core.buffers import Array
-from fsdpcore.core.checks import as_callable
+from fsdpcore.core.checks import as_callable, as_int, kind_of
+from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.jax_host import import_jax, on_host
 from fsdpcore.core.skeleton import Skeleton
 
@@ -200,7 +201,12 @@ def loss_and_grads(
         step = adapter.loss_and_grads(loss_fn, has_aux=True)
         key = adapter.fold_in(root, engine.steps, backend.rank)  # for each step and rank its own
         loss, stats = fc.train_step(engine, step, x, y, key, stats)
-        stats = jax.tree.map(lambda s: fc.all_reduce(np.asarray(s), backend, op="mean"), stats)
+
+        def mean(own):  # a count, which all ranks have, stays
+            own = np.asarray(own)
+            return fc.all_reduce(own, backend, op="mean") if own.dtype.kind == "f" else own
+
+        stats = jax.tree.map(mean, stats)
     """
     jax = import_jax()
     as_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")
@@ -232,10 +238,23 @@ def fold_in(key: Any, *numbers: int) -> Any:
         *numbers: folded into it by ``jax.random.fold_in``, one after the other. With the number of
             a row in place of the rank, ``jax.vmap`` over the rows, results do not depend on the
             number of ranks.
+
+    Raises:
+        ArgumentError: that is no key, or a number is not an integer in [0, 2**32).
+        MissingDependencyError: JAX is not installed.
     """
     jax = import_jax()
+    what = "fold_in(key, *numbers): a number"
     for number in numbers:
-        key = jax.random.fold_in(key, number)
+        given = isinstance(number, jax.Array) and jax.numpy.issubdtype(number.dtype, np.integer)
+        folded = number if given else as_int(number, what, minimum=0, maximum=2**32 - 1)
+        try:
+            key = jax.random.fold_in(key, folded)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                "fold_in takes a key such as jax.random.key(0), and integers such as engine.steps; "
+                f"got {kind_of(key)} and {kind_of(number)}: {error}"
+            ) from error
     return key
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from fsdpcore.core.array_module import address
 from fsdpcore.core.errors import UnsupportedError
-from fsdpcore.core.foreign import is_random_key
+from fsdpcore.core.foreign import is_random_key, refuse_traced
 from fsdpcore.core.jax_host import check_width, import_jax, on_host
 
 
@@ -100,7 +100,10 @@ def to_numpy(jax: Any, tree: Any) -> Any:
     """
 
     def one(leaf: Any) -> Any:
-        return leaf if is_random_key(leaf) else np.asarray(leaf)
+        if is_random_key(leaf):
+            return leaf
+        refuse_traced(leaf)
+        return np.asarray(leaf)
 
     return jax.tree_util.tree_map(one, tree)
 

@@ -158,7 +158,7 @@ class Valued(Pass):
             arrays = [(trained if at in trained else fixed)[at] for at in range(len(build.func))]
             result = self.function(build.func(arrays), *batch)
             if not self.has_aux:
-                return number(result)
+                return number(result, "; if the function returns (loss, aux), say has_aux=True")
             if not (isinstance(result, tuple) and len(result) == 2):
                 raise ArgumentError(
                     "with has_aux the function returns (loss, aux), a tuple of two; got "
@@ -186,8 +186,13 @@ class Ended(Pass):
         return value, _without_float0(dy)
 
 
-def number(value: Any) -> Any:
-    """Return a loss; raise ArgumentError if it is not a single real number."""
+def number(value: Any, of_tuples: str = "") -> Any:
+    """Return a loss; raise ArgumentError if it is not a single real number.
+
+    Args:
+        value: what a function has returned.
+        of_tuples: what the error says at its end where that is a tuple.
+    """
     if isinstance(value, (int, float)):
         return float(value)  # it depends on nothing
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -195,6 +200,7 @@ def number(value: Any) -> Any:
         found = type(value).__name__ if shape is None else f"an array of {shape} and {dtype}"
         raise ArgumentError(
             f"the loss must be a single real number, got {found}; sum it, or average it"
+            f"{of_tuples if isinstance(value, tuple) else ''}"
         )
     return value
 

@@ -17,7 +17,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_choice, as_finite, as_instance, as_name, kind_of
 from fsdpcore.core.disagreement import Disagreement, grouped, in_short
 from fsdpcore.core.errors import ArgumentError, MismatchError
-from fsdpcore.core.foreign import as_numpy, is_foreign
+from fsdpcore.core.foreign import as_numpy, is_foreign, refuse_traced
 from fsdpcore.core.text import name_ranks
 from fsdpcore.core.work import Deadline
 
@@ -96,6 +96,7 @@ def _values(metrics: Mapping[str, Any], backend: Backend) -> dict[str, Array]:
     found = {}
     for name, value in metrics.items():
         as_name(name, "average_metrics: a name")
+        refuse_traced(value)
         device = backend.device
         given = device.to_host(value) if not device.on_host and device.claims(value) else value
         what = f"average_metrics: {name!r}"

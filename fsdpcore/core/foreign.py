@@ -39,6 +39,17 @@ def detached(value: Any) -> Any:
     return value
 
 
+def refuse_traced(*values: object) -> None:
+    """Raise ArgumentError if JAX is tracing, where arrays have no numbers yet."""
+    tracer = getattr(sys.modules.get("jax.core"), "Tracer", ())
+    if any(isinstance(value, tracer) for value in values):
+        raise ArgumentError(
+            "this array is traced by JAX and has no numbers yet: collectives and train_step do not "
+            "go inside of jax.jit, jax.grad or jax.vmap; return the value as aux, and call them "
+            "outside"
+        )
+
+
 def as_numpy(value: Any, what: str) -> Array:
     """Return an array of any library, or what NumPy makes an array of, as a NumPy array.
 
@@ -49,8 +60,8 @@ def as_numpy(value: Any, what: str) -> Array:
         what: the words that messages use for it.
 
     Raises:
-        ArgumentError: it is no array, it has a mask, or it cannot be taken over: it is on a GPU,
-            for instance.
+        ArgumentError: it is no array, it has a mask, JAX traces it, or it cannot be taken over:
+            it is on a GPU, for instance.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentError(f"{what} is a masked array, whose mask would be lost; fill it before")
@@ -61,6 +72,7 @@ def as_numpy(value: Any, what: str) -> Array:
             return np.asarray(value)
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"{what} is no array: {error}") from error
+    refuse_traced(value)
     value = detached(value)
     ways: list[Callable[[Any], Array]] = []
     if _is_bfloat16(value):

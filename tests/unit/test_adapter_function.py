@@ -114,6 +114,9 @@ def test_another_kind_of_result_is_refused(result):
         before = state_bytes(engine)
         with pytest.raises(fc.ArgumentError, match="must return the loss, and a mapping"):
             train_step(engine, lambda params: result)
+        if not isinstance(result, tuple):
+            with pytest.raises(fc.ArgumentError, match=r"loss_and_grads or jax\.value_and_grad"):
+                train_step(engine, lambda params: result)
         assert state_bytes(engine) == before
         assert is_clean(engine)
 

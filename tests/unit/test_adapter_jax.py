@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from support.fsdp_steps import launch
 from support.jax_bits import with_64_bits
 
 import fsdpcore as fc
@@ -529,6 +530,57 @@ def test_a_loss_that_is_no_number_is_refused(value):
     for compute in (adapter.loss(lambda y: value), adapter.loss_and_grads(lambda y: value)):
         params = {"u": {"w": np.ones(3, np.float32)}}
         assert "single real number" in complaint(fc.ArgumentError, compute, params)
+
+
+def test_a_forgotten_has_aux_is_named():
+    params = {"u": {"w": np.ones(3, np.float32)}}
+    compute = adapter.loss_and_grads(lambda params: (params["u"]["w"].sum(), 1))
+    assert "say has_aux=True" in complaint(fc.ArgumentError, compute, params)
+
+
+def test_keys_are_folded_with_whole_numbers_only():
+    key = jax.random.key(3)
+    rows = jax.vmap(lambda row: jax.random.key_data(adapter.fold_in(key, row)))(jnp.arange(2))
+    want = jax.random.key_data(jax.random.fold_in(key, 1))
+    assert_array_equal(rows[1], want)
+    assert_array_equal(jax.random.key_data(adapter.fold_in(key, np.int64(1))), want)
+    for number in (-1, 0.5, 2**32, "1", None, np.float32(1)):
+        assert "fold_in(key, *nu" in complaint(fc.ArgumentError, adapter.fold_in, key, number)
+    for wrong in (3, None, jnp.ones(2)):
+        assert "a key such as jax" in complaint(fc.ArgumentError, adapter.fold_in, wrong, 1)
+    assert "an integer" in complaint(fc.ArgumentError, adapter.fold_in, key, jnp.ones(()))
+    assert "integers such as" in complaint(fc.ArgumentError, adapter.fold_in, key, jnp.arange(2))
+
+
+def test_nothing_is_sent_from_inside_of_what_jax_traces():
+    def body(backend):
+        engine = fc.FSDP({"w": np.ones(3, np.float32)}, backend, optimizer=fc.optim.SGD(1.0))
+        value = adapter.loss_and_grads(lambda params, x: (params["w"] * x).sum())
+
+        def closed_over(x):
+            fc.train_step(engine, lambda params: (0.0, {"w": x}))
+
+        calls = {
+            "all_reduce": lambda x: fc.all_reduce(x, backend),
+            "send": lambda x: backend.send(x, 1 - backend.rank),
+            "metrics": lambda x: fc.average_metrics({"loss": x}, backend),
+            "step": lambda x: fc.train_step(engine, value, x),
+            "gradients": closed_over,
+        }
+        for name, call in calls.items():
+            for inside in (jax.jit(call), jax.grad(lambda x, call=call: call(x).sum())):
+                with pytest.raises(
+                    fc.ArgumentError, match=r"do not go inside of jax\.jit"
+                ) as caught:
+                    inside(np.ones(3, np.float32))
+                assert "return the value as aux" in str(caught.value), name
+        assert engine.steps == 0
+        assert fc.all_reduce(1, backend) == 2
+        step = jax.jit(jax.value_and_grad(lambda params, x: (params["w"] * x).sum()))
+        assert fc.train_step(engine, step, np.float32(2)) == 6  # without an adapter it goes
+        assert_array_equal(engine.full_tree()["w"], -np.ones(3))
+
+    launch(body, 2)
 
 
 @compiled

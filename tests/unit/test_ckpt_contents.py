@@ -289,6 +289,10 @@ def test_each_ranks_own_on_other_numbers_of_ranks(tmp_path: Path) -> None:
         lambda backend: load(tmp_path, {"own": PerRank(None), "rng": PerRank(None)}, backend),
     )
     assert "'own' was saved by 3 ranks, each its own, and rank 3 has none" in text
+    unmarked = {"own": None, "rng": PerRank(None)}
+    text = same_error(3, fc.ArgumentError, lambda backend: load(tmp_path, unmarked, backend))
+    assert "'own' is a value of each rank's own" in text
+    assert "write PerRank() in its place" in text
 
 
 MISFITS: dict[str, tuple[Any, str]] = {

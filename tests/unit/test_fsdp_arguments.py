@@ -293,7 +293,7 @@ ADAM, SGD = fc.optim.Adam(lr=0.1), fc.optim.SGD(lr=0.1)
         (
             {"*.bias": SGD, "*": ADAM},
             fc.ArgumentError,
-            r"the pattern '\*\.bias' matches no parameter; .*they are named 'unit\.parameter'",
+            r"the pattern '\*\.bias' matches no parameter; .*named 'unit\.parameter': 'u0\.w', ",
         ),
         (
             {"u0.*": ADAM, "*.w": ADAM},
@@ -305,6 +305,8 @@ ADAM, SGD = fc.optim.Adam(lr=0.1), fc.optim.SGD(lr=0.1)
         ({"*.w": 0.1}, fc.ConfigError, r"the optimizer for '\*\.w' must be one of fc\.optim"),
         ({3: ADAM}, fc.ConfigError, "a pattern must be a string such as"),
         ({}, fc.ConfigError, r"optimizers must be one of fc\.optim, such as fc\.optim\.AdamW"),
+        (fc.optim.Adam, fc.ConfigError, r"; call what makes it, Adam\(\.\.\.\)"),
+        ({"*": engine_of}, fc.ConfigError, r"; call what makes it, engine_of\(\.\.\.\)"),
         ([ADAM], fc.ConfigError, r"optimizers must be one of fc\.optim"),
     ],
 )

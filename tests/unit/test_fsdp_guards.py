@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
@@ -183,6 +184,7 @@ def test_initial_values_that_differ_are_told_where_they_may_come_from(ranks):
     text = zmq_ranks.run_threads(body, 2)[0].text if zmq else str(cause_of(body, 2))
     assert "the initial values of w between rank 0 and rank 1" in text
     assert "np.random.default_rng(seed)" in text
+    assert ("jax.random.key(seed)" in text) == ("jax" in sys.modules)
     shared = "threads of one process, which share the states of np.random, random and torch"
     assert (shared in text) is (ranks == "threads")
 

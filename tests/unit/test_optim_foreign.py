@@ -64,6 +64,19 @@ def test_what_is_not_elementwise_is_refused_with_the_reason(name):
     assert "step.update(clip=...)" in text
 
 
+@pytest.mark.parametrize("name", ["noise", "loss", "shape"])
+def test_what_cannot_be_tried_is_refused_with_the_likely_reasons(name):
+    made = {
+        "noise": lambda: optax.add_noise(0.1, 0.5, 0),
+        "loss": lambda: optax.lbfgs(),
+        "shape": lambda: optax.GradientTransformation(
+            lambda params: (), lambda grads, state, params=None: (grads * params.shape[1], state)
+        ),
+    }
+    with pytest.raises(fc.ConfigError, match=r"depend on shapes, noise .* loss .* not supported"):
+        fc.optim.Optax(made[name]())
+
+
 @pytest.mark.parametrize("wrong", ["arguments", "numbers"])
 def test_what_cannot_be_used_is_refused_with_the_reason(wrong):
     def update(grads, state, params):

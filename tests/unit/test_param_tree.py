@@ -169,6 +169,43 @@ def test_gradients_that_are_nested_otherwise_are_refused_before_anything_changes
     launch(body, 1)
 
 
+def test_mistakes_with_the_tree_of_an_engine_say_what_to_do():
+    def body(backend):
+        engine = fc.FSDP({"enc": {"a": {"w": ones(2)}}, "b": ones(1)}, backend)
+        named = fc.FSDP(fc.ParamTree({"enc": {"a": {"w": ones(2)}}, "b": ones(1)}, 2), backend)
+        words = r"full_tree\(\) inside of a step; leave that"
+        with engine.step(), pytest.raises(fc.StateError, match=words):
+            engine.full_tree()
+        words = r"no such unit; it has enc\.a, params; .*grads\.update\(tree\)"
+        with (
+            pytest.raises(fc.ArgumentError, match=words),
+            named.step() as step,
+            step.whole() as (_, grads),
+        ):
+            grads["enc"] = {"a": {"w": ones(2)}}
+
+    launch(body, 1)
+
+
+def test_load_full_takes_the_tree_that_full_tree_gives():
+    def body(backend):
+        engine = fc.FSDP({"enc": {"a": {"w": ones(5)}}, "b": ones(1), "f": len}, backend)
+        tree = engine.full_tree()
+        tree["enc"]["a"]["w"] *= 3
+        tree["b"] = 2 * tree["b"]
+        engine.load_full(tree if backend.rank == 1 else None, src=1)
+        found = engine.full_tree()
+        assert_array_equal(found["enc"]["a"]["w"], 3 * ones(5))
+        assert_array_equal(found["b"], 2 * ones(1))
+        for wrong in ({"enc": {"z": ones(5)}}, [ones(5)], {"enc.z": ones(5)}):
+            with pytest.raises(
+                fc.ArgumentError, match=r"missing are|come as a mapping .* or nested"
+            ):
+                engine.load_full(wrong)
+
+    launch(body, 2)
+
+
 def test_what_makes_no_tree_is_refused():
     with pytest.raises(fc.ArgumentError, match=r"two parameters of the tree are named 'a\.b\.w'"):
         fc.ParamTree({"a": {"b.w": ones(1), "b": {"w": ones(1)}}})

@@ -148,7 +148,10 @@ def value_of(node: Node, path: Path, arrays: Mapping[str, Array]) -> Any:
         return random_states.made(node[1], node[2])
     if tag == "stateful":
         return value_of(node[1], path, arrays)
-    raise ArgumentError(f"{name_of(path)!r:.80} {what_is(node)}; give what it is loaded into")
+    place = ": write PerRank() in its place" if tag == "per rank" else ""
+    raise ArgumentError(
+        f"{name_of(path)!r:.80} {what_is(node)}; give what it is loaded into{place}"
+    )
 
 
 def check_makeable(node: Node, path: Path) -> None:

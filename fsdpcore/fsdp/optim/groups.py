@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, Piece
-from fsdpcore.core.text import nearest
+from fsdpcore.core.text import listed, nearest
 from fsdpcore.fsdp.optim.base import Optimizer
 from fsdpcore.fsdp.optim.from_optax import Optax, Transformation, is_transformation
 from fsdpcore.fsdp.optim.pieces import PieceSpec
@@ -48,7 +48,7 @@ class ParamGroups:
         if not isinstance(given, Mapping) or not given:
             raise ConfigError(
                 "optimizers must be one of fc.optim, such as fc.optim.AdamW(), or a mapping from "
-                f"patterns of parameter names to those, got {optimizers!r}{_of_torch(optimizers)}"
+                f"patterns of parameter names to those, got {optimizers!r}{_hint(optimizers)}"
             )
         found = {pattern: _optimizer(pattern, each) for pattern, each in given.items()}
         patterns = list(found)
@@ -86,11 +86,9 @@ class ParamGroups:
     def _check_all_matched(self, names: Sequence[str], first: Mapping[str, str]) -> None:
         missing = [name for name in names if name not in first]
         if missing:
-            more = len(missing) - _SHOWN
-            listed = ", ".join(map(repr, missing[:_SHOWN])) + (f" and {more} more" * (more > 0))
             hint = nearest(missing[0], [pattern for pattern, _ in self.rules])
             raise ArgumentError(
-                f"no pattern matches the parameters {listed}{hint}; patterns are matched with "
+                f"no pattern matches the parameters {listed(missing)}{hint}; patterns are matched with "
                 "'unit.parameter', add '*' as the last one for all the rest"
             )
 
@@ -105,7 +103,7 @@ class ParamGroups:
                 )
         raise ArgumentError(
             f"the pattern {pattern!r} matches no parameter{nearest(pattern, first)}; they are "
-            "named 'unit.parameter'"
+            f"named 'unit.parameter': {listed(list(first))}"
         )
 
 
@@ -118,16 +116,17 @@ def _optimizer(pattern: object, given: object) -> Optimizer:
     if not isinstance(given, Optimizer):
         raise ConfigError(
             f"the optimizer for {pattern!r} must be one of fc.optim, such as fc.optim.AdamW(), got "
-            f"{given!r}{_of_torch(given)}"
+            f"{given!r}{_hint(given)}"
         )
     return given
 
 
-def _of_torch(value: object) -> str:
-    """Return what to do with an optimizer of PyTorch; empty for anything else."""
+def _hint(value: object) -> str:
+    """Return what to do with an optimizer of PyTorch, and with a function that makes one."""
     kind = value if isinstance(value, type) else type(value)
     if not (hasattr(kind, "zero_grad") and hasattr(kind, "add_param_group")):
-        return ""
+        name = getattr(value, "__name__", "")
+        return f"; call what makes it, {name}(...)" if callable(value) and name else ""
     return f"; PyTorch's are given as fc.optim.Torch(torch.optim.{kind.__name__}, lr=...)"
 
 

@@ -30,6 +30,11 @@ _ADVICE = (
     "one of fc.optim, such as fc.optim.Adafactor"
 )
 
+_NEEDS = (
+    "It gets a shard, flat, and its gradient: masks and rules that depend on shapes, noise with "
+    "random keys, and what needs the loss (value, value_fn) are not supported"
+)
+
 
 class Rule(ABC):
     """How an optimizer of another library takes a step with one array."""
@@ -170,7 +175,7 @@ class _Trial:
             except Exception as error:
                 raise ConfigError(
                     f"{self._name} cannot be used: step {step} with an array of shape "
-                    f"{param.shape} raised {type(error).__name__}: {error}"
+                    f"{param.shape} raised {type(error).__name__}: {error}. {_NEEDS}"
                 ) from error
             changes.append(param if change is None else change)
             if change is not None:

@@ -17,7 +17,7 @@ from fsdpcore.core.device import Device
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import ArgumentError, StateError
-from fsdpcore.core.text import name_ranks, nearest
+from fsdpcore.core.text import listed, name_ranks, nearest
 from fsdpcore.fsdp.state.entries import StateEntry, by_unit, ignored_of, param_entries, ties_of
 from fsdpcore.fsdp.state.save import full_state, gathered
 from fsdpcore.fsdp.units.model import ShardedModel
@@ -125,6 +125,7 @@ def full_tree(model: ShardedModel, tree: ParamTree | None, to: int | str) -> Any
             "full_tree() needs an engine that was made of a tree; this one was made of units: "
             "state_dict(full=True) has their parameters by name"
         )
+    model.status.check_idle("full_tree()")
     state = full_state(model, optimizer=False, to=to)
     if not state.arrays:
         return None
@@ -150,7 +151,7 @@ def _chosen(
         if not matching:
             raise ArgumentError(
                 f"names={pattern!r} matches no parameter{nearest(pattern, owners)}; they are named "
-                "'unit.param'"
+                f"'unit.param': {listed(list(owners))}"
             )
         found.update(matching)
     return {name: owner for name, owner in owners.items() if name in found}

@@ -25,6 +25,7 @@ from fsdpcore.fsdp.state.entries import StateEntry, entries_of, ignored_of, ties
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress, ShardedArray
 from fsdpcore.fsdp.state.writing import UNCHANGED, same_bits, set_ignored, set_progress
 from fsdpcore.fsdp.units.model import ShardedModel
+from fsdpcore.fsdp.units.param_tree import ParamTree
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 
 Arrays = Mapping[str, "ShardedArray | Array"]
@@ -76,7 +77,7 @@ def load_state(
 
 
 def load_params(
-    model: ShardedModel, params: Mapping[str, Array] | None, *, strict: bool, src: int | None
+    model: ShardedModel, tree: ParamTree | None, params: Any, *, strict: bool, src: int | None
 ) -> LoadReport:
     """Load whole parameters by name; see ``FSDP.load_full``."""
     loading = _StateLoader(
@@ -84,12 +85,26 @@ def load_params(
     )
     if not loading.reads:
         return loading.run(None, None, strict=strict)
+    if tree is not None:
+        params = _by_name(tree, params)
     if not isinstance(params, Mapping):
+        nested = "" if tree is None else ", or nested as by full_tree()"
         loading.problems.append(
-            f"parameters come as a mapping from 'unit.param' to arrays, got {type(params).__name__}"
+            f"parameters come as a mapping from 'unit.param' to arrays{nested}, got "
+            f"{type(params).__name__}"
         )
         return loading.run({}, None, strict=False)
     return loading.run(params, None, strict=strict, optional=ignored_of(model.units))
+
+
+def _by_name(tree: ParamTree, params: Any) -> Any:
+    """Return parameters that are nested like the tree by name; anything else as it is."""
+    if isinstance(params, Mapping) and any(name in params for name in tree.names):
+        return params
+    try:
+        return tree.named(params)
+    except ArgumentError:
+        return params
 
 
 class _StateLoader:

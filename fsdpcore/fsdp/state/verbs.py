@@ -125,17 +125,15 @@ class StateVerbs:
         """
         return load_state(self._model, state, strict=strict, optimizer=optimizer, src=src)
 
-    def load_full(
-        self, params: Mapping[str, Array] | None, *, strict: bool = True, src: int | None = None
-    ) -> LoadReport:
+    def load_full(self, params: Any, *, strict: bool = True, src: int | None = None) -> LoadReport:
         """Load whole parameters by ``unit.param``; a collective, outside of steps.
 
         Optimizer state and the number of steps stay. A tied parameter may have its own name, or
         that of its owner. Ignored arrays may be left out.
 
         Args:
-            params: whole arrays by name, equal on all ranks; or on ``src`` only. Rounded to the
-                dtypes of this engine.
+            params: whole arrays by name, or nested as ``full_tree`` gives them; equal on all
+                ranks, or on ``src`` only. Rounded to the dtypes of this engine.
             strict, src: as of ``load_state_dict``.
 
         Returns:
@@ -144,7 +142,7 @@ class StateVerbs:
         Raises:
             ArgumentError, MismatchError, StateError: as ``load_state_dict``.
         """
-        return load_params(self._model, params, strict=strict, src=src)
+        return load_params(self._model, self.tree, params, strict=strict, src=src)
 
     def writing_state(self, *, optimizer: bool = True) -> AbstractContextManager[EngineState]:
         """Give ``state_dict()`` to be written in place, without another copy; for all ranks.
@@ -206,7 +204,8 @@ class StateVerbs:
             The tree, with whole arrays of NumPy at full precision, which belong to the caller.
 
         Raises:
-            StateError: the engine was made of a list of units; or as ``state_dict``.
+            StateError: the engine was made of a list of units; inside of a step, or of
+                ``full_params``; or as ``state_dict``.
             ArgumentError: there is no such rank.
         """
         return full_tree(self._model, self.tree, to)

@@ -88,9 +88,10 @@ class WholeGradients(MutableMapping[str, Mapping[str, Array]]):
             return self._units[unit]
         except KeyError:
             names = ", ".join(self._units) or "none"
+            nested = "; give those of a tree by grads.update(tree)" if self._tree else ""
             raise UnknownParameterError(
                 f"gradients of unit {unit!r} were given, but the engine has no such unit; it has "
-                f"{names}"
+                f"{names}{nested}"
             ) from None
 
     def copy_aliases_of(self, params: Named) -> None:

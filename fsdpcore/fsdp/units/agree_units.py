@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ _GENERATOR = (
     "draw them from a generator of the rank's own that has the same seed on all, as "
     "np.random.default_rng(seed) or torch.Generator().manual_seed(seed)"
 )
+_KEY = ", or by a key that is the same on all, jax.random.key(seed)"
 _SHARED = (
     ". These ranks are threads of one process, which share the states of np.random, random and "
     "torch: what one rank seeds or draws changes what another one gets"
@@ -97,7 +99,8 @@ def _compare(backend: Backend, said: Sequence[_Said]) -> None:
         text = f"{item.what}{how}; give all ranks the same"
         if item.drawn:
             threads = transport_of(backend).ranks_are_threads
-            text += f", and {_GENERATOR}{_SHARED if threads else ''}"
+            text += f", and {_GENERATOR}{_KEY if 'jax' in sys.modules else ''}"
+            text += _SHARED if threads else ""
         return text
 
     compare(backend, "initial values", [each.value for each in said], message)
