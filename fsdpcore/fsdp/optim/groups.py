@@ -19,7 +19,6 @@ Given = Optimizer | Transformation | Mapping[str, "Optimizer | Transformation"]
 """One optimizer for all parameters, or by patterns of their names."""
 
 _ALL = "*"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ class ParamGroups:
         if missing:
             hint = nearest(missing[0], [pattern for pattern, _ in self.rules])
             raise ArgumentError(
-                f"no pattern matches the parameters {listed(missing)}{hint}; patterns are matched with "
-                "'unit.parameter', add '*' as the last one for all the rest"
+                f"no pattern matches the parameters {listed(missing)}{hint}; patterns are matched "
+                "with 'unit.parameter', add '*' as the last one for all the rest"
             )
 
     @staticmethod
