@@ -69,8 +69,8 @@ def test_a_parameter_that_no_pattern_matches_is_named() -> None:
     message = r"no pattern matches the parameters 'embed.weight'.*add '\*' as the last"
     with pytest.raises(ArgumentError, match=message):
         resolve({"block*": PLAIN}, NAMES)
-    with pytest.raises(ArgumentError, match=r"'p0', 'p1', 'p2', 'p3', 'p4' and 3 more"):
-        resolve({"q*": PLAIN}, [f"p{i}" for i in range(8)])
+    with pytest.raises(ArgumentError, match=r"'p0', 'p1', .*, 'p6', 'p7' and 3 more"):
+        resolve({"q*": PLAIN}, [f"p{i}" for i in range(11)])
 
 
 def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_name() -> None:

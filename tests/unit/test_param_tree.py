@@ -197,7 +197,7 @@ def test_load_full_takes_the_tree_that_full_tree_gives():
         found = engine.full_tree()
         assert_array_equal(found["enc"]["a"]["w"], 3 * ones(5))
         assert_array_equal(found["b"], 2 * ones(1))
-        for wrong in ({"enc": {"z": ones(5)}}, [ones(5)], {"enc.z": ones(5)}):
+        for wrong in (None, {"enc": {"z": ones(5)}}, [ones(5)], {"enc.z": ones(5)}):
             with pytest.raises(
                 fc.ArgumentError, match=r"missing are|come as a mapping .* or nested"
             ):

@@ -19,7 +19,6 @@ Given = Optimizer | Transformation | Mapping[str, "Optimizer | Transformation"]
 """One optimizer for all parameters, or by patterns of their names."""
 
 _ALL = "*"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)

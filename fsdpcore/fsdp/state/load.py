@@ -99,7 +99,8 @@ def load_params(
 
 def _by_name(tree: ParamTree, params: Any) -> Any:
     """Return parameters that are nested like the tree by name; anything else as it is."""
-    if isinstance(params, Mapping) and any(name in params for name in tree.names):
+    named = isinstance(params, Mapping) and any(name in params for name in tree.names)
+    if named or params is None:
         return params
     try:
         return tree.named(params)
