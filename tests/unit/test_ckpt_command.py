@@ -230,13 +230,14 @@ def test_diff(ckpt, run, tmp_path):
 
 
 def test_the_best_step_by_a_metric(ckpt, run):
-    saved(run, STATE, ranks=1, step=8, metrics={"loss": 0.7})
+    saved(run, STATE | {"n": np.int8(5)}, ranks=1, step=8, metrics={"loss": 0.7})
+    assert "n: int8 5" in ckpt("inspect", run, "--step", "latest").stdout
     for step, number in (("best:loss", 7), ("best:-loss", 8), ("latest", 8), ("7", 7)):
         name = f"step_{number:08}"
         assert name in ckpt("inspect", run, "--step", step).stdout
         assert ckpt("verify", run, "--step", step).stdout.startswith(name)
     both = ("--step", "best:loss", "--other-step", "best:-loss")
-    assert "compared" in ckpt("diff", run, *both).stdout
+    assert "n: the values differ" in ckpt("diff", run, *both, code=1).stdout
     for command in (("inspect", run), ("verify", run), ("diff", run, run)):
         line = only_line(ckpt(*command, "--step", "best:los", code=2))
         assert "'los'" in line

@@ -53,7 +53,7 @@ def save(
               ``ShardedArray`` may: then the first replica's are written;
             - random generators: ``np.random.Generator``, ``np.random.RandomState``,
               ``random.Random``, ``torch.Generator``, keys of JAX;
-            - None, bool, int, float, str: at most 16 MiB of them as JSON;
+            - None, bool, int, float, str, numbers of NumPy: at most 16 MiB of them as JSON;
             - objects with ``state_dict`` and ``load_state_dict``, whose state is made of these;
             - containers of these: dicts (with keys of str or int), lists, tuples, dataclasses, and
               what JAX's users have registered;

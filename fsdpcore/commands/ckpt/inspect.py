@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdpcore.checkpoint.format.metadata import Metadata
-from fsdpcore.checkpoint.format.nodes import leaves, name_of, tag_of, value_of
+from fsdpcore.checkpoint.format.nodes import leaves, name_of, shown, tag_of, value_of
 from fsdpcore.checkpoint.format.stored import StoredTensor
 from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import opened_step
@@ -151,6 +151,8 @@ def _values(metadata: Metadata) -> Iterator[tuple[str, str]]:
             yield name_of(path), f"a random generator, {short(node[1])}"
         elif tag == "stateful":
             yield name_of(path), "the state of an object"
+        elif tag == "scalar":
+            yield name_of(path), shown(node)
         elif tag != "array":
             yield name_of(path), short(value_of(node, path, {}) if tag != "key" else "a key of JAX")
 
