@@ -71,7 +71,7 @@ def save(
             others each rank its own, as those in a ``PerRank``.
         metrics: numbers by name, equal on all ranks, for ``Retention(best=...)``. One that is NaN
             or infinite is not kept, so that the checkpoint is not among the best.
-        retention: which steps to keep; without it, all.
+        retention: which steps to keep; without it, all. ``metrics`` needs the one it ranks by.
         timeout: seconds to wait for the slowest rank's disk.
 
     Returns:
