@@ -72,7 +72,7 @@ def emptied(value: Any) -> Any:
 
 def clashes(value: Any, path: str, seen: set[str]) -> bool:
     """Whether two arrays would have one name, such as "a/b" and "b" in "a"."""
-    if isinstance(value, (np.ndarray, np.generic)):
+    if isinstance(value, np.ndarray):
         there = path in seen
         seen.add(path)
         return there

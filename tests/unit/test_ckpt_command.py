@@ -33,7 +33,7 @@ COMMANDS = (
 )
 STATE = {
     "net.w": np.arange(6000, dtype=np.float32).reshape(60, 100),
-    "net.b": np.float32(1.5),
+    "net.b": np.array(1.5, np.float32),
     "optimizer/m/net.w": np.zeros((60, 100), np.float32),
 }
 
@@ -227,6 +227,23 @@ def test_diff(ckpt, run, tmp_path):
     assert "fits 'opt.*'" in only_line(ckpt("diff", run, run, "--names", "opt.*", code=2))
     assert "compare with what?" in only_line(ckpt("diff", run, code=2))
     only_line(ckpt("diff", run, tmp_path / "absent", code=2))
+
+
+def test_the_best_step_by_a_metric(ckpt, run):
+    saved(run, STATE | {"n": np.int8(5)}, ranks=1, step=8, metrics={"loss": 0.7})
+    assert "n: int8 5" in ckpt("inspect", run, "--step", "latest").stdout
+    for step, number in (("best:loss", 7), ("best:-loss", 8), ("latest", 8), ("7", 7)):
+        name = f"step_{number:08}"
+        assert name in ckpt("inspect", run, "--step", step).stdout
+        assert ckpt("verify", run, "--step", step).stdout.startswith(name)
+    both = ("--step", "best:loss", "--other-step", "best:-loss")
+    assert "n: the values differ" in ckpt("diff", run, *both, code=1).stdout
+    for command in (("inspect", run), ("verify", run), ("diff", run, run)):
+        line = only_line(ckpt(*command, "--step", "best:los", code=2))
+        assert "'los'" in line
+        assert "metrics are" in line
+    damage(run)
+    assert "1 problem" in ckpt("verify", run, "--step", "best:loss", code=1).stdout
 
 
 def test_differences_that_json_has_no_number_for(ckpt, tmp_path):

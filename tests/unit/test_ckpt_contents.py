@@ -16,6 +16,7 @@ from support.spmd import run
 
 import fsdpcore as fc
 from fsdpcore.checkpoint import PerRank, load, save
+from fsdpcore.checkpoint.plan import contents
 
 
 def on(ranks: int, main: Any) -> list[Any]:
@@ -185,6 +186,72 @@ def test_all_kinds_come_back_bit_for_bit(tmp_path: Path, background: bool) -> No
     on(2, main)
 
 
+NUMBERS = [
+    np.float32(0.1),
+    np.array(0x7FC12345, np.uint32).view(np.float32)[()],
+    np.float64(-math.inf),
+    np.complex64(complex(-0.0, math.nan)),
+    np.complex128(1 + 2j),
+    np.int64(-(2**63)),
+    np.uint8(255),
+    np.bool_(True),
+    ml_dtypes.bfloat16(1.5),
+    ml_dtypes.float8_e4m3fn(448),
+]
+
+
+def test_numbers_of_numpy_are_plain_values(tmp_path: Path) -> None:
+    given = {
+        "all": NUMBERS,
+        "one": np.float32(2.5),
+        "n": np.int64(7),
+        "plain": 0.5,
+        "a": np.ones(2),
+    }
+    zeros = [each.dtype.type(0) for each in NUMBERS]
+
+    def main(backend: fc.Backend) -> None:
+        save(tmp_path, given, backend, step=1)
+        targets: list[tuple[Any, ...]] = [([], None, None, None), ([1.0], 0.0, 0, np.float32(0))]
+        for targeted in [*targets, (zeros, np.int8(0), np.float64(0), 0.0), (zeros[:2], 0, 0, 0)]:
+            target = dict(zip(given, targeted, strict=False)) | {"a": np.zeros(2)}
+            kept = list(target["all"])
+            assert words(load(tmp_path, target, backend).state) == words(given)
+            assert target["all"] == kept
+        whole = load(tmp_path, {"one": np.zeros((), np.float32)}, backend, names="one")
+        assert whole.state["one"].tobytes() == given["one"].tobytes()
+
+    on(2, main)
+    (folder,) = tmp_path.iterdir()
+    assert "one" not in fc.checkpoint.read(folder)
+
+
+def test_numbers_of_numpy_that_were_saved_as_arrays(tmp_path: Path, monkeypatch: Any) -> None:
+    usual = contents._Taker._container
+
+    def before(taker: Any, value: Any, path: Any) -> Any:
+        if not isinstance(value, np.generic):
+            return usual(taker, value, path)
+        taker._add(path, np.asarray(value), alike=True)
+        return ["array", "scalar"]
+
+    both: dict[str, Any] = {"h": [1.0, NUMBERS[0]], "x": NUMBERS[1]}
+
+    def main(backend: fc.Backend) -> None:
+        for step, old in enumerate([both, {"x": NUMBERS[1]}]):
+            with monkeypatch.context() as patch:
+                patch.setattr(contents._Taker, "_container", before)
+                save(tmp_path, old, backend, step=step)
+            for target in {"h": [], "x": np.float32(0)}, {"h": [0.0, np.float32(1)], "x": None}:
+                mine = {name: target[name] for name in old}
+                loaded = load(tmp_path, mine, backend, step=step).state
+                assert loaded.keys() == old.keys()
+                assert np.asarray(loaded["x"]).tobytes() == NUMBERS[1].tobytes()
+                assert words(loaded.get("h")) == words(old.get("h"))
+
+    on(1, main)
+
+
 @pytest.mark.parametrize("transport", ["sim", "zmq"])
 def test_a_training_goes_on_bit_for_bit(tmp_path: Path, transport: str) -> None:
     folder = str(tmp_path / "run")
@@ -207,6 +274,7 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, transport: str) -> None:
     ("name", "make"),
     [
         ("epoch", lambda rank: {"epoch": 3 + rank // 2}),
+        ("losses/0", lambda rank: {"losses": [np.float32(rank // 2)]}),
         ("ema/deep/1", lambda rank: {"ema": {"deep": [0, np.full(2, rank // 2)]}}),
         ("ema/deep", lambda rank: {"ema": {"deep": 2.0} if rank // 2 else {}}),
         ("rng", lambda rank: {"rng": np.random.default_rng(rank // 2)}),
@@ -226,6 +294,10 @@ def test_what_differs_between_ranks_is_refused(tmp_path: Path, name: str, make: 
     assert repr(name) in text
     assert "rank 2" in text
     assert "PerRank" in text
+    assert ("all_reduce" in text) == (name in ("ema/deep/1", "stream/window", "zero"))
+    assert ("differs between ranks 0, 1 and rank 2" in text) == (
+        "all_reduce" in text or name in ("rng", "stream")
+    )
     assert not list(tmp_path.iterdir())
 
 

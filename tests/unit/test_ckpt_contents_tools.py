@@ -176,6 +176,22 @@ def test_not_strict_leaves_what_was_not_saved(tmp_path: Path) -> None:
     on(1, main)
 
 
+def test_much_that_is_unexpected_is_told_in_groups(tmp_path: Path) -> None:
+    def main(backend: fc.Backend) -> None:
+        unit = fc.Unit("layer", {"w": np.ones((5, 3))})
+        engine = fc.FSDP([unit], backend, optimizer=fc.optim.AdamW(lr=0.1))
+        more = {"history": [float(each) for each in range(90)], "rng": {"a": 1, "b": [2] * 9}}
+        save(tmp_path, {"engine": engine, **more}, backend, step=1)
+        with pytest.raises(fc.ArgumentError) as caught:
+            load(tmp_path, {"engine": engine}, backend)
+        text = str(caught.value)
+        assert "unexpected are 'history/*', 'rng/a', 'rng/b/*' (strict=False" in text
+        assert "names='engine/*' loads the parameters alone" in text
+        load(tmp_path, {"engine": engine}, backend, names="engine/*")
+
+    on(1, main)
+
+
 Pair = namedtuple("Pair", "left right")
 
 

@@ -70,6 +70,7 @@ def test_a_value_that_is_no_number_is_not_among_the_best(mode):
         {"last": 1, "metric": "loss"},
         {"best": 2, "metric": ""},
         {"best": 2, "metric": 3},
+        {"best": 2, "metric": "-loss"},
         {"best": 2, "metric": "loss", "mode": "least"},
         {"last": 2, "mode": None},
     ],

@@ -115,7 +115,7 @@ VALUES = {
         for bits in (8, 16, 32, 64)
     },
     "0-d": np.array(3.5),
-    "scalar": np.float32(3.5),
+    "scalar": np.array(3.5, np.float32),
     "empty": np.empty((3, 0, 2), np.int16),
     "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
     "strided": np.arange(60.0).reshape(6, 10)[::-2, 1::3],
@@ -349,6 +349,31 @@ def test_metrics_are_what_collectives_return(tmp_path):
         return fc.checkpoint.load(tmp_path, state, backend).metrics
 
     assert launch(body, 2) == [{"loss": 0.5, "steps": 3.0}] * 2
+
+
+def test_a_retention_by_a_metric_that_the_save_lacks(tmp_path):
+    def body(backend):
+        def save(step, metric, **given):
+            rule = fc.checkpoint.Retention(best=1, metric=metric)
+            state = {"w": np.ones(2)}
+            fc.checkpoint.save(tmp_path, state, backend, step=step, retention=rule, **given)
+
+        save(1, "loss", metrics={"loss": 0.1})
+        save(2, "loss", metrics={"loss": math.nan})
+        mine = {"loss": 0.5} if backend.rank else {"los": 0.5, "other": 2}
+        for metric, given, words in (
+            ("los", {"loss": 0.5}, r"'los', .* are 'loss' \(did you mean 'loss'"),
+            ("loss", None, "are none"),
+            ("loss", mine, "are 'los', 'other' .*on rank 0"),
+        ):
+            with pytest.raises(fc.ArgumentError, match=words) as caught:
+                save(3, metric, metrics=given)
+            assert "Nothing was written" in str(caught.value)
+        with pytest.raises(fc.ArgumentError, match="'loss' and mode='max'"):
+            fc.checkpoint.Retention(best=1, metric="-loss")
+
+    launch(body, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "step_00000002"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])

@@ -75,6 +75,18 @@ def _not_entered(backend: fc.Backend) -> None:
             r"the gradient of head\.w is None, and must be an array",
         ),
         (
+            lambda b: _pass(b, lambda given: given.grads.update(w=ONES.tolist())),
+            r"got a list, of which NumPy makes \(3, 4\) and float64; .* np\.asarray\(.*np\.float32",
+        ),
+        (
+            lambda b: fc.Unit("head", {"w": ONES, "b": [1.0, 2.0]}),
+            r"b: float64; b was given as a list: give np\.asarray\(b, np\.float32\)",
+        ),
+        (
+            lambda b: fc.Unit("head", {"w": [1, 2]}),
+            r"dtype int64.*; w was given as a list: give np\.asarray\(w, np\.float32\)",
+        ),
+        (
             lambda b: _pass(b, lambda given: given.__setitem__("w", ONES)),
             r"with step\.backward\(unit\) as \(params, grads\), then grads\['w'\] =",
         ),

@@ -10,7 +10,8 @@ A node is one of these; what stands in a list begins with a word::
     ["object", {"name": node, ...}] a dataclass, a named tuple, what JAX's users have registered
     ["int", "0x1f..."]              an integer that JSON does not carry
     ["float", "nan"]                nan, inf, -inf
-    ["array", library]              an array: numpy, jax, torch, scalar (of NumPy), shard
+    ["scalar", "float32", "0000803f"]  a number of NumPy: its dtype, its bytes, the lowest first
+    ["array", library]              an array: numpy, jax, torch, shard, and scalar of old
     ["key", implementation]         a typed key of JAX, its numbers as an array
     ["generator", kind, state]      a random generator, see ``random_states``
     ["engine", info]                an engine, its arrays by their names
@@ -27,7 +28,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from fsdpcore.checkpoint.format import random_states
+from fsdpcore.checkpoint.format.dtypes import named_dtype, stored_as
 from fsdpcore.checkpoint.format.strict_json import MAX_INT_BITS, check_text, short
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, CorruptCheckpointError
@@ -41,6 +45,8 @@ LIBRARIES = ("numpy", "jax", "torch", "scalar", "shard")
 
 _FLOATS = ("nan", "inf", "-inf")
 _PLAIN = (type(None), bool, int, float, str)
+_PLAIN_TAGS = ("", "int", "float", "scalar")
+_OLD_SCALAR = ["array", "scalar"]  # a number of NumPy, where it was stored as an array
 
 
 def name_of(path: Path) -> str:
@@ -55,6 +61,10 @@ def scalar_node(value: Any, what: str) -> Node:
         ArgumentError: it is no such value.
     """
     kind = type(value)
+    if isinstance(value, np.generic):
+        stored_as(value.dtype)  # or it cannot be stored
+        small = np.asarray(value).astype(value.dtype.newbyteorder("<"))
+        return ["scalar", value.dtype.name, small.tobytes().hex()]
     if kind is str:
         check_text(value, what)
     elif kind is int and value.bit_length() > MAX_INT_BITS:
@@ -105,7 +115,7 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
 
 def is_plain(node: Node) -> bool:
     """Whether it is the node of a plain value, or of containers of them."""
-    return all(tag_of(leaf) in ("", "int", "float") for _, leaf in leaves(node))
+    return all(tag_of(leaf) in _PLAIN_TAGS or leaf == _OLD_SCALAR for _, leaf in leaves(node))
 
 
 def arrays_in(node: Node, path: Path) -> Iterator[str]:
@@ -140,6 +150,8 @@ def value_of(node: Node, path: Path, arrays: Mapping[str, Array]) -> Any:
         return node
     if tag in ("int", "float"):
         return int(node[1], 16) if tag == "int" else float(node[1])
+    if tag == "scalar":
+        return _number(node[1], node[2])
     if tag == "array":
         return given_to(node[1], arrays[name_of(path)])
     if tag == "key":
@@ -162,8 +174,15 @@ def check_makeable(node: Node, path: Path) -> None:
             _jax()
         elif tag == "stateful":
             check_makeable(leaf[1], where)
-        elif tag not in ("array", "int", "float", ""):
+        elif tag not in ("array", *_PLAIN_TAGS):
             value_of(leaf, where, {})
+
+
+def _number(dtype: str, digits: str) -> Any:
+    """Return a number of NumPy of its bytes, the lowest first."""
+    found = named_dtype(dtype)
+    little = np.frombuffer(bytes.fromhex(digits), found.newbyteorder("<"))
+    return little.astype(found)[0]
 
 
 def wrapped_key(implementation: str, numbers: Array) -> Any:
@@ -177,6 +196,11 @@ def _jax() -> Any:
     if jax is None:
         raise ArgumentError("a key of JAX was saved; import jax before loading")
     return jax
+
+
+def shown(node: Node) -> str:
+    """Return a node in short, for messages."""
+    return f"{node[1]} {_number(*node[1:])}" if tag_of(node) == "scalar" else short(node)
 
 
 def what_is(node: Node) -> str:
@@ -194,7 +218,8 @@ def what_is(node: Node) -> str:
         return f"is a random generator, {node[1]}, in the checkpoint"
     if children(node) is not None and not is_plain(node):
         return "has more in it than plain values in the checkpoint"
-    return f"is {words.get(tag, f'a {tag}' if tag else short(node))} in the checkpoint"
+    word = shown(node) if tag in _PLAIN_TAGS else f"a {tag}"
+    return f"is {words.get(tag, word)} in the checkpoint"
 
 
 def check_node(node: Node, what: str) -> None:
@@ -233,6 +258,7 @@ _RULES: dict[str, Callable[[Node], bool]] = {
     "object": lambda node: len(node) == 2 and type(node[1]) is dict,
     "int": lambda node: _is_text(node) and _is_hex(node[1]),
     "float": lambda node: _is_text(node) and node[1] in _FLOATS,
+    "scalar": lambda node: len(node) == 3 and _is_number(node[1], node[2]),
     "array": lambda node: _is_text(node) and node[1] in LIBRARIES,
     "key": _is_text,
     "generator": lambda node: len(node) == 3 and type(node[1]) is str,
@@ -240,6 +266,15 @@ _RULES: dict[str, Callable[[Node], bool]] = {
     "stateful": lambda node: len(node) == 2,
     "per rank": lambda node: len(node) == 1,
 }
+
+
+def _is_number(dtype: object, digits: object) -> bool:
+    if type(dtype) is not str or type(digits) is not str:
+        return False
+    try:
+        return len(bytes.fromhex(digits)) == named_dtype(dtype).itemsize
+    except (ValueError, CorruptCheckpointError):
+        return False
 
 
 def _is_hex(text: str) -> bool:

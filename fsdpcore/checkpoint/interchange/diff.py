@@ -22,6 +22,7 @@ from fsdpcore.checkpoint.interchange.patterns import refuse_idle
 from fsdpcore.checkpoint.interchange.streaming import ProgressCounter
 from fsdpcore.checkpoint.plan.targets import checked_patterns, chosen
 from fsdpcore.checkpoint.storage.opening import StoragePath
+from fsdpcore.checkpoint.storage.ranking import Step
 from fsdpcore.core.buffers import Array, byte_view
 from fsdpcore.core.geometry.regions import whole
 
@@ -87,8 +88,8 @@ def diff(
     one: StoragePath,
     other: StoragePath,
     *,
-    step: int | None = None,
-    other_step: int | None = None,
+    step: Step = None,
+    other_step: Step = None,
     names: str | Iterable[str] | None = None,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
@@ -102,7 +103,7 @@ def diff(
         one: a folder of steps, or that of one; a ``.safetensors`` file or ``.json`` index; or the
             folder of a distributed checkpoint of PyTorch.
         other: the same.
-        step: of ``one``; by default the newest that is valid.
+        step: of ``one``, see ``load``; by default the newest that is valid.
         other_step: of ``other``; likewise.
         names: patterns (of the shell) of the arrays to compare; by default all.
         threads: that read.

@@ -11,10 +11,18 @@ from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import ProgressCallback
 from fsdpcore.checkpoint.interchange.streaming import ProgressCounter
 from fsdpcore.checkpoint.interchange.verify_file import Problem, check_file
-from fsdpcore.checkpoint.load.finding import locate
+from fsdpcore.checkpoint.load.finding import chosen_step
 from fsdpcore.checkpoint.load.reading import usual_threads
 from fsdpcore.checkpoint.storage.opening import StoragePath
-from fsdpcore.checkpoint.storage.steps import StepName, directories, is_leftover, read_marker
+from fsdpcore.checkpoint.storage.ranking import Best, Step, best_first
+from fsdpcore.checkpoint.storage.steps import (
+    StepName,
+    Which,
+    directories,
+    is_leftover,
+    metrics_in,
+    read_marker,
+)
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import (
@@ -23,6 +31,7 @@ from fsdpcore.core.errors import (
     CorruptCheckpointError,
     in_words,
 )
+from fsdpcore.core.text import listed
 
 __all__ = ["Problem", "Verified", "verify"]
 
@@ -54,7 +63,7 @@ class Verified:
 def verify(
     path: StoragePath,
     *,
-    step: int | None = None,
+    step: Step = None,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Verified:
@@ -65,7 +74,8 @@ def verify(
 
     Args:
         path: a folder of steps, or that of one.
-        step: which one; by default the newest that was committed, be it damaged or not.
+        step: which one: its number, "latest" or "best:METRIC", see ``load``; by default the newest
+            that was committed, be it damaged or not.
         threads: that read and compute checksums; by default as many as cores, at most 4.
         progress: called with the bytes that are checked and those in all.
 
@@ -77,19 +87,37 @@ def verify(
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointError: the folder could not be read.
     """
-    storage, name = locate(path, step)
+    storage, which = chosen_step(path, step)
     count = usual_threads() if threads is None else as_int(threads, "threads", minimum=1)
+    name: StepName | None = None
     try:
-        name = name or _newest(storage, step)
+        name = _wanted(storage, which)
         with ExitStack() as stack:
             with suppress(PermissionError):
                 stack.enter_context(storage.hold(name.name))
             return _Verifier(storage, name, count, progress).run()
     except FileNotFoundError as error:
-        which = "" if name is None else name.name
-        raise CheckpointNotFoundError(f"there is no {which} in {storage.path}") from error
+        missing = "" if name is None else name.name
+        raise CheckpointNotFoundError(f"there is no {missing} in {storage.path}") from error
     except OSError as error:
         raise CheckpointError(f"{storage.path}: {in_words(error)}") from error
+
+
+def _wanted(storage: Storage, which: Which) -> StepName:
+    """Return the step to check; of the best by a metric the first, be it damaged or not."""
+    if isinstance(which, StepName):
+        return which
+    if not isinstance(which, Best):
+        return _newest(storage, which)
+    known = metrics_in(storage)
+    order = best_first(known.items(), which)
+    if not order:
+        there = listed(sorted({name for each in known.values() for name in each})) or "none"
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint with the metric {which.metric!r:.80} in {storage.path}, where "
+            f"the metrics are {there}"
+        )
+    return order[0]
 
 
 def _newest(storage: Storage, step: int | None) -> StepName:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdpcore.core.errors import ArgumentError, CheckpointError
 from fsdpcore.core.text import listed
 from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX, Progress
+
+_SHOWN = 8  # names in a message, before they are grouped
 
 
 class Gaps(NamedTuple):
@@ -41,9 +44,9 @@ class Gaps(NamedTuple):
         hint += beside
         parts = []
         if self.missing:
-            parts.append(f"missing in the checkpoint are {listed(self.missing)}")
+            parts.append(f"missing in the checkpoint are {_few(self.missing)}")
         if self.unexpected:
-            parts.append(f"unexpected are {listed(self.unexpected)}")
+            parts.append(f"unexpected are {_few(self.unexpected)}")
         if parts:
             raise ArgumentError(f"{what}: {'; '.join(parts)} ({hint}). {ending}")
         if self.uncovered:
@@ -51,6 +54,17 @@ class Gaps(NamedTuple):
                 f"{what}: not all elements were saved of {listed(self.uncovered)} ({hint}). "
                 f"{ending}"
             )
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return names in words, many of them by what they are below: ``'history/*'``."""
+    for parts in (-1, 1):
+        if len(names) > _SHOWN:
+            below = ["/".join(name.split("/")[:parts]) for name in names]
+            often = {each for each, number in Counter(below).items() if each and number > 1}
+            pairs = zip(names, below, strict=True)
+            names = list(dict.fromkeys(f"{up}/*" if up in often else name for name, up in pairs))
+    return listed(names)
 
 
 def check_info(what: str, name: str, info: Mapping[str, Any], ending: str) -> None:

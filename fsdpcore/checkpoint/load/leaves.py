@@ -176,7 +176,22 @@ class ArrayLeaf(Leaf):
         self._made = made  # from what was read to the value; None where that was filled
 
     def fit(self, stored: Stored) -> Fitted:
+        for node in stored.state.find(self.path):
+            if tag_of(node) == "scalar":
+                return self._fit_number(node, value_of(node, self.path, {}))
         return Fitted(self._finish, self.arrays)
+
+    def _fit_number(self, node: Node, number: Any) -> Fitted:
+        """Fill an array of no axes with a number of NumPy."""
+        array = self.arrays[self.name]
+        if not isinstance(array, np.ndarray) or array.ndim or array.dtype != number.dtype:
+            raise self._refuse(node)
+
+        def finish(missing: Missing) -> Any:
+            array[()] = number
+            return self._finish(missing)
+
+        return Fitted(finish, used=(self.name,))
 
     def _finish(self, missing: Missing) -> Any:
         if self._made is None or self.name in missing:
@@ -245,10 +260,23 @@ class ValueLeaf(Leaf):
     def fit(self, stored: Stored) -> Fitted:
         for node in stored.state.find(self.path):
             one = branch(self.value) is None
+            if isinstance(self.value, np.generic) and tag_of(node) == "array":
+                return self._fit_array(node, stored.catalog)
             if self.value is not None and not (is_plain(node) and one == (children(node) is None)):
                 raise self._refuse(node)
             return built(node, self.path, stored, lambda value: value, self.value)
         return self._missing()
+
+    def _fit_array(self, node: Node, catalog: Catalog) -> Fitted:
+        """Have the number be read that was saved as an array of no axes."""
+        array = _new_arrays([self.name], catalog).get(self.name)
+        if array is None or array.ndim:
+            raise self._refuse(node)
+
+        def finish(missing: Missing) -> Any:
+            return self.value if self.name in missing else array[()]
+
+        return Fitted(finish, {self.name: array}, used=(self.name,))
 
 
 class StatefulLeaf(Leaf):
@@ -310,8 +338,6 @@ def array_leaf(path: Path, value: Any, shard: Any) -> ArrayLeaf:
         value: the array.
         shard: the same as ``contents.shard_of`` has it.
     """
-    if isinstance(value, np.generic):
-        return ArrayLeaf(path, value, np.array(value), lambda array: array[()])
     if value is shard:
         return ArrayLeaf(path, value, shard)
     jax: Any = sys.modules.get("jax")

@@ -21,7 +21,7 @@ from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_int, rounds_into
 from fsdpcore.core.errors import ArgumentError, CheckpointError, CorruptCheckpointError, in_words
-from fsdpcore.core.text import listed
+from fsdpcore.core.text import listed, nearest
 
 
 def read(
@@ -85,7 +85,11 @@ def _read(
     every = [tensor.name for tensor in catalog.tensors]
     for pattern in patterns or ():
         if pattern != "*" and not chosen(every, [pattern]):
-            raise ArgumentError(f"{directory} has no array whose name fits {pattern!r}")
+            near = nearest(pattern.rstrip("*."), every)
+            raise ArgumentError(
+                f"{directory} has no array whose name fits {pattern!r}{near}; it has "
+                f"{listed(every) or 'none'}"
+            )
     names = chosen(every, patterns)
     found: dict[str, Array] = {}
     wanted: list[WantedPart] = []

@@ -266,7 +266,8 @@ class StepLoader:
         )
         gaps = Gaps(missing, self._unexpected(fit), uncovered)
         if self._request.strict:
-            gaps.check_none(what, self._beside(fit.stored), self._ending)
+            beside = self._beside(fit.stored) + self._only(gaps)
+            gaps.check_none(what, beside, self._ending)
         self._check_mixed(what, gaps)
         for name in self._moving(fit.stored):
             check_info(what, name, fit.stored.engines.get(name, {}), self._ending)
@@ -282,6 +283,15 @@ class StepLoader:
         if "" in there:
             return "; it was saved from an engine alone, not from a mapping with one"
         return f"; its engines are {listed(sorted(there))}"
+
+    def _only(self, gaps: Gaps) -> str:
+        """Say how an engine is loaded alone, if the target has nothing else."""
+        names = [leaf.name for leaf in self._target.engines if leaf.name]
+        if self._patterns is not None or not gaps.unexpected or gaps.missing:
+            return ""
+        if len(self._target.leaves) > 1 or len(names) != 1:
+            return ""
+        return f", names={f'{names[0]}/*'!r:.80} loads the parameters alone"
 
     def _fit(self, found: SharedCandidate) -> _Fit:
         catalog = Catalog(found.metadata)

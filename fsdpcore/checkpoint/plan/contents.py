@@ -129,8 +129,6 @@ def array_at(path: Path, name: str) -> str:
 
 def shard_of(value: Any, name: str, device: Device) -> Any:
     """Return an array of any library as one that can be saved: where it is, or on the host."""
-    if isinstance(value, np.generic):
-        return np.asarray(value)
     if isinstance(value, np.ndarray) or device.owns(value) or not is_foreign(value):
         return value
     if library_of(value) == "torch":
@@ -202,8 +200,8 @@ class _Taker:
             return ["key", implementation]
         if kind == "array":
             self._add(path, shard_of(value, name_of(path), self._backend.device), alike=True)
-            library = "scalar" if isinstance(value, np.generic) else library_of(value)
-            return ["array", library if library in ("jax", "torch", "scalar") else "numpy"]
+            library = library_of(value)
+            return ["array", library if library in ("jax", "torch") else "numpy"]
         return self._container(value, path)
 
     def _refusal(self, value: Any, path: Path) -> ArgumentError:

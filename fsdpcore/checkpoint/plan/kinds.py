@@ -79,8 +79,10 @@ def kind_of(value: object) -> Kind:
         return "state"
     if isinstance(value, (ShardedArray, BoxShard)):
         return "shard"
-    if isinstance(value, (np.ndarray, np.generic)):
+    if isinstance(value, np.ndarray):
         return "array"
+    if isinstance(value, np.generic):
+        return ""
     if is_foreign(value):
         return "key" if is_random_key(value) else "array"
     if generator_kind(value) is not None:

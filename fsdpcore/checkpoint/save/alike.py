@@ -8,8 +8,8 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from fsdpcore.checkpoint.format.nodes import leaves, name_of, tag_of
-from fsdpcore.checkpoint.format.strict_json import encode, short
+from fsdpcore.checkpoint.format.nodes import leaves, name_of, shown, tag_of
+from fsdpcore.checkpoint.format.strict_json import encode
 from fsdpcore.checkpoint.memory.fetching import WINDOW_BYTES, fetch
 from fsdpcore.checkpoint.plan.contents import Contents
 from fsdpcore.checkpoint.save.writing import chunks
@@ -40,7 +40,7 @@ def said_of(contents: Contents, backend: Backend) -> Said:
         return found
     for path, node in () if contents.node is None else leaves(contents.node):
         if tag_of(node) not in _SHARED_OUT:
-            found[f"value:{name_of(path)}"] = (hex_digest(encode(node).encode()), short(node))
+            found[f"value:{name_of(path)}"] = (hex_digest(encode(node).encode()), shown(node))
     arrays: list[Any] = [contents.arrays[name] for name in contents.alike]
     for name, digest in zip(contents.alike, _digests(arrays, backend.device), strict=True):
         found[f"array:{name}"] = (digest, "")
@@ -89,7 +89,7 @@ def check_alike(said: Said, backend: Backend, ending: str) -> None:
     names = dict.fromkeys(name for each in every for name in each)
     for name in names:
         rows = [tuple(each.get(name, _ABSENT)) for each in every]
-        kind, _, shown = name.partition(":")
+        kind, _, entry = name.partition(":")
         if kind == "array":
             held = [(row, rank) for row, rank in zip(rows, backend.ranks, strict=True) if row[0]]
             rows, ranks = [row for row, _ in held], [rank for _, rank in held]
@@ -97,14 +97,19 @@ def check_alike(said: Said, backend: Backend, ending: str) -> None:
             ranks = list(backend.ranks)
         groups = grouped(rows, ranks)
         if len(groups) > 1:
-            raise MismatchError(_message(shown, groups, ending))
+            raise MismatchError(_message(entry, groups, ending, array=kind == "array"))
 
 
-def _message(name: str, groups: list[tuple[Any, list[int]]], ending: str) -> str:
+def _message(name: str, groups: list[tuple[Any, list[int]]], ending: str, *, array: bool) -> str:
     told = [f"{words} on {name_ranks(ranks)}" for (_, words), ranks in groups[:4] if words]
     where = " and ".join(name_ranks(ranks) for _, ranks in groups[:4])
-    what = f"is {', but '.join(told)}" if told else f"differs between {where}"
-    return (
-        f"save: the entry {name!r:.80} {what}. Mark what each rank has of its own with "
-        f"checkpoint.PerRank(value). {ending}"
-    )
+    distinct = len({words for (_, words), _ in groups[:4]}) > 1  # long ones are cut
+    what = f"is {', but '.join(told)}" if distinct else f"differs between {where}"
+    advice = "Mark what each rank has of its own with checkpoint.PerRank(value)"
+    if array:
+        advice = (
+            "Make it equal first, with fc.all_reduce(array, backend, op='mean') or "
+            "fc.broadcast(array, backend); or mark"
+            f"{advice.removeprefix('Mark')}"
+        )
+    return f"save: the entry {name!r:.80} {what}. {advice}. {ending}"

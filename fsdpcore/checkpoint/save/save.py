@@ -53,7 +53,7 @@ def save(
               ``ShardedArray`` may: then the first replica's are written;
             - random generators: ``np.random.Generator``, ``np.random.RandomState``,
               ``random.Random``, ``torch.Generator``, keys of JAX;
-            - None, bool, int, float, str: at most 16 MiB of them as JSON;
+            - None, bool, int, float, str, numbers of NumPy: at most 16 MiB of them as JSON;
             - objects with ``state_dict`` and ``load_state_dict``, whose state is made of these;
             - containers of these: dicts (with keys of str or int), lists, tuples, dataclasses, and
               what JAX's users have registered;
@@ -71,7 +71,7 @@ def save(
             others each rank its own, as those in a ``PerRank``.
         metrics: numbers by name, equal on all ranks, for ``Retention(best=...)``. One that is NaN
             or infinite is not kept, so that the checkpoint is not among the best.
-        retention: which steps to keep; without it, all.
+        retention: which steps to keep; without it, all. ``metrics`` needs the one it ranks by.
         timeout: seconds to wait for the slowest rank's disk.
 
     Returns:

@@ -80,6 +80,8 @@ class Saver:
         described = ""
         with LocalAttempt() as attempt:
             checked = _checked(state, self._backend, step, extra, generators, metrics)
+            if self._retention is not None:
+                self._retention.check_metrics([*(metrics or ())])
             said = said_of(checked.contents, self._backend)
             known = checked.holding.arrays == self._arrays
             if not known:

@@ -12,6 +12,7 @@ from fsdpcore.checkpoint.storage.steps import StepName, committed, directories, 
 from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.core.checks import as_choice, as_int, as_name
 from fsdpcore.core.errors import ArgumentError, CheckpointError
+from fsdpcore.core.text import listed, nearest
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Retention:
     Attributes:
         last: keep so many of the newest.
         best: keep so many of those with the best value of ``metric``; of equal ones the newer.
-        metric: name of a metric that was saved with the checkpoints. One without it, or whose
-            value is not a number, is not among the best.
+        metric: name of a metric that was saved with the checkpoints. Each save has to have
+            it. A checkpoint without it, or whose value is not a number, is not among the best.
         mode: "min" if a smaller value is better, "max" if a larger one is.
         every: keep each step that is a multiple of this.
 
@@ -50,7 +51,26 @@ class Retention:
             raise ArgumentError("best and metric of a Retention go together: how many, and by what")
         if self.metric is not None:
             as_name(self.metric, "metric of a Retention")
+            if self.metric.startswith("-"):
+                raise ArgumentError(
+                    f"metric of a Retention is {self.metric!r:.80}; where larger is better, give "
+                    f"the name {self.metric[1:]!r:.80} and mode='max'"
+                )
         as_choice(self.mode, ("min", "max"), "mode of a Retention")
+
+    def check_metrics(self, names: Collection[str]) -> None:
+        """Raise ArgumentError unless a save has the metric that checkpoints are ranked by.
+
+        Args:
+            names: of the metrics of the save.
+        """
+        if self.metric is not None and self.metric not in names:
+            there = listed(sorted(names)) or "none"
+            raise ArgumentError(
+                f"the Retention keeps the best by {self.metric!r:.80}, but the metrics of "
+                f"this save are {there}{nearest(self.metric, names)}; give save() "
+                "metrics= with that name"
+            )
 
     def keeps(self, checkpoints: Iterable[tuple[int, Mapping[str, float]]]) -> set[int]:
         """Return the steps to keep of those given, each with its metrics; pure."""

@@ -21,7 +21,16 @@ from fsdpcore.checkpoint.interchange.verify import verify as verify_step
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.cleaning import clean as clean_folder
 from fsdpcore.commands.ckpt.inspect import inspect
-from fsdpcore.commands.ckpt.options import axes_of, nbytes_of, renaming, rounding
+from fsdpcore.commands.ckpt.options import (
+    FirstStep,
+    OtherStep,
+    Step,
+    VerifiedStep,
+    axes_of,
+    nbytes_of,
+    renaming,
+    rounding,
+)
 from fsdpcore.commands.ckpt.progress import DIFFERENT, bar, ending, print_json, size
 from fsdpcore.core.errors import ArgumentError
 
@@ -34,20 +43,6 @@ app = typer.Typer(
 _Path = Annotated[str, typer.Argument(help="A folder of steps, or that of one.")]
 
 
-def _step_of(text: str) -> int | str:
-    """Read a number, or leave words to ``chosen_step``."""
-    return int(text) if text.removeprefix("-").isdecimal() else text
-
-
-_Step = Annotated[
-    Any,
-    typer.Option(
-        parser=_step_of,
-        metavar="STEP",
-        help="A number, 'latest', 'best:loss' (the smallest), 'best:-accuracy' (the largest); by "
-        "default the newest that is complete.",
-    ),
-]
 _Names = Annotated[
     list[str] | None,
     typer.Option("--names", help="Shell pattern of names, such as 'block0.*'; repeatable."),
@@ -75,9 +70,7 @@ app.command("inspect")(inspect)
 @app.command("verify")
 def verify(
     path: _Path,
-    step: Annotated[
-        int | None, typer.Option(help="Which step; by default the newest, damaged or not.")
-    ] = None,
+    step: VerifiedStep = None,
     threads: _Threads = None,
     json: _Json = False,
 ) -> None:
@@ -114,7 +107,7 @@ def reshard(
             "fits counts; PATTERN=flat for none). By default all are cut flat."
         ),
     ] = None,
-    step: _Step = None,
+    step: Step = None,
     names: _Names = None,
     overwrite: _Overwrite = False,
     threads: _Threads = None,
@@ -145,7 +138,7 @@ def reshard(
 def consolidate(
     path: _Path,
     target: Annotated[str, typer.Argument(help="Another folder of steps.")],
-    step: _Step = None,
+    step: Step = None,
     names: _Names = None,
     overwrite: _Overwrite = False,
     threads: _Threads = None,
@@ -171,7 +164,7 @@ def _report(saved: Saved, target: str, *, as_json: bool) -> None:
 def export(
     path: _Path,
     target: Annotated[str, typer.Argument(help="The file; with --max-shard-size a folder.")],
-    step: _Step = None,
+    step: Step = None,
     names: _Names = None,
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="With the arrays of the optimizer.")
@@ -276,8 +269,8 @@ def diff(
         ),
     ],
     other: Annotated[str | None, typer.Argument(help="Likewise; by default the same.")] = None,
-    step: Annotated[int | None, typer.Option(help="Step of the first.")] = None,
-    other_step: Annotated[int | None, typer.Option(help="Step of the second.")] = None,
+    step: FirstStep = None,
+    other_step: OtherStep = None,
     names: _Names = None,
     threads: _Threads = None,
     json: _Json = False,

@@ -11,23 +11,24 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdpcore.checkpoint.format.metadata import Metadata
-from fsdpcore.checkpoint.format.nodes import leaves, name_of, tag_of, value_of
+from fsdpcore.checkpoint.format.nodes import leaves, name_of, shown, tag_of, value_of
 from fsdpcore.checkpoint.format.stored import StoredTensor
 from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import opened_step
 from fsdpcore.checkpoint.interchange.patterns import refuse_idle
-from fsdpcore.checkpoint.load.finding import locate
+from fsdpcore.checkpoint.load.finding import chosen_step
 from fsdpcore.checkpoint.plan.stored_state import StoredState
 from fsdpcore.checkpoint.plan.targets import chosen
 from fsdpcore.checkpoint.storage.steps import FoundStep, StepName, candidates
 from fsdpcore.checkpoint.storage.storage import Storage
+from fsdpcore.commands.ckpt.options import ShownStep
 from fsdpcore.commands.ckpt.progress import ending, print_json, size
 from fsdpcore.core.errors import CheckpointNotFoundError
 
 
 def inspect(
     path: Annotated[str, typer.Argument(help="A folder of steps, or that of one.")],
-    step: Annotated[int | None, typer.Option(help="Show what is in this step.")] = None,
+    step: ShownStep = None,
     names: Annotated[
         list[str] | None,
         typer.Option("--names", help="Shell pattern of names; repeatable."),
@@ -42,8 +43,8 @@ def inspect(
     there is nothing at all.
     """
     with ending():
-        storage, name = locate(path, step)
-        if name is None and step is None and names is None:
+        storage, which = chosen_step(path, step)
+        if which is None and step is None and names is None:
             valid = _show_steps(storage, as_json=json)
             raise typer.Exit(0 if valid else 1)
         with opened_step(path, step) as source:
@@ -150,6 +151,8 @@ def _values(metadata: Metadata) -> Iterator[tuple[str, str]]:
             yield name_of(path), f"a random generator, {short(node[1])}"
         elif tag == "stateful":
             yield name_of(path), "the state of an object"
+        elif tag == "scalar":
+            yield name_of(path), shown(node)
         elif tag != "array":
             yield name_of(path), short(value_of(node, path, {}) if tag != "key" else "a key of JAX")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json as json_format
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from fsdpcore.checkpoint.format.dtypes import named_dtype
 from fsdpcore.commands.plan import parse_memory
@@ -17,6 +19,24 @@ _SHORT = {
     "fp64": "float64",
     "fp8": "float8_e4m3fn",
 }
+
+_WAYS = "a number, 'latest', 'best:loss' (the smallest), 'best:-accuracy' (the largest)"
+
+
+def _step_of(text: str) -> int | str:
+    """Read a number, or leave words to ``chosen_step``."""
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
+def _step_option(what: str) -> Any:
+    return typer.Option(parser=_step_of, metavar="STEP", help=f"{what}{_WAYS}")
+
+
+Step = Annotated[Any, _step_option("Which step; by default the newest that is complete: ")]
+ShownStep = Annotated[Any, _step_option("Show what is in this step: ")]
+VerifiedStep = Annotated[Any, _step_option("Which step; by default the newest, damaged or not: ")]
+FirstStep = Annotated[Any, _step_option("Step of the first: ")]
+OtherStep = Annotated[Any, _step_option("Step of the second: ")]
 
 
 def renaming(pairs: list[str] | None, file: Path | None) -> dict[str, str] | None:

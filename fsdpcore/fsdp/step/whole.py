@@ -167,7 +167,8 @@ class _CollectedGradients(MutableMapping[str, Array]):
     def _checked(self, name: str, value: Any) -> Array:
         shape, dtype = self._kind(name)
         array = self.unit.device.given(value, f"the gradient of {self.unit.name}.{name}")
-        check_gradient(f"{self.unit.name}.{name}", array, shape, dtype, self.unit.dtypes.param)
+        where, computed = f"{self.unit.name}.{name}", self.unit.dtypes.param
+        check_gradient(where, array, shape, dtype, computed, value)
         return array
 
     def _kind(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

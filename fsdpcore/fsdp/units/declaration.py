@@ -71,7 +71,9 @@ class UnitDeclaration:
         }
         self.frozen = frozenset(chosen(name, own, frozen, "frozen"))
         self.initial: dict[str, Array | Spec] | None = own
-        self.dtype = _common_dtype(name, {k: v for k, v in own.items() if k not in self.frozen})
+        trained = {k: v for k, v in own.items() if k not in self.frozen}
+        lists = [key for key in trained if isinstance(params[key], (list, tuple))]
+        self.dtype = _common_dtype(name, trained, lists)
 
     @property
     def trained(self) -> list[str]:
@@ -112,18 +114,26 @@ def _as_it_is(unit: str, name: str, value: Array | Spec, boxes: Mapping[str, Arr
     return read_only(np.ascontiguousarray(value).reshape(value.shape))
 
 
-def _common_dtype(unit: str, params: Mapping[str, Array | Spec]) -> np.dtype[Any]:
+def _common_dtype(
+    unit: str, params: Mapping[str, Array | Spec], lists: Iterable[str]
+) -> np.dtype[Any]:
+    """Return the dtype of all; ``lists`` are the names of those that were given as lists."""
     dtypes = {name: value.dtype for name, value in params.items()}
+    advice = "".join(
+        f"; {name} was given as a list: give np.asarray({name}, np.float32)" for name in lists
+    )
     for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
             raise ArgumentError(
                 f"parameter {unit}.{name} has dtype {dtype}; parameters are float32 or float64, "
                 "which the optimizer updates. To compute in less, pass the engine "
-                "precision=fc.Precision(param_dtype=...); others can be frozen or ignored"
+                "precision=fc.Precision(param_dtype=...); others can be frozen or "
+                f"ignored{advice}"
             )
     if len(set(dtypes.values())) > 1:
         raise ArgumentError(
             f"the trained parameters of unit {unit!r} must share one dtype, got "
             + ", ".join(f"{name}: {dtype}" for name, dtype in dtypes.items())
+            + advice
         )
     return next(iter(dtypes.values()), np.dtype(np.float32))

@@ -234,9 +234,10 @@ class Gradients(MutableMapping[str, Array]):
         if view is None:
             view = self._view(name)
         if value is not view:
-            value = self._device.given(value, f"the gradient of {self._places.unit}.{name}")
+            given = value
+            value = self._device.given(given, f"the gradient of {self._places.unit}.{name}")
             where = f"{self._places.unit}.{name}"
-            check_gradient(where, value, view.shape, view.dtype, self._computed)
+            check_gradient(where, value, view.shape, view.dtype, self._computed, given)
             self._device.assign(view, value)
         self._views[name] = view
 
@@ -296,6 +297,7 @@ def check_gradient(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     computed: np.dtype[Any] | None,
+    given: object = None,
 ) -> None:
     """Raise ArgumentError if an array cannot be the gradient of the parameter ``where``.
 
@@ -305,6 +307,7 @@ def check_gradient(
         shape: of the parameter.
         dtype: of its gradient.
         computed: another dtype that it may have.
+        given: what the array was made of.
     """
     fits = value.shape == shape
     if not fits or value.dtype not in (dtype, computed):
@@ -314,9 +317,14 @@ def check_gradient(
             if fits
             else "a gradient has the shape of its parameter, and is summed over the batch"
         )
+        got = f"{value.shape} and {value.dtype}"
+        if isinstance(given, (list, tuple, int, float)):
+            kind = type(given).__name__
+            got = f"a {kind}, of which NumPy makes {got}"
+            advice = f"give np.asarray(..., np.{dtype})" if fits else advice
         raise ArgumentError(
             f"gradient of {where} must have shape {shape} and dtype {dtype}{also}, got "
-            f"{value.shape} and {value.dtype}; {advice}"
+            f"{got}; {advice}"
         )
 
 
