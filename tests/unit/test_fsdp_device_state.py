@@ -138,7 +138,10 @@ def test_algorithms_are_those_of_the_gpus(machine: Any) -> None:
 
     for error, text in errors(body, 2):
         assert error == "ArgumentError"
-        assert "an engine has no algorithm 'ring'; it has 'auto', 'direct', 'nccl'" in text
+        assert (
+            "an engine has no algorithm 'ring'; it has 'auto', 'canonical', 'direct', 'nccl'"
+            in text
+        )
 
 
 def test_a_gpu_has_no_files_to_offload_to(machine: Any, tmp_path: Any) -> None:

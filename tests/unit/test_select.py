@@ -124,7 +124,7 @@ def test_choose_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["tree", "Star", "", None, 3])
 def test_choose_something_unknown(name: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"it has 'auto', 'doubling', 'direct'"):
+    with pytest.raises(ArgumentError, match=r"it has 'auto', 'canonical', 'doubling', 'direct'"):
         choose("all_reduce", name, 100, _backend(4))
 
 
