@@ -29,7 +29,7 @@ _SILENT = (
 )
 _MAX_STEPS = 8
 _MAX_FOLLOWED = 3
-_MAX_CHARACTERS = 600
+_MAX_CHARACTERS = 350
 MAX_SHOWN = 8
 """Of the ranks that are missing, or that may send a message which any of them may."""
 _CYCLE = (
@@ -97,9 +97,10 @@ def _said(
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         groups.setdefault(_text(known, rank), []).append(rank)
-    ends = itertools.accumulate(map(len, groups))
-    shown = max(1, sum(end <= _MAX_CHARACTERS for end in ends))
-    said = list(groups.items())[: min(shown, MAX_SHOWN)]
+    said = list(groups.items())
+    if len(ranks) > MAX_SHOWN:
+        ends = itertools.accumulate(map(len, groups))
+        said = said[: max(1, sum(end <= _MAX_CHARACTERS for end in ends))][:MAX_SHOWN]
     told = {rank for _, together in said for rank in together}
     return said, [rank for rank in ranks if rank not in told]
 

@@ -58,8 +58,6 @@ def test_zero_gradients_only_decay() -> None:
 @pytest.mark.parametrize("shape", [(6, 9), (30, 8)])
 def test_torch_takes_the_same_steps(shape: tuple[int, int], adjusted: str) -> None:
     torch = pytest.importorskip("torch")
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("this PyTorch has no Muon")
     param, grads = drawn(*shape)
     optimizer = Muon(0.02, adjust_lr_fn=adjusted)
     options = {f.name: getattr(optimizer, f.name) for f in dataclasses.fields(optimizer)}

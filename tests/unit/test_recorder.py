@@ -183,7 +183,7 @@ def test_status_between_operations(recorder, world):
     assert (status.entered, status.waits) == (1, ())
 
 
-def calling(inner, module, name, file="/work/app/train.py"):
+def calling(inner, module, name, file="/srv/app/train.py"):
     """A function of a module that calls another one in its second line."""
     namespace = {"__name__": module, "inner": inner}
     exec(compile(f"def {name}():\n    inner()", file, "exec"), namespace)
@@ -336,8 +336,10 @@ def test_words_for_ranks():
 
 
 def test_ranks_that_do_the_same_are_told_together():
-    known = {rank: SimpleNamespace(text=text * 400) for rank, text in enumerate("abca")}
-    assert _said([0, 1, 2, 3], known) == ([("a" * 400, [0, 3])], [1, 2])
+    known = {rank: SimpleNamespace(text=text * 400) for rank, text in enumerate("abcaaaaab")}
+    assert _said(range(9), known) == ([("a" * 400, [0, 3, 4, 5, 6, 7])], [1, 2, 8])
+    few = [("a" * 400, [0, 3]), ("b" * 400, [1]), ("c" * 400, [2])]
+    assert _said([0, 1, 2, 3], known) == (few, [])
     known = {rank: SimpleNamespace(text=text) for rank, text in enumerate("aba")}
     said, more = _said([0, 1, 2, 5], known)
     assert [ranks for _, ranks in said] == [[0, 2], [1], [5]]

@@ -52,12 +52,9 @@ class Leaves:
     @cached_property
     def groups(self) -> list[list[range]]:
         """The leaves of the ranks that sum first, by group; they are neighbours."""
-        count = self.placement.world_size if self.placement.whole_gradients else self._shards
+        placement = self.placement
+        count = placement.world_size if placement.whole_gradients else placement.shards
         return [self.runs[at : at + count] for at in range(0, len(self.runs), count)]
-
-    @property
-    def _shards(self) -> int:
-        return self.placement.shards
 
     @cached_property
     def unions(self) -> list[range]:

@@ -31,7 +31,6 @@ class LeafPasses:
     Args:
         leaves: of the engine.
         training: whether there are backward passes.
-
     """
 
     def __init__(self, leaves: Leaves, training: bool) -> None:
@@ -78,17 +77,16 @@ class LeafPasses:
         """Have done with all of them."""
         self._open, self._ended = False, True
 
-    def note(self, *made: LeafPass) -> None:
-        """Take note of a pass that is about to be made."""
-        if not self.virtual or not self._training:
-            self._log += made
-            return
-        if not self._open:
+    def note(self, made: LeafPass) -> None:
+        """Take note of a pass that is about to be made, on a rank that will make it again."""
+        if self._open:
+            if self.lacks_one:
+                self._log.append(made)
+        elif self._training:
             raise StateError(
                 f"this engine has virtual ranks, of which this rank computes {len(self.given)}; "
                 "make its passes inside of 'for leaf in step.leaves()'"
             )
-        self._log += made
 
     def check_ended(self, what: str) -> None:
         """Refuse what needs all gradients before the passes of all virtual ranks were made."""

@@ -251,7 +251,8 @@ class Step(GradientVerbs):
         member: ShardedUnit | None = None,
         recompute: bool = False,
     ) -> None:
-        self._leaves.note(LeafPass(kind, member, recompute, self._synchronising))
+        if self._leaves.virtual:
+            self._leaves.note(LeafPass(kind, member, recompute, self._synchronising))
 
     @contextmanager
     def whole(self) -> Iterator[Whole]:

@@ -25,7 +25,7 @@ from fsdpcore.collectives import all_gather_v, all_reduce, reduce_scatter
 from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.array_module import on_host
-from fsdpcore.core.buffers import Array, bounds_of, split_sizes
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_positive
 from fsdpcore.core.device import HOST
 from fsdpcore.core.errors import CommunicationError, StateError
@@ -218,10 +218,13 @@ class UnitGradients:
         if flat is None:
             flat = self._zeros()
         self._add_tied_to(flat)
+        self._push_missing()
+        self._sums.push(flat)
+
+    def _push_missing(self) -> None:
         for _ in range(self._missing):
             self._sums.push(self._zeros())
         self._missing = 0
-        self._sums.push(flat)
 
     def _zeros(self) -> Array:
         flat = self._pool.take(self._layout.padded_size, self._dtypes.grad)
@@ -287,9 +290,7 @@ class UnitGradients:
         if self._open is not None:
             self.keep()
         self.end_leaf()
-        for _ in range(self._missing):
-            self._sums.push(self._zeros())
-        self._missing = 0
+        self._push_missing()
         flats = self._sums.take()
         if self.watch is not None:
             for flat in flats:
@@ -360,49 +361,26 @@ class UnitGradients:
     def _exchange(self, flats: list[Array], own: Array, label: str) -> None:
         groups, leaves = self._groups, self._leaves
         # Each rank of a group that has all the gradients sums up a part, and then gets the others.
-        spread = groups.whole if self._placement.whole_gradients else groups.replicas
-        first = groups.whole if self._placement.whole_gradients else groups.shards
-        bounds = bounds_of(split_sizes(flats[0].size, first.world_size))
-        parts = self._summed(leaves.groups[leaves.group], flats, first, bounds, label)
-        if not self._placement.whole_gradients:
-            bounds = bounds_of(split_sizes(own.size, spread.world_size))
-            parts = self._summed(
-                leaves.unions, parts, spread, bounds, f"unit {self._places.unit}, over replicas"
-            )
+        first, spread = groups.shards, groups.replicas
+        if self._placement.whole_gradients:
+            first = spread = groups.whole
+        parts = self._summed(leaves.groups[leaves.group], flats, first, label)
+        if first is not spread:
+            parts = self._summed(leaves.unions, parts, spread, f"{label}, over replicas")
         (part,) = parts
-        if spread.world_size == 1:
-            own[:] = part
-        else:
-            all_gather_v(part, spread, out=own, label=label, algorithm=self._algorithm)
+        all_gather_v(part, spread, out=own, label=label)
 
     def _summed(
-        self,
-        runs: list[range],
-        parts: list[Array],
-        group: Backend,
-        bounds: list[int],
-        label: str,
+        self, runs: list[range], parts: list[Array], group: Backend, label: str
     ) -> list[Array]:
-        tree = self._leaves.tree
-
         def add(total: Array, array: Array) -> Array:
             _add_into(total, array)
             return total
 
-        dtype = self._dtypes.grad
-        if group.world_size == 1:
-            return parts
-        return exchange_sums(
-            tree,
-            runs,
-            parts,
-            group,
-            bounds,
-            add,
-            lambda size: self._groups.device.empty((size,), dtype),
-            label=label,
-            algorithm=self._algorithm,
-        )
+        def take(size: int) -> Array:
+            return self._groups.device.empty((size,), self._dtypes.grad)
+
+        return exchange_sums(self._leaves.tree, runs, parts, group, add, take, label)
 
     def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
         """Return what the collectives make of the gradients, before the rest is divided."""

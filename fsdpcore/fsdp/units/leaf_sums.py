@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any
 
 from fsdpcore.collectives import all_to_all_v
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import Array
+from fsdpcore.core.buffers import Array, split_sizes
 from fsdpcore.core.geometry.leaf_tree import LeafTree
 
 Add = Callable[[Array, Array], Array]
@@ -18,7 +16,7 @@ Add = Callable[[Array, Array], Array]
 class LeafSums:
     """The gradients of one unit's leaves on this rank, added up as far as the tree goes.
 
-    At most one array more is held than a power of two has digits that the leaves come up to.
+    After n leaves at most ``log2(n) + 1`` arrays are held.
 
     Args:
         tree: over all leaves.
@@ -57,10 +55,9 @@ def exchange_sums(
     runs: Sequence[range],
     parts: Sequence[Array],
     backend: Backend,
-    bounds: Sequence[int],
     add: Add,
     take: Callable[[int], Array],
-    **options: Any,
+    label: str,
 ) -> list[Array]:
     """Give each rank of a group its chunk of the sums of all; a collective, which blocks.
 
@@ -72,17 +69,18 @@ def exchange_sums(
         runs: the leaves of each rank of ``backend``; neighbours.
         parts: this rank's sums of the largest nodes in its run: flat, of equal size and dtype.
         backend: the group.
-        bounds: of the ranks' chunks, from 0 to the size of an array.
         add: see ``Add``.
         take: returns a flat array of so many elements, which is the caller's to keep or free.
-        options: of the collectives.
+        label: of the collectives.
 
     Returns:
-        This rank's chunk of the sums of the largest nodes in the runs together; views of what
-        ``take`` returned.
+        This rank's chunk, as ``split_sizes`` cuts an array, of the sums of the largest nodes in the
+        runs together; views of what ``take`` returned, or ``parts`` where there is one rank.
     """
+    if backend.world_size == 1:
+        return list(parts)
     nodes = [tree.cover(run) for run in runs]
-    chunks = [stop - start for start, stop in pairwise(bounds)]
+    chunks = split_sizes(parts[0].size, backend.world_size)
     own = chunks[backend.rank]
     arrived: list[tuple[range, Array]] = []
     for number in range(max(map(len, nodes))):
@@ -95,7 +93,7 @@ def exchange_sums(
             chunks if sending else [0] * len(chunks),
             recv_counts=[own if rank in senders else 0 for rank in range(len(chunks))],
             out=out,
-            **options,
+            label=label,
         )
         for place, rank in enumerate(senders):
             arrived.append((nodes[rank][number], out[place * own : (place + 1) * own]))
