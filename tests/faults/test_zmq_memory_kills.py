@@ -159,7 +159,8 @@ def test_a_receiver_that_leaves_in_the_middle_of_a_lent_array(
         return ""
 
     first, second = run_threads(body, 2)
-    assert first.result.startswith("rank 1 has left the job"), first
+    waiting = f"rank 0 waits in send of uint8 ({SIZE},) to rank 1 (tag 0)"
+    assert first.result == f"rank 1 has left the job while {waiting}", first
     assert second.error == "", second
 
 
