@@ -243,6 +243,19 @@ class TestOrder:
         assert [race.second for race in machine.races] == ["get"]
         machine.races.clear()
 
+    @pytest.mark.parametrize("null_first", [True, False])
+    def test_they_are_ordered_though_the_first_is_through_by_then(
+        self, machine: Any, cupy: Any, null_first: bool
+    ) -> None:
+        (stream, _), null = streams(cupy), cupy.cuda.Stream.null
+        first, second = (null, stream) if null_first else (stream, null)
+        with first:
+            x = cupy.full(10, 1.0)
+        while machine.queue(first).finished < machine.queue(first).issued:
+            pass  # looking at a queue is no wait of CUDA's
+        with second:
+            assert float(x.sum()) == 10.0
+
     def test_work_that_fails_breaks_the_device(self, machine: Any, cupy: Any) -> None:
         stream = cupy.cuda.Stream()
         event = cupy.cuda.Event()

@@ -27,8 +27,8 @@ def enqueue(
 ) -> None:
     """Enqueue work and say which arrays, each with the number of its memory, it touches."""
     machine = current.machine()
-    waits = [other for other, _ in machine.legacy_waits(queue)]
-    machine.order.enqueued(queue, name, reads, writes, waits)
+    # All of them, those too that are through by now: the rule orders the work, not the clock.
+    machine.order.enqueued(queue, name, reads, writes, machine.legacy_peers(queue))
     queue.put(name, work)
 
 

@@ -151,16 +151,12 @@ class Machine:
             every = [*self._nulls.values(), *self._queues.values()]
         return [queue for queue in every if device in (None, queue.device)]
 
-    def legacy_waits(self, queue: Queue) -> list[tuple[Queue, int]]:
-        """What work on a stream waits for by CUDA's rules for the null stream."""
+    def legacy_peers(self, queue: Queue) -> list[Queue]:
+        """The streams that work on a stream comes after by CUDA's rules for the null stream."""
         if not queue.blocking:
             return []
         others = self.queues(queue.device) if queue.handle == 0 else [self.null(queue.device)]
-        return [
-            (other, other.issued)
-            for other in others
-            if other is not queue and other.blocking and other.issued > other.finished
-        ]
+        return [other for other in others if other is not queue and other.blocking]
 
     def synchronize(self, device: int) -> None:
         """Block the host until a device is through."""

@@ -55,7 +55,11 @@ class Queue:
         """Append a piece of work; return its position."""
         if self.destroyed:
             raise CUDARuntimeError(400)
-        waits = self._machine.legacy_waits(self)
+        waits = [
+            (other, other.issued)
+            for other in self._machine.legacy_peers(self)
+            if other.issued > other.finished
+        ]
         with self.changed:
             if self._machine.closing:
                 raise SwitchedOff(f"{name} was called")
