@@ -23,6 +23,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"checkpoint"},
         {"adapters"},
         {"launch"},
+        {"elastic"},
         {"bench"},
         {"commands"},
     ),
