@@ -123,6 +123,8 @@ _SEVERAL = tuple(
 )
 # By which what a byte takes of the processor is found: over links without a limit.
 COPIED = Case("all_gather", 2 * MIB, times=4)
+# By which what a message takes of the processor is found, where as many ranks share its cores.
+SMALL = Case("all_gather", 64 << 10, times=32)
 _FAR = (
     Case(BARRIER, limit=0.023),
     Case("all_reduce", 8, limit=0.023),

@@ -7,7 +7,7 @@ import importlib
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 import fsdpcore as fc
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.policy import Costs
-from hosts_bench.cases import COPIED, Case
+from hosts_bench.cases import COPIED, SMALL, Case
 from hosts_bench.member import cases_of
 
 # Bytes per second of a reduction, and of memory that the ranks of a host share.
@@ -30,8 +30,10 @@ reduce = "14GB/s"
 memory = "2GB/s"
 """
 _SEGMENT = 1 << 20
-# Between which the seconds of a byte are searched for, and by how much more than plain TCP takes.
-_BYTE, _SLOWED = (1e-11, 1e-7), (0.9, 3.0)
+# Between which the seconds of a byte and of a message are searched for, and by how much more than
+# plain TCP they take.
+_BYTE, _MESSAGE, _SLOWED = (1e-11, 1e-7), (1e-6, 3e-3), (0.9, 3.0)
+_TURNS = 2
 _STEPS = 3
 # Before all ranks have made what they need for a case.
 _LEAD_SECONDS = 10.0
@@ -118,26 +120,39 @@ class Model:
         root = transport_of(backend)
         root.policy = replace(root.policy, link=self.costs or root.policy.link)
 
-    def fitted(self, copied: float, case: Case, large: float) -> Model:
-        """The model with which two cases take so many seconds.
+    def fitted(self, seconds: Mapping[Case, float], large: Case) -> Model:
+        """The model with which three cases take so many seconds.
 
-        The one tells what bytes take of the processor, the other the rate of the links.
+        ``COPIED`` tells what bytes take of the processor, ``SMALL`` what messages do, and ``large``
+        the rate of the links.
 
         Args:
-            copied: what ``COPIED`` takes where links have no limit.
-            case, large: what takes how long where they have.
+            seconds: of the three; of ``COPIED`` where links have no limit.
+            large: the largest.
         """
-        without_limit = replace(self, rate=math.inf, slowest=0.0, burst=0)
 
-        def with_byte(seconds: float) -> Model:
-            return replace(without_limit, copy=1 / seconds)
+        def unlimited(model: Model) -> Model:
+            return replace(model, rate=math.inf, slowest=0.0, burst=0)
 
-        model = replace(self, copy=_search(with_byte, COPIED, copied, *_BYTE).copy)
+        model = self
+        for _ in range(_TURNS):  # each of the numbers has a little to do with the other cases
 
-        def slowed(factor: float) -> Model:
-            return replace(model, rate=model.rate / factor, slowest=model.slowest / factor)
+            def with_byte(each: float, model: Model = model) -> Model:
+                return replace(unlimited(model), copy=1 / each)
 
-        return _search(slowed, case, large, *_SLOWED)
+            copy = _search(with_byte, COPIED, seconds[COPIED], *_BYTE).copy
+            model = replace(model, copy=copy)
+
+            def slowed(factor: float, model: Model = model) -> Model:
+                return replace(model, rate=self.rate / factor, slowest=self.slowest / factor)
+
+            model = _search(slowed, large, seconds[large], *_SLOWED)
+
+            def with_message(each: float, model: Model = model) -> Model:
+                return replace(model, message=each)
+
+            model = _search(with_message, SMALL, seconds[SMALL], *_MESSAGE)
+        return model
 
     def step_seconds(self, case: Training) -> float:
         """Of a training step, where computing takes what it takes here, by ``speed``."""

@@ -30,6 +30,7 @@ from hosts_bench import start
 from hosts_bench.cases import (
     COPIED,
     SCENARIOS,
+    SMALL,
     TRAININGS,
     Case,
     Link,
@@ -194,14 +195,15 @@ def _fitted(
         lab.set_rate(host, _NO_LIMIT)
     _, copied, _ = _measured(request, scenario, COPIED, lab, entrants)
     _set_rates(lab, scenario)
+    _, small, _ = _measured(request, scenario, SMALL, lab, entrants)
     _, large, link = _measured(request, scenario, scenario.large, lab, entrants)
     team.ask(name, "prepare", case=COPIED.order())
     costs = _costs(team)
     team.ask(name, "release")
-    # What ``zmq`` says that a message costs is that of both ranks.
-    model = replace(_model(scenario, link), costs=costs, message=costs.alpha / 2)
-    model = replace(model, cores=len(os.sched_getaffinity(0)))
-    model = model.fitted(median(copied[name]), scenario.large, median(large[name]))
+    model = replace(_model(scenario, link), costs=costs, cores=len(os.sched_getaffinity(0)))
+    found = {COPIED: copied, SMALL: small, scenario.large: large}
+    seconds = {case: median(samples[name]) for case, samples in found.items()}
+    model = model.fitted(seconds, scenario.large)
     echo(
         f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
         f"{1e6 * model.message:.0f} us for a message, {1e-6 * model.copy:.0f} MB/s of a core"
