@@ -138,6 +138,7 @@ def equal_bits(states: list[dict[str, Any]]) -> None:
         fc.optim.Average(fc.optim.NAdam(lr=1e-2), ema=0.9),
         fc.optim.Lion(lr=1e-3),
         fc.optim.RMSprop(lr=1e-3, momentum=0.9),
+        fc.optim.Adafactor(beta1=0.9),
     ],
     ids=lambda optimizer: type(optimizer).__name__,
 )
@@ -228,7 +229,6 @@ def refused(words: str, *, algorithm: str = "auto", **options: Any) -> None:
 
 def test_what_would_depend_on_the_ranks_is_refused() -> None:
     refused("2 virtual ranks are too few for 3 ranks", leaves=2)
-    refused("virtual_ranks with Adafactor for u0.w", optimizer=fc.optim.Adafactor(lr=1e-2))
     refused("virtual_ranks must be an integer", leaves=1.5)
     refused("order of its own", algorithm="ring")
 
