@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threadpoolctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import spmd
@@ -228,6 +229,24 @@ def test_a_step_sends_what_the_formulas_say(
     control, found = run(0), run(size)
     for rank, ((sent, told), (agreed, told_too)) in enumerate(zip(found, control, strict=True)):
         assert sent - agreed == told - told_too == 4 * formula(size, rank), rank
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blas_has_one_thread_however_many_the_rank_had(ranks: int) -> None:
+    def threads() -> set[int]:
+        found = threadpoolctl.threadpool_info()
+        return {each["num_threads"] for each in found if each["user_api"] == "blas"}
+
+    def main(backend: fc.Backend) -> tuple[set[int], set[int]]:
+        given = threads()
+        backend.barrier()
+        FEW.train(backend)
+        return given, threads()
+
+    before = threads()
+    # A thread that is not the one that has limited BLAS before.
+    assert fc.launch(main, world_size=ranks, blas_threads=3) == [({3}, {1})] * ranks
+    assert threads() == before
 
 
 def refused(words: str, *, algorithm: str = "auto", **options: Any) -> None:
