@@ -164,6 +164,48 @@ def test_bits_of_adafactor_are_those_of_one_rank() -> None:
     equal_bits([fc.launch(main, world_size=ranks, args=(name,))[0] for ranks, name in cases])
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [fc.optim.AdamW(lr=1e-2), fc.optim.Adafactor(beta1=0.9)],
+    ids=lambda each: type(each).__name__,
+)
+def test_bits_do_not_depend_on_the_ranks_that_share_boxes(optimizer: Any) -> None:
+    """Of two tensor-parallel ranks, each has a half of one parameter and all of the other."""
+
+    def drawn(*seed: int) -> tuple[Any, Any]:
+        rng = np.random.default_rng(seed)
+        return rng.standard_normal((150, 90)), rng.standard_normal(1500)
+
+    def main(backend: fc.Backend, strategy: str) -> dict[str, Any]:
+        mesh = fc.Mesh(backend, {"shard": backend.world_size // 2, "tensor": 2})
+        first = 45 * mesh["tensor"].rank
+        half = (slice(None), slice(first, first + 45))
+        whole, bias = drawn(7)
+        box = fc.BoxShard((150, 90), (0, first), np.ascontiguousarray(whole[half]))
+        engine = fc.FSDP(
+            [fc.Unit("u", {"b": bias, "w": box})],
+            mesh["shard"],
+            tensor=mesh["tensor"],
+            strategy=strategy,
+            optimizer=optimizer,
+            virtual_ranks=6,
+        )
+        norms = []
+        for number in range(3):
+            with engine.step() as step:
+                for leaf in step.leaves():
+                    with step.forward("u"):
+                        pass
+                    with step.backward("u") as (_, grads):
+                        grad, grads["b"] = drawn(number, leaf)
+                        grads["w"] = grad[half]
+                norms += [step.grad_norm(norm_type=1.0), step.update(clip=10.0)]
+        return {**engine.state_dict(full=True), "norms": np.array(norms)}
+
+    cases = [(2, "full_shard"), (4, "full_shard"), (4, "no_shard"), (6, "shard_grad_op")]
+    equal_bits([each for n, name in cases for each in fc.launch(main, world_size=n, args=(name,))])
+
+
 def train_few(backend: fc.Backend, strategy: str) -> dict[str, Any]:
     return FEW.train(backend, strategy=strategy)
 
