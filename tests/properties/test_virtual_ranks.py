@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import spmd
 from support.counting import CountingSim
+from support.fsdp_device import needs_compiler, on_gpus
 from support.leaf_programs import SCALE, LeafProgram
 
 import fsdpcore as fc
@@ -211,6 +212,27 @@ def test_bits_do_not_depend_on_the_ranks_that_share_boxes(optimizer: Any) -> Non
 
     cases = [(2, "full_shard"), (4, "full_shard"), (4, "no_shard"), (6, "shard_grad_op")]
     equal_bits([each for n, name in cases for each in fc.launch(main, world_size=n, args=(name,))])
+
+
+@needs_compiler
+def test_bits_on_gpus_are_those_of_one_rank() -> None:
+    options = {"sizes": ((60, 51), 1025), "kind": "fp64", "clip": 10.0}
+    program = LeafProgram(**{**vars(FEW), **options, "optimizer": fc.optim.Adafactor()})
+
+    values = np.random.default_rng(1).standard_normal(9 * LEAF_BLOCK - 1)
+
+    def main(backend: fc.Backend) -> dict[str, Any]:
+        state = program.train(backend, strategy="full_shard")
+        given = backend.device.xp.asarray(values)
+        bounds = [n * LEAF_BLOCK for n in range(backend.world_size)] + [values.size]
+        cut = [given[a:b] for a, b in pairwise(bounds)]
+        for p in (1.0, 2.0, 3.0, math.inf):
+            parts = [local_part([each], p, by_blocks=True) for each in cut]
+            state[f"norm {p}"] = joined(parts, p, single=False)
+            np.testing.assert_allclose(state[f"norm {p}"], np.linalg.norm(values, p), 1e-12)
+        return state
+
+    equal_bits([on_gpus(main, ranks)[0] for ranks in (1, 3)])
 
 
 def train_few(backend: fc.Backend, strategy: str) -> dict[str, Any]:
