@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from support.elastic_fire import DOUBLE, KINDS, Fire
+from support.elastic_fire import DOUBLE, KINDS, Fire, read, recoveries
 from support.elastic_training import BATCH, SAMPLES, Training
 from support.hosts.lab import Lab
 
@@ -67,6 +67,7 @@ def test_under_fire(tmp_path: Path) -> None:
     wanted, seed = int(os.environ.get("TEST_FAULTS", "500")), int(os.environ.get("TEST_SEED", "0"))
     done: Counter[str] = Counter()
     seconds: dict[str, list[float]] = {}
+    recovered: list[float] = []
     while sum(done[kind] * (2 if kind in DOUBLE else 1) for kind in done) < wanted:
         drawn = random.Random(seed)
         strategy = drawn.choice(("full_shard", "shard_grad_op", "no_shard", "shard_optimizer"))
@@ -84,9 +85,11 @@ def test_under_fire(tmp_path: Path) -> None:
             faults(endless(), fire, 20)
             check(fire.finish(), steps, strategy)
         done += fire.faults
+        recovered += recoveries(read(folder))
         for kind, some in fire.seconds.items():
             seconds.setdefault(kind, []).extend(some)
         print(f"seed {seed}: {strategy}, every {every}: {dict(fire.faults)}", flush=True)
         seed += 1
+    print(f"from the notice to the next finished step: {median(recovered):.2f} s (median)")
     for kind, some in sorted(seconds.items()):
         print(f"{kind}: {done[kind]} times, whole again after {median(some):.1f} s (median)")

@@ -55,6 +55,28 @@ def read(folder: Path) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.at)
 
 
+def recoveries(entries: Sequence[Entry]) -> list[float]:
+    """Of each loss the seconds from its notice to the end of the next step.
+
+    That is from the first of those that go on which gave up its generation, to the last of them
+    that has made a commit in a later one. Changes in order are none.
+    """
+    commits = [entry for entry in entries if entry.what == "commit"]
+    notices: dict[int, float] = {}
+    for entry in entries:
+        if entry.what == "unwound" and entry.why != "HandedOver":
+            notices.setdefault(entry.generation, entry.at)
+    found = []
+    for generation, at in notices.items():
+        later: dict[int, dict[int, float]] = {}
+        for entry in commits:
+            if entry.generation > generation:
+                later.setdefault(entry.generation, {}).setdefault(entry.pid, entry.at)
+        if later:
+            found.append(max(later[min(later)].values()) - at)
+    return found
+
+
 @dataclass
 class Fire:
     """A job on three hosts or so, of ``per_host`` ranks each; all of it ends with the block.

@@ -152,7 +152,11 @@ def main() -> None:
             "world_size": job.backend.world_size,
             "generation": job.generation,
         }
-        return training.run(job, lambda what, **more: diary.tell(what, **here, **more))
+        try:
+            return training.run(job, lambda what, **more: diary.tell(what, **here, **more))
+        except BaseException as error:
+            diary.tell("unwound", **here, commits=job.commits, why=type(error).__name__)
+            raise
 
     diary.tell("end", **train())
 
