@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.elastic_fire import DOUBLE, KINDS, Fire, read, recoveries
-from support.elastic_training import BATCH, SAMPLES, Training
+from support.elastic_burned import BATCH, SAMPLES, Training
 from support.hosts.lab import Lab
 
 import fsdpcore as fc

@@ -24,12 +24,12 @@ from support.jobs import clean_environ
 PORT = 5600
 HEARTBEAT, LOST_AFTER = 1.0, 2.0
 PATIENCE = 60.0
-SCRIPT = Path(__file__).with_name("elastic_training.py")
+SCRIPT = Path(__file__).with_name("elastic_burned.py")
 
 
 @dataclass
 class Entry:
-    """A line of a diary; see ``elastic_training.Diary``."""
+    """A line of a diary; see ``elastic_burned.Diary``."""
 
     what: str
     at: float

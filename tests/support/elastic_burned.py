@@ -1,6 +1,6 @@
 """A training whose ranks come and go; what it ends with, and what it has been through.
 
-    fsdpcore run --elastic -n 1:6 elastic_training.py FOLDER --steps 200
+    fsdpcore run --elastic -n 1:6 elastic_burned.py FOLDER --steps 200
 
 Every process writes what happens to it into a file of its own in FOLDER, a line of JSON each, and
 at the end what all of them must agree on: a digest of parameters and optimizer state, and how often
