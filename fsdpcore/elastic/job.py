@@ -23,7 +23,7 @@ from fsdpcore.elastic.versions import NONE, State, Versions
 _LOG = logging.getLogger("fsdpcore")
 
 
-class HandedOver(BaseException):  # noqa: N818 (what happened, not an error)
+class HandedOver(BaseException):
     """Unwinds the program at a commit at which all ranks have handed over."""
 
 
@@ -212,6 +212,8 @@ class Job:
             reason: in words, for the log and the other ranks.
         """
         if self._seat is None:
-            _LOG.warning("rank %d was to leave (%s), but this job is not elastic", self.rank, reason)
+            _LOG.warning(
+                "rank %d was to leave (%s): not elastic", self.rank, reason
+            )
         else:
             self._seat.leave(reason)

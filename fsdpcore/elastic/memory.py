@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of ranks: a ``Storage`` whose files are arrays of bytes, here or there."""
+"""Checkpoints in memory: a ``Storage`` whose files are arrays of bytes, here or elsewhere."""
 
 from __future__ import annotations
 
@@ -113,9 +113,7 @@ class MemoryStorage(Storage):
 
 
 class _MemoryWriter(StorageWriter):
-    def __init__(
-        self, storage: MemoryStorage, name: str, room: Callable[[int], Bytes]
-    ) -> None:
+    def __init__(self, storage: MemoryStorage, name: str, room: Callable[[int], Bytes]) -> None:
         self._storage, self._name = storage, name
         self._room = room
         self._memory = room(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from fsdpcore.comm.transport import Transport
-from fsdpcore.core.errors import ElasticError
+from fsdpcore.core.errors import ElasticError, StateError
 from fsdpcore.elastic.channel import Channel, Message
 from fsdpcore.elastic.versions import Vault
 
@@ -35,6 +35,7 @@ class Seat:
         self._channel = channel
         self._news = threading.Condition()
         self._verdict: Message | None = None
+        self._begun = False
         self._backend: Transport | None = None
         self._thread = threading.Thread(
             target=self._listen, name="fsdpcore-elastic-agent", daemon=True
@@ -44,6 +45,15 @@ class Seat:
         """Tell the agent that this rank is there, and listen from now on."""
         self._thread.start()
         self.tell("ready")
+
+    def begin(self) -> None:
+        """Note that a program begins; raises StateError if another one has."""
+        if self._begun:
+            raise StateError(
+                "an elastic job has one program: call one function that elastic.run has decorated, "
+                "once"
+            )
+        self._begun = True
 
     def tell(self, kind: str, **fields: object) -> None:
         """Tell the agent something; never blocks for long."""
