@@ -7,7 +7,7 @@ From the agent:
 | kind | fields | the rank |
 |---|---|---|
 | generation | place, generation (``Generation.encode``) | leaves the one before, meets the others |
-| change | reason | makes its next commit one at which all ranks hand over |
+| change | reason, leaves (whether this rank) | makes its next commit one at which all hand over |
 | finished | | has ended its program: others of its generation have |
 | left | | was not taken along, as it had asked to leave; its program ends |
 | stop | reason | ends with an ``ElasticError`` |
@@ -23,7 +23,8 @@ From the rank:
 | ready | | waits for a generation |
 | joined | number | has met the others |
 | broken | number, suspects (ranks), reason | has given up a generation |
-| paused | number, commit | has handed over at a commit, in order |
+| paused | number, commit, leaves | has handed over at a commit, in order, and is to leave or not |
+| failed | reason | ends with an error of its own program |
 | leave | reason | wants to leave at the next commit |
 | finished | number | has ended its program, with all others |
 """

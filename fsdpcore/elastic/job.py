@@ -11,6 +11,7 @@ import numpy as np
 
 from fsdpcore.checkpoint.load.load import load
 from fsdpcore.checkpoint.plan.contents import check_root
+from fsdpcore.checkpoint.plan.kinds import PerRank
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
@@ -21,6 +22,19 @@ from fsdpcore.elastic.seat import Seat
 from fsdpcore.elastic.versions import NONE, State, Versions
 
 _LOG = logging.getLogger("fsdpcore")
+
+
+def _taken_over(given: Any, loaded: Any) -> Any:
+    """Return a state with what was loaded, told apart by rank as it was: dicts are the same."""
+    if isinstance(given, PerRank):
+        return given if loaded is given.value else PerRank(loaded, default=given.default)
+    if isinstance(given, dict) and isinstance(loaded, dict):
+        for key, value in loaded.items():
+            given[key] = _taken_over(given.get(key), value)
+        return given
+    if type(given) is type(loaded) and type(given) in (list, tuple) and len(given) == len(loaded):
+        return type(given)(map(_taken_over, given, loaded))
+    return loaded
 
 
 class HandedOver(BaseException):
@@ -101,8 +115,9 @@ class Job:
                 an engine, or a mapping. It is kept, and read at each commit.
 
         Returns:
-            The state, with new values in place of those that cannot be changed in place (numbers,
-            text, tuples), as of ``Loaded.state``; that is what ``commit`` keeps from now on.
+            The state, which ``commit`` reads from now on. In a dict, those values are new ones that
+            cannot be changed in place (numbers, text, tuples); a ``PerRank`` has its own in
+            ``value``.
 
         Raises:
             StateError: it was called before.
@@ -126,7 +141,7 @@ class Job:
             found = recover(self._seat.vault, self.backend, state)
         if found is not None:
             version, loaded = found
-            self.commits, self.state = version.commit, loaded.state
+            self.commits, self.state = version.commit, _taken_over(state, loaded.state)
         elif not self._load() and self.generation > 1:
             _LOG.warning(
                 "generation %d: the ranks have no version of the state whole, and there is no "
@@ -146,7 +161,7 @@ class Job:
             loaded = load(self._checkpoints, self.state, self.backend)
         except CheckpointNotFoundError:
             return False
-        self.commits, self.state = loaded.step, loaded.state
+        self.commits, self.state = loaded.step, _taken_over(self.state, loaded.state)
         return True
 
     def commit(self) -> None:
@@ -199,7 +214,8 @@ class Job:
             versions.wait()
         self.backend.barrier(DISK_TIMEOUT)
         seat.release()
-        seat.tell("paused", number=self.generation, commit=self.commits)
+        leaves = self.rank in leaving  # whatever it was asked since: others have gone by this
+        seat.tell("paused", number=self.generation, commit=self.commits, leaves=leaves)
         raise HandedOver
 
     def leave(self, reason: str = "it was asked to") -> None:

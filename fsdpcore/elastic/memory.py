@@ -20,6 +20,11 @@ from fsdpcore.core.buffers import Bytes
 Fetch = Callable[[int, Bytes], None]
 
 
+def new_room(size: int) -> Bytes:
+    """Memory of so many bytes."""
+    return np.empty(size, np.uint8)
+
+
 class MemoryFile:
     """What a file holds, or who does.
 
@@ -50,7 +55,7 @@ class MemoryStorage(Storage):
         room: makes the memory of a file that is written, which is to hold so many bytes.
     """
 
-    def __init__(self, path: str, room: Callable[[int], Bytes]) -> None:
+    def __init__(self, path: str, room: Callable[[int], Bytes] = new_room) -> None:
         self.path = path
         self._room = room
         self._folders: dict[str, dict[str, MemoryFile]] = {}

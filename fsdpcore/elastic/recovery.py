@@ -15,6 +15,7 @@ from fsdpcore.checkpoint.load.load import Loaded, load
 from fsdpcore.checkpoint.plan.file_layout import lay_out
 from fsdpcore.checkpoint.save.commit import with_own
 from fsdpcore.checkpoint.save.step_folder import RankFile, commit, described, file_name
+from fsdpcore.checkpoint.save.writing import FileSums
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT
 from fsdpcore.checkpoint.storage.steps import StepName
 from fsdpcore.collectives.objects import all_gather_object, gather_object
@@ -93,7 +94,7 @@ def recover(vault: Vault, backend: Backend, state: State) -> tuple[Version, Load
     if whole is None:
         return None
     files = _Files(vault, backend, whole)
-    storage = MemoryStorage("the ranks' memory", np.empty)
+    storage = MemoryStorage("the ranks' memory")
     directory = StepName(whole.version.commit).name
     records = gather_object(files.records(), backend, label="restore, records")
     for part, size in enumerate(whole.sizes):
@@ -113,7 +114,7 @@ def _metadata(whole: Whole, records: Mapping[int, Mapping[str, Any]]) -> Metadat
     for part in range(ranks):
         layout = lay_out(pieces_of(records[part]["record"]), save_id, part)
         if layout.places.pieces:
-            files.append(RankFile(part, layout.places, records[part]["sums"]))
+            files.append(RankFile(part, layout.places, FileSums(*records[part]["sums"])))
     every = [records[part]["record"]["about"] for part in range(ranks)]
     arrays = {name: (kind, tuple(shape)) for name, (kind, shape) in every[0]["arrays"].items()}
     states = [each["state"] for each in every]

@@ -30,7 +30,7 @@ from fsdpcore.core.geometry.regions import Box, Range, Region
 from fsdpcore.core.waiting import wait_all
 from fsdpcore.core.work import Work
 from fsdpcore.elastic.buddies import holders
-from fsdpcore.elastic.memory import MemoryStorage
+from fsdpcore.elastic.memory import MemoryStorage, new_room
 
 State = StatefulEngine | Stateful | Mapping[str, Any]
 
@@ -102,7 +102,7 @@ class Vault:
             if each.size >= size:
                 return self._free.pop(index)[:size]
         self._free.clear()  # all too small
-        return np.empty(size, np.uint8)
+        return new_room(size)
 
     def drop_before(self, version: Version) -> None:
         """Forget what is older than a version. Its memory serves again, if nobody can see it.
@@ -132,7 +132,7 @@ class Versions:
     ) -> None:
         self._vault, self._backend = vault, backend
         self._generation, self._hosts = generation, hosts
-        self._saver = Saver(MemoryStorage("the ranks' memory", np.empty), backend)
+        self._saver = Saver(MemoryStorage("the ranks' memory"), backend)
         self._copies = backend.sub(range(backend.world_size), name="elastic copies")
         self._pieces: tuple[WrittenPiece, ...] | None = None
         self._layout: FileLayout

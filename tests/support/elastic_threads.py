@@ -49,7 +49,7 @@ class Rank:
         self.seat = RankSeat(self.channel)
         self.result: Any = None
         self.error: BaseException | None = None
-        self.ended = self.killed = self.leaves = self.paused = self.finished = False
+        self.ended = self.killed = self.leaves = self.parts = self.paused = self.finished = False
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
@@ -167,7 +167,7 @@ class ThreadJob:
             rank.leaves = True
             self._ask(message["reason"])
         elif kind == "paused" and not stale:
-            rank.paused = True
+            rank.paused, rank.parts = True, message["leaves"]
             if all(self.ranks[each].paused for each in self.members) and self._due is None:
                 self._change(orderly=True)
         elif kind == "finished" and not stale:
@@ -185,7 +185,7 @@ class ThreadJob:
 
     def _change(self, *, orderly: bool) -> None:
         there = [rank for rank in self.ranks.values() if not rank.ended]
-        leaving = [rank for rank in there if orderly and rank.leaves]
+        leaving = [rank for rank in there if orderly and rank.parts]
         old = [r for r in there if r.number in self.members and r not in leaving]
         new = [
             r
@@ -209,13 +209,15 @@ class ThreadJob:
         for rank in leaving:
             rank.channel.tell({"kind": "left"})
         for number, rank in enumerate(members):
-            rank.paused = False
+            rank.paused = rank.parts = False
             place = {"rank": number, "world_size": len(members), "local_rank": 0}
             place |= {"local_world_size": 1, "meeting": "nowhere:1", "token": ""}
             place["job"] = str(generation.number)
             rank.channel.tell(
                 {"kind": "generation", "generation": generation.encode(), "place": place}
             )
+        if any(self.ranks[each].leaves for each in self.members):
+            self._ask("some still are to leave")
 
 
 class _Crashing(Gatherings):
