@@ -12,8 +12,8 @@ from support.elastic_agents import finish, host, kill
 
 pytestmark = pytest.mark.side_by_side(4)
 
-# Longer than any test's patience: nothing here waits until a host is silent.
-NEVER = ("--lost-after", 600)
+# Seconds after which a host that is gone is missed.
+LOST = ("--lost-after", 1.5)
 
 
 def last_line(done):
@@ -55,17 +55,27 @@ def test_what_died_is_started_again_as_often_as_it_may_then_the_job_ends():
 
 def test_hosts_come_and_go_the_founder_first(free_port):
     port = free_port()
-    nodes = ["-n", "1:4", "--nnodes", 2, "--per-node", "1,2", "--address", f"127.0.0.1:{port}"]
-    join = ["-n", "1:4", "--per-node", 1, "--join"]
+    nodes = [
+        "-n",
+        "1:4",
+        "--nnodes",
+        2,
+        "--per-node",
+        "1,2",
+        "--address",
+        f"127.0.0.1:{port}",
+        *LOST,
+    ]
+    join = ["-n", "1:4", "--per-node", 1, *LOST, "--join"]
     with (
-        host(*nodes, *NEVER, "--node-rank", 0) as founder,
-        host(*nodes, "--node-rank", 1, "--lost-after", 1) as second,
+        host(*nodes, "--node-rank", 0) as founder,
+        host(*nodes, "--node-rank", 1) as second,
     ):
         (one,) = founder.ranks(1, 1).values()
         two = second.ranks(1, 2)
         assert (sorted(two), two.world_size) == ([1, 2], 3)
 
-        with host(*join, f"127.0.0.1:{port}", *NEVER) as third:
+        with host(*join, f"127.0.0.1:{port}") as third:
             three = third.ranks(2, 1)
             assert (sorted(three), three.world_size) == ([3], 4)
             assert {**founder.ranks(2, 1)} == {0: one}
@@ -82,7 +92,7 @@ def test_hosts_come_and_go_the_founder_first(free_port):
         assert {**after} == {0: two[1], 1: two[2]}
         assert after.meetings != two.meetings  # rank 0 is on another host
 
-        with host(*join, after.hosts[0], *NEVER) as fourth:
+        with host(*join, after.hosts[0]) as fourth:
             assert sorted(fourth.ranks(5, 1)) == [2]
             finish(second.ranks(5, 2)[0])
             assert fourth.job.finish().code == 0
