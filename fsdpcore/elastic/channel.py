@@ -7,7 +7,7 @@ From the agent:
 | kind | fields | the rank |
 |---|---|---|
 | generation | place, generation (``Generation.encode``) | leaves the one before, meets the others |
-| change | reason, leaves (whether this rank) | makes its next commit one at which all hand over |
+| change | reason, leaves | makes its next commit one at which all hand over; does it leave then? |
 | finished | | has ended its program: others of its generation have |
 | left | | was not taken along, as it had asked to leave; its program ends |
 | stop | reason | ends with an ``ElasticError`` |

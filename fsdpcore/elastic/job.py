@@ -228,8 +228,6 @@ class Job:
             reason: in words, for the log and the other ranks.
         """
         if self._seat is None:
-            _LOG.warning(
-                "rank %d was to leave (%s): not elastic", self.rank, reason
-            )
+            _LOG.warning("rank %d was to leave (%s): not elastic", self.rank, reason)
         else:
             self._seat.leave(reason)

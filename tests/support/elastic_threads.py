@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fsdpcore.transports.simulated.faults import Faults, InjectedCrash
+
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.comm.transport import Transport
 from fsdpcore.elastic.generation import Generation, HostCard, Seat
@@ -16,7 +18,6 @@ from fsdpcore.elastic.run import Process, sit
 from fsdpcore.elastic.seat import Seat as RankSeat
 from fsdpcore.elastic.threads import Gatherings, QueueChannel
 from fsdpcore.launch.config import resolve
-from fsdpcore.transports.simulated.faults import Faults, InjectedCrash
 
 SETTLE_SECONDS = 0.01
 
