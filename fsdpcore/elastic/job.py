@@ -74,6 +74,7 @@ class Job:
         if seat is not None:
             self._versions = Versions(seat.vault, backend, generation, hosts)
         self._restored = False
+        self._kept = 0  # commits, when a version was made or loaded
         self._pace = Pace()
         self._since = time.monotonic()
 
@@ -139,17 +140,17 @@ class Job:
         found = None
         if self._seat is not None:
             found = recover(self._seat.vault, self.backend, state)
-        if found is not None:
-            version, loaded = found
-            self.commits, self.state = version.commit, _taken_over(state, loaded.state)
+        if found is not None and self._versions is not None:
+            whole, loaded = found
+            self.commits, self.state = whole.version.commit, _taken_over(state, loaded.state)
+            self._versions.spread(whole)
         elif not self._load() and self.generation > 1:
             _LOG.warning(
                 "generation %d: the ranks have no version of the state whole, and there is no "
                 "checkpoint: the program begins anew",
                 self.generation,
             )
-        if self._versions is not None and self.world_size > 1:
-            self._versions.make(self.state, self.commits)
+        self._kept = self.commits
         self._since = time.monotonic()
         return self.state
 
@@ -198,9 +199,10 @@ class Job:
 
     def _keep(self, versions: Versions, complete: int) -> None:
         """Make a version, if it is time for one."""
-        due = self.commits - max(versions.made, 0) >= self._every
+        due = self.commits - self._kept >= self._every
         if due and self._restored and self.world_size > 1 and complete == versions.made:
             versions.make(self.state, self.commits)
+            self._kept = self.commits
 
     def _hand_over(
         self, seat: Seat, versions: Versions, complete: int, leaving: Collection[int]

@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,24 +26,10 @@ from fsdpcore.core.errors import CommunicationError
 from fsdpcore.core.wildcard import ANY
 from fsdpcore.core.work import Work
 from fsdpcore.elastic.memory import MemoryFile, MemoryStorage
-from fsdpcore.elastic.versions import State, Vault, Version, pieces_of
+from fsdpcore.elastic.versions import State, Vault, Version, Whole, pieces_of
 
 _ASK = 0  # tag of what is asked for; answers have others
 _SERVED = 16  # answers under way at a time
-
-
-class Whole(NamedTuple):
-    """A version of which all parts are there.
-
-    Attributes:
-        version: which one.
-        keepers: for each part, the ranks (of now) that have it.
-        sizes: of each part's file.
-    """
-
-    version: Version
-    keepers: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
 
 
 def newest_whole(told: Sequence[Iterable[Sequence[int]]]) -> Whole | None:
@@ -51,16 +37,16 @@ def newest_whole(told: Sequence[Iterable[Sequence[int]]]) -> Whole | None:
 
     Args:
         told: of each rank, for each of its parts: generation and commit of the version, which part
-            of how many, the size of its file.
+            of how many, its size and that of its file.
     """
     keepers: dict[Version, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    sizes: dict[tuple[Version, int], int] = {}
+    sizes: dict[tuple[Version, int], tuple[int, int]] = {}
     counts: dict[Version, int] = {}
     for rank, rows in enumerate(told):
-        for generation, number, part, count, size in rows:
+        for generation, number, part, count, *size in rows:
             version = Version(generation, number)
             keepers[version][part].append(rank)
-            sizes[version, part], counts[version] = size, count
+            sizes[version, part], counts[version] = (size[0], size[1]), count
     whole = [version for version, parts in keepers.items() if len(parts) == counts[version]]
     if not whole:
         return None
@@ -73,7 +59,7 @@ def newest_whole(told: Sequence[Iterable[Sequence[int]]]) -> Whole | None:
     )
 
 
-def recover(vault: Vault, backend: Backend, state: State) -> tuple[Version, Loaded] | None:
+def recover(vault: Vault, backend: Backend, state: State) -> tuple[Whole, Loaded] | None:
     """Load the newest version that all ranks together have; a collective, which blocks.
 
     Args:
@@ -88,22 +74,24 @@ def recover(vault: Vault, backend: Backend, state: State) -> tuple[Version, Load
         The errors of ``checkpoint.load``.
     """
     mine = [
-        [*part.version, part.rank, part.ranks, part.file_bytes] for part in vault.parts.values()
+        [*part.version, part.rank, part.ranks, part.memory.size, part.file_bytes]
+        for part in vault.parts.values()
     ]
     whole = newest_whole(all_gather_object(mine, backend, label="restore, versions"))
     if whole is None:
         return None
+    vault.keep_only(whole.version)  # they all have left the generation before
     files = _Files(vault, backend, whole)
     storage = MemoryStorage("the ranks' memory")
     directory = StepName(whole.version.commit).name
     records = gather_object(files.records(), backend, label="restore, records")
-    for part, size in enumerate(whole.sizes):
+    for part, (_, size) in enumerate(whole.sizes):
         storage.add(f"{directory}/{file_name(part)}", files.file(part, size))
     if records is not None:
         found = {int(part): each for held in records for part, each in held.items()}
         commit(storage, directory, _metadata(whole, found))
     with files:
-        return whole.version, load(storage, state, backend)
+        return whole, load(storage, state, backend)
 
 
 def _metadata(whole: Whole, records: Mapping[int, Mapping[str, Any]]) -> Metadata:

@@ -9,7 +9,7 @@ While one is made, the one before stays.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +50,20 @@ class Version(NamedTuple):
 
     generation: int
     commit: int
+
+
+class Whole(NamedTuple):
+    """A version of which all parts are there.
+
+    Attributes:
+        version: which one.
+        keepers: for each part, the ranks (of now) that have it.
+        sizes: of each part, and of its file, in bytes.
+    """
+
+    version: Version
+    keepers: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, int], ...]
 
 
 class Part(NamedTuple):
@@ -104,17 +118,21 @@ class Vault:
         self._free.clear()  # all too small
         return new_room(size)
 
-    def drop_before(self, version: Version) -> None:
-        """Forget what is older than a version. Its memory serves again, if nobody can see it.
+    def keep_from(self, version: Version) -> None:
+        """Forget what is older than a version; its memory serves again.
 
-        What was made in an earlier generation may still be on its way in that generation's backend.
+        All ranks must have left the backend in which that was copied, or have all of it.
         """
-        for key, part in list(self.parts.items()):
-            if part.version < version:
-                del self.parts[key]
-                if part.version.generation == version.generation:
-                    whole = part.memory if part.memory.base is None else part.memory.base
-                    self._free.append(whole)
+        self._forget([key for key, part in self.parts.items() if part.version < version])
+
+    def keep_only(self, version: Version) -> None:
+        """Forget all but a version; likewise."""
+        self._forget([key for key, part in self.parts.items() if part.version != version])
+
+    def _forget(self, keys: Iterable[tuple[Version, int]]) -> None:
+        for key in keys:
+            memory = self.parts.pop(key).memory
+            self._free.append(memory if memory.base is None else memory.base)
 
 
 class Versions:
@@ -139,11 +157,17 @@ class Versions:
         self._told = ""
         self._works: list[Work] = []
         self._coming: list[Part] = []
+        self._spread: list[tuple[Work, Part | None]] = []
         self.made = NONE
 
     @property
     def here(self) -> int:
         """The commit of the newest version of which this rank has all that it is to have."""
+        for each in [each for each in self._spread if each[0].done()]:
+            self._spread.remove(each)
+            each[0].wait()
+            if each[1] is not None:
+                self._vault.keep(each[1])
         if self.made != NONE and all(work.done() for work in self._works):
             self.wait()
             return self.made
@@ -207,6 +231,27 @@ class Versions:
         if keeper is not None:
             self._works.append(group.isend(own.memory, keeper))
 
+    def spread(self, whole: Whole) -> None:
+        """Begin to copy parts that only one host has; all ranks call it with the same version."""
+        hosts, rank = self._hosts, self._backend.rank
+        load = [0] * len(hosts)
+        for number, keepers in enumerate(whole.keepers):
+            others = [each for each in range(len(hosts)) if each not in keepers]
+            far = [each for each in others if hosts[each] not in {hosts[at] for at in keepers}]
+            if not far and (len(keepers) > 1 or not others):
+                continue
+            taker = min(far or others, key=lambda each: (load[each], each))
+            load[taker] += 1
+            key, tag = (whole.version, number), number + 1
+            if rank == keepers[0]:
+                sent = self._copies.isend(self._vault.parts[key].memory, taker, tag=tag)
+                self._spread.append((sent, None))
+            elif rank == taker:
+                size, file_bytes = whole.sizes[number]
+                part = Part(*key, len(whole.keepers), self._vault.room(size), file_bytes)
+                received = self._copies.irecv(part.memory, keepers[0], tag=tag)
+                self._spread.append((received, part))
+
     def wait(self) -> None:
         """Block until this rank has all of the newest version that it is to have."""
         wait_all(self._works, timeout=DISK_TIMEOUT)
@@ -217,7 +262,7 @@ class Versions:
     def settle(self, commit: int) -> None:
         """Forget what is older than a version that is complete on all ranks."""
         if commit != NONE:
-            self._vault.drop_before(Version(self._generation, commit))
+            self._vault.keep_from(Version(self._generation, commit))
 
 
 def _encoded(piece: WrittenPiece) -> list[Any]:
