@@ -1,0 +1,135 @@
+"""``fsdpcore run --elastic``: ranks and hosts come and go, and the agents keep the job together.
+
+All hosts are this one; the ranks have no arrays (``support/elastic_seat.py``).
+"""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from support.elastic_agents import finish, host, kill
+
+pytestmark = pytest.mark.side_by_side(4)
+
+# Seconds after which a host that is gone is missed.
+LOST = ("--lost-after", 1.5)
+
+
+def last_line(done):
+    return done.err.splitlines()[-1]
+
+
+def test_a_killed_rank_leaves_its_survivors_as_they_are():
+    with host("-n", "2:3") as here:
+        first = here.ranks(1, 3)
+        assert (sorted(first), first.world_size) == ([0, 1, 2], 3)
+        (meeting,) = first.meetings
+        kill(first[0])
+        second = here.ranks(2, 2)
+        assert {**second} == {0: first[1], 1: first[2]}
+        assert (second.world_size, second.meetings) == (2, {meeting})
+        finish(second[1])
+        done = here.job.finish()
+    assert (done.code, done.out.count("finished")) == (0, 1)
+    assert f"fsdpcore: rank 0 (process {first[0]}) failed (killed by SIGKILL)\n" in done.err
+    assert "fsdpcore: generation 2: 2 ranks on 1 host (rank 0 on 127.0.0.1 has ended)" in done.err
+
+
+def test_what_died_is_started_again_as_often_as_it_may_then_the_job_ends():
+    with host("-n", 2, "--restarts", 1, "--rendezvous-timeout", 1) as here:
+        first = here.ranks(1, 2)
+        kill(first[0])
+        second = here.ranks(2, 2)
+        assert second[0] == first[1]
+        assert second[1] not in first.values()
+        kill(second[1])
+        done = here.job.finish()
+    assert done.code == 128 + signal.SIGKILL
+    assert f"stop {first[1]}" in done.out
+    assert last_line(done).startswith(
+        f"fsdpcore: rank 1 (process {second[1]}) failed (killed by SIGKILL); 1 "
+    )
+    assert "the job needs 2" in last_line(done)
+
+
+def test_hosts_come_and_go_the_founder_first(free_port):
+    port = free_port()
+    nodes = [
+        "-n",
+        "1:4",
+        "--nnodes",
+        2,
+        "--per-node",
+        "1,2",
+        "--address",
+        f"127.0.0.1:{port}",
+        *LOST,
+    ]
+    join = ["-n", "1:4", "--per-node", 1, *LOST, "--join"]
+    with (
+        host(*nodes, "--node-rank", 0) as founder,
+        host(*nodes, "--node-rank", 1) as second,
+    ):
+        (one,) = founder.ranks(1, 1).values()
+        two = second.ranks(1, 2)
+        assert (sorted(two), two.world_size) == ([1, 2], 3)
+
+        with host(*join, f"127.0.0.1:{port}") as third:
+            three = third.ranks(2, 1)
+            assert (sorted(three), three.world_size) == ([3], 4)
+            assert {**founder.ranks(2, 1)} == {0: one}
+            assert {**second.ranks(2, 2)} == {**two}
+            third.signal(signal.SIGTERM)
+            left = third.job.finish()
+        assert (left.code, left.out.splitlines()[-1].split()[0]) == (0, "left")
+        assert "this host has left in order; the job goes on without it" in last_line(left)
+        assert founder.ranks(3, 1).world_size == 3
+        second.ranks(3, 2)
+
+        founder.vanish()
+        after = second.ranks(4, 2)
+        assert {**after} == {0: two[1], 1: two[2]}
+        assert after.meetings != two.meetings  # rank 0 is on another host
+
+        with host(*join, after.hosts[0]) as fourth:
+            assert sorted(fourth.ranks(5, 1)) == [2]
+            finish(second.ranks(5, 2)[0])
+            assert fourth.job.finish().code == 0
+        assert second.job.finish().code == 0
+
+
+def test_a_host_with_another_secret_joins_nowhere():
+    with host("-n", "1:2", "--per-node", 1) as founder:
+        (address,) = founder.ranks(1, 1).hosts
+        options = ["-n", "1:2", "--per-node", 1, "--rendezvous-timeout", 1, "--join", address]
+        with host(*options, token="the secret of another one") as stranger:
+            done = stranger.job.finish()
+        founder.signal(signal.SIGINT)
+        assert founder.job.finish().code == 130
+    assert (done.code, "in " in done.out) == (1, False)
+    assert last_line(done) == (
+        f"fsdpcore: no agent of the job has answered within 1 s at {address}; who listens there "
+        "does not know the secret of this host (FSDPCORE_TOKEN, FSDPCORE_TOKEN_FILE), or is no "
+        "agent of this version of fsdpcore"
+    )
+
+
+def test_a_signal_ends_the_ranks_of_a_host():
+    with host("-n", 2, token="") as here:
+        here.ranks(1, 2)
+        here.signal(signal.SIGINT)
+        done = here.job.finish()
+    assert done.code == 130
+    assert last_line(done) == (
+        "fsdpcore: interrupted (SIGINT); the ranks of this host were stopped"
+    )
+
+
+def test_a_script_without_an_elastic_function_is_told_so(script):
+    with host("-n", 2, script=script("print('nothing')")) as here:
+        done = here.job.finish()
+    assert done.code == 1
+    assert last_line(done).endswith(
+        "ended without calling a function with @fc.elastic.run; no rank is left on this host"
+    )
