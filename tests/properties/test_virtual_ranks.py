@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threadpoolctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import spmd
@@ -150,6 +151,61 @@ def test_bits_of_a_training_are_those_of_one_rank(optimizer: Any) -> None:
     equal_bits([fc.launch(main, world_size=ranks)[0] for ranks in (1, 2, 3, 5, 7, 8)])
 
 
+def test_bits_of_adafactor_are_those_of_one_rank() -> None:
+    shapes = ((60, 51), 5, (3, 41, 25))
+    optimizer = fc.optim.Adafactor(beta1=0.9)
+    options = {"sizes": shapes, "optimizer": optimizer, "wide": True, "steps": 3}
+    program = LeafProgram(**{**vars(FEW), **options})
+
+    def main(backend: fc.Backend, strategy: str) -> dict[str, Any]:
+        return program.train(backend, strategy=strategy)
+
+    cases = [(1, "full_shard"), (2, "no_shard"), (2, "full_shard"), (5, "shard_optimizer")]
+    equal_bits([fc.launch(main, world_size=ranks, args=(name,))[0] for ranks, name in cases])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [fc.optim.AdamW(lr=1e-2), fc.optim.Adafactor(beta1=0.9)],
+    ids=lambda each: type(each).__name__,
+)
+def test_bits_do_not_depend_on_the_ranks_that_share_boxes(optimizer: Any) -> None:
+    """Of two tensor-parallel ranks, each has a half of one parameter and all of the other."""
+
+    def drawn(*seed: int) -> tuple[Any, Any]:
+        rng = np.random.default_rng(seed)
+        return rng.standard_normal((150, 90)), rng.standard_normal(1500)
+
+    def main(backend: fc.Backend, strategy: str) -> dict[str, Any]:
+        mesh = fc.Mesh(backend, {"shard": backend.world_size // 2, "tensor": 2})
+        first = 45 * mesh["tensor"].rank
+        half = (slice(None), slice(first, first + 45))
+        whole, bias = drawn(7)
+        box = fc.BoxShard((150, 90), (0, first), np.ascontiguousarray(whole[half]))
+        engine = fc.FSDP(
+            [fc.Unit("u", {"b": bias, "w": box})],
+            mesh["shard"],
+            tensor=mesh["tensor"],
+            strategy=strategy,
+            optimizer=optimizer,
+            virtual_ranks=6,
+        )
+        norms = []
+        for number in range(3):
+            with engine.step() as step:
+                for leaf in step.leaves():
+                    with step.forward("u"):
+                        pass
+                    with step.backward("u") as (_, grads):
+                        grad, grads["b"] = drawn(number, leaf)
+                        grads["w"] = grad[half]
+                norms += [step.grad_norm(norm_type=1.0), step.update(clip=10.0)]
+        return {**engine.state_dict(full=True), "norms": np.array(norms)}
+
+    cases = [(2, "full_shard"), (4, "full_shard"), (4, "no_shard"), (6, "shard_grad_op")]
+    equal_bits([each for n, name in cases for each in fc.launch(main, world_size=n, args=(name,))])
+
+
 def train_few(backend: fc.Backend, strategy: str) -> dict[str, Any]:
     return FEW.train(backend, strategy=strategy)
 
@@ -217,6 +273,24 @@ def test_a_step_sends_what_the_formulas_say(
         assert sent - agreed == told - told_too == 4 * formula(size, rank), rank
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blas_has_one_thread_however_many_the_rank_had(ranks: int) -> None:
+    def threads() -> set[int]:
+        found = threadpoolctl.threadpool_info()
+        return {each["num_threads"] for each in found if each["user_api"] == "blas"}
+
+    def main(backend: fc.Backend) -> tuple[set[int], set[int]]:
+        given = threads()
+        backend.barrier()
+        FEW.train(backend)
+        return given, threads()
+
+    before = threads()
+    # A thread that is not the one that has limited BLAS before.
+    assert fc.launch(main, world_size=ranks, blas_threads=3) == [({3}, {1})] * ranks
+    assert threads() == before
+
+
 def refused(words: str, *, algorithm: str = "auto", **options: Any) -> None:
     def main(backend: fc.Backend) -> None:
         program = LeafProgram(**{**vars(FEW), **options})
@@ -228,7 +302,6 @@ def refused(words: str, *, algorithm: str = "auto", **options: Any) -> None:
 
 def test_what_would_depend_on_the_ranks_is_refused() -> None:
     refused("2 virtual ranks are too few for 3 ranks", leaves=2)
-    refused("virtual_ranks with Adafactor for u0.w", optimizer=fc.optim.Adafactor(lr=1e-2))
     refused("virtual_ranks must be an integer", leaves=1.5)
     refused("order of its own", algorithm="ring")
 

@@ -20,18 +20,19 @@ class LeafProgram:
 
     Attributes:
         leaves: how many virtual ranks there are.
-        sizes: of the parameter of each unit.
+        sizes: of the parameter of each unit, or their shapes.
         passes: of each leaf in each step, how many microbatches it has.
         absent: ``(leaf, unit)`` whose gradients are never written.
         whole: steps take all units at once.
         tied: the last unit uses the parameter of the first one, too.
         half: computed in bfloat16.
+        wide: all of it is in float64.
         clip: of the update.
         optimizer: of the parameters.
     """
 
     leaves: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int | tuple[int, ...], ...]
     passes: int
     absent: frozenset[tuple[int, int]]
     whole: bool
@@ -41,6 +42,7 @@ class LeafProgram:
     optimizer: Any
     steps: int = 2
     divisor: float | None = None
+    wide: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -51,7 +53,7 @@ class LeafProgram:
         """The parameters to begin with."""
         rng = np.random.default_rng(7)
         return {
-            name: rng.standard_normal(size).astype(np.float32)
+            name: rng.standard_normal(size).astype(np.float64 if self.wide else np.float32)
             for name, size in zip(self.names, self.sizes, strict=True)
         }
 
@@ -61,6 +63,8 @@ class LeafProgram:
         rng = np.random.default_rng(seed)
         size = self.sizes[0 if tie else int(unit[1:])]
         values = rng.standard_normal(size) * 10.0 ** rng.uniform(-4, 4, size)
+        if self.wide:
+            return values
         return values.astype(ml_dtypes.bfloat16 if self.half else np.float32)
 
     def written(self, leaf: int, unit: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.checks import as_choice, as_finite, as_int
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.sizes import UnitSize, lay_out, persistent
@@ -21,6 +22,7 @@ from fsdpcore.fsdp.plan.units import sizes_of
 from fsdpcore.fsdp.plan.walk import PlannedStep, walk
 from fsdpcore.fsdp.sharding.placement import storage_kind
 from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.options import Prefetch
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
@@ -48,6 +50,7 @@ def make_plan(
     whole: bool = False,
     costs: Costs | Capabilities | CollectiveSeconds | None = None,
     compute_seconds: Sequence[float] | None = None,
+    virtual_ranks: int | None = None,
 ) -> Plan:
     """Work out a training step, such as every step but the first one is.
 
@@ -74,6 +77,8 @@ def make_plan(
         costs: of the transport, for ``seconds``; or what tells them for each collective.
         compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
             ``costs``, for ``step_seconds`` and ``exposed_seconds``.
+        virtual_ranks: as of ``FSDP``; all passes are those of each of them then, and gradients are
+            reduced once.
 
     Raises:
         ArgumentError: something of this makes no sense.
@@ -84,12 +89,14 @@ def make_plan(
     world_size, rank = _checked_world(world_size, rank)
     as_choice(sync, get_args(Sync), "sync")
     states = as_int(optimizer_states, "optimizer_states", minimum=0)
-    place = strategy.place(world_size)
-    layouts = lay_out(sizes, place.shards, precision)
+    place, virtual = strategy.place(world_size), virtual_ranks is not None
+    if virtual_ranks is not None:
+        virtual_ranks = as_int(virtual_ranks, "virtual_ranks", minimum=world_size)
+    leaves = Leaves(LeafTree(virtual_ranks or world_size), place, rank, virtual)
+    layouts = lay_out(sizes, place.shards, precision, virtual=virtual)
     step = PlannedStep(
         units=layouts,
-        placement=place,
-        rank=rank,
+        leaves=leaves,
         ahead=Prefetch(prefetch, prefetch_bytes, reductions=int(bool(overlap))),
         microbatches=as_int(microbatches, "microbatches", minimum=1),
         deferred=sync == "last",
@@ -99,6 +106,7 @@ def make_plan(
     )
     log = walk(step)
     compute = None if compute_seconds is None else _compute(compute_seconds, sizes)
+    passes = step.microbatches * (len(leaves.mine) if virtual else 1)
     plan = Plan(
         strategy=strategy,
         placement=place,
@@ -111,7 +119,8 @@ def make_plan(
         peak_live=log.peak,
         tensor=step.tensor,
         whole=step.whole,
-        compute_seconds=None if compute is None else 3 * step.microbatches * sum(compute),
+        virtual_ranks=virtual_ranks,
+        compute_seconds=None if compute is None else 3 * passes * sum(compute),
     )
     return plan if costs is None else _timed(plan, log, costs, compute)
 

@@ -9,12 +9,8 @@ from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.arrays import ArrayKind
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
-from fsdpcore.fsdp.sharding.placement import (
-    GradientReduction,
-    Placement,
-    StorageKind,
-    all_gather_sends,
-)
+from fsdpcore.fsdp.sharding.placement import GradientReduction, StorageKind, all_gather_sends
+from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 
 
@@ -41,30 +37,35 @@ class SizedGradients:
 
     Args:
         sizes: of the unit.
-        reductions: the collectives that sum them.
+        leaves: whose gradients are summed.
         log: of the step.
 
     Attributes:
         sends: bytes that this rank sends in a reduction.
     """
 
-    def __init__(
-        self, sizes: UnitBytes, reductions: Sequence[GradientReduction], log: StepLog
-    ) -> None:
+    def __init__(self, sizes: UnitBytes, leaves: Leaves, log: StepLog) -> None:
         self._name = sizes.name
         self._nbytes = sizes.gradients
         self._item = sizes.dtypes.grad.itemsize
-        self._reductions = reductions
+        trained = sizes.trained.size > 0
+        reductions = self._reductions = leaves.reductions(sizes.trained) if trained else ()
+        self._room = leaves.room(sizes.trained) * self._item
+        self._leaves = leaves
+        self._ended = 0  # virtual ranks that are complete
+        self._sums = 0  # buffers that theirs are added up in
         self._log = log
         self.sends = sum(each.sent for each in reductions) * self._item
         self._kept = False
         self._tied: dict[str, int] = {}  # bytes that uses in other units have added, by name
         self._reducing: list[int] | None = None  # the numbers of the collectives under way
+        self._reduced = 0  # bytes of the buffers that they read
 
     @property
     def unclaimed(self) -> bool:
-        """Whether there are gradients of tied parameters that no reduction has taken along."""
-        return bool(self._tied)
+        """Whether there are gradients that no reduction has taken along: of ties, or of leaves."""
+        of_leaves = self._leaves.virtual and (self._kept or self._sums > 0)
+        return of_leaves or bool(self._tied)
 
     def begin(self) -> None:
         """Take a buffer to be written."""
@@ -79,17 +80,44 @@ class SizedGradients:
 
     def keep(self) -> None:
         """Add what was written to what is kept, or let it be that."""
-        if self._kept:
+        if self._kept or self._idle:
             self._log.take(gradients=-self._nbytes)
-        self._kept = True
+        self._kept = not self._idle and self._nbytes > 0
+
+    @property
+    def _idle(self) -> bool:
+        """Whether this rank goes through passes for the sake of others, which have more leaves."""
+        return self._leaves.virtual and self._ended == len(self._leaves.mine)
+
+    def end_leaf(self) -> None:
+        """Add up the gradients of a virtual rank with those of the others, along the tree."""
+        if self._idle:
+            return
+        self._ended += 1
+        if self._kept:
+            first, before = self._leaves.mine.start, self._sums
+            self._sums = len(self._leaves.tree.cover(range(first, first + self._ended)))
+            self._log.take(gradients=(self._sums - before - 1) * self._nbytes)
+            self._kept = False
+        self._drop_tied()
+
+    def _drop_tied(self) -> None:
+        self._log.take(gradients=-sum(self._tied.values()))
+        self._tied.clear()
 
     def reduce(self, *, background: bool) -> None:
         """Sum what was written, what is kept and what ties have left."""
-        if self._kept:
+        if self._leaves.virtual:
             self.keep()
-            self._kept = False
-        self._log.take(gradients=-sum(self._tied.values()))
-        self._tied.clear()
+            self.end_leaf()
+        else:
+            if self._kept:
+                self.keep()
+                self._kept = False
+            self._drop_tied()
+        self._reduced = self._nbytes * (self._sums if self._leaves.virtual else 1) + self._room
+        self._log.take(gradients=self._room)
+        self._ended = self._sums = 0
         self._reducing = [self._issue(each, background=background) for each in self._reductions]
         if not background:
             self.wait()
@@ -101,7 +129,7 @@ class SizedGradients:
         for collective in self._reducing:
             self._log.wait(collective)
         self._reducing = None
-        self._log.take(gradients=-self._nbytes)
+        self._log.take(gradients=-self._reduced)
 
     def _issue(self, each: GradientReduction, *, background: bool) -> int:
         return self._log.issue(
@@ -120,7 +148,7 @@ class SizedUnit:
 
     Args:
         sizes: of its flat buffers.
-        placement, rank: who keeps what.
+        leaves: who keeps what, and computes what.
         storage: where its parameters are.
         log: of the step.
 
@@ -134,8 +162,7 @@ class SizedUnit:
     def __init__(
         self,
         sizes: UnitBytes,
-        placement: Placement,
-        rank: int,
+        leaves: Leaves,
         storage: StorageKind,
         log: StepLog,
     ) -> None:
@@ -143,8 +170,8 @@ class SizedUnit:
         self.trainable = sizes.trained.size > 0
         self.owners: Mapping[str, SizedUnit] = {}
         self.state = ParamState.SHARDED
-        reductions = placement.reductions(sizes.trained, rank) if self.trainable else ()
-        self.gradients = SizedGradients(sizes, reductions, log)
+        placement = leaves.placement
+        self.gradients = SizedGradients(sizes, leaves, log)
         self._sizes = sizes
         self._placement = placement
         self._log = log

@@ -18,6 +18,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.arrays import ArrayKind, PersistentArray
 from fsdpcore.fsdp.sharding.placement import Placement
+from fsdpcore.fsdp.sharding.virtual_ranks import LEAF_BLOCK
 from fsdpcore.fsdp.units.persistent import persistent_arrays
 from fsdpcore.fsdp.units.precision import Dtypes, Precision
 
@@ -110,17 +111,23 @@ class UnitBytes:
 
     @classmethod
     def of(
-        cls, unit: UnitSize, numbers: Mapping[str, int], shards: int, precision: Precision
+        cls,
+        unit: UnitSize,
+        numbers: Mapping[str, int],
+        shards: int,
+        precision: Precision,
+        block: int,
     ) -> UnitBytes:
         """Lay a unit out over so many shards; ``numbers`` are those of all units, by name."""
         ties = tuple((numbers[owner], param, size) for owner, param, size in unit.ties)
         master = np.dtype(unit.dtype)
         dtypes = precision.dtypes(master)
         frozen = [
-            _flat(size, dtypes.param if dtype == master else dtype, shards)
+            _flat(size, dtypes.param if dtype == master else dtype, shards, block)
             for size, dtype in unit.frozen_parts
         ]
-        return cls(unit.name, _flat(unit.size, dtypes.param, shards), tuple(frozen), dtypes, ties)
+        trained = _flat(unit.size, dtypes.param, shards, block)
+        return cls(unit.name, trained, tuple(frozen), dtypes, ties)
 
     @property
     def parts(self) -> tuple[FlatLayout, ...]:
@@ -139,12 +146,12 @@ class UnitBytes:
 
 
 def lay_out(
-    units: Sequence[UnitSize], shards: int, precision: Precision | None
+    units: Sequence[UnitSize], shards: int, precision: Precision | None, *, virtual: bool
 ) -> tuple[UnitBytes, ...]:
-    """Lay all units out over so many shards."""
+    """Lay all units out over so many shards, which begin at blocks with ``virtual`` ranks."""
     numbers = {unit.name: number for number, unit in enumerate(units)}
-    dtypes = precision or Precision()
-    return tuple(UnitBytes.of(unit, numbers, shards, dtypes) for unit in units)
+    dtypes, block = precision or Precision(), LEAF_BLOCK if virtual else 1
+    return tuple(UnitBytes.of(unit, numbers, shards, dtypes, block) for unit in units)
 
 
 @dataclass(frozen=True)
@@ -206,8 +213,8 @@ def persistent(
     )
 
 
-def _flat(size: int, dtype: np.dtype[Any], shards: int) -> FlatLayout:
-    return FlatLayout.build({"flat": size}, dtype, shards)
+def _flat(size: int, dtype: np.dtype[Any], shards: int, block: int) -> FlatLayout:
+    return FlatLayout.build({"flat": size}, dtype, shards, block)
 
 
 def _nbytes(layout: FlatLayout) -> int:

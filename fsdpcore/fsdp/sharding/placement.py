@@ -34,7 +34,7 @@ class GradientReduction(NamedTuple):
         sent: by this rank, with an algorithm that sends as little as possible.
     """
 
-    kind: Literal["all_reduce", "reduce_scatter"]
+    kind: Literal["all_reduce", "reduce_scatter", "all_to_all_v", "all_gather_v"]
     ranks: int
     size: int
     padding: int

@@ -1,0 +1,170 @@
+"""Show that no bit of a training depends on how many ranks compute it, with what, and where.
+
+    python bench/bits.py                                          # the default of train_gpt.py
+    python bench/bits.py --width 528 --layers 8 --heads 8 --steps 1 --precisions fp32
+    python bench/bits.py --ranks 1,2,3 --transports sim --json bits.json
+
+bench/README.md says what is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model
+
+from gpt_model import GPTConfig, keep_freed_memory
+from train_gpt import Options, Trainer
+
+import fsdpcore as fc
+
+Digests = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What every rank trains: a few steps with each strategy and precision.
+
+    Attributes:
+        options: of ``train_gpt.py``.
+        precisions: those to go through.
+        told: file that rank 0 writes the digests to, of what it has in the end, by case.
+    """
+
+    options: Options
+    precisions: tuple[str, ...]
+    told: Path
+
+    def run(self, backend: fc.Backend) -> None:
+        """Train by every strategy."""
+        keep_freed_memory()
+        found: Digests = {}
+        for precision in self.precisions:
+            for name, strategy in strategies(backend.world_size).items():
+                options = replace(self.options, precision=precision, strategy=strategy)
+                found[f"{precision} {name}"] = _digest(Trainer(backend, options))
+        if backend.rank == 0:
+            self.told.write_text(json.dumps(found))
+
+
+def strategies(ranks: int) -> dict[str, fc.Strategy]:
+    """Return those that so many ranks can have, by what they are called in the table."""
+    group = max((size for size in range(2, ranks) if ranks % size == 0), default=1)
+    found = {
+        "full_shard": fc.Strategy("full_shard"),
+        "full_shard, kept": fc.Strategy("full_shard", reshard_after_forward=False),
+        "shard_grad_op": fc.Strategy("shard_grad_op"),
+        "shard_optimizer": fc.Strategy("shard_optimizer"),
+        "hybrid_shard": fc.Strategy("hybrid_shard", shard_group_size=group),
+        "no_shard": fc.Strategy("no_shard"),
+    }
+    if ranks % 2 == 0:
+        found["full_shard, half kept"] = fc.Strategy("full_shard", reshard_after_forward=2)
+    return found
+
+
+def _digest(trainer: Trainer) -> str:
+    losses = [trainer.step(number) for number in range(trainer.options.steps)]
+    state = trainer.engine.state_dict(full=True, to=0)
+    digest = hashlib.sha256(np.array(losses).tobytes())
+    for name, values in sorted(_flat(state)):
+        digest.update(f"{name} {values.dtype} {values.shape}".encode())
+        digest.update(np.ascontiguousarray(values).view(np.uint8).data)
+    trainer.engine.close()
+    return digest.hexdigest()[:16]
+
+
+def _flat(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _flat(value, f"{name}/{key}")
+    else:
+        yield name, np.atleast_1d(np.asarray(state))
+
+
+def _main(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2,3,5,8",
+    transports: Annotated[str, typer.Option(help="Schemes or URLs.")] = "sim,zmq,mpi",
+    precisions: Annotated[str, typer.Option(help="fp32, bf16, fp16.")] = "fp32,bf16",
+    virtual_ranks: Annotated[int, typer.Option(help="Shares of a batch.")] = 8,
+    steps: Annotated[int, typer.Option(help="Of each training.")] = 3,
+    width: Annotated[int, typer.Option()] = 96,
+    layers: Annotated[int, typer.Option()] = 3,
+    heads: Annotated[int, typer.Option()] = 2,
+    batch: Annotated[int, typer.Option(help="Sequences of all ranks together.")] = 32,
+    json_file: Annotated[Path | None, typer.Option("--json", help="All digests.")] = None,
+    told: Annotated[Path | None, typer.Option("--told", hidden=True)] = None,
+) -> None:
+    """Train on each number of ranks and each transport; exit with 1 if a bit differs."""
+    options = Options(
+        model=GPTConfig(width=width, layers=layers, heads=heads),
+        steps=steps,
+        batch=batch,
+        lr=6e-3,
+        seed=1337,
+        strategy=fc.Strategy(),
+        prefetch=1,
+        algorithm="auto",
+        out=Path(),
+        virtual_ranks=virtual_ranks,
+    )
+    if told is not None:
+        fc.launch(Training(options, tuple(precisions.split(",")), told).run)
+        return
+    rows: dict[str, Digests] = {}
+    for transport in transports.split(","):
+        for number in ranks.split(","):
+            rows[f"{transport} {number}"] = _on(number, transport)
+            typer.echo(f"{transport:6} {number:>2} ranks: {_compared(rows)}")
+            if json_file is not None:
+                json_file.write_text(json.dumps(rows, indent=1))
+    if any(len(found) > 1 for found in _by_precision(rows).values()):
+        raise typer.Exit(1)
+
+
+def _on(ranks: str, transport: str) -> Digests:
+    """Have a job of so many ranks make all trainings, by this script with the same options."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "digests.json"
+        launcher = ["-m", "fsdpcore", "run", "-n", ranks, "--transport", transport]
+        command = [sys.executable, *launcher, *sys.argv, "--told", str(told)]
+        subprocess.run(command, check=True)  # noqa: S603 - this script
+        digests: Digests = json.loads(told.read_text())
+    return digests
+
+
+def _by_precision(rows: dict[str, Digests]) -> dict[str, set[str]]:
+    """Return all digests that there are, which should be one for each precision."""
+    found: dict[str, set[str]] = {}
+    for digests in rows.values():
+        for case, digest in digests.items():
+            found.setdefault(case.split()[0], set()).add(digest)
+    return found
+
+
+def _compared(rows: dict[str, Digests]) -> str:
+    """Say of the last row in which cases it has the digest of the first one."""
+    first, last = next(iter(rows.values())), list(rows.values())[-1]
+    expected = {case.split()[0]: digest for case, digest in reversed(first.items())}
+    other = [case for case, digest in last.items() if digest != expected[case.split()[0]]]
+    if other:
+        return f"OTHER BITS of {len(last)} trainings in {', '.join(other)}"
+    told = ", ".join(f"{precision} {digest}" for precision, digest in expected.items())
+    return f"{len(last)} trainings, all {told}"
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(_main)
+    app()
