@@ -224,11 +224,11 @@ class _Program:
                     raise ElasticError(str(verdict["reason"]))
                 if self._generation(process, verdict):
                     return self._result
+                gc.collect()  # what it has left, while the agents decide
 
     def _generation(self, process: Process, verdict: Message) -> bool:
         """Be a rank of one generation; return whether the program has ended."""
         seat, generation = process.seat, Generation.decode(verdict["generation"])
-        gc.collect()  # what the generation before has left, before there is more
         self._closed()
         place = _place(verdict["place"], seat.overtaken)
         backend: Transport | None = None
