@@ -228,7 +228,8 @@ class ElasticThreads:
 
 def _told(generation: Generation, rank: int) -> Message:
     size = len(generation.seats)
-    place = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size}
+    place: Message = {"rank": rank, "world_size": size, "local_rank": rank}
+    place["local_world_size"] = size
     place |= {"meeting": generation.hosts[0].meeting, "token": "", "job": str(generation.number)}
     return {"kind": "generation", "place": place, "generation": generation.encode()}
 
