@@ -83,6 +83,7 @@ def run(
     with a backend in place of the job, as ``fc.launch(train, args=(1000,))`` does.
 
     Args:
+        fn: the function, where ``run`` is written above it without arguments.
         every: how many commits there are at least from one version of the state to the next. What a
             loss costs is to compute the commits since, again; what a version costs, see
             ``Job.commit``.
@@ -224,11 +225,11 @@ class _Program:
                     raise ElasticError(str(verdict["reason"]))
                 if self._generation(process, verdict):
                     return self._result
+                gc.collect()  # what it has left, while the agents decide
 
     def _generation(self, process: Process, verdict: Message) -> bool:
         """Be a rank of one generation; return whether the program has ended."""
         seat, generation = process.seat, Generation.decode(verdict["generation"])
-        gc.collect()  # what the generation before has left, before there is more
         self._closed()
         place = _place(verdict["place"], seat.overtaken)
         backend: Transport | None = None

@@ -62,6 +62,7 @@ class Rank:
             self.killed = True
         except BaseException as error:
             self.error = error
+        self.channel.close()
         self.job.told.put((self.number, {"kind": "ended"}))
 
     def _meet(self, place: RankPlace) -> Transport:
@@ -72,11 +73,13 @@ class Rank:
 
     def kill(self) -> None:
         """Have it die without a word."""
+        self.killed = True
         backend = self.channel.backend
         if backend is not None:
             backend.fail(InjectedCrash("killed"))
             backend._vanish("has died without a word")
         self.channel.close()
+        self.job.told.put((self.number, {"kind": "ended"}))
 
 
 class ThreadJob:

@@ -24,13 +24,19 @@ class Training:
         used: of each step, by which row indices it was made; a step that is made again has to
             use the same.
         calls: the generations in which the program was called, one for each call.
+        restored: of each generation, how many commits it began with.
+        reached: of each generation, the last step that it began.
+        checkpoint: where rank 0 and all others save after each step; empty for nowhere.
     """
 
     def __init__(self, steps: int = 6, strategy: str = "full_shard") -> None:
         self.steps, self.strategy = steps, strategy
         self.used: dict[int, set[tuple[int, ...]]] = {}
         self.calls: list[int] = []
+        self.restored: dict[int, int] = {}
+        self.reached: dict[int, int] = {}
         self.hook: Any = None
+        self.checkpoint = ""
         self._lock = threading.Lock()
         rng = np.random.default_rng(3)
         self.rows = rng.standard_normal((ROWS, 37)).astype(np.float32)
@@ -55,9 +61,11 @@ class Training:
         mean = np.zeros(7)
         state = {"model": engine, "data": stream, "rng": noise, "mean": mean, "seen": 0}
         state = job.restore(state)
+        self.restored[job.generation] = job.commits
         for number in range(job.commits, self.steps):
             batch = next(stream)
             self._note(number, batch)
+            self.reached[job.generation] = number
             scale = noise.standard_normal()
             with engine.step(divisor=batch.size) as step:
                 for leaf in step.leaves():
@@ -76,6 +84,8 @@ class Training:
             if self.hook is not None:
                 self.hook(job, number)
             job.commit()
+            if self.checkpoint:
+                fc.checkpoint.save(self.checkpoint, job.state, job.backend, step=job.commits)
         with engine.full_params() as params:
             whole = {name: np.array(values) for name, values in params.items()}
         return whole, mean, state["seen"], noise.standard_normal(), stream.state_dict()
