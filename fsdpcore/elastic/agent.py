@@ -211,22 +211,24 @@ class Agent:
 
     def _handle_end(self, seat: SeatProcess) -> None:
         code = seat.process.poll() or 0
+        # They were made to end, or had a right to.
+        meant = self._stopped is not None or self._interrupted
+        if not meant and (code or not (seat.ended_well or seat.ready)):
+            self._handle_failure(seat, code)
         self._member.seat_ended(seat.number, time.monotonic())
-        if code == 0 and (seat.ended_well or seat.ready):
-            return
-        if self._stopped is not None or self._interrupted:
-            return  # they were made to end
-        if code == 0:
-            text = f"{seat.name} ended without calling a function with @fc.elastic.run"
-        else:
+
+    def _handle_failure(self, seat: SeatProcess, code: int) -> None:
+        text = f"{seat.name} ended without calling a function with @fc.elastic.run"
+        if code:
             text = seat.describe_end()
         self._failures.append(_Failure(seat.number, text, exit_code(code) or 1))
-        goes_on = not self._finished and not self._leaving
-        if code and goes_on and self._restarts > 0:
+        if self._finished or self._leaving:
+            return
+        if code and self._restarts > 0:
             self._restarts -= 1
             self._say(f"{text}; another one is started ({self._restarts} restarts left)")
-            self._start()
-        elif goes_on and self._seats.living:
+            self._start()  # before the member hears of the end: it shall wait for the new one
+        elif self._seats.living:
             self._say(text)
 
     # What the member decides.

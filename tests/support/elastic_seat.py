@@ -1,9 +1,9 @@
 """A rank of an elastic job that has no arrays: it speaks with its agent, in JSON, and no more.
 
-It prints what it hears: ``in NUMBER RANK SIZE PID MEETING HOSTS``. Where the ranks meet, rank 0 says by
-the socket that it has inherited, and all others as they were told; the hosts are the addresses of
-agents. It hands over whenever that is
-wanted. SIGUSR1 has it end its program, as if all ranks had.
+It prints what it hears: ``in NUMBER RANK SIZE PID MEETING HOSTS``. Where the ranks meet, rank 0
+says by the socket that it has inherited, and all others as they were told; the hosts are the
+addresses of agents. It hands over whenever that is wanted. SIGUSR1 has it end its program, as if
+all ranks had.
 
 It imports nothing of the package.
 """
