@@ -341,16 +341,15 @@ class Member:
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
-        if self._peers.hears_job(now):
+        if self._waits_since is None or self._peers.hears_job(now):
             self._waits_since = now
-        elif self._waits_since is not None:
-            if now >= self._waits_since + self._patience:
-                where = ", ".join(card.address for card in self._known.hosts)
-                self._stop(
-                    f"no agent of the job has answered within {self._patience:g} s at "
-                    f"{where or ', '.join(self._addresses)}"
-                )
-            self._wake_at(self._waits_since + self._patience)
+        if now >= self._waits_since + self._patience:
+            where = [card.address for card in self._known.hosts] or self._addresses
+            self._stop(
+                f"no agent of the job has answered within {self._patience:g} s at "
+                f"{', '.join(where)}"
+            )
+        self._wake_at(self._waits_since + self._patience)
 
     def _lead(self, now: float) -> None:
         """See to it that the next generation comes when it must."""
