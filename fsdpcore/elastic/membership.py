@@ -192,7 +192,13 @@ class Member:
 
     def take_outbox(self) -> list[tuple[str, Message]]:
         """Return what is to be sent, with the address of each; they may get lost."""
-        sent, self._outbox = self._outbox, []
+        waiting, self._outbox = self._outbox, []
+        report = self._report(self._now).encode() if waiting else {}
+        sent = []
+        for address, message in waiting:
+            self._sequence += 1
+            envelope = {"job": self.job, "sequence": self._sequence, "report": report}
+            sent.append((address, {**message, **envelope}))
         return sent
 
     def take_events(self) -> list[Event]:
@@ -341,16 +347,15 @@ class Member:
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
-        if self._peers.hears_job(now):
+        if self._waits_since is None or self._peers.hears_job(now):
             self._waits_since = now
-        elif self._waits_since is not None:
-            if now >= self._waits_since + self._patience:
-                where = ", ".join(card.address for card in self._known.hosts)
-                self._stop(
-                    f"no agent of the job has answered within {self._patience:g} s at "
-                    f"{where or ', '.join(self._addresses)}"
-                )
-            self._wake_at(self._waits_since + self._patience)
+        if now >= self._waits_since + self._patience:
+            where = [card.address for card in self._known.hosts] or self._addresses
+            self._stop(
+                f"no agent of the job has answered within {self._patience:g} s at "
+                f"{', '.join(where)}"
+            )
+        self._wake_at(self._waits_since + self._patience)
 
     def _lead(self, now: float) -> None:
         """See to it that the next generation comes when it must."""
@@ -482,7 +487,7 @@ class Member:
         if not self.generation:
             for address in self._addresses:
                 if address not in addresses and address != self._card.address:
-                    self._post(address, {"kind": "state"})
+                    self._outbox.append((address, {"kind": "state"}))
 
     def _send_all(self, messages: list[tuple[str, Message]]) -> None:
         for host, message in messages:
@@ -493,10 +498,4 @@ class Member:
         if self._known.number and self._peers.is_behind(host):
             message = {**message, "decided": self._known.encode()}
         if address := self._peers.address(host):
-            self._post(address, message)
-
-    def _post(self, address: str, message: Message) -> None:
-        self._sequence += 1
-        report = self._report(self._now)
-        envelope = {"job": self.job, "sequence": self._sequence, "report": report.encode()}
-        self._outbox.append((address, {**message, **envelope}))
+            self._outbox.append((address, message))

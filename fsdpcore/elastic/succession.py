@@ -150,12 +150,16 @@ def cover(pairs: Iterable[tuple[_Node, _Node]], order: Callable[[_Node], Any]) -
 
 
 def newcomers(view: View, kept: Iterable[str]) -> list[tuple[HostCard, list[int]]]:
-    """Seats that wait to be taken along, of hosts that all the hosts which are kept can talk to."""
+    """Seats that wait to be taken along, of hosts that all the hosts which are kept can talk to.
+
+    Their agents know the generation, and so which of their seats are in it and which were left out.
+    """
     kept = {*kept}
     own = {card.id for card in view.generation.hosts}
     found = []
-    for host, report in view.reports.items():
-        if host not in view.linked:
+    for host in view.reports:
+        report = view.report(host)
+        if report is None or host not in view.linked:
             continue
         welcome = host in kept if host in own else _is_heard(view, host, report, kept)
         used = {seat.number for seat in view.generation.seats if seat.host == host}
