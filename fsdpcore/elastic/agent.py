@@ -191,6 +191,8 @@ class Agent:
         if kind == "ready":
             seat.ready = True
             member.seat_ready(number, now)
+            if self._finished:
+                seat.tell({"kind": "stop", "reason": "the job has ended its program"})
         elif kind == "joined":
             member.seat_joined(number, int(message["number"]), now)
         elif kind == "broken":

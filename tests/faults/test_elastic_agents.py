@@ -5,10 +5,11 @@ All hosts are this one; the ranks have no arrays (``support/elastic_seat.py``).
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
-from support.elastic_agents import finish, host, kill
+from support.elastic_agents import blame_the_last, finish, host, kill
 
 pytestmark = pytest.mark.side_by_side(4)
 
@@ -20,8 +21,8 @@ def last_line(done):
     return done.err.splitlines()[-1]
 
 
-def test_a_killed_rank_leaves_its_survivors_as_they_are():
-    with host("-n", "2:3") as here:
+def test_ranks_that_are_lost_leave_the_others_as_they_are():
+    with host("-n", "1:3") as here:
         first = here.ranks(1, 3)
         assert (sorted(first), first.world_size) == ([0, 1, 2], 3)
         (meeting,) = first.meetings
@@ -29,11 +30,21 @@ def test_a_killed_rank_leaves_its_survivors_as_they_are():
         second = here.ranks(2, 2)
         assert {**second} == {0: first[1], 1: first[2]}
         assert (second.world_size, second.meetings) == (2, {meeting})
-        finish(second[1])
+        os.kill(second[1], signal.SIGSTOP)
+        blame_the_last(second[0])
+        third = here.ranks(3, 1)
+        assert {**third} == {0: first[1]}
+        finish(third[0])
         done = here.job.finish()
-    assert (done.code, done.out.count("finished")) == (0, 1)
-    assert f"fsdpcore: rank 0 (process {first[0]}) failed (killed by SIGKILL)\n" in done.err
-    assert "fsdpcore: generation 2: 2 ranks on 1 host (rank 0 on 127.0.0.1 has ended)" in done.err
+    assert done.code == 0
+    _, one, killed, two, three, blamed = done.err.splitlines()
+    assert one == "fsdpcore: generation 1: 3 ranks on 1 host (the job begins)"
+    assert killed == f"fsdpcore: rank 0 (process {first[0]}) failed (killed by SIGKILL)"
+    assert two == "fsdpcore: generation 2: 2 ranks on 1 host (rank 0 on 127.0.0.1 has ended)"
+    assert three.startswith("fsdpcore: generation 3: 1 rank on 1 host (rank 1 on 127.0.0.1 is ")
+    assert blamed == (
+        f"fsdpcore: rank 1 (process {second[1]}) was left behind by the other ranks, and is killed"
+    )
 
 
 def test_what_died_is_started_again_as_often_as_it_may_then_the_job_ends():
@@ -51,6 +62,18 @@ def test_what_died_is_started_again_as_often_as_it_may_then_the_job_ends():
         f"fsdpcore: rank 1 (process {second[1]}) failed (killed by SIGKILL); 1 "
     )
     assert "the job needs 2" in last_line(done)
+
+
+def test_the_only_rank_is_started_again_before_the_job_gives_up():
+    with host("-n", 1, "--restarts", 1) as here:
+        first = here.ranks(1, 1)
+        kill(first[0])
+        second = here.ranks(2, 1)
+        assert second[0] != first[0]
+        kill(second[0])
+        done = here.job.finish()
+    assert done.code == 128 + signal.SIGKILL
+    assert "; no ranks are left" in last_line(done)
 
 
 def test_hosts_come_and_go_the_founder_first(free_port):
@@ -115,15 +138,22 @@ def test_a_host_with_another_secret_joins_nowhere():
     )
 
 
-def test_a_signal_ends_the_ranks_of_a_host():
+def test_interrupted_ranks_end_at_once():
     with host("-n", 2, token="") as here:
         here.ranks(1, 2)
         here.signal(signal.SIGINT)
         done = here.job.finish()
     assert done.code == 130
-    assert last_line(done) == (
-        "fsdpcore: interrupted (SIGINT); the ranks of this host were stopped"
-    )
+    assert last_line(done) == "fsdpcore: interrupted (SIGINT); the ranks of this host were stopped"
+
+
+def test_ranks_of_a_host_that_goes_hand_over_before_they_end():
+    with host("-n", 2) as here:
+        here.ranks(1, 2)
+        here.signal(signal.SIGTERM)
+        done = here.job.finish()
+    assert (done.code, done.out.count("left ")) == (143, 2)
+    assert last_line(done).startswith("fsdpcore: terminated (SIGTERM); no ranks are left")
 
 
 def test_a_script_without_an_elastic_function_is_told_so(script):
