@@ -34,7 +34,7 @@ _STRANGE = (
     "who listens there does not know the secret of this host (FSDPCORE_TOKEN, "
     "FSDPCORE_TOKEN_FILE), or is no agent of this version of fsdpcore"
 )
-_LEFT_OUT = "was left behind by the other ranks, and is killed"
+_LEFT_OUT = "the other ranks have left it behind"
 
 
 @dataclass
@@ -215,6 +215,7 @@ class Agent:
         code = seat.process.poll() or 0
         # They were made to end, or had a right to.
         meant = self._stopped is not None or self._interrupted
+        meant |= self._finished and seat.rank is None
         if not meant and (code or not (seat.ended_well or seat.ready)):
             self._handle_failure(seat, code)
         self._member.seat_ended(seat.number, time.monotonic())
@@ -265,7 +266,7 @@ class Agent:
                     seat.let_go({"kind": "left"})
                 else:
                     seat.why, seat.kill_at = _LEFT_OUT, now
-                    self._say(f"{seat.name} {_LEFT_OUT}")
+                    self._say(f"{seat.name} is killed: {_LEFT_OUT}")
                 self._seats.place(seat, None)
 
     def _generation_for(self, generation: Generation, rank: int, first: int, here: int) -> Message:
