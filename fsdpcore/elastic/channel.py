@@ -23,7 +23,8 @@ From the rank:
 | ready | | waits for a generation |
 | joined | number | has met the others |
 | broken | number, suspects (ranks), reason | has given up a generation |
-| paused | number, commit | has handed over at a commit, in order |
+| paused | number, commit, leaves | has handed over at a commit, in order, and is to leave or not |
+| failed | reason | ends with an error of its own program |
 | leave | reason | wants to leave at the next commit |
 | finished | number | has ended its program, with all others |
 """

@@ -115,7 +115,7 @@ class ZmqBackend(Transport):
             if place.world_size > 1:
                 scheme = cls.transport_capabilities.transport
                 address = joining.meeting_point(place, config, scheme)
-                deadline = Deadline(config.rendezvous_timeout, cls.clock)
+                deadline = Deadline(config.rendezvous_timeout, cls.clock, place.given_up)
                 backend._connect(place, address, deadline)
                 backend._measure(deadline)
         except BaseException as error:

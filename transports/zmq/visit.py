@@ -75,7 +75,7 @@ class Visit:
         """Say that the table is there, and wait until the port is free for links to rank 0."""
         self.socket.send(b"{}")
         while not self.look() and end.remaining() > 0:
-            self.monitor.poll(int(1000 * end.remaining()) + 1)
+            self.monitor.poll(int(1000 * end.patience()) + 1)
 
     def close(self) -> None:
         """End it."""
