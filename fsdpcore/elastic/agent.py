@@ -231,7 +231,7 @@ class Agent:
             self._restarts -= 1
             self._say(f"{text}; another one is started ({self._restarts} restarts left)")
             self._start()  # before the member hears of the end: it shall wait for the new one
-        elif self._seats.living:
+        elif self._seats.living and seat.why != _LEFT_OUT:
             self._say(text)
 
     # What the member decides.

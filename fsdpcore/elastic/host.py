@@ -13,6 +13,7 @@ from fsdpcore.elastic.agent import Agent
 from fsdpcore.elastic.generation import HostCard
 from fsdpcore.elastic.membership import Member
 from fsdpcore.elastic.seats import Seats
+from fsdpcore.elastic.witness import FileWitness
 from fsdpcore.launch import secret
 from fsdpcore.launch.addresses import parse_address
 from fsdpcore.launch.blas import threads_per_rank
@@ -86,7 +87,7 @@ def run_host(
 
     Raises:
         UnsupportedError: ranks of the transport cannot come and go.
-        ConfigError: the job needs a secret.
+        ConfigError: the job needs a secret, or the file of the witness cannot be used.
         RendezvousError: the address cannot be listened at.
     """
     with contextlib.closing(_links(share, config)) as links, contextlib.ExitStack() as stack:
@@ -142,7 +143,7 @@ def _member(share: AgentShare, card: HostCard, config: Config) -> Member:
         lost_after=share.lost_after,
         patience=config.rendezvous_timeout,
         job="" if share.join else secret.new_job(),
-        witness=None,
+        witness=FileWitness(share.witness) if share.witness else None,
         seed=int(card.id, 16),
     )
     now = time.monotonic()

@@ -13,9 +13,6 @@ from support.elastic_agents import blame_the_last, finish, host, kill
 
 pytestmark = pytest.mark.side_by_side(4)
 
-# Seconds after which a host that is gone is missed.
-LOST = ("--lost-after", 1.5)
-
 
 def last_line(done):
     return done.err.splitlines()[-1]
@@ -76,8 +73,9 @@ def test_the_only_rank_is_started_again_before_the_job_gives_up():
     assert "; no ranks are left" in last_line(done)
 
 
-def test_hosts_come_and_go_the_founder_first(free_port):
+def test_hosts_come_and_go_the_founder_first(free_port, tmp_path_factory):
     port = free_port()
+    lost = ("--lost-after", 1.5, "--witness", tmp_path_factory.mktemp("shared") / "witness")
     nodes = [
         "-n",
         "1:4",
@@ -87,9 +85,9 @@ def test_hosts_come_and_go_the_founder_first(free_port):
         "1,2",
         "--address",
         f"127.0.0.1:{port}",
-        *LOST,
+        *lost,
     ]
-    join = ["-n", "1:4", "--per-node", 1, *LOST, "--join"]
+    join = ["-n", "1:4", "--per-node", 1, *lost, "--join"]
     with (
         host(*nodes, "--node-rank", 0) as founder,
         host(*nodes, "--node-rank", 1) as second,
@@ -117,8 +115,12 @@ def test_hosts_come_and_go_the_founder_first(free_port):
 
         with host(*join, after.hosts[0]) as fourth:
             assert sorted(fourth.ranks(5, 1)) == [2]
-            finish(second.ranks(5, 2)[0])
-            assert fourth.job.finish().code == 0
+            kill(two[1])
+            assert sorted(fourth.ranks(6, 1)) == [1]
+            assert {**second.ranks(6, 1)} == {0: two[2]}
+            fourth.vanish()  # exactly half of the ranks: the witness decides
+        assert {**second.ranks(7, 1)} == {0: two[2]}
+        finish(two[2])
         assert second.job.finish().code == 0
 
 
