@@ -2,9 +2,10 @@
 
 from fsdpcore.core.errors import ElasticError
 from fsdpcore.elastic.job import Job
+from fsdpcore.elastic.local import ElasticThreads, launch
 from fsdpcore.elastic.run import run
 
-__all__ = ["ElasticError", "Job", "run"]
+__all__ = ["ElasticError", "ElasticThreads", "Job", "launch", "run"]
 
 
 def __dir__() -> list[str]:

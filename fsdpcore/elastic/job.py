@@ -144,7 +144,7 @@ class Job:
             whole, loaded = found
             self.commits, self.state = whole.version.commit, _taken_over(state, loaded.state)
             self._versions.spread(whole)
-        elif not self._load() and self.generation > 1:
+        elif not self._load() and self.generation > 1 and self.rank == 0:
             _LOG.warning(
                 "generation %d: the ranks have no version of the state whole, and there is no "
                 "checkpoint: the program begins anew",

@@ -136,7 +136,7 @@ def test_what_breaks_without_a_loss_is_tried_again_and_not_for_ever() -> None:
     job = ThreadJob(fc.elastic.run(program), (0, 1))
     assert job.run() == []
     assert isinstance(job.ranks[1].error, fc.CommTimeoutError)
-    assert len(broken) < 8
+    assert len(broken) <= 8  # four with both, four alone
 
 
 def test_a_late_loss_is_none() -> None:
