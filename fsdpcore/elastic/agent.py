@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -96,8 +96,8 @@ class Agent:
     """The agent of a host. Call ``run`` on the main thread.
 
     Args:
-        host: its id.
-        member: founds or joins already.
+        make_member: makes a member of a new id, and tells that: one that founds the job, or joins
+            it at more addresses than the host was told. Its other argument is the job, if known.
         links: to the other agents.
         seats: where its processes are.
         token: the job's secret, which the ranks need.
@@ -108,8 +108,7 @@ class Agent:
 
     def __init__(
         self,
-        host: str,
-        member: Member,
+        make_member: Callable[[Sequence[str], str], tuple[str, Member]],
         links: AgentLinks,
         seats: Seats,
         *,
@@ -118,7 +117,8 @@ class Agent:
         restarts: int,
         say: Callable[[str], None],
     ) -> None:
-        self._id, self._member, self._links, self._seats = host, member, links, seats
+        self._make_member, self._links, self._seats = make_member, links, seats
+        self._id, self._member = make_member((), "")
         self._token, self._listener_fd, self._restarts = token, listener_fd, restarts
         self._say = say
         self._generation: Generation | None = None
@@ -177,6 +177,9 @@ class Agent:
         while events := self._member.take_events():
             for event in events:
                 self._handle_event(event)
+        self._send()
+
+    def _send(self) -> None:
         for address, message in self._member.take_outbox():
             self._links.send(address, message)
 
@@ -213,9 +216,9 @@ class Agent:
 
     def _handle_end(self, seat: SeatProcess) -> None:
         code = seat.process.poll() or 0
-        # They were made to end, or had a right to.
-        meant = self._stopped is not None or self._interrupted
-        meant |= self._finished and seat.rank is None
+        # It was made to end, or had a right to.
+        meant = self._stopped is not None or bool(self._interrupted)
+        meant |= seat.given_up or (self._finished and seat.rank is None)
         if not meant and (code or not (seat.ended_well or seat.ready)):
             self._handle_failure(seat, code)
         self._member.seat_ended(seat.number, time.monotonic())
@@ -247,7 +250,11 @@ class Agent:
         elif isinstance(event, Finished):
             self._finish()
         elif isinstance(event, Stop):
-            self._stop(event.reason)
+            own = [] if self._leaving or self._interrupted else self._seats.living
+            if event.goes_on and own and self._restarts > 0:
+                self._join_again(event.reason)
+            else:
+                self._stop(event.reason)
 
     def _install(self, event: Install) -> None:
         generation, now = event.generation, time.monotonic()
@@ -303,6 +310,21 @@ class Agent:
                     seat.let_go({"kind": "left"})
             message = {"kind": "stop", "reason": reason}
             self._seats.ask_to_end(message, time.monotonic() + GRACE_SECONDS)
+
+    def _join_again(self, reason: str) -> None:
+        """Start again as another host, with other processes: the job goes on without this one."""
+        self._restarts -= 1
+        self._say(f"{reason}; this host joins again ({self._restarts} restarts left)")
+        self._send()
+        old, now = self._seats.living, time.monotonic()
+        for seat in old:
+            seat.given_up, seat.kill_at = True, now
+        others = [] if self._generation is None else self._generation.hosts
+        addresses = [card.address for card in others if card.id != self._id]
+        self._id, self._member = self._make_member(addresses, self._member.job)
+        self._generation = None
+        for _ in old:
+            self._start()
 
     # Signals.
 

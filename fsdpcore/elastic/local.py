@@ -21,7 +21,7 @@ from fsdpcore.elastic.channel import Message
 from fsdpcore.elastic.events import Change, Event, Finished, Install
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.membership import Member
-from fsdpcore.elastic.run import Process, sit
+from fsdpcore.elastic.program import Process, sit
 from fsdpcore.elastic.seat import Seat
 from fsdpcore.elastic.threads import Gatherings, QueueChannel
 from fsdpcore.launch.config import resolve
