@@ -178,8 +178,8 @@ def run(
     log_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder where what rank K prints goes to rank_K.log; only why the job failed is "
-            "shown.",
+            help="Folder where what rank K prints goes to rank_K.log, with --elastic what process "
+            "K of a host prints to HOST_PORT_K.log; only why the job failed is shown.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,

@@ -8,8 +8,6 @@ to say, to the other agents.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import signal
 import time
@@ -213,29 +211,36 @@ class Agent:
             member.seat_finished(number, int(message["number"]), now)
         elif kind == "failed":
             seat.why = str(message["reason"])
+            self._miss(seat, again=not seat.given_up and self._stopped is None)
 
     def _handle_end(self, seat: SeatProcess) -> None:
         code = seat.process.poll() or 0
         # It was made to end, or had a right to.
         meant = self._stopped is not None or bool(self._interrupted)
         meant |= seat.given_up or (self._finished and seat.rank is None)
-        if not meant and (code or not (seat.ended_well or seat.ready)):
-            self._handle_failure(seat, code)
-        self._member.seat_ended(seat.number, time.monotonic())
+        bad = not meant and (code != 0 or not (seat.ended_well or seat.ready))
+        if bad:
+            text = f"{seat.name} ended without calling a function with @fc.elastic.run"
+            if code:
+                text = seat.describe_end()
+            self._failures.append(_Failure(seat.number, text, exit_code(code) or 1))
+            if self._seats.living and not self._finished and seat.why != _LEFT_OUT:
+                self._say(text)
+        self._miss(seat, again=bad and code != 0)
 
-    def _handle_failure(self, seat: SeatProcess, code: int) -> None:
-        text = f"{seat.name} ended without calling a function with @fc.elastic.run"
-        if code:
-            text = seat.describe_end()
-        self._failures.append(_Failure(seat.number, text, exit_code(code) or 1))
-        if self._finished or self._leaving:
+    def _miss(self, seat: SeatProcess, *, again: bool) -> None:
+        """Tell the member that a process is no rank any more, once; ``again``: start another one.
+
+        That comes first, so that the member waits for the new one.
+        """
+        if seat.missed:
             return
-        if code and self._restarts > 0:
+        seat.missed = True
+        if again and self._restarts > 0 and not self._finished and not self._leaving:
             self._restarts -= 1
-            self._say(f"{text}; another one is started ({self._restarts} restarts left)")
-            self._start()  # before the member hears of the end: it shall wait for the new one
-        elif self._seats.living and seat.why != _LEFT_OUT:
-            self._say(text)
+            self._say(f"a rank is started again ({self._restarts} restarts left)")
+            self._start()
+        self._member.seat_ended(seat.number, time.monotonic())
 
     # What the member decides.
 
@@ -266,8 +271,11 @@ class Agent:
             rank = event.ranks.get(seat.number)
             if rank is not None:
                 self._seats.place(seat, rank)
-                first, here = min(event.ranks.values()), len(event.ranks)
-                seat.tell(self._generation_for(generation, rank, first, here))
+                place = generation.place(rank, self._token)
+                if rank == 0:
+                    place["listener_fd"] = self._listener_fd
+                content = generation.encode()
+                seat.tell({"kind": "generation", "place": place, "generation": content})
             elif seat.number in event.dropped:
                 if seat.leaves:
                     seat.let_go({"kind": "left"})
@@ -275,22 +283,6 @@ class Agent:
                     seat.why, seat.kill_at = _LEFT_OUT, now
                     self._say(f"{seat.name} is killed: {_LEFT_OUT}")
                 self._seats.place(seat, None)
-
-    def _generation_for(self, generation: Generation, rank: int, first: int, here: int) -> Message:
-        content = generation.encode()
-        text = json.dumps(content, sort_keys=True)
-        place = {
-            "rank": rank,
-            "world_size": len(generation.seats),
-            "local_rank": rank - first,
-            "local_world_size": here,
-            "meeting": generation.hosts[generation.host_numbers()[0]].meeting,
-            "token": self._token,
-            "job": hashlib.sha256(text.encode()).hexdigest()[:32],
-        }
-        if rank == 0:
-            place["listener_fd"] = self._listener_fd
-        return {"kind": "generation", "place": place, "generation": content}
 
     def _finish(self) -> None:
         self._finished = True

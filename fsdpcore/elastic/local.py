@@ -227,10 +227,8 @@ class ElasticThreads:
 
 
 def _told(generation: Generation, rank: int) -> Message:
-    size = len(generation.seats)
-    place = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size}
-    place |= {"meeting": generation.hosts[0].meeting, "token": "", "job": str(generation.number)}
-    return {"kind": "generation", "place": place, "generation": generation.encode()}
+    place, content = generation.place(rank), generation.encode()
+    return {"kind": "generation", "place": place, "generation": content}
 
 
 def launch(

@@ -33,6 +33,7 @@ class SeatProcess:
         given_up: its host joins the job anew, without it.
         why: it failed, as it has said itself.
         kill_at: when it is killed, unless it ends before; None while it may live.
+        missed: it is no rank any more.
         ended: its end was seen.
     """
 
@@ -47,6 +48,7 @@ class SeatProcess:
     given_up: bool = False
     why: str = ""
     kill_at: float | None = None
+    missed: bool = False
     ended: bool = False
 
     @property
