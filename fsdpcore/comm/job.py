@@ -277,7 +277,7 @@ class Job(ABC):
 
     def new_executor(self, name: str) -> OrderedExecutor:
         """Make a thread for the asynchronous operations of a group; ``close`` ends it."""
-        executor = OrderedExecutor(name, clock=self.clock)
+        executor = OrderedExecutor(name, clock=self.clock, waited=self.recorder.waited)
         self._executors.append(executor)
         return executor
 

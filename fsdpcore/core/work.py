@@ -262,7 +262,9 @@ class TaskWork(Work):
         nbytes: int = 0,
         failures: Failures | None = None,
         clock: Clock = WALL,
+        waited: Callable[[int], None] | None = None,
     ) -> None:
+        self._waited = waited
         self._nbytes = nbytes
         self._task: Callable[[], Any] | None = task
         self._text = text
@@ -300,15 +302,21 @@ class TaskWork(Work):
         return self._text
 
     def wait(self, timeout: float | None = None) -> Any:
-        deadline = Deadline(math.inf if timeout is None else timeout, self._clock)
-        while not self._ended.settle(deadline.slice()):
-            if not deadline.remaining():
-                raise self._timed_out(deadline.seconds)
+        if not self._ended.finished:
+            self._settle(Deadline(math.inf if timeout is None else timeout, self._clock))
         if self._error is not None:
             self._failures.tell()
             error = self._error
             raise fresh(error) if isinstance(error, CommunicationError) else error
         return self._value
+
+    def _settle(self, deadline: Deadline) -> None:
+        start = self._clock.nanoseconds()
+        while not self._ended.settle(deadline.slice()):
+            if not deadline.remaining():
+                raise self._timed_out(deadline.seconds)
+        if self._waited is not None:
+            self._waited(start)
 
 
 class OrderedExecutor:
@@ -325,7 +333,9 @@ class OrderedExecutor:
         max_tasks: int = MAX_QUEUED,
         max_bytes: int = MAX_QUEUED_BYTES,
         clock: Clock = WALL,
+        waited: Callable[[int], None] | None = None,
     ) -> None:
+        self._waited = waited  # told when a thread has waited for a task, since when
         self._max_tasks = max_tasks
         self._max_bytes = max_bytes
         self._clock = clock
@@ -386,7 +396,7 @@ class OrderedExecutor:
             text: what it is, for errors.
             nbytes: memory that it holds until it has run, as told to ``make_room``.
         """
-        work = TaskWork(task, text, nbytes, self._failures, self._clock)
+        work = TaskWork(task, text, nbytes, self._failures, self._clock, self._waited)
         with self._lock:
             if self._closed:
                 work._fail(ClosedError(f"{text} was started after its backend was closed"))

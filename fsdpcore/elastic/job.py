@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -76,7 +75,8 @@ class Job:
         self._restored = False
         self._kept = 0  # commits, when a version was made or loaded
         self._pace = Pace()
-        self._since = time.monotonic()
+        self._noted = 0
+        self._begin_step()
 
     @property
     def rank(self) -> int:
@@ -151,7 +151,7 @@ class Job:
                 self.generation,
             )
         self._kept = self.commits
-        self._since = time.monotonic()
+        self._begin_step()
         return self.state
 
     def _load(self) -> bool:
@@ -180,7 +180,7 @@ class Job:
             ArgumentError, MismatchError: the state makes no sense, or ranks differ in it.
             CommunicationError: a rank is gone.
         """
-        seconds = time.monotonic() - self._since
+        seconds = self._computed()
         self.commits += 1
         seat, versions = self._seat, self._versions
         here = NONE if versions is None else versions.here
@@ -195,7 +195,18 @@ class Job:
             if rows[:, 2].any():
                 self._hand_over(seat, versions, complete, np.flatnonzero(rows[:, 3]).tolist())
             self._keep(versions, complete)
-        self._since = time.monotonic()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        recorder, clock = self.backend.root.recorder, self.backend.clock
+        self._since = clock.nanoseconds()
+        _, self._noted = recorder.waited_since(self._since, self._noted)
+
+    def _computed(self) -> float:
+        """The seconds of this step in which this rank has not waited for others."""
+        root = self.backend.root
+        waited, self._noted = root.recorder.waited_since(self._since, self._noted)
+        return max(0.0, (root.clock.nanoseconds() - self._since) * 1e-9 - waited)
 
     def _keep(self, versions: Versions, complete: int) -> None:
         """Make a version, if it is time for one."""

@@ -79,6 +79,7 @@ class Rank:
             backend.fail(InjectedCrash("killed"))
             backend._vanish("has died without a word")
         self.channel.close()
+        self.job.told.put((self.number, {"kind": "ended"}))
 
 
 class ThreadJob:

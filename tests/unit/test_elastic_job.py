@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,28 @@ def test_who_keeps_whose_parts(sizes: list[int], data: st.DataObject) -> None:
     for rank, keeper in enumerate(left):
         assert keeper != rank
         assert (keeper is None) == (alone and rank not in leaving)
+
+
+def test_who_is_slow_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    @fc.elastic.run
+    def program(job: fc.elastic.Job) -> Any:
+        units = [fc.Unit(f"u{n}", {"w": np.zeros(2000, np.float32)}) for n in range(3)]
+        engine = fc.FSDP(units, job.backend, optimizer=fc.optim.SGD(lr=0.1))
+        for _ in range(12):
+            with engine.step() as step:
+                for unit in engine.units:
+                    with step.forward(unit):
+                        time.sleep(0.01 if job.rank == 1 else 0.002)
+                for unit in reversed(engine.units):
+                    with step.backward(unit) as (_, grads):
+                        grads["w"] = np.ones(2000, np.float32)
+                step.update()
+            job.commit()
+        return job.slowest, job.step_seconds
+
+    for transport in ("sim", "sim://?shm=off"):
+        caplog.clear()
+        for slowest, seconds in fc.launch(program, world_size=3, transport=transport):
+            assert slowest == 1
+            assert seconds[1] > 0.03 > max(seconds[0], seconds[2])
+        assert [record.args[0] for record in caplog.records if "holds up" in record.msg] == [1]
