@@ -17,6 +17,7 @@ from fsdpcore.core.errors import (
     ClosedError,
     CommTimeoutError,
     CommunicationError,
+    RendezvousError,
     StateError,
     in_words,
 )
@@ -28,6 +29,8 @@ MAX_QUEUED = 1024
 MAX_QUEUED_BYTES = 1 << 30
 
 SLICE_SECONDS = Clock.slice_seconds
+# Between two looks whether something is still wanted.
+_LOOK_SECONDS = 0.02
 
 
 E = TypeVar("E", bound=BaseException)
@@ -41,9 +44,18 @@ def fresh(error: E) -> E:
 
 
 class Deadline:
-    """A point in time, on a clock, by which an operation must have ended."""
+    """A point in time, on a clock, by which an operation must have ended.
 
-    def __init__(self, seconds: float, clock: Clock = WALL) -> None:
+    Args:
+        seconds: from now.
+        clock: of the job.
+        given_up: says why nobody wants the operation any more, and "" as long as somebody does.
+            Whoever asks how much time is left gets a RendezvousError with that.
+    """
+
+    def __init__(
+        self, seconds: float, clock: Clock = WALL, given_up: Callable[[], str] | None = None
+    ) -> None:
         try:
             # NumPy's kinds of numbers become one that the system's calls take.
             number = float(seconds) if seconds >= 0 else math.nan
@@ -53,12 +65,24 @@ class Deadline:
             raise ArgumentError(f"timeout must be a number of seconds >= 0, got {seconds!r}")
         self.seconds = number
         self.clock = clock
+        self.given_up = given_up
         self._now = clock.now
         self._end = self._now() + number
 
     def remaining(self) -> float:
         """Seconds left, never negative."""
+        if self.given_up is not None and (why := self.given_up()):
+            raise RendezvousError(why)
         return max(0.0, self._end - self._now())
+
+    def patience(self) -> float:
+        """Seconds left; and no more than one may wait before it sees that nobody wants it."""
+        left = self.remaining()
+        return left if self.given_up is None else min(left, _LOOK_SECONDS)
+
+    def longer(self, seconds: float) -> Deadline:
+        """Return one that ends so many seconds later."""
+        return Deadline(self.remaining() + seconds, self.clock, self.given_up)
 
     def slice(self) -> float:
         """Seconds left, and no more than a thread may wait at a time."""

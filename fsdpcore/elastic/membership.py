@@ -247,13 +247,13 @@ class Member:
             self.finished = True
             self._events.append(Finished())
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, *, goes_on: bool = False) -> None:
         if not self.stopped:
             self.stopped = reason
             self.generation = None
             for number in [*self._here.ready, *self._here.starting]:
                 self._here.end(number)
-            self._events.append(Stop(reason))
+            self._events.append(Stop(reason, goes_on))
 
     # Generations.
 
@@ -285,7 +285,8 @@ class Member:
         elif lost:
             self._stop(
                 f"the job goes on without this host as generation {decided.number}: "
-                f"{decided.reason}"
+                f"{decided.reason}",
+                goes_on=True,
             )
             return
         if mine or before:
@@ -415,7 +416,7 @@ class Member:
                 f"{following.reason}"
             )
         elif late:
-            self._stop(undecided(view, self._patience, self._witness))
+            self._stop(undecided(view, self._patience, self._witness), goes_on=True)
 
     # What goes out.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -36,22 +37,30 @@ def run_rank(fn: Callable[..., Any], backend: Backend, args: Sequence[Any]) -> A
     """
     ending: SystemExit | None = None
     result = None
-    recorder = transport_of(backend).recorder
     with backend:
-        token = _inside_rank.set(True)
-        recorder.begin_program(_name_of(fn))
         try:
-            result = fn(backend, *args)
-            recorder.end_program()
+            with program(fn, backend):
+                result = fn(backend, *args)
         except SystemExit as exiting:
             if exiting.code not in (None, 0):
                 raise
             ending = exiting
-        finally:
-            _inside_rank.reset(token)
     if ending is not None:
         raise ending
     return result
+
+
+@contextmanager
+def program(fn: Callable[..., Any], backend: Backend) -> Iterator[None]:
+    """Within it, this thread runs the program of a rank."""
+    recorder = transport_of(backend).recorder
+    token = _inside_rank.set(True)
+    recorder.begin_program(_name_of(fn))
+    try:
+        yield
+        recorder.end_program()
+    finally:
+        _inside_rank.reset(token)
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
