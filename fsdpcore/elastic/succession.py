@@ -106,10 +106,30 @@ def left_out(view: View) -> dict[Seat, str]:
     for seat in view.generation.seats:
         if seat.host in hosts:
             out.setdefault(seat, "is out of reach")
-    pairs = {(a, b) for a, b in suspected if b is not None and not {a, b} & {*out}}
-    for seat in cover(pairs, view.generation.seats.index):
+    for seat in _accused(suspected, {*out}, view.generation.seats.index):
         out[seat] = "is out of its peers' reach"
     return out
+
+
+def _accused(
+    suspected: set[tuple[Seat, Seat | None]], out: set[Seat], order: Callable[[Seat], int]
+) -> set[Seat]:
+    """Which seats go since others suspect them, or since they suspect others.
+
+    First those that say nothing themselves. A reporter that suspects one that goes anyway has had
+    its reason: whom else it names has to have named it as well.
+    """
+    pairs = {(a, b) for a, b in suspected if b is not None}
+    reporters = {a for a, _ in suspected}
+    silent = {(a, b) for a, b in pairs if b not in reporters and not {a, b} & out}
+    gone = cover(silent, order)
+    explained = {a for a, b in pairs if b in out | gone}
+    rest = {
+        (a, b)
+        for a, b in pairs
+        if not {a, b} & (out | gone) and (a not in explained or (b, a) in pairs)
+    }
+    return gone | cover(rest, order)
 
 
 def _lost_hosts(view: View, alive: set[Seat], suspected: set[tuple[Seat, Seat | None]]) -> set[str]:
