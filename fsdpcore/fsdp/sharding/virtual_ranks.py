@@ -14,7 +14,7 @@ from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.fsdp.sharding.placement import GradientReduction, Placement
 
-LEAF_BLOCK = 1024
+LEAF_BLOCK = 256
 """Elements: shards begin at multiples of it, where norms must not depend on who has which shard."""
 
 
