@@ -79,7 +79,8 @@ class Control:
 
     def serve(self) -> None:
         """Handle the frames that have come, up to a few; the poller is told of the others."""
-        if not self.released and not self._read():
+        # A rank that is alone has no links, and waits only for what it sends to itself.
+        if self._backend.world_size > 1 and not self.released and not self._read():
             self._state.poller.again(self.serve)
 
     def tick(self) -> float | None:
@@ -247,7 +248,8 @@ class Control:
         """A message is awaited from any rank of a group: do so for each of them."""
         group = self._backend.recorder.group(channel)
         for rank in group.ranks if group else ():
-            self.await_from(rank)
+            if rank != self._backend.rank:
+                self.await_from(rank)
 
     def _note_gone(self, peer: Peer) -> None:
         """A rank that leaves has gone: all that it had to say has come."""
