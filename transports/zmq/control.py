@@ -241,15 +241,14 @@ class Control:
 
         Either its last messages come, or the link is refused, and then nothing will.
         """
-        if rank in self.watch.leavers:
+        if rank != self._backend.rank and rank in self.watch.leavers:
             self.open(rank)
 
     def await_from_any(self, channel: int) -> None:
         """A message is awaited from any rank of a group: do so for each of them."""
         group = self._backend.recorder.group(channel)
         for rank in group.ranks if group else ():
-            if rank != self._backend.rank:
-                self.await_from(rank)
+            self.await_from(rank)
 
     def _note_gone(self, peer: Peer) -> None:
         """A rank that leaves has gone: all that it had to say has come."""
