@@ -178,8 +178,8 @@ def run(
     log_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder where what rank K prints goes to rank_K.log; only why the job failed is "
-            "shown.",
+            help="Folder where what rank K prints goes to rank_K.log, with --elastic what process "
+            "K of a host prints to HOST_PORT_K.log; only why the job failed is shown.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -219,6 +219,8 @@ def run(
         for name, value in settings.items():
             if value is not None:
                 environ[PREFIX + name.upper()] = str(value)
+        if hosts is None and nodes is None and not config.world_size:
+            _refuse_behind(script, arguments or [])
         if elastic:
             ending = run_host(
                 command,
@@ -236,8 +238,6 @@ def run(
             )
             ending = run_hosts(parts, orders, launcher, _output(log_dir, prefix, parts))
         else:
-            if nodes is None and not config.world_size:
-                _refuse_behind(script, arguments or [])
             share = whole_job(config) if nodes is None else node_share(config, options)
             listening = None if nodes is not None else warn_of_one_host(config)
             output = _output(log_dir, prefix)

@@ -187,12 +187,13 @@ def elastic_share(config: Config, options: RunOptions) -> AgentShare:
         count, founders = share.count, options.nodes
         address = parse_address(share.address)
         if options.node_rank:
-            join, address = (share.address,), (own_address(*address), address[1])
+            join = (share.address,)
+            address = _joining_address(join)
     else:
         count = _count_here(config, options)
         if elastic.join is not None:
             join = tuple(item.strip() for item in elastic.join.split(","))
-            address = _joining_address(join, config, options)
+            address = _address(config, options) if options.address else _joining_address(join)
         else:
             host, port = _address(config, options)
             address, token = (host or LOOPBACK, port), given or secret.new_token()
@@ -211,19 +212,18 @@ def elastic_share(config: Config, options: RunOptions) -> AgentShare:
     )
 
 
-def _joining_address(join: Sequence[str], config: Config, options: RunOptions) -> tuple[str, int]:
-    """Where the agent of a host that joins a job listens: at the port that it knows, if it can.
+def _joining_address(join: Sequence[str]) -> tuple[str, int]:
+    """Where the agent of a host listens that joins a job.
 
-    So one list names the hosts of a job, however they come and go.
+    At the port of those that it joins, if that is free: so one list names the hosts of a job,
+    however they come and go. But not where the only one that it joins does.
     """
-    if options.address is not None:
-        return _address(config, options)
     addresses = [parse_address(item) for item in join]
-    host, port = addresses[0]
-    for item in addresses:
-        if not item[1]:
-            raise ConfigError(f"--join: {item[0]} needs the port of the agent, as in HOST:PORT")
-    return own_address(host, port), port
+    for host, port in addresses:
+        if not port:
+            raise ConfigError(f"--join: {host} needs the port of the agent, as in HOST:PORT")
+    own = own_address(*addresses[0]), addresses[0][1]
+    return (own[0], 0) if {*addresses} == {own} else own
 
 
 def _count_here(config: Config, options: RunOptions) -> int:

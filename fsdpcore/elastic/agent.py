@@ -8,12 +8,10 @@ to say, to the other agents.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -34,7 +32,7 @@ _STRANGE = (
     "who listens there does not know the secret of this host (FSDPCORE_TOKEN, "
     "FSDPCORE_TOKEN_FILE), or is no agent of this version of fsdpcore"
 )
-_LEFT_OUT = "was left behind by the other ranks, and is killed"
+_LEFT_OUT = "the other ranks have left it behind"
 
 
 @dataclass
@@ -96,8 +94,8 @@ class Agent:
     """The agent of a host. Call ``run`` on the main thread.
 
     Args:
-        host: its id.
-        member: founds or joins already.
+        make_member: makes a member of a new id, and tells that: one that founds the job, or joins
+            it at more addresses than the host was told. Its other argument is the job, if known.
         links: to the other agents.
         seats: where its processes are.
         token: the job's secret, which the ranks need.
@@ -108,8 +106,7 @@ class Agent:
 
     def __init__(
         self,
-        host: str,
-        member: Member,
+        make_member: Callable[[Sequence[str], str], tuple[str, Member]],
         links: AgentLinks,
         seats: Seats,
         *,
@@ -118,7 +115,8 @@ class Agent:
         restarts: int,
         say: Callable[[str], None],
     ) -> None:
-        self._id, self._member, self._links, self._seats = host, member, links, seats
+        self._make_member, self._links, self._seats = make_member, links, seats
+        self._id, self._member = make_member((), "")
         self._token, self._listener_fd, self._restarts = token, listener_fd, restarts
         self._say = say
         self._generation: Generation | None = None
@@ -177,6 +175,9 @@ class Agent:
         while events := self._member.take_events():
             for event in events:
                 self._handle_event(event)
+        self._send()
+
+    def _send(self) -> None:
         for address, message in self._member.take_outbox():
             self._links.send(address, message)
 
@@ -191,6 +192,8 @@ class Agent:
         if kind == "ready":
             seat.ready = True
             member.seat_ready(number, now)
+            if self._finished:
+                seat.tell({"kind": "stop", "reason": "the job has ended its program"})
         elif kind == "joined":
             member.seat_joined(number, int(message["number"]), now)
         elif kind == "broken":
@@ -208,26 +211,36 @@ class Agent:
             member.seat_finished(number, int(message["number"]), now)
         elif kind == "failed":
             seat.why = str(message["reason"])
+            self._miss(seat, again=not seat.given_up and self._stopped is None)
 
     def _handle_end(self, seat: SeatProcess) -> None:
         code = seat.process.poll() or 0
-        self._member.seat_ended(seat.number, time.monotonic())
-        if code == 0 and (seat.ended_well or seat.ready):
-            return
-        if self._stopped is not None or self._interrupted:
-            return  # they were made to end
-        if code == 0:
+        # It was made to end, or had a right to.
+        meant = self._stopped is not None or bool(self._interrupted)
+        meant |= seat.given_up or (self._finished and seat.rank is None)
+        bad = not meant and (code != 0 or not (seat.ended_well or seat.ready))
+        if bad:
             text = f"{seat.name} ended without calling a function with @fc.elastic.run"
-        else:
-            text = seat.describe_end()
-        self._failures.append(_Failure(seat.number, text, exit_code(code) or 1))
-        goes_on = not self._finished and not self._leaving
-        if code and goes_on and self._restarts > 0:
+            if code:
+                text = seat.describe_end()
+            self._failures.append(_Failure(seat.number, text, exit_code(code) or 1))
+            if self._seats.living and not self._finished and seat.why != _LEFT_OUT:
+                self._say(text)
+        self._miss(seat, again=bad and code != 0)
+
+    def _miss(self, seat: SeatProcess, *, again: bool) -> None:
+        """Tell the member that a process is no rank any more, once; ``again``: start another one.
+
+        That comes first, so that the member waits for the new one.
+        """
+        if seat.missed:
+            return
+        seat.missed = True
+        if again and self._restarts > 0 and not self._finished and not self._leaving:
             self._restarts -= 1
-            self._say(f"{text}; another one is started ({self._restarts} restarts left)")
+            self._say(f"a rank is started again ({self._restarts} restarts left)")
             self._start()
-        elif goes_on and self._seats.living:
-            self._say(text)
+        self._member.seat_ended(seat.number, time.monotonic())
 
     # What the member decides.
 
@@ -242,7 +255,11 @@ class Agent:
         elif isinstance(event, Finished):
             self._finish()
         elif isinstance(event, Stop):
-            self._stop(event.reason)
+            own = [] if self._leaving or self._interrupted else self._seats.living
+            if event.goes_on and own and self._restarts > 0:
+                self._join_again(event.reason)
+            else:
+                self._stop(event.reason)
 
     def _install(self, event: Install) -> None:
         generation, now = event.generation, time.monotonic()
@@ -254,31 +271,18 @@ class Agent:
             rank = event.ranks.get(seat.number)
             if rank is not None:
                 self._seats.place(seat, rank)
-                first, here = min(event.ranks.values()), len(event.ranks)
-                seat.tell(self._generation_for(generation, rank, first, here))
+                place = generation.place(rank, self._token)
+                if rank == 0:
+                    place["listener_fd"] = self._listener_fd
+                content = generation.encode()
+                seat.tell({"kind": "generation", "place": place, "generation": content})
             elif seat.number in event.dropped:
                 if seat.leaves:
                     seat.let_go({"kind": "left"})
                 else:
                     seat.why, seat.kill_at = _LEFT_OUT, now
-                    self._say(f"{seat.name} {_LEFT_OUT}")
+                    self._say(f"{seat.name} is killed: {_LEFT_OUT}")
                 self._seats.place(seat, None)
-
-    def _generation_for(self, generation: Generation, rank: int, first: int, here: int) -> Message:
-        content = generation.encode()
-        text = json.dumps(content, sort_keys=True)
-        place = {
-            "rank": rank,
-            "world_size": len(generation.seats),
-            "local_rank": rank - first,
-            "local_world_size": here,
-            "meeting": generation.hosts[generation.host_numbers()[0]].meeting,
-            "token": self._token,
-            "job": hashlib.sha256(text.encode()).hexdigest()[:32],
-        }
-        if rank == 0:
-            place["listener_fd"] = self._listener_fd
-        return {"kind": "generation", "place": place, "generation": content}
 
     def _finish(self) -> None:
         self._finished = True
@@ -298,6 +302,21 @@ class Agent:
                     seat.let_go({"kind": "left"})
             message = {"kind": "stop", "reason": reason}
             self._seats.ask_to_end(message, time.monotonic() + GRACE_SECONDS)
+
+    def _join_again(self, reason: str) -> None:
+        """Start again as another host, with other processes: the job goes on without this one."""
+        self._restarts -= 1
+        self._say(f"{reason}; this host joins again ({self._restarts} restarts left)")
+        self._send()
+        old, now = self._seats.living, time.monotonic()
+        for seat in old:
+            seat.given_up, seat.kill_at = True, now
+        others = [] if self._generation is None else self._generation.hosts
+        addresses = [card.address for card in others if card.id != self._id]
+        self._id, self._member = self._make_member(addresses, self._member.job)
+        self._generation = None
+        for _ in old:
+            self._start()
 
     # Signals.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
+from fsdpcore.elastic.generation import Generation
 from fsdpcore.elastic.paxos import (
     NO_BALLOT,
     Acceptor,
@@ -27,31 +28,31 @@ class Decree:
     What it returns are pairs of an agent's id and a message for it.
 
     Args:
-        number: of the generation that is decided.
+        before: the generation whose agents decide on the next.
         name: of the job, for the witness.
         me: the agent's id.
-        weights: of the agents of the generation before.
         witness: what tips the scales.
         chance: decides how long it holds back when others propose.
         lost_after: seconds after which an agent is lost.
 
     Attributes:
+        number: of the generation that is decided.
         decided: the value, once this agent knows it.
     """
 
     def __init__(
         self,
-        number: int,
+        before: Generation,
         name: str,
         me: str,
-        weights: Mapping[str, int],
         witness: Witness | None,
         chance: random.Random,
         lost_after: float,
     ) -> None:
-        self.number = number
+        self.number = before.number + 1
         self.decided: Value | None = None
-        self._name, self._me, self._weights = name, me, weights
+        self._name, self._me = name, me
+        self._weights = {card.id: before.weight(card.id) for card in before.hosts}
         self._witness, self._chance = witness, chance
         self._grace = min(_GRACE, lost_after / 8)
         self._retry = min(_RETRY, lost_after / 4)

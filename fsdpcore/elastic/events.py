@@ -37,9 +37,15 @@ class Finished:
 
 @dataclass(frozen=True)
 class Stop:
-    """This host cannot go on: its ranks must end."""
+    """This host cannot go on: its ranks must end.
+
+    Attributes:
+        reason: in words.
+        goes_on: the job may do so without this host, which may join it anew.
+    """
 
     reason: str
+    goes_on: bool = False
 
 
 Event = Install | Change | Finished | Stop

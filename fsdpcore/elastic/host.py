@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from fsdpcore.elastic.agent import Agent
 from fsdpcore.elastic.generation import HostCard
 from fsdpcore.elastic.membership import Member
 from fsdpcore.elastic.seats import Seats
+from fsdpcore.elastic.witness import FileWitness
 from fsdpcore.launch import secret
 from fsdpcore.launch.addresses import parse_address
 from fsdpcore.launch.blas import threads_per_rank
@@ -86,7 +88,7 @@ def run_host(
 
     Raises:
         UnsupportedError: ranks of the transport cannot come and go.
-        ConfigError: the job needs a secret.
+        ConfigError: the job needs a secret, or the file of the witness cannot be used.
         RendezvousError: the address cannot be listened at.
     """
     with contextlib.closing(_links(share, config)) as links, contextlib.ExitStack() as stack:
@@ -96,21 +98,19 @@ def run_host(
                 f"{share.minimum}:{share.maximum}{_HOW_TO_SHARE if share.drawn else ''}"
             )
         listener = stack.enter_context(listen(parse_address(links.address)[0]))
-        card = HostCard(secret.new_job(), links.address, meeting_point(listener))
         names = dict[int, str]()
         output = make_output(
             lambda number: names.get(number, "-"),
-            lambda number: f"{card.address.replace(':', '_')}_{number}",
+            lambda number: f"{links.address.replace(':', '_')}_{number}",
         )
         pipes = None if output is None else stack.enter_context(OutputPipes())
-        shared = shared_environment(config, environ, share.token, card.id)
+        shared = shared_environment(config, environ, share.token, secret.new_job())
         # Their number changes bits, so it must not follow that of the ranks.
         shared[f"{PREFIX}BLAS_THREADS"] = str(threads_per_rank(config, share.count))
         start = Starter(command, shared, output, pipes, rank_0_reads=False)
         seats = Seats(start, listener.fileno(), names)
         agent = Agent(
-            card.id,
-            _member(share, card, config),
+            functools.partial(_member, share, config, links.address, meeting_point(listener)),
             links,
             seats,
             token=share.token,
@@ -134,20 +134,25 @@ def _links(share: AgentShare, config: Config) -> AgentLinks:
         return link((host, 0), share.token, config)  # another agent of this host has the port
 
 
-def _member(share: AgentShare, card: HostCard, config: Config) -> Member:
+def _member(
+    share: AgentShare, config: Config, address: str, meeting: str, others: Sequence[str], job: str
+) -> tuple[str, Member]:
+    """A member with a new id; it joins at ``others`` and those of ``share``, or founds the job."""
+    join = list(dict.fromkeys([*others, *share.join]))
+    card = HostCard(secret.new_job(), address, meeting)
     member = Member(
         card,
         minimum=share.minimum,
         maximum=share.maximum,
         lost_after=share.lost_after,
         patience=config.rendezvous_timeout,
-        job="" if share.join else secret.new_job(),
-        witness=None,
+        job=job or ("" if join else secret.new_job()),
+        witness=FileWitness(share.witness) if share.witness else None,
         seed=int(card.id, 16),
     )
     now = time.monotonic()
-    if share.join:
-        member.join(share.join, now)
+    if join:
+        member.join(join, now)
     else:
         member.found(share.founders, now)
-    return member
+    return card.id, member

@@ -21,7 +21,7 @@ from fsdpcore.elastic.channel import Message
 from fsdpcore.elastic.events import Change, Event, Finished, Install
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.membership import Member
-from fsdpcore.elastic.run import Process, sit
+from fsdpcore.elastic.program import Process, sit
 from fsdpcore.elastic.seat import Seat
 from fsdpcore.elastic.threads import Gatherings, QueueChannel
 from fsdpcore.launch.config import resolve
@@ -238,11 +238,8 @@ class ElasticThreads:
 
 
 def _told(generation: Generation, rank: int) -> Message:
-    size = len(generation.seats)
-    place: Message = {"rank": rank, "world_size": size, "local_rank": rank}
-    place["local_world_size"] = size
-    place |= {"meeting": generation.hosts[0].meeting, "token": "", "job": str(generation.number)}
-    return {"kind": "generation", "place": place, "generation": generation.encode()}
+    place, content = generation.place(rank), generation.encode()
+    return {"kind": "generation", "place": place, "generation": content}
 
 
 def launch(

@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from fsdpcore.elastic.decree import Decree
 from fsdpcore.elastic.events import Change, Event, Finished, Install, Stop
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.here import Here
-from fsdpcore.elastic.paxos import Witness, has_quorum
+from fsdpcore.elastic.mail import Mail, Message
+from fsdpcore.elastic.paxos import Witness
 from fsdpcore.elastic.peers import Peers
 from fsdpcore.elastic.reports import Report
 from fsdpcore.elastic.succession import (
     View,
+    ended,
     is_disturbed,
     is_paused,
     successor,
+    undecided,
     wished,
 )
 
-Message = dict[str, Any]
 _SETTLE = 0.05  # seconds in which reports of one loss come together
 _STAGGER = 0.25  # seconds after which the next agent proposes
 _NONE = Generation(0, (), ())
@@ -81,20 +82,19 @@ class Member:
         self._chance = random.Random(f"{seed}/{card.id}")  # noqa: S311 -- chance, no secret
         self._here = Here()
         self._peers = Peers(card.id, lost_after)
-        self._known = _NONE
+        self._mail = Mail(self._peers)
         self._founder = ""
         self._hosts = 0  # that a founder waits for
         self._addresses: tuple[str, ...] = ()
+        self._lost: dict[str, None] = {}  # where agents were that may be started again
         self._decree: Decree | None = None
-        self._sequence = 0
+        self._report = Report(card)
         self._told: Report | None = None  # what the others were told last
         self._waits_since: float | None = None  # for a decision, or to be taken along
         self._unmet = 0  # generations in a row in which the ranks here did not meet
         self._wish_told = False
-        self._now = 0.0
         self._beat_at = 0.0
         self._wake = 0.0
-        self._outbox: list[tuple[str, Message]] = []
         self._events: list[Event] = []
 
     # Founding and joining.
@@ -169,7 +169,6 @@ class Member:
 
     def receive(self, source: str, message: Message, now: float) -> None:
         """Take in a message of another agent; what cannot be one is ignored."""
-        self._now = now
         self._peers.catch_up(now)
         try:
             self._take_in(source, message, now)
@@ -192,8 +191,7 @@ class Member:
 
     def take_outbox(self) -> list[tuple[str, Message]]:
         """Return what is to be sent, with the address of each; they may get lost."""
-        sent, self._outbox = self._outbox, []
-        return sent
+        return self._mail.take(self.job, self._report)
 
     def take_events(self) -> list[Event]:
         """Return what has happened since the last time."""
@@ -219,12 +217,12 @@ class Member:
         number = message.get("number")
         if number is not None and number == self._known.number + 1 and self._decree:
             if self.finished:  # nothing is decided any more
-                self._send(report.card.id, {"kind": "state"})
+                self._mail.to(report.card.id)
             else:
                 for host, answer in self._decree.receive(report.card.id, message):
-                    self._send(host, answer)
+                    self._mail.to(host, answer)
         elif is_new and report.generation < self._known.number:
-            self._send(report.card.id, {"kind": "state"})
+            self._mail.to(report.card.id)
 
     def _is_ours(self, report: Report, source: str) -> bool:
         """Whether an agent is of the same job as this one; take its job if this has none."""
@@ -249,13 +247,13 @@ class Member:
             self.finished = True
             self._events.append(Finished())
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, *, goes_on: bool = False) -> None:
         if not self.stopped:
             self.stopped = reason
             self.generation = None
             for number in [*self._here.ready, *self._here.starting]:
                 self._here.end(number)
-            self._events.append(Stop(reason))
+            self._events.append(Stop(reason, goes_on))
 
     # Generations.
 
@@ -263,8 +261,8 @@ class Member:
         """Install a generation that was decided."""
         if decided.number <= self._known.number or self.finished:
             return
-        before, self._known = self.generation, decided
-        weights = {card.id: decided.weight(card.id) for card in decided.hosts}
+        before = self.generation
+        self._lost |= dict.fromkeys(card.address for card in self._known.hosts)
         mine = self._here.seats(decided, self._card.id)
         self._unmet = 0 if self._here.joined or not before else self._unmet + 1
         old = self._here.seats(before, self._card.id) if before else ()
@@ -277,10 +275,9 @@ class Member:
         if mine:
             self.generation = decided
             self._decree = Decree(
-                decided.number + 1,
+                decided,
                 f"{self.job}/{self._founder}",
                 self._card.id,
-                weights,
                 self._witness,
                 self._chance,
                 self._lost_after,
@@ -288,7 +285,8 @@ class Member:
         elif lost:
             self._stop(
                 f"the job goes on without this host as generation {decided.number}: "
-                f"{decided.reason}"
+                f"{decided.reason}",
+                goes_on=True,
             )
             return
         if mine or before:
@@ -303,7 +301,7 @@ class Member:
         return number in self._here.ready
 
     def _view(self, now: float, mute: frozenset[str] = frozenset()) -> View:
-        reports = {self._card.id: self._report(now)}
+        reports = {self._card.id: self._describe(now)}
         reports |= self._peers.reports()
         known = self.generation or _NONE
         return View(self._card.id, known, reports, self._peers.linked(now), mute)
@@ -312,7 +310,7 @@ class Member:
 
     def _review(self, now: float) -> None:
         """Look at everything again: who is lost, who comes, what can be decided."""
-        self._now, self._wake = now, now + self._lost_after
+        self._wake = now + self._lost_after
         if not self.stopped and not self.finished:
             if self.generation:
                 self._lead(now)
@@ -341,16 +339,15 @@ class Member:
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
-        if self._peers.hears_job(now):
+        if self._waits_since is None or self._peers.hears_job(now):
             self._waits_since = now
-        elif self._waits_since is not None:
-            if now >= self._waits_since + self._patience:
-                where = ", ".join(card.address for card in self._known.hosts)
-                self._stop(
-                    f"no agent of the job has answered within {self._patience:g} s at "
-                    f"{where or ', '.join(self._addresses)}"
-                )
-            self._wake_at(self._waits_since + self._patience)
+        if now >= self._waits_since + self._patience:
+            where = [card.address for card in self._known.hosts] or self._addresses
+            self._stop(
+                f"no agent of the job has answered within {self._patience:g} s at "
+                f"{', '.join(where)}"
+            )
+        self._wake_at(self._waits_since + self._patience)
 
     def _lead(self, now: float) -> None:
         """See to it that the next generation comes when it must."""
@@ -375,21 +372,19 @@ class Member:
         if self._waits_since is not None and decree.may_propose(now):
             due = self._waits_since + self._turn(view)
             if now >= due and self._choose(view):
-                self._send_all(decree.propose(now))
+                self._post(decree.propose(now))
             elif now < due:
                 self._wake_at(due)
         for _ in range(3):  # the phases of a decision
             expected = view.linked & {card.id for card in view.generation.hosts}
-            self._send_all(
-                decree.step(now, expected, lambda mute: self._choose(self._view(now, mute)))
-            )
+            self._post(decree.step(now, expected, lambda mute: self._choose(self._view(now, mute))))
         if decree.proposes or (self._waits_since is not None and not decree.may_propose(now)):
             self._wake_at(decree.next_step())
         if decree.decided:
             self._learn(Generation.decode(decree.decided), now)
             for host in {card.id for card in view.generation.hosts} | {*self._others()}:
                 if host != self._card.id:
-                    self._send(host, {"kind": "state"})
+                    self._mail.to(host)
 
     def _turn(self, view: View) -> float:
         """How long after the first notice of a loss this agent proposes."""
@@ -407,38 +402,28 @@ class Member:
     def _give_up(self, view: View, now: float) -> None:
         """Stop if there is nothing to wait for, or after ``patience``."""
         assert self._waits_since is not None
+        late = now >= self._waits_since + self._patience
+        self._wake_at(self._waits_since + self._patience)
+        if not late and len(ended(view)) < len(view.generation.seats) and not is_paused(view):
+            return
         following = successor(view, self._maximum)
         pending = any(view.reports[host].starting for host in view.linked & view.reports.keys())
         if not following.seats and not pending:
             self._stop(f"no ranks are left: {following.reason}")
-        elif now < self._waits_since + self._patience:
-            self._wake_at(self._waits_since + self._patience)
-        elif len(following.seats) < self._minimum:
+        elif late and len(following.seats) < self._minimum:
             self._stop(
                 f"{len(following.seats)} ranks are left, and the job needs {self._minimum}: "
                 f"{following.reason}"
             )
-        else:
-            self._stop(self._no_quorum(view))
-
-    def _no_quorum(self, view: View) -> str:
-        generation = view.generation
-        weights = {card.id: generation.weight(card.id) for card in generation.hosts}
-        here = sum(weights[host] for host in weights.keys() & view.linked)
-        silent = [card.address for card in generation.hosts if card.id not in view.linked]
-        if has_quorum(weights, view.linked):
-            return f"the agents could not decide within {self._patience:g} s how the job goes on"
-        half = (
-            " (a witness would decide between two halves)"
-            if 2 * here == len(generation.seats) and not self._witness
-            else ""
-        )
-        return (
-            f"{here} of {len(generation.seats)} ranks are within reach, and going on needs more "
-            f"than half{half}: nothing comes from {', '.join(silent)}"
-        )
+        elif late:
+            self._stop(undecided(view, self._patience, self._witness), goes_on=True)
 
     # What goes out.
+
+    @property
+    def _known(self) -> Generation:
+        """The newest generation that this agent knows, which it need not be in."""
+        return self._peers.generation
 
     def _wake_at(self, time: float) -> None:
         self._wake = min(self._wake, time)
@@ -448,7 +433,7 @@ class Member:
         found = dict.fromkeys(card.id for card in self._known.hosts)
         return [host for host in found if host != self._card.id]
 
-    def _report(self, now: float) -> Report:
+    def _describe(self, now: float) -> Report:
         here = self._here
         return Report(
             self._card,
@@ -468,35 +453,21 @@ class Member:
 
     def _speak(self, now: float) -> None:
         """Tell the others what is new here, and that this agent is there."""
-        report = self._report(now)
-        if report == self._told and now < self._beat_at:
+        report = self._report = self._describe(now)
+        if report == self._told and (self.stopped or now < self._beat_at):
             return
         self._told = report
         self._beat_at = now + self._lost_after / 4
         hosts = {*self._others()}
         if self.generation or self._hosts:
-            hosts |= self._peers.hears(now)
+            hosts |= report.hears
         addresses = {self._peers.address(host) for host in hosts}
         for host in sorted(hosts):
-            self._send(host, {"kind": "state"})
-        if not self.generation:
-            for address in self._addresses:
-                if address not in addresses and address != self._card.address:
-                    self._post(address, {"kind": "state"})
+            self._mail.to(host)
+        for address in self._lost if self.generation else self._addresses:
+            if address not in addresses and address != self._card.address:
+                self._mail.to_address(address)
 
-    def _send_all(self, messages: list[tuple[str, Message]]) -> None:
+    def _post(self, messages: list[tuple[str, Message]]) -> None:
         for host, message in messages:
-            self._send(host, message)
-
-    def _send(self, host: str, message: Message) -> None:
-        """Send to an agent; with the newest generation, if it doesn't know that."""
-        if self._known.number and self._peers.is_behind(host):
-            message = {**message, "decided": self._known.encode()}
-        if address := self._peers.address(host):
-            self._post(address, message)
-
-    def _post(self, address: str, message: Message) -> None:
-        self._sequence += 1
-        report = self._report(self._now)
-        envelope = {"job": self.job, "sequence": self._sequence, "report": report.encode()}
-        self._outbox.append((address, {**message, **envelope}))
+            self._mail.to(host, message)

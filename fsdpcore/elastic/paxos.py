@@ -58,9 +58,11 @@ class Witness(Protocol):
 
     Attributes:
         id: the same for all that ask the same witness.
+        trouble: why it could not be asked the last time; empty if it could.
     """
 
     id: str
+    trouble: str
 
     def prepare(self, decree: str, number: int, ballot: Ballot) -> Answer | None:
         """As ``Acceptor.prepare`` for one decree of many; None if it cannot be asked now."""

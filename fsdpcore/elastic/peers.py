@@ -24,18 +24,21 @@ class Peers:
     Args:
         me: the id of this agent.
         lost_after: seconds of silence after which an agent is lost.
+
+    Attributes:
+        generation: the newest that was decided, as far as this agent knows.
     """
 
     def __init__(self, me: str, lost_after: float) -> None:
         self._me, self._lost_after = me, lost_after
         self._peers: dict[str, Peer] = {}
-        self._generation = Generation(0, (), ())
+        self.generation = Generation(0, (), ())
         self._installed_at = 0.0
         self._last_call: float | None = None
 
     def install(self, generation: Generation, now: float) -> None:
         """Look at the agents of a generation; forget others of which nothing is heard."""
-        self._generation, self._installed_at = generation, now
+        self.generation, self._installed_at = generation, now
         hosts = {card.id for card in generation.hosts}
         self._peers = {
             host: peer
@@ -65,7 +68,7 @@ class Peers:
 
     def address(self, host: str) -> str:
         """Where an agent is reached; empty if that is not known."""
-        for card in self._generation.hosts:
+        for card in self.generation.hosts:
             if card.id == host:
                 return card.address
         return self._peers[host].report.card.address if host in self._peers else ""
@@ -73,13 +76,13 @@ class Peers:
     def is_behind(self, host: str) -> bool:
         """Whether an agent may not know the newest generation."""
         peer = self._peers.get(host)
-        return peer is None or peer.report.generation < self._generation.number
+        return peer is None or peer.report.generation < self.generation.number
 
     def hears(self, now: float) -> frozenset[str]:
         """The agents from which something came lately, or may still come."""
         heard = {host for host, peer in self._peers.items() if self._is_heard(peer, now)}
         if self._is_new(now):
-            heard |= {card.id for card in self._generation.hosts if card.id not in self._peers}
+            heard |= {card.id for card in self.generation.hosts if card.id not in self._peers}
         return frozenset(heard - {self._me})
 
     def hears_job(self, now: float) -> bool:
@@ -93,7 +96,7 @@ class Peers:
     def linked(self, now: float) -> frozenset[str]:
         """This agent, and those that it hears and that hear it."""
         found = {self._me}
-        hosts = {card.id for card in self._generation.hosts}
+        hosts = {card.id for card in self.generation.hosts}
         for host in self.hears(now):
             peer = self._peers.get(host)
             waits = host in hosts and self.is_behind(host) and self._is_new(now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from fsdpcore.elastic.generation import HostCard
@@ -50,8 +50,16 @@ class Report:
     def encode(self) -> dict[str, Any]:
         """As values of JSON."""
         return {
-            **asdict(self),
             "card": [self.card.id, self.card.address, self.card.meeting],
+            "founder": self.founder,
+            "generation": self.generation,
+            "member": self.member,
+            "finished": self.finished,
+            "starting": [*self.starting],
+            "ready": [*self.ready],
+            "ended": [*self.ended],
+            "paused": [*self.paused],
+            "witness": self.witness,
             "leaving": [[number, reason] for number, reason in self.leaving],
             "broken": [[number, [*suspects]] for number, suspects in self.broken],
             "hears": sorted(self.hears),

@@ -30,8 +30,10 @@ class SeatProcess:
         ended_well: it has told that its program has ended, or was told that it is to.
         paused: it has handed over, since its generation began.
         leaves: it, or its host, has asked to leave.
+        given_up: its host joins the job anew, without it.
         why: it failed, as it has said itself.
         kill_at: when it is killed, unless it ends before; None while it may live.
+        missed: it is no rank any more.
         ended: its end was seen.
     """
 
@@ -43,8 +45,10 @@ class SeatProcess:
     ended_well: bool = False
     leaves: bool = False
     paused: bool = False
+    given_up: bool = False
     why: str = ""
     kill_at: float | None = None
+    missed: bool = False
     ended: bool = False
 
     @property

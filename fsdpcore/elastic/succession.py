@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any, TypeVar
 
 from fsdpcore.elastic.generation import Generation, HostCard, Seat
+from fsdpcore.elastic.paxos import Witness, has_quorum
 from fsdpcore.elastic.reports import Report
 
 _Node = TypeVar("_Node", bound=Hashable)
@@ -61,11 +62,12 @@ def _hear(view: View, a: str, b: str) -> bool:
 
 def ended(view: View) -> set[Seat]:
     """Seats of the generation that are no more, as their own hosts say."""
-    return {
-        seat
-        for seat in view.generation.seats
-        if seat.host in view.reports and seat.number in view.reports[seat.host].ended
+    gone = {
+        card.id: view.reports[card.id].ended
+        for card in view.generation.hosts
+        if card.id in view.reports and view.reports[card.id].ended
     }
+    return {seat for seat in view.generation.seats if seat.number in gone.get(seat.host, ())}
 
 
 def broken(view: View) -> set[tuple[Seat, Seat | None]]:
@@ -73,7 +75,9 @@ def broken(view: View) -> set[tuple[Seat, Seat | None]]:
     seats, found = view.generation.seats, set[tuple[Seat, Seat | None]]()
     for card in view.generation.hosts:
         report = view.report(card.id)
-        for number, suspects in report.broken if report else ():
+        if report is None or not report.broken:
+            continue
+        for number, suspects in report.broken:
             reporter = Seat(card.id, number)
             named = [seats[rank] for rank in suspects if 0 <= rank < len(seats)]
             found |= {(reporter, suspect) for suspect in named if suspect != reporter}
@@ -150,12 +154,16 @@ def cover(pairs: Iterable[tuple[_Node, _Node]], order: Callable[[_Node], Any]) -
 
 
 def newcomers(view: View, kept: Iterable[str]) -> list[tuple[HostCard, list[int]]]:
-    """Seats that wait to be taken along, of hosts that all the hosts which are kept can talk to."""
+    """Seats that wait to be taken along, of hosts that all the hosts which are kept can talk to.
+
+    Their agents know the generation, and so which of their seats are in it and which were left out.
+    """
     kept = {*kept}
     own = {card.id for card in view.generation.hosts}
     found = []
-    for host, report in view.reports.items():
-        if host not in view.linked:
+    for host in view.reports:
+        report = view.report(host)
+        if report is None or host not in view.linked:
             continue
         welcome = host in kept if host in own else _is_heard(view, host, report, kept)
         used = {seat.number for seat in view.generation.seats if seat.host == host}
@@ -243,3 +251,20 @@ def _listed(reasons: Iterable[str]) -> str:
 def _name(generation: Generation, seat: Seat) -> str:
     card = next(card for card in generation.hosts if card.id == seat.host)
     return f"rank {generation.rank(seat)} on {card.address.rpartition(':')[0]}"
+
+
+def undecided(view: View, patience: float, witness: Witness | None) -> str:
+    """Why the agents have come to no decision, in words."""
+    generation = view.generation
+    weights = {card.id: generation.weight(card.id) for card in generation.hosts}
+    if has_quorum(weights, view.linked):
+        return f"the agents could not decide within {patience:g} s how the job goes on"
+    here = sum(weights[host] for host in weights.keys() & view.linked)
+    silent = [card.address for card in generation.hosts if card.id not in view.linked]
+    half = 2 * here == len(generation.seats)
+    hint = " (a witness would decide between two halves)" if half and not witness else ""
+    trouble = f"; {witness.trouble}" if half and witness and witness.trouble else ""
+    return (
+        f"{here} of {len(generation.seats)} ranks are within reach, and going on needs more than "
+        f"half{hint}: nothing comes from {', '.join(silent)}{trouble}"
+    )

@@ -81,3 +81,8 @@ def finish(rank: int) -> None:
 def kill(rank: int) -> None:
     """Kill a rank, by its process id."""
     os.kill(rank, signal.SIGKILL)
+
+
+def blame_the_last(rank: int) -> None:
+    """Have a rank, by its process id, say that its backend broke because of the last rank."""
+    os.kill(rank, signal.SIGUSR2)

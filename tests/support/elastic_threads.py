@@ -14,7 +14,7 @@ from fsdpcore.transports.simulated.faults import Faults, InjectedCrash
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.comm.transport import Transport
 from fsdpcore.elastic.generation import Generation, HostCard, Seat
-from fsdpcore.elastic.run import Process, sit
+from fsdpcore.elastic.program import Process, sit
 from fsdpcore.elastic.seat import Seat as RankSeat
 from fsdpcore.elastic.threads import Gatherings, QueueChannel
 from fsdpcore.launch.config import resolve

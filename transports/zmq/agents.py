@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import deque
 from typing import Any
 
 import zmq
@@ -26,8 +27,8 @@ Message = dict[str, Any]
 
 # Of a message: one that names all hosts and seats of a job of thousands is far below.
 _MAX_MESSAGE = 1 << 24
-# What is kept for an agent that doesn't take it; the rest is lost, as if the network had lost it.
-_MOST_WAITING = 200
+# So many messages are kept for an agent that cannot be reached, or does not read: the newest.
+_MOST_WAITING = 50
 # How soon a connection is tried again, and how long one may take. Where a network was down, the
 # next ones are heard again about so much later.
 _RETRY_MS, _CONNECT_MS, _HANDSHAKE_MS = 50, 1_000, 3_000
@@ -89,8 +90,8 @@ class ZmqAgentLinks:
         return {address for address, line in self._lines.items() if line.refused}
 
     def watched(self) -> list[int]:
-        monitors = [line.monitor for line in self._lines.values()]
-        return [int(sock.getsockopt(zmq.FD)) for sock in (self._inbox, *monitors)]
+        sockets = [self._inbox, *(sock for line in self._lines.values() for sock in line.watched())]
+        return [int(sock.getsockopt(zmq.FD)) for sock in sockets]
 
     def close(self) -> None:
         for line in self._lines.values():
@@ -102,8 +103,9 @@ class ZmqAgentLinks:
 class _Line:
     """A connection to another agent, over which this one sends.
 
+    What cannot be sent waits here, not in ZeroMQ, which would lose the newest.
+
     Attributes:
-        monitor: tells of the handshake.
         refused: who listens there does not know the secret.
         given_up: ZeroMQ doesn't try again.
     """
@@ -112,13 +114,15 @@ class _Line:
         host, port = parse_address(address)
         self.refused = self.given_up = False
         self._used = time.monotonic()
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._socket: Socket = context.socket(zmq.DEALER)
         _set_up(self._socket, host)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         public, secret = zmq.curve_keypair()
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self.monitor: Socket = self._socket.get_monitor_socket(GREETED | UNLIKE)
+        self._monitor: Socket = self._socket.get_monitor_socket(GREETED | UNLIKE)
         self._socket.connect(f"tcp://{join_address(host, port)}")
 
     @property
@@ -126,22 +130,33 @@ class _Line:
         """Whether nothing was sent for long."""
         return time.monotonic() > self._used + _IDLE_SECONDS
 
+    def watched(self) -> list[Socket]:
+        """The sockets that wake when there is something to look at."""
+        return [self._monitor, self._socket] if self._waiting else [self._monitor]
+
     def send(self, data: bytes) -> None:
-        """Send, or lose what doesn't fit."""
+        """Send, now or once that is possible."""
         self._used = time.monotonic()
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(data, zmq.NOBLOCK)
+        self._waiting.append(data)
+        self._flush()
 
     def look(self) -> None:
-        """Note what happened to the connection."""
-        for event, _, _ in events(self.monitor):
+        """Note what happened to the connection, and send what waits for it."""
+        for event, _, _ in events(self._monitor):
             self.refused = not event & GREETED
             self.given_up = event == GIVEN_UP
+        self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while self._waiting:
+                self._socket.send(self._waiting[0], zmq.NOBLOCK)
+                self._waiting.popleft()
 
     def close(self, linger: int = 0) -> None:
         """End it; ``linger``: milliseconds for what was sent last."""
         self._socket.disable_monitor()
-        self.monitor.close(0)
+        self._monitor.close(0)
         self._socket.close(linger)
 
 
