@@ -153,11 +153,12 @@ class Job:
     def _begin(self, loaded: bool) -> None:
         """Begin with what no rank had in its memory, and have it in those of two hosts."""
         if self.generation > 1 and self.rank == 0:
+            where = f"from the checkpoint of commit {self.commits}" if loaded else "from the start"
             _LOG.warning(
-                "generation %d: a part of the state is in no rank's memory any more, and the "
-                "program %s",
+                "generation %d: a part of the state is in no rank's memory any more; the program "
+                "goes on %s",
                 self.generation,
-                f"goes on from the checkpoint of commit {self.commits}" if loaded else "begins anew",
+                where,
             )
         if self._versions is not None and self.world_size > 1:
             self._versions.make(self.state, self.commits)
