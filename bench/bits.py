@@ -39,11 +39,13 @@ class Training:
     Attributes:
         options: of ``train_gpt.py``.
         precisions: those to go through.
+        names: of the strategies, as in ``strategies``; none for all.
         told: file that rank 0 writes the digests to, of what it has in the end, by case.
     """
 
     options: Options
     precisions: tuple[str, ...]
+    names: tuple[str, ...]
     told: Path
 
     def run(self, backend: fc.Backend) -> None:
@@ -52,6 +54,8 @@ class Training:
         found: Digests = {}
         for precision in self.precisions:
             for name, strategy in strategies(backend.world_size).items():
+                if self.names and name not in self.names:
+                    continue
                 options = replace(self.options, precision=precision, strategy=strategy)
                 found[f"{precision} {name}"] = _digest(Trainer(backend, options))
         if backend.rank == 0:
@@ -97,6 +101,7 @@ def _main(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2,3,5,8",
     transports: Annotated[str, typer.Option(help="Schemes or URLs.")] = "sim,zmq,mpi",
     precisions: Annotated[str, typer.Option(help="fp32, bf16, fp16.")] = "fp32,bf16",
+    names: Annotated[str, typer.Option("--strategies", help="Some; by default all.")] = "",
     virtual_ranks: Annotated[int, typer.Option(help="Shares of a batch.")] = 8,
     steps: Annotated[int, typer.Option(help="Of each training.")] = 3,
     width: Annotated[int, typer.Option()] = 96,
@@ -120,7 +125,8 @@ def _main(
         virtual_ranks=virtual_ranks,
     )
     if told is not None:
-        fc.launch(Training(options, tuple(precisions.split(",")), told).run)
+        wanted = tuple(filter(None, names.split(",")))
+        fc.launch(Training(options, tuple(precisions.split(",")), wanted, told).run)
         return
     rows: dict[str, Digests] = {}
     for transport in transports.split(","):
