@@ -166,6 +166,7 @@ def _inherited() -> Process | None:
     # Whatever ranks share a host from one generation to the next, the bits are the same.
     threadpool_limits(config.blas_threads or 1, user_api="blas")
     process = Process(Seat(channel), functools.partial(_met, config), True)
+    ExceptHook(None, os.environ).install()
     process.seat.sit()
     return process
 
