@@ -224,7 +224,7 @@ def successor(view: View, maximum: int) -> Generation:
     """The next generation as this agent sees it; it may be too small.
 
     It is an orderly one if nothing is lost and all have handed over; then those are not in it that
-    want to leave. After a loss they still are: nobody has what they have.
+    have done so to leave. After a loss they still are: nobody has what they have.
     """
     old = view.generation
     disturbed = is_disturbed(view) and old.number > 0
@@ -233,7 +233,7 @@ def successor(view: View, maximum: int) -> Generation:
     reasons = [f"{_name(old, seat)} {why}" for seat, why in out.items()]
     if orderly:
         for seat in old.seats:
-            if seat.number in view.reports[seat.host].leavers:
+            if seat.number in view.reports[seat.host].going:
                 out[seat] = "leaves"
                 reasons.append(f"{_name(old, seat)} leaves")
     stay = [seat for seat in old.seats if seat not in out]

@@ -111,6 +111,9 @@ def _run(world: World) -> None:
     for _ in world.run_until(1.0 + FAULTS_LAST):
         pass
     end = world.now + (FINDS_OUT if _heal(world) else SETTLES)
+    if world.blocked:
+        for _ in world.run_until(world.now + 2 * LOST_AFTER):
+            pass
     while world.now < end and not _settled(world):
         for _ in world.run_until(world.now + 0.25):
             pass
