@@ -387,7 +387,7 @@ class Member:
             self._wake_at(decree.next_step())
         if decree.decided:
             self._learn(Generation.decode(decree.decided), now)
-            for host in {card.id for card in view.generation.hosts} | {*self._others()}:
+            for host in sorted({card.id for card in view.generation.hosts} | {*self._others()}):
                 if host != self._card.id:
                     self._mail.to(host)
 

@@ -108,7 +108,7 @@ def left_out(view: View) -> dict[Seat, str]:
             out.setdefault(seat, "is out of reach")
     for seat in _accused(suspected, {*out}, view.generation.seats.index):
         out[seat] = "is out of its peers' reach"
-    return out
+    return {seat: out[seat] for seat in view.generation.seats if seat in out}
 
 
 def _accused(
