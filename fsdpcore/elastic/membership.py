@@ -309,7 +309,7 @@ class Member:
         reports = {self._card.id: self._describe(now)}
         reports |= self._peers.reports()
         known = self.generation or _NONE
-        return View(self._card.id, known, reports, self._peers.linked(now), mute)
+        return View(self._card.id, known, reports, self._peers.linked(now), mute, self._unmet)
 
     # What is to be done.
 

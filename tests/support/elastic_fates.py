@@ -148,7 +148,8 @@ def _heal(world: World) -> bool:
         if goes_on and all(h.frozen <= world.now for h in hosts):
             weights = Counter(where for where, _ in world.oracle.contents[number]["seats"])
             total = sum(weights.values())
-            return 2 * (total - min(weights[a.id], weights[b.id])) > total
+            weight = weights[a.id], weights[b.id]
+            return 2 * (total - min(weight)) > total and total - max(weight) >= world.minimum
     world.log("calm")
     return False
 
