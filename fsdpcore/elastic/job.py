@@ -144,15 +144,26 @@ class Job:
             whole, loaded = found
             self.commits, self.state = whole.version.commit, _taken_over(state, loaded.state)
             self._versions.spread(whole)
-        elif not self._load() and self.generation > 1 and self.rank == 0:
-            _LOG.warning(
-                "generation %d: the ranks have no version of the state whole, and there is no "
-                "checkpoint: the program begins anew",
-                self.generation,
-            )
+        else:
+            self._begin(self._load())
         self._kept = self.commits
         self._begin_step()
         return self.state
+
+    def _begin(self, loaded: bool) -> None:
+        """Begin with what no rank had in its memory, and have it in those of two hosts."""
+        if self.generation > 1 and self.rank == 0:
+            where = f"from the checkpoint of commit {self.commits}" if loaded else "from the start"
+            _LOG.warning(
+                "generation %d: a part of the state is in no rank's memory any more; the program "
+                "goes on %s",
+                self.generation,
+                where,
+            )
+        if self._versions is not None and self.world_size > 1:
+            self._versions.make(self.state, self.commits)
+            self._versions.wait()
+            self.backend.barrier(DISK_TIMEOUT)
 
     def _load(self) -> bool:
         """Load the newest checkpoint on the disk; False if there is none."""

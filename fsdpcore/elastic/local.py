@@ -99,7 +99,11 @@ class ElasticThreads:
     # What a user does.
 
     def add(self, count: int = 1) -> None:
-        """Start more ranks, which are taken along at the next commit; does not block."""
+        """Start more ranks, which are taken along at the next commit; does not block.
+
+        Args:
+            count: how many. Those beyond the job's most wait.
+        """
         with self._lock:
             for _ in range(as_int(count, "how many ranks to add", minimum=0)):
                 number = len(self._ranks)
@@ -109,6 +113,9 @@ class ElasticThreads:
 
     def kill(self, rank: int) -> None:
         """End a rank as if its process was killed, at its next call of the library.
+
+        Args:
+            rank: of this generation.
 
         Raises:
             ArgumentError: this generation has no such rank.
@@ -120,6 +127,10 @@ class ElasticThreads:
 
     def leave(self, rank: int, reason: str = "it was asked to") -> None:
         """Have a rank leave at the next commit, in order; does not block.
+
+        Args:
+            rank: of this generation.
+            reason: in words.
 
         Raises:
             ArgumentError: this generation has no such rank.

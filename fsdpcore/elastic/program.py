@@ -83,6 +83,7 @@ def run(
     with a backend in place of the job, as ``fc.launch(train, args=(1000,))`` does.
 
     Args:
+        fn: the function, where ``run`` is written above it without arguments.
         every: how many commits there are at least from one version of the state to the next. What a
             loss costs is to compute the commits since, again; what a version costs, see
             ``Job.commit``.
