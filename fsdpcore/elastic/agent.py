@@ -202,7 +202,7 @@ class Agent:
             member.seat_broken(number, int(message["number"]), suspects, reason, now)
         elif kind == "paused":
             seat.paused = True
-            member.seat_paused(number, int(message["number"]), now)
+            member.seat_paused(number, int(message["number"]), now, bool(message["leaves"]))
         elif kind == "leave":
             seat.leaves = True
             member.seat_leaves(number, str(message["reason"]), now)

@@ -19,7 +19,7 @@ class Here:
         self.ready: set[int] = set()
         self.ended: set[int] = set()
         self.leaving: dict[int, str] = {}
-        self.paused: set[int] = set()
+        self.paused: dict[int, bool] = {}  # and whether it leaves
         self.joined: set[int] = set()
         self.broken: dict[int, tuple[int, ...]] = {}
         self._all_leave = ""

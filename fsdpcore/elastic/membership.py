@@ -143,10 +143,14 @@ class Member:
             self._here.broke(number, suspects)
         self._review(now)
 
-    def seat_paused(self, number: int, generation: int, now: float) -> None:
-        """Take note that a rank has handed over at a commit at which all did."""
+    def seat_paused(self, number: int, generation: int, now: float, leaves: bool = False) -> None:
+        """Take note that a rank has handed over at a commit at which all did.
+
+        It has done so as one that leaves, or as one that stays. Who wants to leave and stays is
+        asked again in the next generation.
+        """
         if self._is_now(number, generation):
-            self._here.paused.add(number)
+            self._here.paused[number] = leaves
         self._review(now)
 
     def seat_leaves(self, number: int, reason: str, now: float) -> None:
@@ -268,6 +272,7 @@ class Member:
         old = self._here.seats(before, self._card.id) if before else ()
         dropped = tuple(number for number in old if number not in mine and self._lives(number))
         lost = [number for number in dropped if number not in self._here.leaving]
+        apart = {card.id for card in decided.hosts} - self._peers.linked(now)
         self._here.install(mine, dropped)
         self._peers.install(decided, now)
         self._wish_told, self._waits_since = False, None
@@ -282,7 +287,7 @@ class Member:
                 self._chance,
                 self._lost_after,
             )
-        elif lost:
+        elif lost and apart:
             self._stop(
                 f"the job goes on without this host as generation {decided.number}: "
                 f"{decided.reason}",
@@ -304,7 +309,7 @@ class Member:
         reports = {self._card.id: self._describe(now)}
         reports |= self._peers.reports()
         known = self.generation or _NONE
-        return View(self._card.id, known, reports, self._peers.linked(now), mute)
+        return View(self._card.id, known, reports, self._peers.linked(now), mute, self._unmet)
 
     # What is to be done.
 
@@ -382,7 +387,7 @@ class Member:
             self._wake_at(decree.next_step())
         if decree.decided:
             self._learn(Generation.decode(decree.decided), now)
-            for host in {card.id for card in view.generation.hosts} | {*self._others()}:
+            for host in sorted({card.id for card in view.generation.hosts} | {*self._others()}):
                 if host != self._card.id:
                     self._mail.to(host)
 
@@ -446,6 +451,7 @@ class Member:
             tuple(sorted(here.ended)),
             tuple(sorted(here.leaving.items())),
             tuple(sorted(here.paused)),
+            tuple(sorted(number for number, leaves in here.paused.items() if leaves)),
             tuple(sorted(here.broken.items())),
             self._peers.hears(now),
             self._witness.id if self._witness else "",

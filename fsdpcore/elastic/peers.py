@@ -33,13 +33,14 @@ class Peers:
         self._me, self._lost_after = me, lost_after
         self._peers: dict[str, Peer] = {}
         self.generation = Generation(0, (), ())
-        self._installed_at = 0.0
+        self._since: dict[str, float] = {}  # when agents came into the job, by their ids
         self._last_call: float | None = None
 
     def install(self, generation: Generation, now: float) -> None:
         """Look at the agents of a generation; forget others of which nothing is heard."""
-        self.generation, self._installed_at = generation, now
+        self.generation = generation
         hosts = {card.id for card in generation.hosts}
+        self._since = {host: self._since.get(host, now) for host in hosts}
         self._peers = {
             host: peer
             for host, peer in self._peers.items()
@@ -81,8 +82,9 @@ class Peers:
     def hears(self, now: float) -> frozenset[str]:
         """The agents from which something came lately, or may still come."""
         heard = {host for host, peer in self._peers.items() if self._is_heard(peer, now)}
-        if self._is_new(now):
-            heard |= {card.id for card in self.generation.hosts if card.id not in self._peers}
+        heard |= {
+            host for host in self._since if host not in self._peers and self._is_new(host, now)
+        }
         return frozenset(heard - {self._me})
 
     def hears_job(self, now: float) -> bool:
@@ -96,10 +98,9 @@ class Peers:
     def linked(self, now: float) -> frozenset[str]:
         """This agent, and those that it hears and that hear it."""
         found = {self._me}
-        hosts = {card.id for card in self.generation.hosts}
         for host in self.hears(now):
             peer = self._peers.get(host)
-            waits = host in hosts and self.is_behind(host) and self._is_new(now)
+            waits = self.is_behind(host) and self._is_new(host, now)
             if waits or (peer and self._me in peer.report.hears):
                 found.add(host)
         return frozenset(found)
@@ -112,6 +113,6 @@ class Peers:
     def _is_heard(self, peer: Peer, now: float) -> bool:
         return now < peer.heard + self._lost_after
 
-    def _is_new(self, now: float) -> bool:
-        """Whether the agents of this generation may not have heard of it yet."""
-        return now < self._installed_at + self._lost_after
+    def _is_new(self, host: str, now: float) -> bool:
+        """Whether an agent came into the job so lately that it may not know it yet."""
+        return host in self._since and now < self._since[host] + self._lost_after

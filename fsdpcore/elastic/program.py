@@ -166,6 +166,7 @@ def _inherited() -> Process | None:
     # Whatever ranks share a host from one generation to the next, the bits are the same.
     threadpool_limits(config.blas_threads or 1, user_api="blas")
     process = Process(Seat(channel), functools.partial(_met, config), True)
+    ExceptHook(None, os.environ).install()
     process.seat.sit()
     return process
 
@@ -208,7 +209,7 @@ class _Program:
         self._commits = 0
         self._tries = 0
         self._seats: object = None
-        self._closing: threading.Thread | None = None
+        self._broken: Transport | None = None  # that of the generation before
 
     def run(self, process: Process) -> Any:
         """Call the function as often as it takes."""
@@ -216,6 +217,7 @@ class _Program:
         with _leaving_on_sigterm(process):
             while True:
                 verdict = process.seat.verdict()
+                self._close_broken(verdict)
                 kind = verdict["kind"]
                 if kind == FINISHED:
                     return self._result
@@ -230,7 +232,6 @@ class _Program:
     def _generation(self, process: Process, verdict: Message) -> bool:
         """Be a rank of one generation; return whether the program has ended."""
         seat, generation = process.seat, Generation.decode(verdict["generation"])
-        self._closed()
         place = _place(verdict["place"], seat.overtaken)
         backend: Transport | None = None
         try:
@@ -286,24 +287,30 @@ class _Program:
         return self._tries <= _TRIES
 
     def _end(self, backend: Transport, error: BaseException, *, lost: bool) -> None:
-        """Tell the others, and close; in the background where this rank goes on."""
+        """Tell the others, and close where this rank does not go on."""
         if lost:
             if isinstance(error, CommunicationError):
                 backend.fail(error, tell=True)
-            self._closing = threading.Thread(
-                target=backend.close, name="fsdpcore-elastic-closing", daemon=True
-            )
-            self._closing.start()
+            # Not closed yet: others might take this rank for lost, until they know what is next.
+            self._broken = backend
             return
         if not isinstance(error, SystemExit) or error.code:
             backend.abort(in_one_line(error))
         backend.close()
 
-    def _closed(self) -> None:
-        """Wait until the backend before has given its ports back."""
-        if self._closing is not None:
-            self._closing.join(_CLOSING_SECONDS)
-            self._closing = None
+    def _close_broken(self, verdict: Message) -> None:
+        """Close the backend of the generation before, in the background if that will do.
+
+        Rank 0 needs the port where the ranks meet.
+        """
+        broken, self._broken = self._broken, None
+        if broken is None:
+            return
+        name = "fsdpcore-elastic-closing"
+        closing = threading.Thread(target=broken.close, name=name, daemon=True)
+        closing.start()
+        if verdict["kind"] != GENERATION or (broken.rank == verdict["place"]["rank"] == 0):
+            closing.join(_CLOSING_SECONDS)
 
 
 def _place(told: Message, given_up: Callable[[], str]) -> RankPlace:

@@ -23,6 +23,7 @@ class Report:
         ended: of seats that aren't any more.
         leaving: of seats that want to leave, with the reasons.
         paused: of seats that have handed over in that generation.
+        going: of those, that have done so to leave.
         broken: of seats whose backend broke in that generation, with the ranks that they suspect.
         hears: the ids of the agents from which something came lately.
         witness: the id of its witness; empty if it has none.
@@ -38,6 +39,7 @@ class Report:
     ended: tuple[int, ...] = ()
     leaving: tuple[tuple[int, str], ...] = ()
     paused: tuple[int, ...] = ()
+    going: tuple[int, ...] = ()
     broken: tuple[tuple[int, tuple[int, ...]], ...] = ()
     hears: frozenset[str] = frozenset()
     witness: str = ""
@@ -59,6 +61,7 @@ class Report:
             "ready": [*self.ready],
             "ended": [*self.ended],
             "paused": [*self.paused],
+            "going": [*self.going],
             "witness": self.witness,
             "leaving": [[number, reason] for number, reason in self.leaving],
             "broken": [[number, [*suspects]] for number, suspects in self.broken],
@@ -80,7 +83,7 @@ class Report:
             finished=bool(content["finished"]),
             **{
                 name: tuple(map(int, content[name]))
-                for name in ("starting", "ready", "ended", "paused")
+                for name in ("starting", "ready", "ended", "paused", "going")
             },
             leaving=tuple((int(number), str(reason)) for number, reason in content["leaving"]),
             broken=tuple(

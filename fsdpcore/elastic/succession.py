@@ -16,6 +16,7 @@ from fsdpcore.elastic.generation import Generation, HostCard, Seat
 from fsdpcore.elastic.paxos import Witness, has_quorum
 from fsdpcore.elastic.reports import Report
 
+_PATIENT = 2  # generations without a meeting before suspects need not suspect others
 _Node = TypeVar("_Node", bound=Hashable)
 
 
@@ -30,6 +31,7 @@ class View:
         reports: the newest of every agent, its own included.
         linked: the ids of the agents that it hears, and that hear it; its own included.
         mute: of those that don't answer though they should; lost if their ranks are suspected.
+        unmet: generations in a row in which the ranks here have not met.
     """
 
     me: str
@@ -37,6 +39,7 @@ class View:
     reports: Mapping[str, Report]
     linked: frozenset[str]
     mute: frozenset[str] = frozenset()
+    unmet: int = 0
 
     def report(self, host: str) -> Report | None:
         """What an agent says of this generation; None if that is something else, or not known."""
@@ -106,28 +109,25 @@ def left_out(view: View) -> dict[Seat, str]:
     for seat in view.generation.seats:
         if seat.host in hosts:
             out.setdefault(seat, "is out of reach")
-    for seat in _accused(suspected, {*out}, view.generation.seats.index):
+    for seat in _accused(view, suspected, {*out}):
         out[seat] = "is out of its peers' reach"
-    return out
+    return {seat: out[seat] for seat in view.generation.seats if seat in out}
 
 
-def _accused(
-    suspected: set[tuple[Seat, Seat | None]], out: set[Seat], order: Callable[[Seat], int]
-) -> set[Seat]:
+def _accused(view: View, suspected: set[tuple[Seat, Seat | None]], out: set[Seat]) -> set[Seat]:
     """Which seats go since others suspect them, or since they suspect others.
 
-    First those that say nothing themselves. A reporter that suspects one that goes anyway has had
-    its reason: whom else it names has to have named it as well.
+    Who has reported itself is there: it counts only if it suspects the reporter as well, or if the
+    ranks could not meet several times. Others suspect it since it has given up before them.
     """
     pairs = {(a, b) for a, b in suspected if b is not None}
     reporters = {a for a, _ in suspected}
-    silent = {(a, b) for a, b in pairs if b not in reporters and not {a, b} & out}
-    gone = cover(silent, order)
-    explained = {a for a, b in pairs if b in out | gone}
+    order = view.generation.seats.index
+    gone = cover({(a, b) for a, b in pairs if b not in reporters and not {a, b} & out}, order)
     rest = {
         (a, b)
         for a, b in pairs
-        if not {a, b} & (out | gone) and (a not in explained or (b, a) in pairs)
+        if not {a, b} & (out | gone) and ((b, a) in pairs or view.unmet >= _PATIENT)
     }
     return gone | cover(rest, order)
 
@@ -224,7 +224,7 @@ def successor(view: View, maximum: int) -> Generation:
     """The next generation as this agent sees it; it may be too small.
 
     It is an orderly one if nothing is lost and all have handed over; then those are not in it that
-    want to leave. After a loss they still are: nobody has what they have.
+    have done so to leave. After a loss they still are: nobody has what they have.
     """
     old = view.generation
     disturbed = is_disturbed(view) and old.number > 0
@@ -233,7 +233,7 @@ def successor(view: View, maximum: int) -> Generation:
     reasons = [f"{_name(old, seat)} {why}" for seat, why in out.items()]
     if orderly:
         for seat in old.seats:
-            if seat.number in view.reports[seat.host].leavers:
+            if seat.number in view.reports[seat.host].going:
                 out[seat] = "leaves"
                 reasons.append(f"{_name(old, seat)} leaves")
     stay = [seat for seat in old.seats if seat not in out]

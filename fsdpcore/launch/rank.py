@@ -14,7 +14,7 @@ from typing import Any
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.comm.transport import Transport, transport_of
-from fsdpcore.core.errors import ConfigError, RendezvousError, in_one_line
+from fsdpcore.core.errors import ConfigError, ElasticError, RendezvousError, in_one_line
 from fsdpcore.launch.blas import blas_limit
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.environment import meeting_hint
@@ -140,7 +140,7 @@ class ExceptHook:
         if is_consequence(error):
             if "KeyboardInterrupt" not in str(error):
                 _write(f"{self._label}: stopped, because {_first_line(error)}\n")
-        elif isinstance(error, (ConfigError, RendezvousError)):
+        elif isinstance(error, (ConfigError, ElasticError, RendezvousError)):
             _write(f"{self._label} failed: {kind.__name__}: {error}\n")
         elif self._before is sys.__excepthook__:
             lines = traceback.format_exception(kind, error, trace)

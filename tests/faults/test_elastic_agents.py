@@ -31,6 +31,7 @@ def test_ranks_that_are_lost_leave_the_others_as_they_are():
         blame_the_last(second[0])
         third = here.ranks(3, 1)
         assert {**third} == {0: first[1]}
+        here.job.wait_until_gone(second[1])
         finish(third[0])
         done = here.job.finish()
     assert done.code == 0

@@ -111,6 +111,9 @@ def _run(world: World) -> None:
     for _ in world.run_until(1.0 + FAULTS_LAST):
         pass
     end = world.now + (FINDS_OUT if _heal(world) else SETTLES)
+    if world.blocked:
+        for _ in world.run_until(world.now + 2 * LOST_AFTER):
+            pass
     while world.now < end and not _settled(world):
         for _ in world.run_until(world.now + 0.25):
             pass
@@ -145,7 +148,8 @@ def _heal(world: World) -> bool:
         if goes_on and all(h.frozen <= world.now for h in hosts):
             weights = Counter(where for where, _ in world.oracle.contents[number]["seats"])
             total = sum(weights.values())
-            return 2 * (total - min(weights[a.id], weights[b.id])) > total
+            weight = weights[a.id], weights[b.id]
+            return 2 * (total - min(weight)) > total and total - max(weight) >= world.minimum
     world.log("calm")
     return False
 

@@ -54,7 +54,7 @@ def main() -> None:
             hosts = ",".join(address for _, address, _ in message["generation"]["hosts"])
             say("in", number, place["rank"], size, os.getpid(), meeting, hosts)
         elif kind == "change":
-            tell("paused", number=number, commit=1)
+            tell("paused", number=number, commit=1, leaves=message["leaves"])
         else:
             say(kind, os.getpid())
             sys.exit(1 if kind == "stop" else 0)

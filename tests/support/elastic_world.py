@@ -113,6 +113,7 @@ class World:
         self.blocked: set[tuple[str, str]] = set()
         self.text = chance.random() < 0.1  # messages travel as JSON text
         self.calm = False
+        self.blind = chance.random() < 0.2  # ranks suspect nobody
         self.hosts: list[Host] = []
         self.visits: Counter[tuple[str, str, str]] = Counter()
         self.faults: list[str] = []
@@ -195,7 +196,9 @@ class World:
         if not host.alive:
             return
         before = state(host.member)
-        getattr(host.member, name)(*args, self.now)
+        late = args[3:] if name == "seat_paused" else ()
+        args = (*(args[:2] if late else args), self.now, *late)
+        getattr(host.member, name)(*args)
         self.log(host.id, name, *args[:1])
         kind = args[1]["kind"] if name == "receive" else name
         for event in host.member.take_events():
@@ -364,6 +367,7 @@ class World:
 
     def _breaks_one(self, seat: Process, suspects: list[int]) -> None:
         number, seat.at, seat.met = seat.at, 0, False
+        suspects = [] if self.blind else suspects
         if seat.alive and number:
             self.call(seat.host, "seat_broken", seat.number, number, suspects, "broken")
 
@@ -431,9 +435,15 @@ class World:
                 self.log("paused", number)
                 for seat in self.seats_of(number):
                     seat.paused = True
-                    self.soon(lambda s=seat: self.call(s.host, "seat_paused", s.number, number))
+                    leaves = seat.number in seat.host.member._here.leaving
+                    leaves = leaves and self.chance.random() < 0.8  # or it came too late
+                    self.soon(lambda s=seat, x=leaves: self._pauses(s, number, x))
 
         self.soon(commit, 0.3)
+
+    def _pauses(self, seat: Process, number: int, leaves: bool) -> None:
+        now = self.now
+        self.call(seat.host, "seat_paused", seat.number, number, now, leaves)
 
     def finish(self, number: int) -> None:
         """The program of a generation that goes on ends on all its ranks."""

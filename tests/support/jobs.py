@@ -128,6 +128,13 @@ class Job:
             time.sleep(0.02)
         assert not self.pids(), [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.pids()]
 
+    def wait_until_gone(self, pid: int) -> None:
+        """Wait until one of the job's processes has ended."""
+        end = time.monotonic() + SOON
+        while pid in self.pids():
+            assert time.monotonic() < end, f"process {pid} does not end"
+            time.sleep(0.02)
+
     def kill(self) -> None:
         """End everything, whatever the test came to."""
         self._kill_all()
