@@ -41,10 +41,8 @@ CASES = [
     (1, fc.Strategy(), {"virtual_ranks": 3}),
     (2, fc.Strategy(), {"virtual_ranks": 4, "window": True, **ADDED_UP}),
     (3, fc.Strategy(), {"virtual_ranks": 8, **ADDED_UP}),
-    (3, fc.Strategy(), {"virtual_ranks": 7, "precision": WIDER}),
     (5, fc.Strategy("no_shard"), {"virtual_ranks": 8, "prefetch": NOTHING_AHEAD}),
-    (3, fc.Strategy("shard_optimizer"), {"virtual_ranks": 5}),
-    (3, fc.Strategy("shard_grad_op"), {"virtual_ranks": 8, "precision": WIDER}),
+    (3, fc.Strategy("shard_optimizer"), {"virtual_ranks": 5, "precision": WIDER}),
     (4, fc.Strategy("hybrid_shard", shard_group_size=2), {"virtual_ranks": 7}),
     (4, fc.Strategy("hybrid_shard", False, 2), {"virtual_ranks": 11, "prefetch": fc.Prefetch(2)}),
 ]
