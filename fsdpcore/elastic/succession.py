@@ -109,12 +109,13 @@ def left_out(view: View) -> dict[Seat, str]:
     for seat in view.generation.seats:
         if seat.host in hosts:
             out.setdefault(seat, "is out of reach")
-    for seat in _accused(view, suspected, {*out}):
-        out[seat] = "is out of its peers' reach"
+    if not out:  # else those explain why backends broke; what is left breaks again, and says so
+        for seat in _accused(view, suspected):
+            out[seat] = "is out of its peers' reach"
     return {seat: out[seat] for seat in view.generation.seats if seat in out}
 
 
-def _accused(view: View, suspected: set[tuple[Seat, Seat | None]], out: set[Seat]) -> set[Seat]:
+def _accused(view: View, suspected: set[tuple[Seat, Seat | None]]) -> set[Seat]:
     """Which seats go since others suspect them, or since they suspect others.
 
     Who has reported itself is there: it counts only if it suspects the reporter as well, or if the
@@ -123,11 +124,11 @@ def _accused(view: View, suspected: set[tuple[Seat, Seat | None]], out: set[Seat
     pairs = {(a, b) for a, b in suspected if b is not None}
     reporters = {a for a, _ in suspected}
     order = view.generation.seats.index
-    gone = cover({(a, b) for a, b in pairs if b not in reporters and not {a, b} & out}, order)
+    gone = cover({(a, b) for a, b in pairs if b not in reporters}, order)
     rest = {
         (a, b)
         for a, b in pairs
-        if not {a, b} & (out | gone) and ((b, a) in pairs or view.unmet >= _PATIENT)
+        if not {a, b} & gone and ((b, a) in pairs or view.unmet >= _PATIENT)
     }
     return gone | cover(rest, order)
 

@@ -38,10 +38,10 @@ def _search(seeds: Iterable[int], seen: Counter[Any] | None = None) -> Played | 
 
 def test_schedules() -> None:
     seen: Counter[Any] = Counter()
-    assert _search(range(60), seen) is None
+    assert _search(range(50), seen) is None
     transitions = [visit for visit in seen if isinstance(visit, tuple)]
-    assert len({before for before, _, _ in transitions}) >= 35
-    assert len(transitions) >= 300
+    assert len({before for before, _, _ in transitions}) >= 30
+    assert len(transitions) >= 250
 
 
 @pytest.mark.campaign
@@ -61,7 +61,7 @@ def _ways(count: int) -> list[tuple[int, int]]:
 
 def test_a_seed_is_a_schedule() -> None:
     """The same in another process with other hashes."""
-    assert elsewhere("properties.test_elastic_schedules", "_ways(8)") == str(_ways(8))
+    assert elsewhere("properties.test_elastic_schedules", "_ways(5)") == str(_ways(5))
 
 
 def _half_is_enough(self: Proposer) -> bool:
