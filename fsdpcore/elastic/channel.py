@@ -41,10 +41,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from fsdpcore.launch.environment import ELASTIC
+
 Message = dict[str, Any]
 
-# What an agent tells the processes of its ranks: the descriptor of their end, and its inode.
-VARIABLE = "FSDPCORE_ELASTIC"
 _READ_BYTES = 1 << 16
 
 
@@ -85,7 +85,7 @@ class SocketChannel:
 
         What the process starts does not inherit it. Call this once.
         """
-        text, _, inode = environ.get(VARIABLE, "").partition(":")
+        text, _, inode = environ.get(ELASTIC, "").partition(":")
         try:
             status = os.fstat(int(text))
         except (ValueError, OSError):  # also in a process that a rank has started

@@ -113,6 +113,7 @@ def run(
                 return launch(functools.partial(called, **kwargs), args=args)[0]
             return _Program(functools.partial(_call, fn, args, kwargs), options).run(process)
 
+        vars(called)["elastic_program"] = True  # which ``launch`` asks for
         return called
 
     return decorate if fn is None else decorate(fn)

@@ -10,7 +10,8 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdpcore.elastic.channel import VARIABLE, Message, SocketChannel
+from fsdpcore.elastic.channel import Message, SocketChannel
+from fsdpcore.launch.environment import ELASTIC
 from fsdpcore.launch.run.starting import Starter
 from fsdpcore.launch.supervision import RankProcess, describe_exit
 
@@ -114,7 +115,7 @@ class Seats:
         ours, theirs = socket.socketpair()
         with theirs:
             end = theirs.fileno()
-            variables = {VARIABLE: f"{end}:{os.fstat(end).st_ino}"}
+            variables = {ELASTIC: f"{end}:{os.fstat(end).st_ino}"}
             process = self._start(number, variables, [end, self._listener_fd])
         seat = SeatProcess(number, process, SocketChannel(ours))
         self.all.append(seat)

@@ -55,7 +55,7 @@ def program(fn: Callable[..., Any], backend: Backend) -> Iterator[None]:
     """Within it, this thread runs the program of a rank."""
     recorder = transport_of(backend).recorder
     token = _inside_rank.set(True)
-    recorder.begin_program(_name_of(fn))
+    recorder.begin_program(name_of(fn))
     try:
         yield
         recorder.end_program()
@@ -63,7 +63,7 @@ def program(fn: Callable[..., Any], backend: Backend) -> Iterator[None]:
         _inside_rank.reset(token)
 
 
-def _name_of(fn: Callable[..., Any]) -> str:
+def name_of(fn: Callable[..., Any]) -> str:
     """What to call a rank's function."""
     name = getattr(fn, "__name__", "main")
     return name if str(name).isidentifier() else "main"

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from fsdpcore.elastic.channel import VARIABLE, SocketChannel
+from fsdpcore.elastic.channel import SocketChannel
+from fsdpcore.launch.environment import ELASTIC
 
 
 @pytest.fixture
@@ -62,8 +63,8 @@ def test_only_the_process_that_inherits_it_has_a_channel(pair):
     os.set_inheritable(end, True)
     inode = os.fstat(end).st_ino
     for value in ("", f"{end}:{inode + 1}", "1000000:5", f"x:{inode}"):
-        assert SocketChannel.inherited({VARIABLE: value}) is None
-    channel = SocketChannel.inherited({VARIABLE: f"{end}:{inode}"})
+        assert SocketChannel.inherited({ELASTIC: value}) is None
+    channel = SocketChannel.inherited({ELASTIC: f"{end}:{inode}"})
     assert channel is not None
     assert not os.get_inheritable(end)
     channel.send({"kind": "ready"})
