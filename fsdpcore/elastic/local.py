@@ -205,7 +205,7 @@ class ElasticThreads:
             suspects, reason = message["suspects"], message["reason"]
             member.seat_broken(number, message["number"], suspects, reason, now)
         elif kind == "paused":
-            member.seat_paused(number, message["number"], now)
+            member.seat_paused(number, message["number"], now, message["leaves"])
         elif kind == "leave":
             rank.leaves = True
             member.seat_leaves(number, message["reason"], now)

@@ -215,25 +215,31 @@ class _Program:
     def run(self, process: Process) -> Any:
         """Call the function as often as it takes."""
         process.seat.begin()
-        with _leaving_on_sigterm(process):
-            while True:
-                verdict = process.seat.verdict()
-                self._close_broken(verdict)
-                kind = verdict["kind"]
-                if kind == FINISHED:
-                    return self._result
-                if kind == LEFT:
-                    raise SystemExit(0)
-                if kind != GENERATION:
-                    raise ElasticError(str(verdict["reason"]))
-                if self._generation(process, verdict):
-                    return self._result
-                gc.collect()  # what it has left, while the agents decide
+        try:
+            with _leaving_on_sigterm(process):
+                return self._generations(process)
+        finally:
+            self._close_broken()
+
+    def _generations(self, process: Process) -> Any:
+        while True:
+            verdict = process.seat.verdict()
+            kind = verdict["kind"]
+            if kind == FINISHED:
+                return self._result
+            if kind == LEFT:
+                raise SystemExit(0)
+            if kind != GENERATION:
+                raise ElasticError(str(verdict["reason"]))
+            if self._generation(process, verdict):
+                return self._result
+            gc.collect()  # what it has left, while the agents decide
 
     def _generation(self, process: Process, verdict: Message) -> bool:
         """Be a rank of one generation; return whether the program has ended."""
         seat, generation = process.seat, Generation.decode(verdict["generation"])
         place = _place(verdict["place"], seat.overtaken)
+        self._close_broken(place.rank)
         backend: Transport | None = None
         try:
             backend = process.meet(place)
@@ -299,10 +305,13 @@ class _Program:
             backend.abort(in_one_line(error))
         backend.close()
 
-    def _close_broken(self, verdict: Message) -> None:
+    def _close_broken(self, rank: int = 0) -> None:
         """Close the backend of the generation before, in the background if that will do.
 
         Rank 0 needs the port where the ranks meet.
+
+        Args:
+            rank: that this one is to be.
         """
         broken, self._broken = self._broken, None
         if broken is None:
@@ -310,7 +319,7 @@ class _Program:
         name = "fsdpcore-elastic-closing"
         closing = threading.Thread(target=broken.close, name=name, daemon=True)
         closing.start()
-        if verdict["kind"] != GENERATION or (broken.rank == verdict["place"]["rank"] == 0):
+        if rank == 0:
             closing.join(_CLOSING_SECONDS)
 
 

@@ -136,7 +136,7 @@ def test_what_breaks_without_a_loss_is_tried_again_and_not_for_ever() -> None:
     broken.clear()
     limit = 99
     job = ThreadJob(fc.elastic.run(program), (0, 1))
-    assert job.run() == []
+    job.run()  # the other one ends its program alone, or gives up, too
     assert isinstance(job.ranks[1].error, fc.CommTimeoutError)
     assert len(broken) <= 8  # four with both, four alone
 
@@ -300,3 +300,41 @@ def test_a_warning_about_who_is_slow_for_long(caplog: pytest.LogCaptureFixture) 
         assert not warned(rows)
     assert not warned([[0.1]] * 20)
     assert not warned([slow] * 10, warn=False)
+
+
+def test_a_job_of_threads_to_try_programs_with() -> None:
+    training = Training(8)
+    begun = threading.Event()
+    goes_on = threading.Event()
+
+    def hook(job: fc.elastic.Job, number: int) -> None:
+        if number == 2 and job.generation == 1:
+            begun.set()
+            goes_on.wait(20)
+
+    training.hook = hook
+    job = fc.elastic.launch(fc.elastic.run(training), world_size=(2, 3))
+    assert begun.wait(20)
+    with pytest.raises(TimeoutError):
+        job.wait(0.01)
+    with pytest.raises(fc.ArgumentError, match="no rank 7"):
+        job.kill(7)
+    job.kill(0)
+    job.add(1)
+    goes_on.set()
+    for found in job.wait(30):
+        same(found, quiet(8))
+    assert job.generation is not None
+    assert len(job.generation.seats) == 3
+    assert training.restored[2] in (1, 2)
+
+
+def test_a_job_of_threads_that_cannot_go_on() -> None:
+    @fc.elastic.run
+    def program(job: fc.elastic.Job) -> None:
+        raise ValueError("of the user")
+
+    with pytest.raises(ValueError, match="of the user"):
+        fc.elastic.launch(program, world_size=2).wait(30)
+    with pytest.raises(fc.ConfigError, match="fsdpcore run --elastic -n 1:2"):
+        fc.elastic.launch(program, world_size=2, transport="zmq")
