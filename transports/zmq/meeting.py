@@ -224,7 +224,8 @@ class MeetingHost:
 
 
 def _error(error: RendezvousError) -> bytes:
-    return json.dumps({"error": str(error), "ranks": error.ranks}).encode()
+    missing = {"ranks": error.ranks} if error.ranks else {}
+    return json.dumps({"error": str(error), **missing}).encode()
 
 
 class MeetingGuest:
