@@ -6,6 +6,7 @@
     fsdpcore run --transport nccl -n 2 examples/train_gpt.py   # each on a GPU of its own, with CuPy
     python examples/train_gpt.py --checkpoint runs/ckpt   # --resume goes on, on any number of ranks
     python examples/train_gpt.py --precision bf16         # mixed precision; made for GPUs
+    fsdpcore run --elastic -n 1:4 examples/train_gpt.py --virtual-ranks 8   # ranks come and go
 
 Model and gradients are plain NumPy (gpt_model.py), or CuPy where the ranks have GPUs. What makes it
 distributed is in ``Trainer``: the engine takes over the layers' parameters, and each rank computes
@@ -189,8 +190,12 @@ class History:
     validation: list[list[float]]  # pairs of a step and a loss
 
     @classmethod
-    def begin(cls, trainer: Trainer) -> History:
-        """Go on from the newest checkpoint if that is wanted and there is one, else begin."""
+    def begin(cls, trainer: Trainer, job: fc.elastic.Job) -> History:
+        """Go on from where the ranks were, or from a checkpoint if that is wanted, else begin."""
+        state = job.restore({"engine": trainer.engine, "losses": [], "validation": []})
+        history = cls(state["losses"], state["validation"])
+        if job.commits:
+            return history
         folder = trainer.options.checkpoint
         there = fc.checkpoint.steps(folder) if folder is not None else []
         if there and not trainer.options.resume:
@@ -205,8 +210,11 @@ class History:
                 say(trainer.backend, f"no checkpoint in {folder}: training begins anew")
             else:
                 say(trainer.backend, f"resumed after step {loaded.step} from {folder}")
-                return cls(**loaded.extra)
-        return cls([], [[0, trainer.evaluate()]])
+                history.losses += loaded.extra["losses"]
+                history.validation += loaded.extra["validation"]
+                return history
+        history.validation.append([0, trainer.evaluate()])
+        return history
 
     def extra(self) -> dict[str, Any]:
         """As it goes into a checkpoint."""
@@ -245,12 +253,19 @@ def learning_rate(options: Options) -> fc.optim.Schedule:
     return fc.optim.schedules.Cosine(options.lr, warmup, total, floor=options.lr / 10)
 
 
-def main(backend: fc.Backend, options: Options) -> list[float]:
-    """One rank's program; returns the losses of all steps."""
+@fc.elastic.run
+def main(job: fc.elastic.Job, options: Options) -> list[float]:
+    """One rank's program; returns the losses of all steps.
+
+    Where ranks come and go it is called again, and goes on from the last commit.
+    """
     keep_freed_memory()
+    backend = job.backend
     trainer = Trainer(backend, options)
+    if job.generation > 1:
+        say(backend, f"generation {job.generation}: {backend.world_size} ranks ({job.reason})")
     memory = show_memory(trainer)
-    history = History.begin(trainer)
+    history = History.begin(trainer, job)
     first = trainer.engine.steps
     if first >= options.steps:
         say(backend, f"nothing is left to do of {options.steps} steps")
@@ -263,6 +278,7 @@ def main(backend: fc.Backend, options: Options) -> list[float]:
             if done % options.evaluate_every == 0 or done == options.steps:
                 history.validation.append([done, trainer.evaluate()])
             save(done, history)
+            job.commit()
             tokens = (done - first) * options.batch * options.model.context
             rate = tokens / (backend.clock.now() - start)
             show(done, history.losses[-1], history.validation[-1][1], rate, memory)

@@ -74,10 +74,31 @@ class ProcessGroups:
         root = self.whole.root
         return root.new_executor(f"fsdpcore-rank{root.rank}")
 
+    @property
+    def summing(self) -> tuple[Backend, Backend]:
+        """The ranks that sum gradients first, and those that do so then; or twice the same."""
+        whole = self.placement.whole_gradients
+        return (self.whole, self.whole) if whole else (self.shards, self.replicas)
+
+    @functools.cached_property
+    def summing_in_background(self) -> tuple[Backend, Backend]:
+        """The same ranks in groups of their own, for what ``background`` runs.
+
+        Calls of two threads in one group have no order, which all ranks of the group must follow.
+        So this is asked for first on the thread that calls the other collectives.
+        """
+        first, then = self.summing
+        mine = first.sub(range(first.world_size), name="fsdp sums")
+        if first is then:
+            return mine, mine
+        return mine, then.sub(range(then.world_size), name="fsdp sums over replicas")
+
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
         if "background" in self.__dict__:
             self.whole.root.end_executor(self.background)
+        for group in self.__dict__.get("summing_in_background", ()):
+            group.close()
         for group in (self.shards, self.replicas, self.regather_group, self.everyone):
             if group is not self.whole:
                 group.close()

@@ -357,13 +357,20 @@ class UnitGradients:
         self, flats: list[Array], own: Array, label: str, async_op: bool
     ) -> Work | None:
         """Begin to sum over virtual ranks, where a reduction over ranks has another order."""
+        groups = self._groups
         if not async_op:
-            self._exchange(flats, own, label)
+            self._exchange(flats, own, label, *groups.summing)
             return None
-        return self._groups.background.submit(lambda: self._exchange(flats, own, label), label)
+        first, then = groups.summing_in_background
+        return groups.background.submit(
+            lambda: self._exchange(flats, own, label, first, then), label
+        )
 
-    def _exchange(self, flats: list[Array], own: Array, label: str) -> None:
-        groups, leaves = self._groups, self._leaves
+    def _exchange(
+        self, flats: list[Array], own: Array, label: str, first: Backend, then: Backend
+    ) -> None:
+        """Sum over the ranks of a group that has all gradients, each a part; then over groups."""
+        leaves = self._leaves
         *parts, room = flats
         taken = 0
 
@@ -381,15 +388,11 @@ class UnitGradients:
         ) -> list[Array]:
             return exchange_sums(leaves.tree, runs, parts, group, add, take, label)
 
-        # Each rank of a group that has all the gradients sums up a part, and then gets the others.
-        first, spread = groups.shards, groups.replicas
-        if self._placement.whole_gradients:
-            first = spread = groups.whole
         parts = summed(leaves.groups[leaves.group], parts, first, label)
-        if first is not spread:
-            parts = summed(leaves.unions, parts, spread, f"{label}, over replicas")
+        if first is not then:
+            parts = summed(leaves.unions, parts, then, f"{label}, over replicas")
         (part,) = parts
-        all_gather_v(part, spread, out=own, label=label)
+        all_gather_v(part, then, out=own, label=label)
 
     def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
         """Return what the collectives make of the gradients, before the rest is divided."""
