@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 class UnitOrder:

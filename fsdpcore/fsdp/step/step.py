@@ -15,6 +15,7 @@ from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.gradient_verbs import GradientVerbs
 from fsdpcore.fsdp.step.leaf_passes import LeafPass
 from fsdpcore.fsdp.step.step_state import NO_BACKWARD, check_written
+from fsdpcore.fsdp.step.step_times import AROUND, WHOLE
 from fsdpcore.fsdp.step.whole import Whole, WholeGradients
 from fsdpcore.fsdp.units.param_tree import ParamTree
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
@@ -196,13 +197,16 @@ class Step(GradientVerbs):
         try:
             executor.gather(member, "forward")
             with _scoped(member) as params:
+                executor.computes()
                 yield params
         except BaseException:
             state.forwards[member.name] -= counts  # it can be tried again
             raise
         finally:
+            executor.computed()
             if state.leave(member):
                 executor.release(member)
+                executor.leave()
 
     @contextmanager
     def backward(self, unit: Unit | str) -> Iterator[BackwardUnit]:
@@ -224,7 +228,10 @@ class Step(GradientVerbs):
         try:
             executor.gather(member, "backward")
             with _scoped(member) as params:
-                yield BackwardUnit(params, member.begin_gradients())
+                given = BackwardUnit(params, member.begin_gradients())
+                executor.computes()
+                yield given
+            executor.computed()
             executor.release(member)
             self._end_backward(member)
         except BaseException:
@@ -234,6 +241,7 @@ class Step(GradientVerbs):
             if state.leave(member):
                 executor.release(member)
                 member.drop_local_gradients()
+                executor.leave()
 
     def _end_backward(self, member: ShardedUnit) -> None:
         reduce = self._synchronising
@@ -289,7 +297,9 @@ class Step(GradientVerbs):
             for unit in units:
                 executor.gather(unit, "forward")
             params.update((unit.name, dict(unit.params)) for unit in units)
+            executor.times.mark(WHOLE)
             yield Whole(params if tree is None else tree.build(params), given)
+            executor.times.mark(AROUND)
             if self.training:
                 given.copy_aliases_of({unit.name: dict(unit.params) for unit in units})
                 self._clear(params)
@@ -304,6 +314,7 @@ class Step(GradientVerbs):
                     unit.in_use = False
                     executor.free(unit)
                     unit.drop_local_gradients()
+                executor.leave()
 
     @staticmethod
     def _clear(params: dict[str, dict[str, Array]]) -> None:
