@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_finite
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.gradient_verbs import GradientVerbs
@@ -36,6 +37,16 @@ class BackwardUnit(NamedTuple):
         )
 
 
+class StepWatch(Protocol):
+    """Who is told of steps."""
+
+    def look(self) -> None:
+        """A pass of a unit begins."""
+
+    def ended(self, found: Mapping[str, float | None]) -> None:
+        """A training step is over, and the units updated; it has found these numbers."""
+
+
 class EngineSteps:
     """The steps of an engine.
 
@@ -43,11 +54,18 @@ class EngineSteps:
         executor: of their passes.
         tree: that the engine was made of.
         open: the one that was entered and not left; there is one at most.
+        watch: of the steps; None for none.
     """
 
-    def __init__(self, executor: StepExecutor, tree: ParamTree | None) -> None:
+    def __init__(
+        self,
+        executor: StepExecutor,
+        tree: ParamTree | None,
+        watch: StepWatch | None = None,
+    ) -> None:
         self.executor = executor
         self.tree = tree
+        self.watch = watch
         self.open: Step | None = None
 
 
@@ -62,11 +80,19 @@ class Step(GradientVerbs):
         divisor: what summed gradients are divided by; None for the number of ranks.
         training: whether there is a backward pass.
         skipped: the update was left out, because gradients were inf or nan.
+        tokens: that this rank goes through, or whatever else is counted; None if nobody says.
     """
 
-    def __init__(self, steps: EngineSteps, divisor: float | None, training: bool) -> None:
+    def __init__(
+        self,
+        steps: EngineSteps,
+        divisor: float | None,
+        training: bool,
+        tokens: float | None = None,
+    ) -> None:
         super().__init__(steps.executor, divisor, training)
         self.training = training
+        self.tokens = None if tokens is None else as_finite(tokens, "tokens", minimum=0)
         self._steps = steps
         self._synchronising = True
 
@@ -92,6 +118,9 @@ class Step(GradientVerbs):
         self._executor.end()
         if error is None:
             self._state.check_applied()
+            if self._state.updated and self._steps.watch is not None:
+                found = {"skipped": float(self.skipped), "grad_norm": self._found_norm}
+                self._steps.watch.ended({**found, "tokens": self.tokens})
 
     def __repr__(self) -> str:
         kind = "training step" if self.training else "evaluation"
@@ -196,6 +225,7 @@ class Step(GradientVerbs):
         state.forwards[member.name] += counts
         try:
             executor.gather(member, "forward")
+            self._look()
             with _scoped(member) as params:
                 executor.computes()
                 yield params
@@ -227,6 +257,7 @@ class Step(GradientVerbs):
         state.forwards[member.name] -= 1
         try:
             executor.gather(member, "backward")
+            self._look()
             with _scoped(member) as params:
                 given = BackwardUnit(params, member.begin_gradients())
                 executor.computes()
@@ -242,6 +273,10 @@ class Step(GradientVerbs):
                 executor.release(member)
                 member.drop_local_gradients()
                 executor.leave()
+
+    def _look(self) -> None:
+        if self._steps.watch is not None:
+            self._steps.watch.look()
 
     def _end_backward(self, member: ShardedUnit) -> None:
         reduce = self._synchronising
