@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import time
@@ -150,3 +151,30 @@ def test_a_folder_that_is_not_ones_own_alone_is_not_used(place, stranger):
     result = CliRunner().invoke(app, ["top", "--once"])
     assert result.exit_code != 0
     assert "cannot be used" in result.output
+
+
+# An example.
+
+
+def scalars(folder):
+    """What is in an event file, which has records: a length, four bytes, the record, four bytes."""
+    event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    (path,) = folder.iterdir()
+    data, found = path.read_bytes(), {}
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        record, data = event.FromString(data[12 : 12 + size]), data[16 + size :]
+        for value in record.summary.value:
+            found.setdefault(value.tag, {})[record.step] = value.simple_value
+    return found
+
+
+def test_tensorboard_gets_them(tmp_path):
+    pytest.importorskip("tensorboardX")
+    example = importlib.import_module("linear_tensorboard")
+    run_on(WithoutWindow, example.main, world_size=2, args=(str(tmp_path), 3))
+    for rank in range(2):
+        found = scalars(tmp_path / f"rank{rank}")
+        assert found["step/tokens"] == dict.fromkeys((1, 2, 3), example.BATCH)
+        assert set(found["loss"]) == {1, 2, 3}
+        assert found["step/waiting"][2] < found["step/seconds"][2]
