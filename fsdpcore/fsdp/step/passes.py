@@ -195,10 +195,11 @@ class UnitPasses:
         self._current = doing = self._doing[phase][number]
         times.shorten()
         times.mark(doing.moving)
-        upcoming = self._order.enter(phase, number)
+        depth = unit.store.depth
+        upcoming = self._order.enter(phase, number, self._prefetch.units + depth)
         following = [self._units[number] for number in upcoming[: self._prefetch.units]]
         members = _members(unit)
-        for ahead in self._ahead:
+        for ahead in self._ahead or ():
             if ahead not in members and ahead not in following:
                 self.free(ahead)  # the guess was wrong
         times.mark(doing.waiting)
@@ -208,8 +209,7 @@ class UnitPasses:
         times.mark(doing.moving)
         self._ahead = [each for each in following if each.has_pending_prefetch]
         self._fetch(following, phase)
-        last = len(following) + unit.store.depth
-        for number in upcoming[len(following) : last] if unit.store.depth else ():
+        for number in upcoming[len(following) : len(following) + depth]:
             if self._units[number].state is ParamState.SHARDED:
                 self._units[number].store.ahead(GATHERED)
 
@@ -222,7 +222,7 @@ class UnitPasses:
 
     def _fetch(self, following: Sequence[PassUnit], phase: Phase) -> None:
         limit = self._prefetch.max_bytes
-        nbytes = sum(unit.gathered_bytes for unit in self._ahead)
+        nbytes = sum([unit.gathered_bytes for unit in self._ahead])
         for unit in following:
             if unit.state is not ParamState.SHARDED or not unit.fetched:
                 continue
@@ -236,8 +236,10 @@ class UnitPasses:
     def _count(self, unit: PassUnit) -> None:
         """Take note that a unit is about to be gathered, if it is not already."""
         if unit.state is ParamState.SHARDED:
-            self.stats.gathers += unit.stale
-            self.stats.bytes_sent += unit.sends
+            stale = unit.stale
+            if stale:
+                self.stats.gathers += stale
+                self.stats.bytes_sent += unit.sends
 
     def release(self, unit: PassUnit) -> None:
         """End the use of ``unit`` in a pass; what happens to its parameters, the strategy says."""
@@ -309,4 +311,4 @@ class _Doings(NamedTuple):
 
 def _members(unit: PassUnit) -> list[PassUnit]:
     """The unit, and the owners of its ties."""
-    return list(dict.fromkeys([unit, *unit.owners.values()]))
+    return list(dict.fromkeys([unit, *unit.owners.values()])) if unit.owners else [unit]

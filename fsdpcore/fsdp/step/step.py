@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol
 
@@ -196,10 +196,9 @@ class Step(GradientVerbs):
                 with self._forward(made.unit, made.recompute):
                     pass
 
-    @contextmanager
     def forward(
         self, unit: Unit | str, *, recompute: bool = False
-    ) -> Iterator[Mapping[str, Array]]:
+    ) -> AbstractContextManager[Mapping[str, Array]]:
         """Gather a unit for its forward pass; the body gets its parameters.
 
         Inside ``backward`` of the same unit it is for recomputation: the parameters are there.
@@ -209,8 +208,7 @@ class Step(GradientVerbs):
             recompute: this pass only makes anew what an earlier one has not kept; no backward pass
                 of its own belongs to it.
         """
-        with self._forward(self._model[unit], recompute) as params:
-            yield params
+        return self._forward(self._model[unit], recompute)
 
     @contextmanager
     def _forward(self, member: ShardedUnit, recompute: bool) -> Iterator[Mapping[str, Array]]:
@@ -226,9 +224,12 @@ class Step(GradientVerbs):
         try:
             executor.gather(member, "forward")
             self._look()
-            with _scoped(member) as params:
+            params = ScopedParams(member.name, member.params)
+            try:
                 executor.computes()
                 yield params
+            finally:
+                params.close()
         except BaseException:
             state.forwards[member.name] -= counts  # it can be tried again
             raise
@@ -238,15 +239,13 @@ class Step(GradientVerbs):
                 executor.release(member)
                 executor.leave()
 
-    @contextmanager
-    def backward(self, unit: Unit | str) -> Iterator[BackwardUnit]:
+    def backward(self, unit: Unit | str) -> AbstractContextManager[BackwardUnit]:
         """Gather a unit for its backward pass; the body gets parameters and zeroed gradients.
 
         At the end of the body the gradients are summed over the ranks and divided, in the
         background if the engine's ``prefetch`` says so; inside ``no_sync`` they are kept.
         """
-        with self._backward(self._model[unit]) as given:
-            yield given
+        return self._backward(self._model[unit])
 
     @contextmanager
     def _backward(self, member: ShardedUnit) -> Iterator[BackwardUnit]:
@@ -258,10 +257,13 @@ class Step(GradientVerbs):
         try:
             executor.gather(member, "backward")
             self._look()
-            with _scoped(member) as params:
+            params = ScopedParams(member.name, member.params)
+            try:
                 given = BackwardUnit(params, member.begin_gradients())
                 executor.computes()
                 yield given
+            finally:
+                params.close()
             executor.computed()
             executor.release(member)
             self._end_backward(member)

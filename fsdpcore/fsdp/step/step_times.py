@@ -66,17 +66,14 @@ class StepTimes:
 
     Attributes:
         marks: moments, and what the rank does from each of them on; the last one ends the step.
+        mark: takes note of what the rank does from now on.
     """
 
     def __init__(self, nanoseconds: Callable[[], int]) -> None:
         self.marks: list[tuple[int, Doing]] = []
-        self._now = nanoseconds
+        self.mark = _marker(self.marks, nanoseconds)
         self._before: dict[Doing, int] = {}  # of marks that are not kept
         self._dropped = 0  # nanoseconds of these
-
-    def mark(self, doing: Doing) -> None:
-        """Take note of what the rank does from now on."""
-        self.marks.append((self._now(), doing))
 
     def shorten(self) -> None:
         """Keep sums only, if there are very many marks."""
@@ -126,6 +123,15 @@ class StepTimes:
             shown[_SHOWN:] = [_words(f"{len(more)} more", "", rest)]
         shown.append(_words("the step", "", _sum(rows)))
         return text.columns(("unit", "pass", *PARTS, "together"), shown)
+
+
+def _marker(marks: list[tuple[int, Doing]], now: Callable[[], int]) -> Callable[[Doing], None]:
+    append = marks.append  # looked up once: this is called a dozen times for each unit
+
+    def mark(doing: Doing) -> None:
+        append((now(), doing))
+
+    return mark
 
 
 def _sum(rows: Sequence[TimeRow]) -> TimeRow:

@@ -215,7 +215,7 @@ class Gradients(MutableMapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         view = self._views.get(name)
         if view is None:
-            view = self.empty(name)
+            view = self._views[name] = self._view(name)
             view.fill(0)
         return view
 
@@ -257,8 +257,11 @@ class Gradients(MutableMapping[str, Array]):
 
     def finish(self) -> Array:
         """Fill with zeros what was never asked for, padding too, and return the flat buffer."""
-        flat = self._open()
-        if len(self._views) < len(self):
+        flat, views = self._open(), self._views
+        if not views and not self._tied:
+            flat.fill(0)
+            return flat
+        if len(views) < len(self):
             for name in self:
                 self[name]
         if self._places.layout.padding:
@@ -273,14 +276,15 @@ class Gradients(MutableMapping[str, Array]):
 
     def _view(self, name: str) -> Array:
         flat = self._open()
-        if name not in self:
+        if name in self._tied:
+            return self._tied[name]
+        if name not in self._places:
             raise UnknownParameterError(
                 f"unit {self._places.unit!r} has no gradient of {name!r}; it has those of "
                 f"{', '.join(self) or 'none'}. What is frozen or ignored has none: "
                 "'name in grads' tells"
             )
-        tied = self._tied.get(name)
-        return self._places.view(flat, name) if tied is None else tied
+        return self._places.view(flat, name)
 
     def _open(self) -> Array:
         if self._flat is None:
