@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import numpy as np
 import pytest
 from support.spmd import run_on
-from support.windows import WithoutWindow
+from support.windows import WithoutWindow, WithWindow
 from typer.testing import CliRunner
 
 import fsdpcore as fc
@@ -149,3 +150,38 @@ def test_a_trace_has_the_passes_of_units(tmp_path):
         for gather in gathers:
             begin, end = gather["ts"], gather["ts"] + gather["dur"]
             assert any(w["ts"] <= begin and end <= w["ts"] + w["dur"] + 1 for w in waits)
+
+
+def test_small_units_take_few_calls():
+    """What Python does for a unit in a step is counted, since it cannot be timed beside others."""
+
+    def body(backend):
+        units = [
+            fc.Unit(f"u{number}", {f"p{n}": np.zeros(8, np.float32) for n in range(10)})
+            for number in range(20)
+        ]
+        engine = fc.FSDP(units, backend, optimizer=fc.optim.AdamW())
+        calls = 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        def make_step():
+            with engine.step() as step:
+                for unit in engine.units:
+                    with step.forward(unit):
+                        pass
+                for unit in reversed(engine.units):
+                    with step.backward(unit) as (_, grads):
+                        grads["p0"].fill(1e-3)
+                step.update(clip=1.0)
+
+        make_step()
+        make_step()
+        sys.setprofile(count)
+        make_step()
+        sys.setprofile(None)
+        return calls / len(units)
+
+    assert run_on(WithWindow, body, world_size=1)[0] < 460

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,6 +62,12 @@ class Places:
         except KeyError:
             raise unknown(self.unit, name, self._found) from None
         return flat[place].reshape(shape)
+
+    def clear(self, flat: Array, besides: Container[str]) -> None:
+        """Fill the parts of ``flat`` with zeros whose parameters are not in ``besides``."""
+        for name, (place, _) in self._found.items():
+            if name not in besides:
+                flat[place].fill(0)
 
 
 class Params(Mapping[str, Array]):
@@ -262,8 +268,10 @@ class Gradients(MutableMapping[str, Array]):
             flat.fill(0)
             return flat
         if len(views) < len(self):
-            for name in self:
-                self[name]
+            self._places.clear(flat, views)
+            for name, array in self._tied.items():
+                if name not in views:
+                    array.fill(0)
         if self._places.layout.padding:
             flat[self._places.layout.size :] = 0
         return flat
