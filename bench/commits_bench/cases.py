@@ -13,7 +13,9 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 OPTIMIZERS = ("adam", "adamw", "lion", "sgd", "rmsprop", "adagrad")
 MEMORIES = ("plain", "backend")
 COLLECTIVES = ("barrier", *MEASURED, *RAGGED)
-ENGINE = (*(f"step.{name}" for name in STRATEGIES), "save", "load")
+SMALL_UNITS = "step.small_units"
+"""A step of 200 units of ten arrays of 4 KiB, in which nothing is computed."""
+ENGINE = (*(f"step.{name}" for name in STRATEGIES), SMALL_UNITS, "save", "load")
 UPDATES = tuple(f"optimizer.{name}" for name in OPTIMIZERS)
 NAMES = (*COLLECTIVES, *ENGINE, *UPDATES)
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24)
@@ -74,5 +76,7 @@ def _cases(names: Sequence[str], sizes: Sequence[int], memories: Sequence[str]) 
             yield Case(name, 0)
         elif name in COLLECTIVES:
             yield from (Case(name, size, memory) for size in sizes for memory in memories)
+        elif name == SMALL_UNITS:
+            yield Case(name, 200 * 10 * 4096)
         else:
             yield from (Case(name, size) for size in LARGER)

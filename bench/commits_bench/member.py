@@ -66,6 +66,8 @@ def make_job(case: Mapping[str, Any], backend: fc.Backend) -> Job:
     """Prepare a case of ``cases``."""
     name, _, detail = case["name"].partition(".")
     if name == "step":
+        if detail == "small_units":
+            return Job(lambda: _small_units(case["size"], backend))
         return Job(lambda: _training(detail, case["size"], backend))
     if name == "optimizer":
         return _update(detail, case["size"])
@@ -137,6 +139,25 @@ def _training(strategy: str, nbytes: int, backend: fc.Backend) -> Step:
                 with step.backward(unit) as (_, grads):
                     for name, value in values.items():
                         grads[name] = value
+            step.update(clip=1.0)
+
+    return step
+
+
+def _small_units(nbytes: int, backend: fc.Backend) -> Step:
+    """A step that computes nothing, with ten arrays of 4 KiB in each unit."""
+    params = {f"p{number}": fc.Spec((1024,)) for number in range(10)}
+    units = [fc.Unit(f"unit{number}", params) for number in range(nbytes // 40960)]
+    engine = fc.FSDP(units, backend, optimizer=fc.optim.AdamW())
+
+    def step() -> None:
+        with engine.step() as step:
+            for unit in engine.units:
+                with step.forward(unit):
+                    pass
+            for unit in reversed(engine.units):
+                with step.backward(unit) as (_, grads):
+                    grads["p0"].fill(1e-3)
             step.update(clip=1.0)
 
     return step

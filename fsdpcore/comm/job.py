@@ -54,6 +54,7 @@ class Job(ABC):
 
     Attributes:
         rank, world_size: of this rank, in the whole job.
+        job_id: as a launcher has named the job, else this process; for people.
         hosts: the number of each rank's host; equal for ranks that share one.
         default_timeout: seconds that an operation may take where the call does not say.
         policy: how ``algorithm="auto"`` is decided.
@@ -83,6 +84,7 @@ class Job(ABC):
 
     def __init__(self, timeout: float, policy: Policy | None) -> None:
         self.default_timeout = timeout
+        self.job_id = f"pid-{os.getpid()}"
         self.policy = policy or Policy()
         self.recorder = Recorder(self)
         self.regions: weakref.WeakSet[MappedRegion] = weakref.WeakSet()

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 _LATER = {
     "tune": "tune:tune",
     "trace": "trace.command:trace",
+    "top": "top:top",
     "bench": "bench:show_bench",
     "plan": "plan:show_plan",
     "simulate": "simulate:simulate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +11,9 @@ import numpy as np
 
 from fsdpcore.core.work import Work
 from fsdpcore.diagnostics.status import Group, OpenOperation
+
+Mark = tuple[int, tuple[str, str, str]]
+"""A moment of a training step, and what the rank does from then on: unit, phase and part."""
 
 
 @dataclass
@@ -174,3 +178,12 @@ class MessageEntry(OperationEntry):
     @property
     def blocks(self) -> bool:
         return self.end == 0 and self.waiting
+
+
+def spans(marks: Sequence[Mark], now: int) -> Iterator[dict[str, Any]]:
+    """What a step has gone through, for the file of a trace; up to ``now`` while it is open."""
+    kept = list(marks)
+    ends = [*(start for start, _ in kept[1:]), now]
+    for (start, (unit, phase, part)), end in zip(kept, ends, strict=False):
+        if phase or part != "computing":  # what is no pass is nobody's, and the end of a step
+            yield {"start_ns": start, "end_ns": end, "unit": unit, "phase": phase, "part": part}

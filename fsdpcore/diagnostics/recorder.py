@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +20,12 @@ from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.clock import Clock
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.diagnostics.entries import (
+    Mark,
     MessageEntry,
     MessageRecord,
     OperationEntry,
     OperationRecord,
+    spans,
 )
 from fsdpcore.diagnostics.stack import where
 from fsdpcore.diagnostics.status import MAX_WAITS, CallAnswer, Group, Status
@@ -33,6 +36,7 @@ _get_ident = threading.get_ident
 # A program that polls with short timeouts must not spend its time on writing.
 _SECONDS_BETWEEN_TIMEOUTS = 1.0
 _CLOSED = 64  # groups
+_STEPS = 4
 
 
 class RecordedGroup(Protocol):
@@ -96,6 +100,8 @@ class Recorder:
             weakref.WeakValueDictionary()
         )
         self._closed: deque[RecordedGroup] = deque(maxlen=_CLOSED)
+        # Of the last steps of training: moments, and what the rank did from each of them on.
+        self._steps: deque[Sequence[Mark]] = deque(maxlen=_STEPS)
         self._directory: Path | None = None
         self._file_lock = threading.Lock()
         self._written = -_SECONDS_BETWEEN_TIMEOUTS
@@ -184,6 +190,10 @@ class Recorder:
         """Note that a thread has waited since ``start`` for an operation that it had started."""
         if _get_ident() == self._thread:
             self._waited += self._now() - start
+
+    def add_spans(self, marks: Sequence[Mark]) -> None:
+        """Keep what a step notes of units and passes, while it goes on and for a few steps more."""
+        self._steps.append(marks)
 
     # Reading.
 
@@ -336,6 +346,7 @@ class Recorder:
                 for group in sorted(groups)
             ],
             "operations": [_operation(entry) for entry in entries],
+            "spans": [span for marks in list(self._steps) for span in spans(marks, self._now())],
         }
 
 

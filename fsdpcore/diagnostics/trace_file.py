@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.diagnostics.entries import ends
@@ -90,6 +90,21 @@ class TracedOperation:
         return f"{self.op} {ends(self.op, self.peer, self.tag)}"
 
 
+class TracedSpan(NamedTuple):
+    """What a training step has done from one moment to another.
+
+    Attributes:
+        start_ns, end_ns: wall-clock time.
+        unit, phase, part: see ``Doing`` of the engine.
+    """
+
+    start_ns: int
+    end_ns: int
+    unit: str
+    phase: str
+    part: str
+
+
 @dataclass(frozen=True)
 class TraceDump:
     """What a rank wrote.
@@ -101,6 +116,7 @@ class TraceDump:
         failure: what the backend is broken by, or empty.
         returned: the function that the rank ran and that had returned, or empty.
         closed: the rank was to begin no operation any more.
+        spans: what its last training steps have gone through.
         entered: the last collective begun, by channel.
         groups: by channel.
         operations: in the order of their start.
@@ -117,6 +133,7 @@ class TraceDump:
     operations: tuple[TracedOperation, ...]
     returned: str = ""
     closed: bool = False
+    spans: tuple[TracedSpan, ...] = ()
 
 
 def read_directory(directory: Path) -> list[TraceDump]:
@@ -203,7 +220,13 @@ def _dump(content: Mapping[str, Any]) -> TraceDump:
         tuple(_operation(item, groups, offset) for item in content["operations"]),
         str(content.get("returned") or ""),
         content.get("closed") is True,
+        tuple(_span(item, offset) for item in content.get("spans", ())),
     )
+
+
+def _span(item: Mapping[str, Any], offset: int) -> TracedSpan:
+    start, end = _integer(item["start_ns"]) + offset, _integer(item["end_ns"]) + offset
+    return TracedSpan(start, end, str(item["unit"]), str(item["phase"]), str(item["part"]))
 
 
 def _operation(

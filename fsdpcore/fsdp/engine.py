@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
 from fsdpcore.fsdp.optim.groups import Given
 from fsdpcore.fsdp.plan.engine_plan import plan_of, report_of
+from fsdpcore.fsdp.plan.figures import Figures, StepFigures
 from fsdpcore.fsdp.plan.make_plan import Sync
 from fsdpcore.fsdp.plan.memory import HeldMemory, measure
 from fsdpcore.fsdp.plan.plan import Plan
@@ -144,7 +145,9 @@ class FSDP(StateVerbs):
         self._model = make_model(self.units, backend, options, optimizer, tensor)
         self._memory = make_memory(self._model, self.units, self._pool)
         self.windowed, self.all_windowed = self._memory.windowed, self._memory.all_windowed
-        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory), self.tree)
+        executor = StepExecutor(self._model, self._pool, self._memory)
+        self._figures = StepFigures(executor, self._pool, self._memory.window_bytes)
+        self._steps = EngineSteps(executor, self.tree, self._figures)
 
     # Units.
 
@@ -210,7 +213,7 @@ class FSDP(StateVerbs):
 
     # Steps.
 
-    def step(self, *, divisor: float | None = None) -> Step:
+    def step(self, *, divisor: float | None = None, tokens: float | None = None) -> Step:
         """Begin a training step, in a ``with`` statement.
 
         Args:
@@ -219,6 +222,8 @@ class FSDP(StateVerbs):
                 over ranks, and the sum over passes. With the number of tokens of all ranks and
                 passes they are the mean over tokens. For the mean over M passes of each rank it is
                 M times the number of ranks, not M.
+            tokens: how many this rank goes through, for ``on_step`` and ``fsdpcore top``; also to
+                be set as ``step.tokens`` inside of the step.
 
         Example::
 
@@ -232,11 +237,34 @@ class FSDP(StateVerbs):
             StateError: on entering it, inside of another step or of ``full_params``; or an update
                 was left half done, and nothing was loaded since.
         """
-        return Step(self._steps, divisor, training=True)
+        return Step(self._steps, divisor, training=True, tokens=tokens)
 
     def evaluation(self) -> Step:
         """Like ``step``, for forward passes only: no gradients, and no update."""
         return Step(self._steps, None, training=False)
+
+    def on_step(self, callback: Callable[[Figures], object]) -> None:
+        """Have a function called after each training step, with its figures on this rank.
+
+        For TensorBoard, W&B, MLflow and the like. ::
+
+            if backend.rank == 0:
+                engine.on_step(lambda figures: wandb.log(figures, step=int(figures["step"])))
+
+        Args:
+            callback: gets a new dict of numbers by name: ``step`` (updates so far), ``seconds`` of
+                the step, and of these ``computing``, ``waiting``, ``moving`` and ``optimizer``;
+                ``memory_bytes`` (as ``peak_bytes`` of ``report``), ``sent_bytes``, ``loss_scale``,
+                ``skipped`` (0 or 1); where they are known, ``grad_norm``, ``tokens`` and
+                ``tokens_per_second``. It is called by the thread that ends the step, outside of
+                it; what it raises, the ``with`` statement raises. Not a collective.
+
+        Raises:
+            ArgumentError: it cannot be called.
+        """
+        if not callable(callback):
+            raise ArgumentError(f"on_step takes a function, got {type(callback).__name__}")
+        self._figures.callbacks.append(callback)
 
     @property
     def stats(self) -> StepStats:
@@ -288,7 +316,9 @@ class FSDP(StateVerbs):
         self.units = ()
         self._model = replace(self._model, units=())
         self._memory = ModelMemory(file=None, window_bytes=0, all_windowed=False)
-        self._steps = EngineSteps(StepExecutor(self._model, self._pool, self._memory), None)
+        executor = StepExecutor(self._model, self._pool, self._memory)
+        self._figures = StepFigures(executor, self._pool, 0)
+        self._steps = EngineSteps(executor, None)
         return arrays
 
     # All units at once.

@@ -81,11 +81,13 @@ def join(place: RankPlace, config: Config) -> Transport:
     """Become rank ``place.rank``; an error of the meeting says how its address came about."""
     print_lines()
     try:
-        return config.transport_class.join(place, config)
+        backend = config.transport_class.join(place, config)
     except RendezvousError as error:
         if hint := meeting_hint(place, os.environ):
             error.args = (f"{error}; {hint}",)
         raise
+    backend.job_id = place.job or backend.job_id
+    return backend
 
 
 def ranks_here(place: RankPlace, backend: Backend) -> int:

@@ -40,7 +40,10 @@ def test_slower_is_what_chance_does_not_explain():
 
 def test_settings_take_names_and_patterns():
     (one,) = cases.settings(["zmq"], [2], ["step.*"], [8], ["plain"])
-    assert {case.name for case in one.cases} == {f"step.{name}" for name in cases.STRATEGIES}
+    assert {case.name for case in one.cases} == {
+        cases.SMALL_UNITS,
+        *(f"step.{name}" for name in cases.STRATEGIES),
+    }
     whole = cases.settings(["zmq", "sim"], [2, 4], ["*"], cases.SIZES, cases.MEMORIES)
     assert [(one.transport, one.ranks) for one in whole] == [
         ("zmq", 2), ("zmq", 4), ("sim", 2), ("sim", 4), ("sim", 1),

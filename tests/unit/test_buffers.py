@@ -18,6 +18,7 @@ from fsdpcore.core.buffers import (
     describe_signature,
     dtype_code,
     input_array,
+    lined_up_zeros,
     pack_signature,
     row_size,
     split_sizes,
@@ -168,3 +169,12 @@ def test_arrays_of_a_backend_begin_at_a_cache_line(shape, dtype):
         assert not array.size or array.ctypes.data % 64 == 0
         assert array.flags.c_contiguous
         assert array.flags.writeable
+
+
+@pytest.mark.parametrize("size", [0, 3, 1 << 20, (1 << 20) + 5])
+def test_arrays_of_zeros(size):
+    array = lined_up_zeros(size, np.dtype(np.float32))
+    assert (array.shape, array.dtype, array.ctypes.data % 64 * bool(size)) == ((size,), "f4", 0)
+    assert not array.any()
+    array[:] = 1.0  # and nobody else's
+    assert not lined_up_zeros(size, np.dtype(np.float32)).any()

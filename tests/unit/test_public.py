@@ -78,7 +78,8 @@ BACKEND = """
 ENGINE = """
     algorithm all_windowed averaged backend close device evaluation everyone full_params
     full_tree gathered gathered_peak has_pending_prefetch held host_algorithm leaves load_full
-    load_info load_state_dict loss_scale num_parameters offload offload_stats partially_updated
+    load_info load_state_dict loss_scale num_parameters offload offload_stats on_step
+    partially_updated
     plan precision prefetch prefetching release report reshard state_dict stats step steps strategy
     tensor tree units unshard virtual_ranks
     update_shards windowed writing_state xp
@@ -95,7 +96,7 @@ OBJECTS = {
     "declared unit": UNIT,
     "step": """
         backward clip_grad_norm divisor forward grad_norm gradients ignored keeps_params leaves
-        no_sync nonfinite skipped training update whole
+        no_sync nonfinite skipped tokens training update whole
     """,
     "backend": BACKEND,
     "group": BACKEND,

@@ -1,29 +1,34 @@
 """One timeline of all ranks, from what their flight recorders wrote.
 
 The format is the JSON of Chrome's trace viewer, which Perfetto reads too: a process for each rank,
-in it a row for each group's collectives, and as many for messages as there are at the same time.
+in it a row for the passes of units, what each pass consists of below it, a row for each group's
+collectives, and as many for messages as there are at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fsdpcore.diagnostics.status import WORLD_CHANNEL
-from fsdpcore.diagnostics.trace_file import TracedOperation, TraceDump
+from fsdpcore.diagnostics.trace_file import TracedOperation, TracedSpan, TraceDump
 
 # Rows for messages come after those of any number of groups.
 _MESSAGE_ROWS = 1_000_000
+_UNIT_ROW = 2_000_000  # shown above all others
 
 
 def timeline(dumps: Sequence[TraceDump]) -> dict[str, Any]:
     """Merge the files of the ranks into one timeline, in microseconds from the first operation."""
     starts = [operation.start_ns for dump in dumps for operation in dump.operations]
+    starts += [span.start_ns for dump in dumps for span in dump.spans]
     origin = min(starts, default=0)
     rows = _rows_of_groups(dumps)
     events: list[dict[str, Any]] = []
     for dump in dumps:
         events += _names(dump, rows)
+        events += _passes(dump, origin)
         collectives = [op for op in dump.operations if op.collective]
         for op in collectives:
             events.append(_event(dump, op, rows[op.group.channel], origin))
@@ -55,6 +60,9 @@ def _names(dump: TraceDump, rows: dict[int, int]) -> list[dict[str, Any]]:
         row = rows[channel]
         events.append(name("thread_name", row, name=str(group)))
         events.append(name("thread_sort_index", row, sort_index=row))
+    if dump.spans:
+        events.append(name("thread_name", _UNIT_ROW, name="units"))
+        events.append(name("thread_sort_index", _UNIT_ROW, sort_index=-1))
     lanes = {lane for _, lane in _lanes(dump, [o for o in dump.operations if not o.collective])}
     for lane in sorted(lanes):
         row = _MESSAGE_ROWS + lane
@@ -105,3 +113,31 @@ def _event(dump: TraceDump, op: TracedOperation, row: int, origin: int) -> dict[
         "dur": (_end(dump, op) - op.start_ns) / 1000,
         "args": args,
     }
+
+
+def _passes(dump: TraceDump, origin: int) -> Iterator[dict[str, Any]]:
+    """The passes of units, and in each of them its parts."""
+
+    def event(name: str, cat: str, start: int, end: int, **args: object) -> dict[str, Any]:
+        times = {"ts": (start - origin) / 1000, "dur": (end - start) / 1000}
+        row = {"pid": dump.rank, "tid": _UNIT_ROW}
+        return {"ph": "X", "name": name, "cat": cat, **row, **times, "args": args}
+
+    for (unit, phase), group in itertools.groupby(dump.spans, lambda s: (s.unit, s.phase)):
+        spans = list(group)
+        for run in _unbroken(spans):
+            name = f"{phase or 'step'} {unit}".strip()
+            yield event(name, "pass", run[0].start_ns, run[-1].end_ns, unit=unit, phase=phase)
+            for span in run:
+                yield event(span.part, "part", span.start_ns, span.end_ns)
+
+
+def _unbroken(spans: Sequence[TracedSpan]) -> list[list[TracedSpan]]:
+    """Split where the rank did something else in between."""
+    runs: list[list[TracedSpan]] = []
+    for span in spans:
+        if runs and runs[-1][-1].end_ns == span.start_ns:
+            runs[-1].append(span)
+        else:
+            runs.append([span])
+    return runs

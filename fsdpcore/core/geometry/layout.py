@@ -128,7 +128,7 @@ class FlatLayout:
         """Elements of all parameters together, without padding."""
         return self.params[-1].stop if self.params else 0
 
-    @property
+    @functools.cached_property
     def shard_size(self) -> int:
         """Elements of each rank's shard, padding included: ``ceil(size / world_size)``.
 
@@ -139,12 +139,12 @@ class FlatLayout:
         blocks = -(-self.size // self.block)
         return -(-blocks // self.world_size) * self.block
 
-    @property
+    @functools.cached_property
     def padded_size(self) -> int:
         """Elements of the flat buffer, padding included."""
         return self.shard_size * self.world_size
 
-    @property
+    @functools.cached_property
     def padding(self) -> int:
         """Elements of padding at the end of the flat buffer.
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.core.buffers import Allocate, Array
+from fsdpcore.core.buffers import Allocate, Array, lined_up_zeros
 from fsdpcore.fsdp.offload.arrays import ArrayKind, PersistentArray
 from fsdpcore.fsdp.offload.mapped_file import FileSpan, MappedFile, joined, pages
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
@@ -32,7 +32,8 @@ class OffloadStore:
     """Arrays of one unit that its rank holds all the time, here in memory.
 
     Args:
-        empty: makes them.
+        empty: makes them, in memory that other ranks can be shown.
+        private: makes those that no other rank is shown, an optimizer's state.
         persistent: what is planned, each kind in the order in which it is allocated. Parameters in
             a window are among them, but are not allocated here.
 
@@ -46,10 +47,13 @@ class OffloadStore:
     depth = 0
     away: Collection[ArrayKind] = ()
 
-    def __init__(self, empty: Allocate, persistent: Sequence[PersistentArray]) -> None:
+    def __init__(
+        self, empty: Allocate, private: Allocate, persistent: Sequence[PersistentArray]
+    ) -> None:
         self.persistent = persistent
         self.held = dict.fromkeys(ArrayKind, 0)
         self._empty = empty
+        self._private = private
 
     def allocate(self, kind: ArrayKind) -> Allocate:
         """Return what makes arrays of a kind."""
@@ -62,6 +66,18 @@ class OffloadStore:
 
         return allocated
 
+    def zeros(self, kind: ArrayKind) -> Allocate:
+        """Return what makes arrays of a kind that are zeros."""
+        make, blank = self.allocate(kind), self._memory(kind) is lined_up_zeros
+
+        def made(size: int, dtype: np.dtype[Any]) -> Array:
+            array = make(size, dtype)
+            if not blank:
+                array.fill(0)
+            return array
+
+        return made
+
     def note(self, kind: ArrayKind, array: Array) -> None:
         """Count an array; for one that was made elsewhere, in a window."""
         self.held[kind] += array.nbytes
@@ -72,7 +88,7 @@ class OffloadStore:
 
     def _memory(self, kind: ArrayKind) -> Allocate:
         """Return what makes arrays of a kind where they are to be."""
-        return self._empty
+        return self._private if kind is ArrayKind.STATE else self._empty
 
     def mark(self, kind: ArrayKind, array: Array) -> None:
         """Let a part of an array that was allocated here be of a kind, too."""
@@ -100,15 +116,16 @@ class HostOffloadStore(OffloadStore):
         self,
         policy: Offload,
         empty: Allocate,
+        private: Allocate,
         pinned: Allocate,
         persistent: Sequence[PersistentArray],
     ) -> None:
-        super().__init__(empty, persistent)
+        super().__init__(empty, private, persistent)
         self.away = frozenset(policy.kinds)
         self._pinned = pinned
 
     def _memory(self, kind: ArrayKind) -> Allocate:
-        return self._pinned if kind in self.away else self._empty
+        return self._pinned if kind in self.away else super()._memory(kind)
 
 
 class FileOffloadStore(OffloadStore):
@@ -119,10 +136,11 @@ class FileOffloadStore(OffloadStore):
         files: OffloadFile,
         policy: Offload,
         empty: Allocate,
+        private: Allocate,
         start: int,
         persistent: Sequence[PersistentArray],
     ) -> None:
-        super().__init__(empty, persistent)
+        super().__init__(empty, private, persistent)
         self.depth = policy.ahead
         self._files = files
         self._kinds = policy.kinds
@@ -142,7 +160,7 @@ class FileOffloadStore(OffloadStore):
             self._spans[kind].append(span)
             return self._files.file.array(span.start, size, dtype)
 
-        return mapped if kind in self._kinds else self._empty
+        return mapped if kind in self._kinds else OffloadStore._memory(self, kind)
 
     def room(self, kind: ArrayKind) -> int | None:
         if kind not in self._kinds:

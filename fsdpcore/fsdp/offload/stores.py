@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Allocate, lined_up_zeros
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.text import size
 from fsdpcore.fsdp.offload.arrays import PersistentArray
@@ -62,8 +63,9 @@ def open_stores(
         UnsupportedError: this is not Linux.
     """
     empty, device = groups.shards.empty, groups.device
+    private: Allocate = lined_up_zeros if device.on_host else empty
     if policy is None:
-        return OffloadStores([OffloadStore(empty, each) for each in persistent])
+        return OffloadStores([OffloadStore(empty, private, each) for each in persistent])
     if not device.on_host:
         if policy.directory is not None:
             raise ConfigError(
@@ -71,7 +73,7 @@ def open_stores(
                 "memory of the host, and has no files: leave out the directory, Offload()"
             )
         return OffloadStores(
-            [HostOffloadStore(policy, empty, device.pinned, each) for each in persistent]
+            [HostOffloadStore(policy, empty, private, device.pinned, each) for each in persistent]
         )
     starts, total = [], 0
     for each in persistent:
@@ -79,7 +81,7 @@ def open_stores(
         total += sum(pages(array.nbytes) for array in each if array.kind in policy.kinds)
     file = OffloadFile(policy, _open(policy, groups.everyone, max(total, PAGE)))
     made = [
-        FileOffloadStore(file, policy, empty, start, each)
+        FileOffloadStore(file, policy, empty, private, start, each)
         for start, each in zip(starts, persistent, strict=True)
     ]
     return OffloadStores(made, file)

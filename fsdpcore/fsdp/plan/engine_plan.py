@@ -146,4 +146,5 @@ def report_of(
             gathers=stats.gathers,
             reductions=stats.reductions,
         ),
+        stats.times,
     )

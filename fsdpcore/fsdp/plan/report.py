@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fsdpcore.core import text
 from fsdpcore.core.checks import as_finite, as_instance
 from fsdpcore.fsdp.plan.plan import Plan, placed
+from fsdpcore.fsdp.step.step_times import StepTimes
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,12 @@ class Report:
     Args:
         plan: of the step.
         measured: in the step.
+        times: where its seconds went, by unit and pass; None where nobody measured it.
     """
 
     plan: Plan
     measured: MeasuredStep
+    times: StepTimes | None = None
 
     def __post_init__(self) -> None:
         as_instance(self.plan, Plan, "plan of a Report", "a Plan")
@@ -75,8 +78,8 @@ class Report:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the rows by name, for JSON."""
-        return {
+        """Return the rows by name, and the times of each unit under "times", for JSON."""
+        found: dict[str, Any] = {
             row.name: {
                 "predicted": row.predicted,
                 "measured": row.measured,
@@ -84,6 +87,9 @@ class Report:
             }
             for row in self.rows
         }
+        if self.times is not None:
+            found["times"] = [row._asdict() for row in self.times.rows]
+        return found
 
     def __str__(self) -> str:
         rows = [
@@ -96,7 +102,8 @@ class Report:
             for row in self.rows
         ]
         header = ("", "predicted", "measured", "ratio")
-        return f"{placed(self.plan)}\n\n{text.columns(header, rows)}"
+        compared = f"{placed(self.plan)}\n\n{text.columns(header, rows)}"
+        return compared if self.times is None else f"{compared}\n\n{self.times}"
 
 
 def _row(name: str, predicted: float | None, measured: float | None) -> ReportRow:

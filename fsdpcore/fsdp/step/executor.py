@@ -10,6 +10,7 @@ from fsdpcore.fsdp.step.nonfinite import NonFiniteSearch
 from fsdpcore.fsdp.step.passes import UnitPasses
 from fsdpcore.fsdp.step.schedule import Phase
 from fsdpcore.fsdp.step.stats import StepStats
+from fsdpcore.fsdp.step.step_times import AROUND, OUTSIDE
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.make_model import ModelMemory
 from fsdpcore.fsdp.units.model import ShardedModel
@@ -44,6 +45,7 @@ class StepExecutor(UnitPasses):
         self.keeps_params = memory.all_windowed or _keeps_params(model)
         self.nonfinite = NonFiniteSearch(model, pool)
         self._pool = pool
+        self._recorder = backend.root.recorder
         self._file = memory.file
         self.trained: tuple[StepStats, list[tuple[Phase, int]]] | None = None
 
@@ -58,28 +60,33 @@ class StepExecutor(UnitPasses):
             raise StateError("a step is open already; leave it before you begin another one")
         status.check_whole()
         status.check_idle("a step")
+        self.begin_passes(awaiting)
+        self.times.mark(AROUND)
+        self._recorder.add_spans(self.times.marks)
         if self._file is not None:
             self._file.restart()
             self.model.units[0].store.ahead(GATHERED)
         self._pool.reset_peak()
         self.nonfinite.begin()
         status.in_step = True
-        self.begin_passes(awaiting)
+        self.times.mark(OUTSIDE)
 
     def end(self) -> None:
         """End a step: reshard all units and drop the gradients."""
         self.model.status.in_step = False
+        self.times.mark(AROUND)
         self.end_passes()
         for unit in self.model.units:
             unit.in_use = False
             unit.reshard()
             unit.drop_gradients()
-        self.stats.seconds = self._now() - self.stats.began
         if self._file is not None:
             self._file.settle()
             for unit in self.model.units:
                 unit.store.forget()
         self.stats.peak_buffers = self._pool.peak_bytes
+        self.times.mark(OUTSIDE)
+        self.stats.seconds = self.times.seconds
         if self.stats.reductions:
             self.trained = self.stats, self.events
 

@@ -33,6 +33,7 @@ class GradientVerbs:
     def __init__(self, executor: StepExecutor, divisor: float | None, training: bool) -> None:
         self.divisor = check_divisor(divisor)
         self.skipped = False
+        self._found_norm: float | None = None
         self._executor = executor
         self._model = executor.model
         self._state = StepState(training)
@@ -192,6 +193,7 @@ class GradientVerbs:
             lr=lr,
             skip=bool(skip_nonfinite),
         )
+        self._found_norm = norm
         return norm
 
     def nonfinite(self) -> dict[str, tuple[int, ...]]:

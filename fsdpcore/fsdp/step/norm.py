@@ -128,7 +128,8 @@ def _exact_sum(values: list[float]) -> _Sum:
 
 def _of_blocks(arrays: Iterable[Array], p: float, divisor: float) -> list[float]:
     """What each block adds to a sum of powers, or to a maximum."""
-    return [found for values in _scaled(arrays, divisor) for found in _of_block(values, p)]
+    with np.errstate(all="ignore"):
+        return [found for values in _scaled(arrays, divisor) for found in _of_block(values, p)]
 
 
 def _scaled(arrays: Iterable[Array], divisor: float) -> Iterator[Array]:
@@ -140,32 +141,30 @@ def _scaled(arrays: Iterable[Array], divisor: float) -> Iterator[Array]:
             if scratch.size < values.size:
                 scratch = module.empty(most, np.float64)
             block = scratch[: values.size]
-            with np.errstate(all="ignore"):
-                np.copyto(block, values, casting="unsafe")
-                if divisor != 1.0:
-                    np.divide(block, divisor, out=block)
+            np.copyto(block, values, casting="unsafe")
+            if divisor != 1.0:
+                np.divide(block, divisor, out=block)
             yield block
 
 
 def _of_block(values: Array, p: float) -> list[float]:
     """What each block of ``values``, which may be overwritten, adds."""
-    with np.errstate(all="ignore"):
-        if p != 2.0:
-            np.abs(values, out=values)
-        if math.isinf(p):
-            return [float(values.max())]
-        if p not in (1.0, 2.0):
-            np.power(values, p, out=values)
-        whole = values.size // LEAF_BLOCK * LEAF_BLOCK
-        blocks, rest = values[:whole].reshape(-1, LEAF_BLOCK), values[whole:]
-        if not on_host(values):
-            if p == 2.0:
-                np.multiply(values, values, out=values)
-            both = [each for each in (blocks, rest.reshape(1, -1)) if each.size]
-            return [total for each in both for total in _in_any_order(each)]
+    if p != 2.0:
+        np.abs(values, out=values)
+    if math.isinf(p):
+        return [float(values.max())]
+    if p not in (1.0, 2.0):
+        np.power(values, p, out=values)
+    whole = values.size // LEAF_BLOCK * LEAF_BLOCK
+    blocks, rest = values[:whole].reshape(-1, LEAF_BLOCK), values[whole:]
+    if not on_host(values):
         if p == 2.0:
-            return [*np.vecdot(blocks, blocks).tolist(), float(np.vecdot(rest, rest))]
-        return [*blocks.sum(axis=1).tolist(), float(rest.sum())]
+            np.multiply(values, values, out=values)
+        both = [each for each in (blocks, rest.reshape(1, -1)) if each.size]
+        return [total for each in both for total in _in_any_order(each)]
+    if p == 2.0:
+        return [*np.vecdot(blocks, blocks).tolist(), float(np.vecdot(rest, rest))]
+    return [*blocks.sum(axis=1).tolist(), float(rest.sum())]
 
 
 def _in_any_order(blocks: Array) -> list[float]:

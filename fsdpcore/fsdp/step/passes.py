@@ -7,15 +7,15 @@ that have sizes only and write down what they would do.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from fsdpcore.core.clock import WALL, Clock
 from fsdpcore.fsdp.offload.arrays import GATHERED, ArrayKind
 from fsdpcore.fsdp.sharding.placement import Placement
-from fsdpcore.fsdp.step.schedule import Phase, UnitOrder
+from fsdpcore.fsdp.step.schedule import PHASES, Phase, UnitOrder
 from fsdpcore.fsdp.step.stats import StepStats
+from fsdpcore.fsdp.step.step_times import OUTSIDE, Doing, StepTimes
 from fsdpcore.fsdp.units.options import Prefetch
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 
@@ -121,6 +121,7 @@ class UnitPasses:
 
     Attributes:
         stats: of the step that is open, or the last one.
+        times: of that step.
         awaiting: by name of the unit, how many forward passes wait for their backward pass.
     """
 
@@ -133,14 +134,19 @@ class UnitPasses:
         overlaps: bool,
         clock: Clock = WALL,
     ) -> None:
-        self.stats = StepStats()
+        self._clock = clock
+        self.times = StepTimes(clock.nanoseconds)
+        self.stats = StepStats(times=self.times)
         self.awaiting: Counter[str] = Counter()
         self._units = units
         self._number = {unit.name: number for number, unit in enumerate(units)}
         self._placement = placement
         self._prefetch = ahead
         self._overlaps = overlaps
-        self._now = clock.now
+        self._doing: dict[Phase, list[_Doings]] = {
+            phase: [_Doings.of(unit.name, phase) for unit in units] for phase in PHASES
+        }
+        self._current = _Doings(OUTSIDE, OUTSIDE, OUTSIDE)
         self._order = UnitOrder(len(units))
         self._ahead: list[PassUnit] = []
         self._reducing: PassUnit | None = None
@@ -154,7 +160,8 @@ class UnitPasses:
         """Begin a step; ``awaiting`` is counted by whoever makes its passes."""
         self.awaiting = awaiting
         self._order.begin()
-        self.stats = StepStats(began=self._now())
+        self.times = StepTimes(self._clock.nanoseconds)
+        self.stats = StepStats(times=self.times)
 
     def updated(self) -> None:
         """Take note that the step has come to its update."""
@@ -166,43 +173,56 @@ class UnitPasses:
         self._reducing = None
         self._ahead.clear()
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time in this block as exposed communication."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self.stats.waited += self._now() - began
+    # What the time of the caller goes to; see ``StepTimes``.
+
+    def computes(self) -> None:
+        """Take note that the caller computes with the unit that was gathered last."""
+        self.times.mark(self._current.computing)
+
+    def computed(self) -> None:
+        """Take note that it has ended that."""
+        self.times.mark(self._current.moving)
+
+    def leave(self) -> None:
+        """Take note that a pass is over."""
+        self.times.mark(OUTSIDE)
 
     # Parameters.
 
     def gather(self, unit: PassUnit, phase: Phase) -> None:
         """Have ``unit`` and the owners of its ties gathered, and begin with what comes next."""
-        upcoming = self._order.enter(phase, self._number[unit.name])
+        number, times = self._number[unit.name], self.times
+        self._current = doing = self._doing[phase][number]
+        times.shorten()
+        times.mark(doing.moving)
+        depth = unit.store.depth
+        upcoming = self._order.enter(phase, number, self._prefetch.units + depth)
         following = [self._units[number] for number in upcoming[: self._prefetch.units]]
         members = _members(unit)
-        for ahead in self._ahead:
+        for ahead in self._ahead or ():
             if ahead not in members and ahead not in following:
                 self.free(ahead)  # the guess was wrong
-        with self.waiting():
-            for member in members:
-                self._count(member)
-                member.unshard(what=phase)
+        times.mark(doing.waiting)
+        for member in members:
+            self._count(member)
+            member.unshard(what=phase)
+        times.mark(doing.moving)
         self._ahead = [each for each in following if each.has_pending_prefetch]
         self._fetch(following, phase)
-        last = len(following) + unit.store.depth
-        for number in upcoming[len(following) : last] if unit.store.depth else ():
+        for number in upcoming[len(following) : len(following) + depth]:
             if self._units[number].state is ParamState.SHARDED:
                 self._units[number].store.ahead(GATHERED)
 
     def record(self, unit: PassUnit, phase: Phase) -> None:
         """Take note of a pass of a unit for which nothing has to be gathered."""
-        self._order.enter(phase, self._number[unit.name])
+        number = self._number[unit.name]
+        self._current = self._doing[phase][number]
+        self.times.mark(self._current.moving)
+        self._order.enter(phase, number)
 
     def _fetch(self, following: Sequence[PassUnit], phase: Phase) -> None:
         limit = self._prefetch.max_bytes
-        nbytes = sum(unit.gathered_bytes for unit in self._ahead)
+        nbytes = sum([unit.gathered_bytes for unit in self._ahead])
         for unit in following:
             if unit.state is not ParamState.SHARDED or not unit.fetched:
                 continue
@@ -216,8 +236,10 @@ class UnitPasses:
     def _count(self, unit: PassUnit) -> None:
         """Take note that a unit is about to be gathered, if it is not already."""
         if unit.state is ParamState.SHARDED:
-            self.stats.gathers += unit.stale
-            self.stats.bytes_sent += unit.sends
+            stale = unit.stale
+            if stale:
+                self.stats.gathers += stale
+                self.stats.bytes_sent += unit.sends
 
     def release(self, unit: PassUnit) -> None:
         """End the use of ``unit`` in a pass; what happens to its parameters, the strategy says."""
@@ -248,8 +270,10 @@ class UnitPasses:
         if unit.trainable:
             self.stats.reductions += 1
             self.stats.bytes_sent += unit.gradients.sends
-        with self.waiting():
-            unit.reduce_gradients(divisor=divisor, async_op=self._overlaps)
+        doing = self._doing["backward"][self._number[unit.name]]
+        self.times.mark(doing.moving if self._overlaps else doing.waiting)
+        unit.reduce_gradients(divisor=divisor, async_op=self._overlaps)
+        self.times.mark(doing.moving)
         self._reducing = unit
 
     def finish_reductions(self, divisor: float | None) -> None:
@@ -264,10 +288,27 @@ class UnitPasses:
         """Wait for the reduction that goes on in the background."""
         reducing, self._reducing = self._reducing, None
         if reducing is not None:
-            with self.waiting():
+            if not self._overlaps:  # it has ended
                 reducing.gradients.wait()
+                return
+            doing = self._doing["backward"][self._number[reducing.name]]
+            self.times.mark(doing.waiting)
+            reducing.gradients.wait()
+            self.times.mark(doing.moving)
+
+
+class _Doings(NamedTuple):
+    """What a rank does in a pass of a unit."""
+
+    computing: Doing
+    waiting: Doing
+    moving: Doing
+
+    @classmethod
+    def of(cls, unit: str, phase: Phase) -> _Doings:
+        return cls(*(Doing(unit, phase, part) for part in ("computing", "waiting", "moving")))
 
 
 def _members(unit: PassUnit) -> list[PassUnit]:
     """The unit, and the owners of its ties."""
-    return list(dict.fromkeys([unit, *unit.owners.values()]))
+    return list(dict.fromkeys([unit, *unit.owners.values()])) if unit.owners else [unit]

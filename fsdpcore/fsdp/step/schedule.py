@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 class UnitOrder:
@@ -34,12 +35,22 @@ class UnitOrder:
         self.events = []
         self._place = -1
 
-    def enter(self, phase: Phase, number: int) -> Sequence[int]:
-        """Take note that a unit is used now; return the units that come next in this pass."""
+    def enter(self, phase: Phase, number: int, limit: int | None = None) -> Sequence[int]:
+        """Take note that a unit is used now; return the units that come next in this pass.
+
+        Args:
+            phase, number: which pass, of which unit.
+            limit: how many are returned at most; None for all.
+        """
+        limit = len(self._orders[phase]) if limit is None else limit
         if not self.events or self.events[-1][0] != phase:
             self._place = -1
         self.events.append((phase, number))
         order = self._orders[phase]
+        place = self._place + 1
+        if place < len(order) and order[place] == number:  # as nearly always
+            self._place = place
+            return order[place + 1 : place + 1 + limit]
         # From where the pass has come to, so that a unit may occur in it several times.
         following = range(self._place + 1, len(order))
         found = next((place for place in following if order[place] == number), None)
@@ -48,7 +59,7 @@ class UnitOrder:
         if found is None:
             return ()
         self._place = found
-        return order[found + 1 :]
+        return order[found + 1 : found + 1 + limit]
 
     def end(self) -> None:
         """End a step in which the units were updated; the first one is the example for all."""

@@ -52,17 +52,25 @@ class GradientShards:
         for unit in in_turn(units, GRADIENTS):
             assert unit.gradients.shard is not None
             shard = unit.gradients.shard[: unit.valid_size]
-            ranges, block = self._ranges(self._groups, unit), unit.layout.block
+            cuts = unit.cuts.get(self._ranges)
+            if cuts is None:
+                cuts = unit.cuts[self._ranges] = self._cuts(unit)
             unit.store.begin(GRADIENTS, write=self._written)
             try:
-                for each in ranges:
-                    # Norms go by blocks, of which a part may come first.
-                    first = min(-(-each.start // block) * block, each.stop)
-                    if each.start < first:
-                        yield shard[each.start : first]
-                    yield shard[first : each.stop]
+                for each in cuts:
+                    yield shard[each]
             finally:
                 unit.store.end(GRADIENTS, written=self._written)
+
+    def _cuts(self, unit: ShardedUnit) -> list[slice]:
+        """Norms go by blocks, of which a part may come first."""
+        cuts, block = [], unit.layout.block
+        for each in self._ranges(self._groups, unit):
+            first = min(-(-each.start // block) * block, each.stop)
+            if each.start < first:
+                cuts.append(slice(each.start, first))
+            cuts.append(slice(first, each.stop))
+        return cuts
 
 
 def everything(groups: ProcessGroups, unit: ShardedUnit) -> list[slice]:

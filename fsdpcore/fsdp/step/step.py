@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_finite
 from fsdpcore.core.errors import ArgumentError, StateError
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.gradient_verbs import GradientVerbs
 from fsdpcore.fsdp.step.leaf_passes import LeafPass
 from fsdpcore.fsdp.step.step_state import NO_BACKWARD, check_written
+from fsdpcore.fsdp.step.step_times import AROUND, WHOLE
 from fsdpcore.fsdp.step.whole import Whole, WholeGradients
 from fsdpcore.fsdp.units.param_tree import ParamTree
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
@@ -35,6 +37,16 @@ class BackwardUnit(NamedTuple):
         )
 
 
+class StepWatch(Protocol):
+    """Who is told of steps."""
+
+    def look(self) -> None:
+        """A pass of a unit begins."""
+
+    def ended(self, found: Mapping[str, float | None]) -> None:
+        """A training step is over, and the units updated; it has found these numbers."""
+
+
 class EngineSteps:
     """The steps of an engine.
 
@@ -42,11 +54,18 @@ class EngineSteps:
         executor: of their passes.
         tree: that the engine was made of.
         open: the one that was entered and not left; there is one at most.
+        watch: of the steps; None for none.
     """
 
-    def __init__(self, executor: StepExecutor, tree: ParamTree | None) -> None:
+    def __init__(
+        self,
+        executor: StepExecutor,
+        tree: ParamTree | None,
+        watch: StepWatch | None = None,
+    ) -> None:
         self.executor = executor
         self.tree = tree
+        self.watch = watch
         self.open: Step | None = None
 
 
@@ -61,11 +80,19 @@ class Step(GradientVerbs):
         divisor: what summed gradients are divided by; None for the number of ranks.
         training: whether there is a backward pass.
         skipped: the update was left out, because gradients were inf or nan.
+        tokens: that this rank goes through, or whatever else is counted; None if nobody says.
     """
 
-    def __init__(self, steps: EngineSteps, divisor: float | None, training: bool) -> None:
+    def __init__(
+        self,
+        steps: EngineSteps,
+        divisor: float | None,
+        training: bool,
+        tokens: float | None = None,
+    ) -> None:
         super().__init__(steps.executor, divisor, training)
         self.training = training
+        self.tokens = None if tokens is None else as_finite(tokens, "tokens", minimum=0)
         self._steps = steps
         self._synchronising = True
 
@@ -91,6 +118,9 @@ class Step(GradientVerbs):
         self._executor.end()
         if error is None:
             self._state.check_applied()
+            if self._state.updated and self._steps.watch is not None:
+                found = {"skipped": float(self.skipped), "grad_norm": self._found_norm}
+                self._steps.watch.ended({**found, "tokens": self.tokens})
 
     def __repr__(self) -> str:
         kind = "training step" if self.training else "evaluation"
@@ -166,10 +196,9 @@ class Step(GradientVerbs):
                 with self._forward(made.unit, made.recompute):
                     pass
 
-    @contextmanager
     def forward(
         self, unit: Unit | str, *, recompute: bool = False
-    ) -> Iterator[Mapping[str, Array]]:
+    ) -> AbstractContextManager[Mapping[str, Array]]:
         """Gather a unit for its forward pass; the body gets its parameters.
 
         Inside ``backward`` of the same unit it is for recomputation: the parameters are there.
@@ -179,8 +208,7 @@ class Step(GradientVerbs):
             recompute: this pass only makes anew what an earlier one has not kept; no backward pass
                 of its own belongs to it.
         """
-        with self._forward(self._model[unit], recompute) as params:
-            yield params
+        return self._forward(self._model[unit], recompute)
 
     @contextmanager
     def _forward(self, member: ShardedUnit, recompute: bool) -> Iterator[Mapping[str, Array]]:
@@ -195,24 +223,29 @@ class Step(GradientVerbs):
         state.forwards[member.name] += counts
         try:
             executor.gather(member, "forward")
-            with _scoped(member) as params:
+            self._look()
+            params = ScopedParams(member.name, member.params)
+            try:
+                executor.computes()
                 yield params
+            finally:
+                params.close()
         except BaseException:
             state.forwards[member.name] -= counts  # it can be tried again
             raise
         finally:
+            executor.computed()
             if state.leave(member):
                 executor.release(member)
+                executor.leave()
 
-    @contextmanager
-    def backward(self, unit: Unit | str) -> Iterator[BackwardUnit]:
+    def backward(self, unit: Unit | str) -> AbstractContextManager[BackwardUnit]:
         """Gather a unit for its backward pass; the body gets parameters and zeroed gradients.
 
         At the end of the body the gradients are summed over the ranks and divided, in the
         background if the engine's ``prefetch`` says so; inside ``no_sync`` they are kept.
         """
-        with self._backward(self._model[unit]) as given:
-            yield given
+        return self._backward(self._model[unit])
 
     @contextmanager
     def _backward(self, member: ShardedUnit) -> Iterator[BackwardUnit]:
@@ -223,8 +256,15 @@ class Step(GradientVerbs):
         state.forwards[member.name] -= 1
         try:
             executor.gather(member, "backward")
-            with _scoped(member) as params:
-                yield BackwardUnit(params, member.begin_gradients())
+            self._look()
+            params = ScopedParams(member.name, member.params)
+            try:
+                given = BackwardUnit(params, member.begin_gradients())
+                executor.computes()
+                yield given
+            finally:
+                params.close()
+            executor.computed()
             executor.release(member)
             self._end_backward(member)
         except BaseException:
@@ -234,6 +274,11 @@ class Step(GradientVerbs):
             if state.leave(member):
                 executor.release(member)
                 member.drop_local_gradients()
+                executor.leave()
+
+    def _look(self) -> None:
+        if self._steps.watch is not None:
+            self._steps.watch.look()
 
     def _end_backward(self, member: ShardedUnit) -> None:
         reduce = self._synchronising
@@ -289,7 +334,9 @@ class Step(GradientVerbs):
             for unit in units:
                 executor.gather(unit, "forward")
             params.update((unit.name, dict(unit.params)) for unit in units)
+            executor.times.mark(WHOLE)
             yield Whole(params if tree is None else tree.build(params), given)
+            executor.times.mark(AROUND)
             if self.training:
                 given.copy_aliases_of({unit.name: dict(unit.params) for unit in units})
                 self._clear(params)
@@ -304,6 +351,7 @@ class Step(GradientVerbs):
                     unit.in_use = False
                     executor.free(unit)
                     unit.drop_local_gradients()
+                executor.leave()
 
     @staticmethod
     def _clear(params: dict[str, dict[str, Array]]) -> None:

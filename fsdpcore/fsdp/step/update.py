@@ -24,6 +24,7 @@ from fsdpcore.fsdp.step.shards import (
     in_turn,
     not_counted,
 )
+from fsdpcore.fsdp.step.step_times import AGREEING, NORM, Doing, StepTimes
 from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.owners import together
 
@@ -78,6 +79,7 @@ def gradient_norm(
     clipping.finite = not where and math.isfinite(norm)
     if limit is not None:
         clipping.clip(norm, limit)
+    executor.leave()
     return norm
 
 
@@ -127,18 +129,22 @@ def apply_update(
         factor = 1.0 / scaler.scale * clipping.factor
         status.partially_updated = True
         executor.stats.bytes_sent += sum(unit.update_sends for unit in model.units)
-        _update(model, step=status.steps + 1, lr=lr, grad_scale=factor)
+        _update(model, executor.times, step=status.steps + 1, lr=lr, grad_scale=factor)
         status.partially_updated = False
         status.steps += 1
     scaler.updated(skipped=not finite)
     executor.updated()
+    executor.leave()
     return norm, not finite
 
 
-def _update(model: ShardedModel, *, step: int, lr: float | None, grad_scale: float) -> None:
+def _update(
+    model: ShardedModel, times: StepTimes, *, step: int, lr: float | None, grad_scale: float
+) -> None:
     """Update all units, one after the other."""
     ahead = {each[0]: each for each in together(model.units, model.groups.shards.world_size)}
     for unit in in_turn(model.units, UPDATED, GRADIENTS):
+        times.mark(Doing(unit.name, "update", "optimizer"))
         for each in ahead.get(unit, ()):
             each.begin_update(step=step, lr=lr, grad_scale=grad_scale)
         for each in ahead.get(unit, ()):
@@ -155,6 +161,7 @@ def _judge(
 ) -> tuple[float | None, list[int]]:
     """Return the global Lp norm, unless p is None, and the ranks whose shards are not finite."""
     model, groups, everyone = executor.model, executor.model.groups, executor.model.groups.everyone
+    executor.times.mark(NORM)
     # What several ranks hold alike is read by one of them, and counted once.
     if p is None:
         shards = GradientShards(model.units, groups, held_by_one)
@@ -166,16 +173,17 @@ def _judge(
         if not groups.leads:  # what is no box was counted by another, but is it the same?
             finite = finite and all_finite(GradientShards(model.units, groups, not_counted))
     executor.stats.bytes_sent += AGREED_BYTES * (everyone.world_size - 1)
-    with executor.waiting():
-        told = compare_updates(
-            everyone,
-            wanted,
-            executor.events,
-            [unit.name for unit in model.units],
-            (*part, float(finite)),
-            algorithm=model.host_algorithm,
-            what=what,
-        )
+    executor.times.mark(AGREEING)
+    told = compare_updates(
+        everyone,
+        wanted,
+        executor.events,
+        [unit.name for unit in model.units],
+        (*part, float(finite)),
+        algorithm=model.host_algorithm,
+        what=what,
+    )
+    executor.times.mark(NORM)
     norm = None
     if p is not None:
         parts = [NormPart(*row) for row in told[:, :-1].tolist()]

@@ -57,6 +57,7 @@ class FlatParameter:
         self.master: Array
         self._device: Device = HOST
         self.rank = 0
+        self.valid_size = self.layout.valid_size(0)
 
     def bind(
         self, binding: Binding, store: OffloadStore, flat: Array | None, *, trained: bool
@@ -70,6 +71,7 @@ class FlatParameter:
             trained: whether these parameters are.
         """
         self.rank, self._device = binding.groups.shards.rank, binding.groups.device
+        self.valid_size = self.layout.valid_size(self.rank)
         kind = ArrayKind.TRAINED if trained else ArrayKind.FROZEN
         self.storage = make_storage(
             self.places, binding, store.allocate(kind), flat, away=kind in store.away
@@ -99,11 +101,6 @@ class FlatParameter:
             else:
                 flat = value.reshape(-1)
                 self._device.assign(target, flat[piece.param_start : piece.param_stop])
-
-    @property
-    def valid_size(self) -> int:
-        """Elements of this rank's shard that are not padding."""
-        return self.layout.valid_size(self.rank)
 
     @property
     def mixed(self) -> bool:

@@ -328,6 +328,9 @@ class UnitGradients:
         if not self._leaves.direct:
             return self._start_exchange(flats, own, label, async_op)
         flat = flats[0]
+        if groups.whole.world_size == 1:
+            own[...] = flat[self._range]
+            return None
         options: dict[str, Any] = {"op": self._op(divisor), "algorithm": self._algorithm}
         label = label if divisor is None else f"{label}, divisor {divisor}"
         first: dict[str, Any] = {"out": own, "async_op": async_op, "label": label, **options}
@@ -407,9 +410,10 @@ class UnitGradients:
 
     def wait(self) -> None:
         """End a reduction that was begun; blocks. Raises what went wrong with it."""
-        reducing, self._reducing = self._reducing, None
+        reducing = self._reducing
         if reducing is None:
             return
+        self._reducing = None
         try:
             if reducing.work is not None:
                 reducing.work.wait()
@@ -469,6 +473,8 @@ class UnitGradients:
 
     def drop(self) -> None:
         """Forget all gradients."""
+        if self.state is GradState.NONE and not self._missing and self._kept is None:
+            return
         reducing, self._reducing = self._reducing, None
         if reducing is not None:
             # If it failed, the backend is broken and whatever comes next says so; raised here,

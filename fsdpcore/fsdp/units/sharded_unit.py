@@ -40,6 +40,7 @@ from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.flat_parameter import FlatParameter, lay_out
 from fsdpcore.fsdp.units.gradients import GradState, UnitGradients, check_divisor
 from fsdpcore.fsdp.units.precision import Precision
+from fsdpcore.fsdp.units.storage import ParameterStorage
 from fsdpcore.fsdp.units.updates import ShardUpdate
 from fsdpcore.fsdp.units.views import Gradients, Joined, locked
 
@@ -74,6 +75,7 @@ class ShardedUnit:
         updater: what updates this rank's shard; None without an optimizer, or trained parameters.
         state: where the parameters are.
         in_use: by a step.
+        cuts: for those who go through shards of gradients, parts of them by what they want.
     """
 
     store: OffloadStore
@@ -97,10 +99,13 @@ class ShardedUnit:
         self.updater: ShardUpdate | None = None
         self.state = ParamState.SHARDED
         self.in_use = False
+        self.cuts: dict[object, list[slice]] = {}
+        self._storages: list[ParameterStorage] = []  # of flat parameters that are not empty
         self._gathers: list[Work] = []
         self._tied: dict[str, Array] = {}  # gradients that are written now, flat
         self._in_writing = False
         self._filled = False  # by the last gathering, what is held all the time
+        self._resharded = False  # completely, and nothing was gathered since
 
     def bind(self, binding: Binding, flats: Iterable[Array | None], store: OffloadStore) -> None:
         """Take over the parameters: make this rank's memory, and write its shard; once.
@@ -114,6 +119,8 @@ class ShardedUnit:
         self.store, self.device, self._binding = store, binding.groups.device, binding
         for part, flat in zip(self.flat_parameters, flats, strict=True):
             part.bind(binding, store, flat, trained=part is trained)
+            if part.layout.params:
+                self._storages.append(part.storage)
         self.gradients = UnitGradients(trained.places, binding, self.dtypes, store)
         if binding.optimizers is not None and self.trainable:
             self.updater = ShardUpdate(
@@ -170,16 +177,18 @@ class ShardedUnit:
 
         ``what`` is the user's word for it, for errors and traces; the same on all ranks.
         """
+        if self.state is ParamState.UNSHARDED and not async_op:
+            return None
+        self._resharded = False
         if self.state is ParamState.SHARDED:
             if self._in_writing:
                 raise StateError(f"unshard() of unit {self.name!r} while it is being written")
-            self._filled = any(part.storage.fills for part in self.flat_parameters)
+            self._filled = any(storage.fills for storage in self._storages)
             self.store.begin(GATHERED, write=self._filled)
-            for part in self.flat_parameters:
-                if part.layout.params:
-                    started = part.storage.gather(what, async_op=async_op)
-                    if started is not None:
-                        self._gathers.append(started)
+            for storage in self._storages:
+                started = storage.gather(what, async_op=async_op)
+                if started is not None:
+                    self._gathers.append(started)
             self.state = ParamState.GATHERING if self._gathers else ParamState.UNSHARDED
         if self.state is ParamState.GATHERING and not async_op:
             for work in self._gathers:
@@ -201,12 +210,12 @@ class ShardedUnit:
     @property
     def fetched(self) -> int:
         """How many flat buffers move in a gathering; if any, it pays to begin ahead of its use."""
-        return sum(part.storage.fetched for part in self.flat_parameters if part.layout.params)
+        return sum([storage.fetched for storage in self._storages])
 
     @property
     def stale(self) -> int:
         """How many of these come from other ranks."""
-        return sum(part.storage.stale for part in self.flat_parameters if part.layout.params)
+        return sum([storage.stale for storage in self._storages])
 
     @property
     def sends(self) -> int:
@@ -216,7 +225,7 @@ class ShardedUnit:
     @property
     def gathered_bytes(self) -> int:
         """Memory that a gathering takes; 0 where it takes none."""
-        return sum(part.storage.gathered_bytes for part in self.flat_parameters)
+        return sum([storage.gathered_bytes for storage in self._storages])
 
     @property
     def params(self) -> Mapping[str, Array]:
@@ -260,6 +269,9 @@ class ShardedUnit:
         Args:
             again: the backward pass is still to come, for which the strategy may keep a part.
         """
+        if self._resharded:
+            return
+        self._resharded = not again
         gathers, self._gathers = self._gathers, []
         for work in gathers:
             # If it failed, the backend is broken and whatever comes next says so; raised here,
@@ -279,6 +291,7 @@ class ShardedUnit:
         self.updater = None
         self.ignored = {}
         self.gradients.free()
+        self._storages.clear()
         for part in self.flat_parameters:
             part.free()
         del self.store

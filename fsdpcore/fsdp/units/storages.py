@@ -223,8 +223,10 @@ class SharedWindowStorage(ParameterStorage):
     def gather(self, what: str, *, async_op: bool) -> Work | None:
         if self.exposed:  # nobody can have written since
             return None
-        label = f"{what} of unit {self.places.unit}"
-        started: Work | None = barrier(self._shards, async_op=async_op, label=label)
+        started: Work | None = None
+        if self._shards.world_size > 1:
+            label = f"{what} of unit {self.places.unit}"
+            started = barrier(self._shards, async_op=async_op, label=label)
         self.exposed = True
         return started
 

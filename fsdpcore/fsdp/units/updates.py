@@ -76,10 +76,9 @@ class ShardUpdate:
         ]
         self.room = sum(each.room(part.rank) for each in dealings.values()) * dtype.itemsize
         self.state: dict[str, Array] = {}
-        allocate = store.allocate(ArrayKind.STATE)
+        allocate = store.zeros(ArrayKind.STATE)
         for name in _elementwise_names(found):
             array = self.state[name] = allocate(size, dtype)
-            array.fill(0)
             for start, stop, policy in self.ranges:
                 if name in policy.state_names and policy.initial_state(name):
                     array[start:stop] = policy.initial_state(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,6 +62,12 @@ class Places:
         except KeyError:
             raise unknown(self.unit, name, self._found) from None
         return flat[place].reshape(shape)
+
+    def clear(self, flat: Array, besides: Container[str]) -> None:
+        """Fill the parts of ``flat`` with zeros whose parameters are not in ``besides``."""
+        for name, (place, _) in self._found.items():
+            if name not in besides:
+                flat[place].fill(0)
 
 
 class Params(Mapping[str, Array]):
@@ -215,7 +221,7 @@ class Gradients(MutableMapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         view = self._views.get(name)
         if view is None:
-            view = self.empty(name)
+            view = self._views[name] = self._view(name)
             view.fill(0)
         return view
 
@@ -257,10 +263,15 @@ class Gradients(MutableMapping[str, Array]):
 
     def finish(self) -> Array:
         """Fill with zeros what was never asked for, padding too, and return the flat buffer."""
-        flat = self._open()
-        if len(self._views) < len(self):
-            for name in self:
-                self[name]
+        flat, views = self._open(), self._views
+        if not views and not self._tied:
+            flat.fill(0)
+            return flat
+        if len(views) < len(self):
+            self._places.clear(flat, views)
+            for name, array in self._tied.items():
+                if name not in views:
+                    array.fill(0)
         if self._places.layout.padding:
             flat[self._places.layout.size :] = 0
         return flat
@@ -273,14 +284,15 @@ class Gradients(MutableMapping[str, Array]):
 
     def _view(self, name: str) -> Array:
         flat = self._open()
-        if name not in self:
+        if name in self._tied:
+            return self._tied[name]
+        if name not in self._places:
             raise UnknownParameterError(
                 f"unit {self._places.unit!r} has no gradient of {name!r}; it has those of "
                 f"{', '.join(self) or 'none'}. What is frozen or ignored has none: "
                 "'name in grads' tells"
             )
-        tied = self._tied.get(name)
-        return self._places.view(flat, name) if tied is None else tied
+        return self._places.view(flat, name)
 
     def _open(self) -> Array:
         if self._flat is None:

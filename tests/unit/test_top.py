@@ -1,0 +1,180 @@
+"""``engine.on_step``, and ``fsdpcore top``: what a running job says of itself, and to whom."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.spmd import run_on
+from support.windows import WithoutWindow
+from typer.testing import CliRunner
+
+import fsdpcore as fc
+from fsdpcore.commands.main import app
+from fsdpcore.diagnostics import live
+
+
+def engine_of(backend):
+    units = [fc.Unit(name, {"w": np.zeros(1000, np.float32)}) for name in ("a", "b")]
+    return fc.FSDP(units, backend, optimizer=fc.optim.SGD(lr=0.1), window=False)
+
+
+def make_step(engine, *, seconds=0.0, **options):
+    with engine.step(**options) as step:
+        for name in ("a", "b"):
+            with step.forward(name):
+                time.sleep(seconds)
+        for name in ("b", "a"):
+            with step.backward(name) as (_, grads):
+                grads["w"][:] = 3.0
+        step.update(clip=1e9)
+
+
+# Callbacks.
+
+
+def test_callbacks_get_the_figures_of_each_training_step():
+    def body(backend):
+        engine, told = engine_of(backend), []
+        engine.on_step(lambda figures: told.append(figures))
+        make_step(engine, tokens=50, seconds=0.01)
+        with engine.evaluation() as step, step.forward("a"):
+            pass
+        with pytest.raises(ZeroDivisionError), engine.step():
+            raise ZeroDivisionError
+        with engine.step() as step:
+            with step.forward("a"), np.errstate(all="ignore"):
+                pass
+            with step.backward("a") as (_, grads):
+                grads["w"][:] = np.inf
+            step.update(skip_nonfinite=True)
+        return told, engine.report().measured.peak_bytes, backend.world_size
+
+    for told, peak, size in run_on(WithoutWindow, body, world_size=2):
+        first, second = told
+        assert first["step"] == 1
+        assert first["tokens"] == 50
+        assert first["skipped"] == 0
+        assert first["tokens_per_second"] == pytest.approx(50 / first["seconds"])
+        parts = [first[name] for name in ("computing", "waiting", "moving", "optimizer")]
+        assert sum(parts) == pytest.approx(first["seconds"])
+        assert first["computing"] > 0.02
+        assert first["grad_norm"] == pytest.approx(3.0 * np.sqrt(2000))
+        assert first["memory_bytes"] >= 3 * 2 * 4000 / size
+        assert (second["step"], second["skipped"]) == (1, 1)
+        assert second["memory_bytes"] == peak
+        assert "tokens" not in second
+        assert "grad_norm" not in second
+
+
+def test_what_a_callback_raises_is_raised_after_the_step():
+    def body(backend):
+        engine = engine_of(backend)
+        with pytest.raises(fc.ArgumentError, match="takes a function, got dict"):
+            engine.on_step({})
+        with pytest.raises(fc.ArgumentError, match="tokens must be"):
+            engine.step(tokens=-1)
+        engine.on_step(lambda figures: figures["loss"])
+        with pytest.raises(KeyError):
+            make_step(engine)
+        return engine.steps
+
+    assert run_on(WithoutWindow, body, world_size=1) == [1]
+
+
+# A running job.
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "folder", lambda: tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+@pytest.fixture
+def job(place):
+    """A job of two ranks that goes on until the end; rank 1 computes for longer."""
+    ended = threading.Event()
+
+    def body(backend):
+        engine = engine_of(backend)
+        while not fc.all_reduce(int(ended.is_set()), backend):
+            make_step(engine, seconds=0.01 + 0.03 * backend.rank, tokens=10)
+
+    ranks = threading.Thread(target=fc.launch, args=(body,), kwargs={"world_size": 2})
+    ranks.start()
+    yield
+    ended.set()
+    ranks.join()
+
+
+def test_top_asks_a_running_job(job, place):
+    time.sleep(0.3)
+    assert not place.exists()  # nobody has asked
+    result = CliRunner().invoke(app, ["top", "--once"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0].startswith(f"job pid-{os.getpid()}: 2 ranks, ")
+    assert lines[1].startswith("rank 1 is the slowest: in a step it works ")
+    header, *rows = (line.split("  ") for line in lines[3:])
+    assert [row.split()[0] for row in lines[4:6]] == ["0", "1"]
+    assert len(rows) == 2
+    assert "waiting" in "".join(header)
+    time.sleep(0.6)
+    assert not place.exists()  # nobody asks any more
+
+
+def test_top_finds_nobody(place):
+    result = CliRunner().invoke(app, ["top", "--once", "--patience", "0"])
+    assert (result.exit_code, "no job of this user answers" in result.output) == (1, True)
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("stranger", ["others may enter", "a link"])
+def test_a_folder_that_is_not_ones_own_alone_is_not_used(place, stranger):
+    aim = place.with_name("theirs")
+    aim.mkdir(mode=0o700)
+    (aim / "asked").touch()
+    if stranger == "a link":
+        place.symlink_to(aim)
+    else:
+        aim.rename(place)
+        place.chmod(0o755)
+    answers = live.Answers("job", 0)
+    assert answers.wanted
+    answers.give({"rank": 0})
+    assert os.listdir(place) == ["asked"]
+    result = CliRunner().invoke(app, ["top", "--once"])
+    assert result.exit_code != 0
+    assert "cannot be used" in result.output
+
+
+# An example.
+
+
+def scalars(folder):
+    """What is in an event file, which has records: a length, four bytes, the record, four bytes."""
+    event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    (path,) = folder.iterdir()
+    data, found = path.read_bytes(), {}
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        record, data = event.FromString(data[12 : 12 + size]), data[16 + size :]
+        for value in record.summary.value:
+            found.setdefault(value.tag, {})[record.step] = value.simple_value
+    return found
+
+
+def test_tensorboard_gets_them(tmp_path):
+    pytest.importorskip("tensorboardX")
+    example = importlib.import_module("linear_tensorboard")
+    run_on(WithoutWindow, example.main, world_size=2, args=(str(tmp_path), 3))
+    for rank in range(2):
+        found = scalars(tmp_path / f"rank{rank}")
+        assert found["step/tokens"] == dict.fromkeys((1, 2, 3), example.BATCH)
+        assert set(found["loss"]) == {1, 2, 3}
+        assert found["step/waiting"][2] < found["step/seconds"][2]
