@@ -96,8 +96,9 @@ def import_dcp(
     Args:
         source: a folder with ``.metadata`` and ``.distcp`` files, which PyTorch's
             ``torch.distributed.checkpoint`` writes. No object in there is unpickled.
-        path, step, world_size, max_file_size, names, rename, strip_prefix, add_prefix, dtype,
-            extra, overwrite, progress: as of ``import_safetensors``.
+        path, step, extra, overwrite, progress: as of ``import_safetensors``.
+        world_size, max_file_size: as of ``import_safetensors``.
+        names, rename, strip_prefix, add_prefix, dtype: as of ``import_safetensors``.
 
     Raises:
         ArgumentError: something makes no sense, there is no such checkpoint, a tensor has a dtype

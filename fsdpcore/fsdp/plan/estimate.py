@@ -124,8 +124,8 @@ def memory_estimate(
         offload: what is moved from the device to the host's memory, or from there to files:
             "none", "parameters", or "all", which is parameters, shards of gradients, and the
             optimizer's state.
-        strategy, precision, optimizer_states, prefetch, prefetch_bytes, overlap, microbatches,
-        sync, windowed, rank: as of ``make_plan``.
+        strategy, precision, optimizer_states, sync, microbatches: as of ``make_plan``.
+        prefetch, prefetch_bytes, overlap, windowed, rank: as of ``make_plan``.
 
     Raises:
         ArgumentError: something of this makes no sense.
