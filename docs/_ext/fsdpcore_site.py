@@ -98,7 +98,7 @@ class Public(_Generated):
 
 
 def _plain(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("*", r"\*")
+    return " ".join((text or "").split()).replace("*", r"\*").replace("_", r"\_")
 
 
 def command_named(name: str) -> Any:
@@ -149,7 +149,17 @@ class Settings(_Generated):
                 f"     - ``FSDPCORE_{field.name.upper()}``",
                 f"     - ``{_default(field)!r}``",
             ]
-        return [*lines, "", *inspect.cleandoc(Fields.__doc__ or "").split("\n")]
+        return [*lines, "", *_attributes(Fields)]
+
+
+def _attributes(cls: type) -> list[str]:
+    """Return the section ``Attributes`` of a class's docstring as a list of definitions."""
+    _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+    lines = []
+    for line in inspect.cleandoc(section).split("\n"):
+        name, _, words = line.partition(": ")
+        lines += ["", f"``{name}``", f"   {words}"] if line[:1].strip() else [f"   {line.strip()}"]
+    return [*lines, ""]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -168,7 +178,7 @@ class UrlOptions(_Generated):
         module, _, name = self.arguments[0].rpartition(".")
         options = getattr(importlib.import_module(module), name)
         fields = [f"``{each.name}={_default(each)!r}``" for each in dataclasses.fields(options)]
-        return ["Defaults: " + ", ".join(fields), "", *inspect.cleandoc(options.__doc__ or "").split("\n")]  # fmt: skip
+        return ["Defaults: " + ", ".join(fields), "", *_attributes(options)]
 
 
 class Diagram(Directive):
@@ -190,7 +200,10 @@ def name_in_full(app: Sphinx, document: nodes.document) -> None:
     import fsdpcore
 
     del app
-    for node in document.findall(pending_xref):
+    for node in list(document.findall(pending_xref)):
+        if node.get("reftype") == "obj" and node["reftarget"].islower():
+            node.replace_self(node.children)  # an attribute's name where it is explained
+            continue
         if node.get("refdomain") == "py" and node["reftarget"] in fsdpcore.__all__:
             module = node.get("py:module") or "fsdpcore"
             if not module.startswith("fsdpcore.") or not hasattr(find(module), node["reftarget"]):

@@ -64,8 +64,8 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page that users read."""
-    written = (path for path in SITE.rglob("*.md") if "_build" not in path.parts)
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(written)]
+    there = (path for path in SITE.rglob("*.md") if "_build" not in path.parts)
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(there)]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -78,6 +78,22 @@ def blocks(page: Path) -> list[Block]:
         line = text.count("\n", 0, match.start("kind")) + 1
         found.append(Block(match["kind"], body, line, why[1] if why else ""))
     return found
+
+
+def heavy(page: Path) -> bool:
+    """Whether its Python takes seconds, so that the suite leaves it to ``-m tools``."""
+    return "<!-- heavy -->" in page.read_text(encoding="utf-8")
+
+
+def without_code(text: str) -> str:
+    """Return the text of a page without its blocks."""
+    return FENCE.sub("", text)
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    found = re.findall(r"^#+ +(.+?) *$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
 
 def ranks_of(page: Path) -> int:
@@ -113,7 +129,7 @@ class Run:
 
     def _rank(self, backend: fc.Backend) -> None:
         self._here.backend = backend
-        names: dict[str, object] = {"__name__": "page"}
+        names: dict[str, object] = {"__name__": "__main__"}
         for block in self.blocks:
             if block.skipped:
                 continue
