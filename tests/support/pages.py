@@ -168,7 +168,7 @@ class Run:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
-            env=clean_environ(PATH=path),
+            env=clean_environ(PATH=path, HOME=os.getcwd()),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
