@@ -27,7 +27,6 @@ myst_heading_anchors = 3
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"show-inheritance": False}
 python_display_short_literal_types = True
 python_maximum_signature_line_length = 88
 maximum_signature_line_length = 88

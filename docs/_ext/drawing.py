@@ -46,7 +46,7 @@ class Canvas:
         if here == "|":
             return True
         if here == "+":
-            return any(end in "|^v" for end in ends)
+            return any(end in "|^v+" for end in ends)
         return (here == "v" and ends[0] in "|+") or (here == "^" and ends[1] in "|+")
 
     def drawn(self, row: int, column: int) -> bool:
@@ -88,16 +88,29 @@ def _boxes(canvas: Canvas) -> list[tuple[int, int, int, int]]:
     ]
     found = []
     for top, left in corners:
-        right = left + 1
-        while canvas.across(top, right) and canvas.at(top, right) != "+":
-            right += 1
-        bottom = top + 1
-        while canvas.down(bottom, left) and not canvas.across(bottom, left):
-            bottom += 1
-        closed = (top, right) in corners and (bottom, left) in corners and bottom > top + 1
-        if closed and canvas.at(bottom, right) == "+" and canvas.down(top + 1, right):
-            found.append((top, left, bottom, right))
+        wider = [column for row, column in corners if row == top and column > left]
+        lower = [row for row, column in corners if column == left and row > top]
+        closed = (
+            (top, left, bottom, right)
+            for bottom in lower
+            for right in wider
+            if _is_closed(canvas, top, left, bottom, right)
+        )
+        found += list(closed)[:1]
     return found
+
+
+def _is_closed(canvas: Canvas, top: int, left: int, bottom: int, right: int) -> bool:
+    across = all(
+        canvas.at(row, column) in "-+" and canvas.across(row, column)
+        for row in (top, bottom)
+        for column in range(left, right + 1)
+    )
+    return across and all(
+        canvas.at(row, column) in "|+" and canvas.down(row, column)
+        for row in range(top, bottom + 1)
+        for column in (left, right)
+    )
 
 
 def _head(row: int, column: int, character: str) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ def directive_for(name: str) -> list[str]:
         own = members(found)
         lines = [f".. autoclass:: {name}"]
         lines += [f"   :members: {', '.join(own)}"] if own else ["   :no-members:"]
-        return [*lines, "   :inherited-members:", ""]
+        return [*lines, ""]
     if callable(found):
         return [f".. autofunction:: {name}", ""]
     return [f".. autodata:: {name}", "   :no-value:", ""]
@@ -98,7 +99,14 @@ class Public(_Generated):
 
 
 def _plain(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("*", r"\*").replace("_", r"\_")
+    """Return words as reStructuredText, in which options and quoted commands are code."""
+    words = " ".join((text or "").split()).replace("*", r"\*").replace("_", r"\_")
+    words = re.sub(r"'([^']* -[^']*)'", lambda found: f"``{_bare(found[1])}``", words)
+    return re.sub(r"(?<![\w`-])(--[a-z][-\w]*)(?![^`]*`` )", r"``\1``", words)
+
+
+def _bare(text: str) -> str:
+    return text.replace("\\", "")
 
 
 def command_named(name: str) -> Any:
@@ -195,16 +203,41 @@ class Diagram(Directive):
         return [nodes.raw("", figure, format="html")]
 
 
+def name_each_attribute(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Give each of several attributes that are explained together a line of its own."""
+    del app, what, name, obj, options
+    try:
+        at = lines.index("Attributes:") + 1
+    except ValueError:
+        return
+    while at < len(lines) and (lines[at].startswith("    ") or not lines[at]):
+        several = re.fullmatch(r"    (\w+(?:, \w+)+): (.*)", lines[at])
+        if several:
+            end = at + 1
+            while end < len(lines) and lines[end].startswith("     "):
+                end += 1
+            more = lines[at + 1 : end]
+            lines[at:end] = [
+                line
+                for each in several[1].split(", ")
+                for line in (f"    {each}: {several[2]}", *more)
+            ]
+        at += 1
+
+
 def name_in_full(app: Sphinx, document: nodes.document) -> None:
     """Let a type that is named as users import it mean that one, whatever else is so called."""
     import fsdpcore
 
     del app
     for node in list(document.findall(pending_xref)):
-        if node.get("reftype") == "obj" and node["reftarget"].islower():
-            node.replace_self(node.children)  # an attribute's name where it is explained
+        if node.get("refdomain") != "py":
             continue
-        if node.get("refdomain") == "py" and node["reftarget"] in fsdpcore.__all__:
+        if node["reftarget"].islower() and node.get("reftype") in ("obj", "class"):
+            node.replace_self(node.children)  # an attribute's name where it is explained
+        elif node["reftarget"] in fsdpcore.__all__:
             module = node.get("py:module") or "fsdpcore"
             if not module.startswith("fsdpcore.") or not hasattr(find(module), node["reftarget"]):
                 node["reftarget"] = f"fsdpcore.{node['reftarget']}"
@@ -217,5 +250,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("settings", Settings)
     app.add_directive("url-options", UrlOptions)
     app.add_directive("diagram", Diagram)
+    app.connect("autodoc-process-docstring", name_each_attribute, priority=100)
     app.connect("doctree-read", name_in_full)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
