@@ -10,7 +10,7 @@ from fsdpcore.core.version import VERSION  # noqa: E402
 
 project = "fsdpcore"
 version = release = VERSION
-author = copyright = "the authors of fsdpcore"  # noqa: A001
+author = copyright = "the authors of fsdpcore"
 
 extensions = [
     "myst_parser",

@@ -61,9 +61,7 @@ def _place(row: int, column: int) -> tuple[float, float]:
 def _runs(canvas: Canvas, *, across: bool) -> list[tuple[int, int, int]]:
     """Lines as (fixed coordinate, from, to)."""
     found = []
-    outer, inner = (
-        (canvas.height, canvas.width) if across else (canvas.width, canvas.height)
-    )
+    outer, inner = (canvas.height, canvas.width) if across else (canvas.width, canvas.height)
     for fixed in range(outer):
         start = None
         for moving in range(inner + 1):

@@ -1,16 +1,16 @@
 """What the site has of its own: reference pages from docstrings, commands from typer, pictures.
 
-    ```{public} fsdpcore.optim      every name that follows, from its docstring
-    Adam AdamW
-    ```
-    ```{command} run                usage and options of a subcommand of ``fsdpcore``
-    ```
-    ```{diagram} collective         docs/diagrams/collective.txt as SVG, in the page's colours
-    ```
-    ```{settings}                   the settings of a job, from the class that holds them
-    ```
-    ```{url-options} MODULE.CLASS   the options in the URL of a transport
-    ```
+```{public} fsdpcore.optim      every name that follows, from its docstring
+Adam AdamW
+```
+```{command} run                usage and options of a subcommand of ``fsdpcore``
+```
+```{diagram} collective         docs/diagrams/collective.txt as SVG, in the page's colours
+```
+```{settings}                   the settings of a job, from the class that holds them
+```
+```{url-options} MODULE.CLASS   the options in the URL of a transport
+```
 """
 
 from __future__ import annotations
@@ -53,10 +53,22 @@ def members(cls: type) -> list[str]:
             continue
         member = inspect.getattr_static(cls, name)
         inner = getattr(member, "fget", None) or getattr(member, "__func__", member)
-        routine = inspect.isroutine(inner)
-        if routine and str(getattr(inner, "__module__", "")).startswith("fsdpcore"):
+        words = inspect.getdoc(inner) or ""
+        ours = str(getattr(inner, "__module__", "")).startswith("fsdpcore")
+        if inspect.isroutine(inner) and ours and not _told_above(cls, name, words):
             found.append(name)
     return found
+
+
+def _told_above(cls: type, name: str, words: str) -> bool:
+    """Whether a public base class has this member with the same words, or is referred to."""
+    import fsdpcore
+
+    places = (fsdpcore, fsdpcore.optim, fsdpcore.initializers, fsdpcore.optim.schedules)
+    public = [getattr(place, each) for place in places for each in place.__all__]
+    bases = [base for base in cls.__mro__[1:] if base in public and hasattr(base, name)]
+    told = {inspect.getdoc(getattr(base, name)) for base in bases}
+    return bool(bases) and (words in told or words.startswith("See "))
 
 
 def directive_for(name: str) -> list[str]:

@@ -92,7 +92,8 @@ def without_code(text: str) -> str:
 
 def headings(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and the site make them."""
-    found = re.findall(r"^#+ +(.+?) *$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    text = without_code(page.read_text(encoding="utf-8"))
+    found = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
 
@@ -145,7 +146,7 @@ class Run:
         out = io.StringIO()
         names["print"] = lambda *values, **how: print(*values, **{"file": out, **how})
         code = compile("\n" * block.line + block.text, str(self.page), "exec")
-        exec(code, names)  # noqa: S102
+        exec(code, names)
         if backend.rank == 0:
             self._printed = out.getvalue()
 

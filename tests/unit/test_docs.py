@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,29 @@ def test_every_error_is_explained():
     text = (SITE / "reference/errors.md").read_text()
     for name in set(fc.errors.__all__):
         assert re.search(rf"\b{name}\b", text), name
+
+
+def examples(text):
+    """The indented code of a docstring."""
+    for match in re.finditer(r"::\n\n((?:[ ]{4}.*\n|\n)+)", text + "\n"):
+        yield textwrap.dedent(match[1])
+
+
+def test_examples_of_docstrings_are_python_with_names_that_are_there():
+    from test_public import documented
+
+    seen = 0
+    for name, (public, _) in documented():
+        for example in examples(inspect.getdoc(public)):
+            if not re.search(r"\b(fc|backend|engine|step|stack)\.", example):
+                continue  # a formula
+            seen += 1
+            for node in ast.walk(ast.parse(example, name)):
+                if isinstance(node, ast.Attribute) and (dotted := ast.unparse(node))[:3] == "fc.":
+                    assert re.fullmatch(r"[\w.]+", dotted) is None or _found(
+                        dotted.replace("fc.", "fsdpcore.", 1)
+                    ), name
+    assert seen > 80
 
 
 def test_the_picture_of_the_readme_is_drawn_from_its_text():

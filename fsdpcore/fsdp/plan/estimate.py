@@ -127,8 +127,16 @@ def memory_estimate(
         strategy, precision, optimizer_states, sync, microbatches: as of ``make_plan``.
         prefetch, prefetch_bytes, overlap, windowed, rank: as of ``make_plan``.
 
+    Returns:
+        The bytes of a rank, by what they are for; ``print(estimate)`` shows them.
+
     Raises:
         ArgumentError: something of this makes no sense.
+
+    Example::
+
+        estimate = fc.memory_estimate(7e9, world_size=64, layers=32)
+        print(estimate.total)
     """
     units = _units(params, layers)
     as_choice(offload, OFFLOADS, "offload")

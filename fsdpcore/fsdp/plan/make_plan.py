@@ -75,8 +75,17 @@ def make_plan(
         compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
             ``costs``, for ``step_seconds`` and ``exposed_seconds``.
 
+    Returns:
+        What the step gathers, reduces, holds and sends, in order; ``print(plan)`` shows it.
+
     Raises:
         ArgumentError: something of this makes no sense.
+
+    Example::
+
+        units = [fc.UnitSize(f"layer{i}", 1_000_000) for i in range(8)]
+        plan = fc.make_plan(units, world_size=16, strategy="shard_grad_op")
+        print(plan)
     """
     sizes = sizes_of(units)
     if isinstance(strategy, str):

@@ -71,6 +71,10 @@ class Strategy:
 
     Raises:
         ArgumentError: a name, or an option for it, that does not exist.
+
+    Example::
+
+        fc.FSDP(units, backend, strategy=fc.Strategy("hybrid_shard", shard_group_size=8))
     """
 
     name: str = "full_shard"
