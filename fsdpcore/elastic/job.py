@@ -47,7 +47,8 @@ class Job:
         backend: all ranks of this generation.
         rank, world_size: of the backend.
         generation: its number, from 1. Where no agent has started the ranks, there is only one.
-        reason: why it has begun: "rank 2 on 10.0.0.3 was lost"; empty for the first.
+        reason: why it has begun, in words: "the job begins", "rank 2 on 10.0.0.3 has ended".
+            Empty where no agent has started the ranks.
         commits: how many commits the state is behind that this rank has: 0, or what ``restore`` has
             loaded, and one more with each ``commit``.
         state: what ``restore`` has returned, and ``commit`` keeps.
