@@ -78,8 +78,8 @@ class ElasticThreads:
     """An elastic job of threads; ``launch`` makes it.
 
     Attributes:
-        generation: the newest one: its ``number``, its ``reason``, its ``seats`` in the order of the
-            ranks. None if not even the first has begun.
+        generation: the newest one, with its ``number``, its ``reason``, and its ``seats`` in the
+            order of the ranks. None if not even the first has begun.
     """
 
     def __init__(
