@@ -3,6 +3,7 @@
     python bench/bits.py                                          # the default of train_gpt.py
     python bench/bits.py --width 528 --layers 8 --heads 8 --steps 1 --precisions fp32
     python bench/bits.py --ranks 1,2,3 --transports sim --json bits.json
+    python bench/bits.py --ranks 1 --transports sim --changes 10 --steps 14   # ranks come and go
 
 bench/README.md says what is compared.
 """
@@ -14,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +82,11 @@ def strategies(ranks: int) -> dict[str, fc.Strategy]:
 
 def _digest(trainer: Trainer) -> str:
     losses = [trainer.step(number) for number in range(trainer.options.steps)]
+    return _digest_of(trainer, losses)
+
+
+def _digest_of(trainer: Trainer, losses: list[float]) -> str:
+    """On rank 0, of losses, parameters and optimizer state."""
     state = trainer.engine.state_dict(full=True, to=0)
     digest = hashlib.sha256(np.array(losses).tobytes())
     for name, values in sorted(_flat(state)):
@@ -97,6 +104,65 @@ def _flat(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, np.atleast_1d(np.asarray(state))
 
 
+class Changing:
+    """A training whose ranks come and go, threads of this process.
+
+    Args:
+        options: of ``train_gpt.py``.
+        changes: how often the number of ranks changes: ranks leave, are added, or killed.
+    """
+
+    SIZES = (3, 5, 2, 8, 1, 4, 7, 6)
+
+    def __init__(self, options: Options, changes: int) -> None:
+        if changes >= options.steps:
+            raise fc.ArgumentError(f"{changes} changes need more than {options.steps} steps")
+        self._options, self._left = options, changes
+        self._asked_at = -1
+        self._job: Any = None
+        self._ready = threading.Event()
+
+    def run(self) -> str:
+        """Train to the end; return the digest."""
+        self._job = fc.elastic.launch(self._program(), world_size=(1, 8))
+        self._ready.set()
+        digests = [found for found in self._job.wait() if found]
+        assert self._left == 0, f"{self._left} changes were not made"
+        return str(digests[0])
+
+    def _program(self) -> Any:
+        @fc.elastic.run
+        def train(job: fc.elastic.Job) -> str:
+            keep_freed_memory()
+            trainer = Trainer(job.backend, self._options)
+            losses = job.restore({"engine": trainer.engine, "losses": []})["losses"]
+            while job.commits < self._options.steps:
+                if job.rank == 0:
+                    self._change(job)
+                losses.append(trainer.step(job.commits))
+                job.commit()
+            return _digest_of(trainer, losses) if job.rank == 0 else ""
+
+        return train
+
+    def _change(self, job: fc.elastic.Job) -> None:
+        """Ask for another number of ranks, once for each commit."""
+        if not self._left or job.commits <= self._asked_at:
+            return
+        self._ready.wait()
+        self._asked_at, wanted = job.commits, self.SIZES[self._left % len(self.SIZES)]
+        self._left -= 1
+        more = wanted - job.world_size
+        if more > 0:
+            self._job.add(more)
+        for number in range(-more):
+            rank = job.world_size - 1 - number
+            if self._left % 2:
+                self._job.leave(rank)
+            else:
+                self._job.kill(rank)
+
+
 def _main(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2,3,5,8",
     transports: Annotated[str, typer.Option(help="Schemes or URLs.")] = "sim,zmq,mpi",
@@ -108,6 +174,9 @@ def _main(
     layers: Annotated[int, typer.Option()] = 3,
     heads: Annotated[int, typer.Option()] = 2,
     batch: Annotated[int, typer.Option(help="Sequences of all ranks together.")] = 32,
+    changes: Annotated[
+        int, typer.Option(help="Also train while the number of ranks changes so often.")
+    ] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="All digests.")] = None,
     told: Annotated[Path | None, typer.Option("--told", hidden=True)] = None,
 ) -> None:
@@ -135,8 +204,23 @@ def _main(
             typer.echo(f"{transport:6} {number:>2} ranks: {_compared(rows)}")
             if json_file is not None:
                 json_file.write_text(json.dumps(rows, indent=1))
+    if changes:
+        rows["changing"] = _changed(options, precisions.split(","), names, changes)
+        typer.echo(f"{changes} changes:      {_compared(rows)}")
     if any(len(found) > 1 for found in _by_precision(rows).values()):
         raise typer.Exit(1)
+
+
+def _changed(options: Options, precisions: list[str], names: str, changes: int) -> Digests:
+    """Have every training made by ranks that come and go."""
+    found: Digests = {}
+    for precision in precisions:
+        for name, strategy in strategies(1).items():
+            if name == "hybrid_shard" or (names and name not in names.split(",")):
+                continue  # whose groups need a number of ranks that they divide
+            case = replace(options, precision=precision, strategy=strategy)
+            found[f"{precision} {name}"] = Changing(case, changes).run()
+    return found
 
 
 def _on(ranks: str, transport: str) -> Digests:

@@ -19,5 +19,5 @@ def sentences(text: str) -> list[str]:
     found = []
     for paragraph in re.split(r"\n\s*\n", text):
         words = " ".join(paragraph.split())
-        found += re.split(r"(?<=[.!?:;])[\"')*]* (?=[\"'(*`_A-Za-z0-9])", words)
+        found += re.split(r"(?<=[.!?])[\"')*]* (?=[\"'(*`_A-Za-z0-9])", words)
     return [sentence for sentence in found if re.search(r"\w", sentence)]

@@ -105,6 +105,14 @@ def test_sentences_are_short(page):
     assert long == []
 
 
+def test_a_sentence_is_what_is_read_as_one():
+    text = "One [two](page.md) `three four`. Five: six;\nseven\n\n- eight\n- nine\n\n"
+    text += "| a | b c |\n|---|---|"
+    text += "\n```console\nno words of ours. Here\n```\n"
+    found = [len(each.split()) for each in sentences(text)]
+    assert found == [3, 3, 1, 1, 1, 2]
+
+
 def test_every_block_runs_or_says_why_not():
     """Only what the runner knows counts as code; a block of another kind would just be shown."""
     shown = {"output", "text", "toml", "yaml", "dockerfile", "bash", "sh"}
@@ -196,11 +204,12 @@ def test_examples_of_docstrings_are_python_with_names_that_are_there():
     assert seen > 80
 
 
-def test_the_picture_of_the_readme_is_drawn_from_its_text():
+@pytest.mark.parametrize("name", ["layers", "house"])
+def test_a_picture_is_drawn_from_its_text(name):
     sys.path.insert(0, str(SITE / "_ext"))
     try:
         drawing = importlib.import_module("drawing")
     finally:
         sys.path.remove(str(SITE / "_ext"))
-    title, text = drawing.read(SITE / "diagrams/layers.txt")
-    assert (SITE / "_static/layers.svg").read_text() == drawing.draw(text, title, alone=True)
+    title, text = drawing.read(SITE / f"diagrams/{name}.txt")
+    assert (SITE / f"_static/{name}.svg").read_text() == drawing.draw(text, title, alone=True)
